@@ -1,0 +1,194 @@
+"""A server for the length of a `with` block, and a client that measures what it streams."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import requests
+import torch
+from tqdm import tqdm
+
+CPU_FLAGS = [
+    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
+    *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
+]
+GPU_FLAGS = ["--dtype", "bfloat16"]
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died or answered with an error."""
+
+
+def device_flags() -> list[str]:
+    """The SGLang flags that fit this machine."""
+    return GPU_FLAGS if torch.cuda.is_available() else CPU_FLAGS
+
+
+@contextlib.contextmanager
+def running_server(
+    flags: list[str],
+    log: Path,
+    *,
+    module: str = "sglang_lazy.launch_server",
+    timeout: float = 300,
+    usual: float = 30,
+) -> Iterator[str]:
+    """Start a server on a free loopback port, yield its URL once it is healthy, stop it on the way out.
+
+    log: file for the server's output.
+    timeout, usual: seconds to wait at most, and seconds the progress bar expects.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
+    with open(log, "wb") as output:
+        # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_healthy(url, process, timeout, usual)
+        yield url
+    finally:
+        _stop(process)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen, timeout: float, usual: float) -> None:
+    start = time.monotonic()
+    layout = "{desc} {bar:30} {n:.0f} s, usually about {total:.0f} s"
+    with tqdm(total=usual, desc="starting the server", bar_format=layout, leave=False, disable=None) as bar:
+        while (elapsed := time.monotonic() - start) < timeout:
+            bar.total = max(usual, elapsed)
+            bar.update(elapsed - bar.n)
+            if process.poll() is not None:
+                raise ServerError(f"the server exited with status {process.returncode}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{url}/health", timeout=5).ok:
+                    return
+            time.sleep(0.2)
+    raise ServerError(f"the server was not ready within {timeout:.0f} s")
+
+
+def _stop(process: subprocess.Popen, grace: float = 20) -> None:
+    """Ask the server to end, wait, and kill what is left of its process group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    if _wait_for(lambda: not _group_alive(process), timeout=5):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if not _wait_for(lambda: not _group_alive(process), timeout=5):
+        print(f"the server's processes are still there: end them with `kill -9 -{process.pid}`", file=sys.stderr)
+
+
+def _group_alive(process: subprocess.Popen) -> bool:
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _wait_for(condition: Callable[[], bool], timeout: float) -> bool:
+    deadline = time.monotonic() + timeout
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return met
+
+
+def log_tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a server's log, under a heading that names the file."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        tail = collections.deque(file, lines)
+    return f"The last lines of {log}:\n\n{''.join(tail)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One finished request: what the server reported and what the client's clock saw, in seconds from the send."""
+
+    text: str
+    output_ids: list[int]
+    prompt_tokens: int
+    prefix_tokens: int
+    chunk_tokens: int
+    ttft: float
+    total: float
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that had to be computed."""
+        return self.prompt_tokens - self.prefix_tokens - self.chunk_tokens
+
+    @property
+    def decode_rate(self) -> float:
+        """Output tokens per second after the first."""
+        return (len(self.output_ids) - 1) / (self.total - self.ttft) if len(self.output_ids) > 1 else float("nan")
+
+
+class Client:
+    """Talks to one server over one kept-alive connection."""
+
+    def __init__(self, url: str, timeout: float = 120):
+        self.url = url
+        self.timeout = timeout
+        self.session = requests.Session()
+
+    def flush_cache(self) -> None:
+        """Empty the KV cache; the server refuses while it is busy, so try until it agrees."""
+        if not _wait_for(lambda: self.session.post(f"{self.url}/flush_cache", timeout=self.timeout).ok, timeout=10):
+            raise ServerError("the server did not empty its cache: is another client using it?")
+
+    def generate(
+        self, prompt: dict, max_new_tokens: int, on_text: Callable[[str], None] = lambda piece: None
+    ) -> Generation:
+        """Stream one greedy answer of exactly `max_new_tokens` tokens.
+
+        prompt: the fields of `/generate` that hold the prompt, for instance {"segments": [...]}.
+        on_text: called with each new piece of the answer.
+        """
+        body = {
+            **prompt,
+            "stream": True,
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+        }
+        message, shown, ttft = None, 0, None
+        start = time.perf_counter()
+        with self.session.post(f"{self.url}/generate", json=body, stream=True, timeout=self.timeout) as response:
+            if not response.ok:
+                raise ServerError(f"the server answered {response.status_code}: {response.text[:500]}")
+            for line in response.iter_lines():
+                if not line.startswith(b"data: ") or line == b"data: [DONE]":
+                    continue
+                ttft = ttft or time.perf_counter() - start
+                message = json.loads(line[len(b"data: ") :])
+                if "error" in message:
+                    raise ServerError(f"the server answered: {message['error']}")
+                on_text(message["text"][shown:])
+                shown = len(message["text"])
+        if message is None:
+            raise ServerError("the server closed the stream without an answer")
+        meta = message["meta_info"]
+        chunk_tokens = (meta.get("cached_tokens_details") or {}).get("chunk", 0)
+        return Generation(
+            text=message["text"],
+            output_ids=message["output_ids"],
+            prompt_tokens=meta["prompt_tokens"],
+            prefix_tokens=meta["cached_tokens"] - chunk_tokens,
+            chunk_tokens=chunk_tokens,
+            ttft=ttft,
+            total=time.perf_counter() - start,
+        )

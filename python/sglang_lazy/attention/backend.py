@@ -1,0 +1,203 @@
+"""The link path of an attention backend: batches with linked rows take it, all others go to SGLang's own code.
+
+A backend keeps its stock name and class, because much of SGLang is decided by them; `with_link_path` gives one
+instance a subclass of its class.
+"""
+
+import dataclasses
+
+import torch
+from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sgl_kernel_lazy import get_implementation
+from sglang_lazy.attention.rope import attention_layers, layer_ropes
+from sglang_lazy.attention.table import table_of
+
+
+@dataclasses.dataclass
+class LinkMetadata:
+    """One batch as the kernels take it; see `sgl_kernel_lazy` for shapes.
+
+    Graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    num_segments: torch.Tensor
+    segment_ends: torch.Tensor
+    segment_offsets: torch.Tensor
+    qo_indptr: torch.Tensor | None = None
+    q_positions: torch.Tensor | None = None
+    kv_positions: torch.Tensor | None = None
+    max_extend_len: int = 0
+
+    @classmethod
+    def allocate(cls, max_bs: int, max_kv: int, max_segments: int, device: str) -> "LinkMetadata":
+        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` entries."""
+        return cls(
+            kv_indptr=torch.zeros(max_bs + 1, dtype=torch.int32, device=device),
+            kv_indices=torch.zeros(max_kv, dtype=torch.int32, device=device),
+            num_segments=torch.zeros(max_bs, dtype=torch.int32, device=device),
+            segment_ends=torch.zeros(max_bs, max_segments, dtype=torch.int32, device=device),
+            segment_offsets=torch.zeros(max_bs, max_segments, dtype=torch.int32, device=device),
+        )
+
+    def first(self, bs: int) -> "LinkMetadata":
+        """A view of the first `bs` rows."""
+        return LinkMetadata(
+            kv_indptr=self.kv_indptr[: bs + 1],
+            kv_indices=self.kv_indices,
+            num_segments=self.num_segments[:bs],
+            segment_ends=self.segment_ends[:bs],
+            segment_offsets=self.segment_offsets[:bs],
+        )
+
+
+class LinkAttention(AttentionBackend):
+    """Mixed into a stock backend's class by `with_link_path`."""
+
+    def init_link_path(self, runner, link_backend: str) -> None:
+        """Read what the link path needs from a `ModelRunner` whose model is loaded."""
+        self.link_metadata: LinkMetadata | None = None
+        self.link_ops = get_implementation(link_backend)
+        self.link_ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
+        self.link_pool = runner.token_to_kv_pool
+        self.link_rows = runner.req_to_token_pool
+        self.link_table = table_of(runner.req_to_token_pool)
+        attn, _ = next(attention_layers(runner.model))
+        self.link_workspace = self.link_ops.decode_workspace(
+            self.link_rows.req_to_token.shape[0],
+            attn.tp_q_head_num,
+            attn.tp_k_head_num,
+            attn.qk_head_dim,
+            torch.device(runner.device),
+        )
+
+    # Metadata
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        if self.link_table.current is None:
+            self.link_metadata = None
+            return super().init_forward_metadata(forward_batch)
+        self.link_metadata = self._snapshot(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        max_context = self.link_rows.req_to_token.shape[1]
+        max_segments = self.link_table.ends.shape[1]
+        self.link_graph_metadata = LinkMetadata.allocate(
+            max_bs, max_bs * max_context, max_segments, self.link_table.ends.device
+        )
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        if self.link_table.current is None:
+            self.link_metadata = None
+            return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        self.link_metadata = self.link_graph_metadata.first(forward_batch.batch_size)
+        self._fill(self.link_metadata, forward_batch)
+
+    def init_forward_metadata_in_graph(self, forward_batch) -> None:
+        if self.link_metadata is None:
+            super().init_forward_metadata_in_graph(forward_batch)
+
+    def _snapshot(self, forward_batch) -> LinkMetadata:
+        """The metadata of an eager batch."""
+        current, device = self.link_table.current, self.link_table.ends.device
+        num_kv = int(forward_batch.seq_lens_cpu.sum())
+        metadata = LinkMetadata.allocate(forward_batch.batch_size, num_kv, self.link_table.ends.shape[1], device)
+        self._fill(metadata, forward_batch)
+        if current.kv_positions is not None:
+            metadata.qo_indptr = torch.nn.functional.pad(
+                forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
+            )
+            metadata.q_positions = forward_batch.positions
+            metadata.kv_positions = torch.from_numpy(current.kv_positions).to(device, non_blocking=True)
+            metadata.max_extend_len = max(forward_batch.extend_seq_lens_cpu)
+        return metadata
+
+    def _fill(self, metadata: LinkMetadata, forward_batch) -> None:
+        """Copy the rows and segments of a batch out of the live tables, without a device synchronisation."""
+        rows, table = forward_batch.req_pool_indices, self.link_table
+        torch.cumsum(forward_batch.seq_lens, 0, dtype=torch.int32, out=metadata.kv_indptr[1:])
+        metadata.num_segments.copy_(table.num_segments[rows])
+        metadata.segment_ends.copy_(table.ends[rows])
+        metadata.segment_offsets.copy_(table.offsets[rows])
+        req_to_token = self.link_rows.req_to_token
+        if req_to_token.is_cuda:
+            create_flashinfer_kv_indices_triton[(len(rows),)](
+                req_to_token,
+                rows,
+                forward_batch.seq_lens,
+                metadata.kv_indptr,
+                None,
+                metadata.kv_indices,
+                req_to_token.stride(0),
+            )
+        else:
+            pieces = [req_to_token[row, :n] for row, n in zip(rows, forward_batch.seq_lens, strict=True)]
+            torch.cat(pieces, out=metadata.kv_indices)
+
+    # Attention
+
+    def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        if self.link_metadata is None:
+            return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        q, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        metadata = self.link_metadata
+        out = self.link_ops.link_decode(
+            q,
+            k_cache,
+            v_cache,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.num_segments,
+            metadata.segment_ends,
+            metadata.segment_offsets,
+            workspace=self.link_workspace,
+            **arguments,
+        )
+        return out.flatten(1)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        if self.link_metadata is None:
+            return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
+        q, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        metadata = self.link_metadata
+        out = self.link_ops.link_extend(
+            q,
+            k_cache,
+            v_cache,
+            metadata.qo_indptr,
+            metadata.q_positions,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.kv_positions,
+            metadata.num_segments,
+            metadata.segment_ends,
+            metadata.segment_offsets,
+            max_extend_len=metadata.max_extend_len,
+            **arguments,
+        )
+        return out.flatten(1)
+
+    def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
+        """Store new keys and values; returns q by head, the layer's caches, and arguments common to both kernels."""
+        unknown = [name for name, value in kwargs.items() if value is not None]
+        if unknown:
+            raise NotImplementedError(f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for")
+        if save_kv_cache:
+            self.link_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+        k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
+        rope = self.link_ropes[layer.layer_id]
+        arguments = {"cos_sin_cache": rope.cos_sin_cache, "is_neox": rope.is_neox, "sm_scale": layer.scaling}
+        return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k_cache, v_cache, arguments
+
+
+def with_link_path(backend: AttentionBackend, runner, link_backend: str) -> AttentionBackend:
+    """`backend` itself, with the link path before its own methods."""
+    stock = type(backend)
+    backend.__class__ = type(f"Link{stock.__name__}", (LinkAttention, stock), {})
+    backend.init_link_path(runner, link_backend)
+    return backend

@@ -1,0 +1,70 @@
+"""Hooks on SGLang's model runner: where a forward pass learns of its linked rows. Registered in `plugin.HOOKS`."""
+
+import logging
+
+import torch
+
+from sglang_lazy.attention.backend import with_link_path
+from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of
+from sglang_lazy.compat import Unfit, unfit_flags, unfit_model
+from sglang_lazy.config import LazyConfig
+
+logger = logging.getLogger(__name__)
+
+LINK_VARIANT = "link"
+"""Names the decode graphs of batches with linked rows, beside the stock ones of the same size."""
+
+
+def wrap_backend(factory):
+    """An attention backend factory like `factory`, whose backends have the link path wherever it fits."""
+
+    def create(runner):
+        backend = factory(runner)
+        config = LazyConfig.from_env()
+        if reasons := unfit_flags(runner.server_args) + unfit_model(runner):
+            if not config.fallback:
+                raise Unfit(reasons)
+            logger.warning("Serving without chunk reuse: %s", "; ".join(reasons))
+            return backend
+        pool = runner.req_to_token_pool
+        if table_of(pool) is None:
+            pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
+        on_gpu = torch.device(runner.device).type == "cuda"
+        link_backend = {"auto": "triton" if on_gpu else "torch"}.get(config.link_backend, config.link_backend)
+        return with_link_path(backend, runner, link_backend)
+
+    return create
+
+
+def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
+    """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
+    table = table_of(worker.model_runner.req_to_token_pool)
+    if table is None or batch is None or (linked := LinkedBatch.of(batch)) is None:
+        return original(worker, batch, *args, **kwargs)
+    with table.running(linked):
+        return original(worker, batch, *args, **kwargs)
+
+
+def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:
+    """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
+    table = table_of(runner.req_to_token_pool)
+    if table is not None and table.current is not None and table.current.q_positions is not None:
+        positions = torch.from_numpy(table.current.q_positions).to(forward_batch.positions.dtype)
+        forward_batch.positions = positions.to(forward_batch.positions.device, non_blocking=True)
+
+
+def capture_one_shape(original, graph_runner, size, forward, stream_idx=None, variant_label=None):
+    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape a second time, for linked rows."""
+    original(graph_runner, size, forward, stream_idx, variant_label)
+    table = table_of(graph_runner.model_runner.req_to_token_pool)
+    if table is not None:
+        with table.running(LinkedBatch()):
+            original(graph_runner, size, forward, stream_idx, LINK_VARIANT)
+
+
+def resolve_variant(original, graph_runner, forward_batch):
+    """Around `DecodeCudaGraphRunner._resolve_lora_variant`: linked batches replay their own graphs."""
+    table = table_of(graph_runner.model_runner.req_to_token_pool)
+    if table is not None and table.current is not None:
+        return LINK_VARIANT
+    return original(graph_runner, forward_batch)

@@ -1,0 +1,135 @@
+"""A prompt as the cache sees it: chunks and text spans with their namespaces, and the row they make.
+
+The row of a request in `req_to_token` is a permutation of its prompt: chunks in prompt order, then cached text in
+position order, then the text to compute in position order. Generated tokens follow, so that an entry at or beyond the
+prompt's length has its index as position.
+"""
+
+import hashlib
+from array import array
+from typing import NamedTuple
+
+import numpy as np
+
+from sglang_lazy.segments import PromptLayout
+
+CHUNK_NAMESPACE = "chunk"
+TEXT_NAMESPACE = "text"
+
+
+class ChunkRef(NamedTuple):
+    """One use of a chunk in a prompt.
+
+    namespace: key of the tree's namespace that holds it: a tuple, which no client can name.
+    tokens: all its token ids, int64: what is computed and kept.
+    start: the position of its first token.
+    used: how many of its tokens the prompt takes from the cache: all, or all but the last where the chunk ends the
+        prompt, because the last token of a prompt is contextual.
+    """
+
+    namespace: tuple
+    tokens: array
+    start: int
+    used: int
+
+    @property
+    def key(self) -> tuple:
+        """What makes two uses the same chunk."""
+        return self.namespace, self.tokens.tobytes()
+
+
+class TextSpan(NamedTuple):
+    """Text between chunks: positions [start, end); the last span of a prompt also takes the generated tokens.
+
+    namespace: None for leading text, which shares the ordinary namespace of the request.
+    """
+
+    namespace: tuple | None
+    start: int
+    end: int
+
+
+class LinkedPrompt(NamedTuple):
+    """The chunks and text spans of a prompt, each in position order; the last token belongs to the last span."""
+
+    chunks: tuple[ChunkRef, ...]
+    spans: tuple[TextSpan, ...]
+
+    @classmethod
+    def build(cls, input_ids: array, layout: PromptLayout, extra_key: str | None) -> "LinkedPrompt":
+        """Cut `input_ids` (int64) by `layout`.
+
+        A text span after a chunk is keyed by the SHA-256 of the path before it: every text token and every chunk slice
+        really used, so that its KV is found again exactly where it is valid.
+        """
+        tenant = (extra_key, layout.salt)
+        path = hashlib.sha256()
+        chunks, spans = [], []
+        position = 0
+
+        def add_text(end: int) -> None:
+            nonlocal position
+            if position < end:
+                namespace = (TEXT_NAMESPACE, *tenant, path.digest()) if chunks else None
+                spans.append(TextSpan(namespace, position, end))
+                path.update(b"text %d " % (end - position) + input_ids[position:end].tobytes())
+                position = end
+
+        for start, end in layout.chunks:
+            add_text(start)
+            used = min(end, len(input_ids) - 1) - start
+            if used > 0:
+                chunks.append(ChunkRef((CHUNK_NAMESPACE, *tenant), input_ids[start:end], start, used))
+                path.update(b"chunk %d " % used + input_ids[start : start + used].tobytes())
+                position = start + used
+        add_text(len(input_ids))
+        return cls(tuple(chunks), tuple(spans))
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """Row entries that chunks take: the row's text starts there."""
+        return sum(chunk.used for chunk in self.chunks)
+
+
+class Row:
+    """The order in which one scheduling of a request lays its prompt into `req_to_token`.
+
+    cached: per text span, how many of its first tokens stand among the row's cached text.
+    published: per text span, how many of its first tokens the tree owns; grows while the request runs.
+    positions: int32 [prompt and earlier output], the position of each row entry.
+    """
+
+    def __init__(self, prompt: LinkedPrompt, cached: list[int], num_tokens: int):
+        self.prompt = prompt
+        self.cached = cached
+        self.published = list(cached)
+        self.cached_start = []
+        self.computed_start = []
+        pieces = [np.arange(chunk.start, chunk.start + chunk.used, dtype=np.int32) for chunk in prompt.chunks]
+        row_end = prompt.num_chunk_tokens
+        for span, count in zip(prompt.spans, cached, strict=True):
+            self.cached_start.append(row_end)
+            pieces.append(np.arange(span.start, span.start + count, dtype=np.int32))
+            row_end += count
+        for i, (span, count) in enumerate(zip(prompt.spans, cached, strict=True)):
+            end = num_tokens if i == len(prompt.spans) - 1 else span.end
+            self.computed_start.append(row_end)
+            pieces.append(np.arange(span.start + count, end, dtype=np.int32))
+            row_end += end - span.start - count
+        assert row_end == num_tokens, (row_end, num_tokens)
+        self.positions = np.concatenate(pieces)
+
+    def available(self, i: int, row_len: int) -> int:
+        """How many of the first tokens of span `i` stand in the first `row_len` entries of the row."""
+        cached, start = self.cached[i], self.computed_start[i]
+        if i == len(self.cached) - 1:
+            return cached + max(0, row_len - start)
+        return cached + min(max(0, row_len - start), self.computed_start[i + 1] - start)
+
+    def positions_of(self, start: int, end: int) -> np.ndarray:
+        """int32 [end - start]: positions of row entries [start, end), generated tokens included."""
+        known = self.positions[start:end]
+        if len(known) == end - start:
+            return known
+        generated = np.arange(max(start, len(self.positions)), end, dtype=np.int32)
+        return np.concatenate([known, generated])

@@ -1,0 +1,92 @@
+"""Results that say what was reused: `meta_info.chunks`, cached token counts and OpenAI usage."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from sglang_lazy.frontend.requests import layout_of
+from sglang_lazy.segments import PromptLayout, chunk_id
+
+
+class CachedTokens(int):
+    """A count of cached prompt tokens that remembers how many of them came from chunks, through sums too."""
+
+    chunk: int
+
+    def __new__(cls, total: int, chunk: int) -> "CachedTokens":
+        self = super().__new__(cls, total)
+        self.chunk = chunk
+        return self
+
+    def __add__(self, other: int) -> "CachedTokens":
+        return CachedTokens(int(self) + int(other), self.chunk + getattr(other, "chunk", 0))
+
+    __radd__ = __add__
+
+
+def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[dict[str, Any]]:
+    """One entry for each chunk of a prompt: id, tokens, offset, and whether bit i of `hits` marks chunk i."""
+    return [
+        {"id": chunk_id(input_ids[start:end]), "tokens": end - start, "offset": start, "hit": bool(hits >> index & 1)}
+        for index, (start, end) in enumerate(layout.chunks)
+    ]
+
+
+async def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict]:
+    """Hook around `TokenizerManager._wait_one_response`: add the chunk report to a request's last output.
+
+    A request that the scheduler refuses raises ValueError in a stream too, so that surfaces can answer with a 400.
+    """
+    async with aclosing(wait(tokenizer_manager, obj, request)) as outputs:
+        layout = layout_of(obj)
+        async for out in outputs:
+            if layout is not None:
+                _annotate(out["meta_info"], layout, obj)
+            yield out
+
+
+def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any) -> None:
+    """Turn the scheduler's bitmask of hits into a report."""
+    finish_reason = meta_info["finish_reason"]
+    if finish_reason is not None and getattr(obj, "is_single", False):
+        if finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST:
+            raise ValueError(finish_reason["message"])
+    details = dict(meta_info.get("cached_tokens_details") or {})
+    hits = details.pop("chunk_hits", 0)
+    if details:
+        meta_info["cached_tokens_details"] = details
+    meta_info["cached_tokens"] = CachedTokens(meta_info["cached_tokens"], details.get("chunk", 0))
+    if finish_reason is not None:
+        meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits)
+
+
+def extend_protocol() -> None:
+    """Give SGLang's OpenAI usage models a field for reuse from chunks. Left out of answers where there is none."""
+    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
+    from sglang.srt.entrypoints.openai import protocol
+
+    added = ((protocol.PromptTokensDetails, "chunk_tokens"), (protocol.CachedTokensDetails, "chunk"))
+    if all(name in model.model_fields for model, name in added):
+        return
+    for model, name in added:
+        field = FieldInfo(annotation=int | None, default=None, exclude_if=lambda value: value is None)
+        model.__pydantic_fields__[name] = field
+        model.__annotations__[name] = int | None
+    for model in vars(protocol).values():
+        if isinstance(model, type) and issubclass(model, BaseModel) and model is not BaseModel:
+            model.model_rebuild(force=True)
+
+
+def usage_details(details: Any, count: int) -> Any:
+    """Hook after `UsageProcessor._details_if_cached`: say how much of the reuse came from chunks."""
+    if details is not None and isinstance(count, CachedTokens):
+        details.chunk_tokens = count.chunk
+    return details
+
+
+def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:
+    """Hook after `cached_tokens_details_from_dict`: keep the part from chunks."""
+    details.chunk = raw.get("chunk")
+    return details

@@ -1,0 +1,246 @@
+"""Admission of linked requests: what is filled, who waits for it, and which locks waiting requests hold.
+
+A linked request (*parent*) waits in SGLang's queue until its chunks are resident. Missing chunks are computed by *fill*
+requests: prefill-only, positions from 0, batched and chunked like any other. Parents are admitted in queue order, all
+or nothing: an admitted parent has its resident chunks locked and the others under way. These locks are revocable,
+newest first, so that waiting never takes memory from running requests. All decisions depend on the order of requests
+alone, so that every tensor-parallel rank takes the same ones.
+"""
+
+import itertools
+from array import array
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt
+from sglang_lazy.cache.radix import LazyRadixCache
+from sglang_lazy.scheduler.link import Link, check_request, requested_layout
+
+
+class Fill:
+    """A chunk that is being computed: the internal request that does it, and the parents that wait for it."""
+
+    def __init__(self, chunk: ChunkRef, req: Req):
+        self.chunk = chunk
+        self.req = req
+        self.parents: list[Req] = []
+
+    @property
+    def launched(self) -> bool:
+        return self.req.req_pool_idx is not None
+
+
+class ChunkAdmission:
+    """Bookkeeping of parents and fills beside one SGLang scheduler.
+
+    `holders` are the admitted parents in order of admission; `fills` the chunks under way, by chunk key.
+    """
+
+    def __init__(self, scheduler: Any, cache: LazyRadixCache, max_chunks: int):
+        self.scheduler = scheduler
+        self.cache = cache
+        self.max_chunks = max_chunks
+        self.holders: list[Req] = []
+        self.fills: dict[tuple, Fill] = {}
+        self._fill_ids = itertools.count()
+        cache.release_waiting_lock = self.revoke_newest
+
+    # Arrival
+
+    def arrive(self, req: Req) -> None:
+        """Attach a `Link` to a request that has chunks; a bad one is set up to be answered with a 400."""
+        if getattr(req, "link", None) is not None or req.to_finish is not None or req.finished_reason is not None:
+            return
+        try:
+            layout = requested_layout(req)
+            if layout is None or not layout.chunks:
+                return
+            check_request(req, layout, self.max_chunks)
+        except ValueError as error:
+            req.set_finish_with_abort(str(error))
+            return
+        prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
+        if prompt.chunks:
+            reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
+            req.link = Link(prompt, len(layout.chunks), reused)
+
+    # Batch formation
+
+    def visible_queue(self, running_batch: ScheduleBatch) -> list[Req]:
+        """The waiting queue as batch formation may see it: fills in their parents' places, parents only when ready.
+
+        Admits parents while memory lasts. Where one does not fit, what is behind it waits as well, as on stock SGLang.
+        """
+        self.reconcile()
+        waiting = self.scheduler.waiting_queue
+        if not any(is_linked(req) for req in waiting):
+            return waiting
+        budget = self._budget(running_batch)
+        idle = running_batch.is_empty() and self.scheduler.chunked_req is None
+        visible: dict[Req, None] = {}
+        for req in waiting:
+            need = self._own_need(req)
+            if is_linked(req):
+                link: Link = req.link
+                need += self._missing_need(link)
+                alone = idle and not visible and not self.holders
+                if not link.admitted and need > budget and not alone:
+                    break
+                if not link.ready:
+                    fills = self._admit(req, link)
+                    visible.update((fill.req, None) for fill in fills if not fill.launched)
+                if not link.ready:
+                    budget -= need
+                    continue
+            budget -= need
+            visible[req] = None
+        return list(visible)
+
+    def _budget(self, running_batch: ScheduleBatch) -> float:
+        """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones."""
+        growth = sum(
+            min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+            for req in running_batch.reqs
+        )
+        free = self.cache.token_to_kv_pool_allocator.available_size() + self.cache.evictable_size()
+        return free - growth * self.scheduler.new_token_ratio_tracker.current
+
+    @staticmethod
+    def _own_need(req: Req) -> int:
+        """Tokens that `req` itself will allocate, at most: its text and its answer."""
+        link: Link | None = getattr(req, "link", None)
+        in_chunks = 0 if link is None else link.prompt.num_chunk_tokens
+        new = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
+        return len(req.origin_input_ids) - in_chunks + len(req.output_ids) + new + 1
+
+    def _missing_need(self, link: Link) -> int:
+        """Tokens that the chunks of a parent will still allocate, in fills that have not started."""
+        chunks = {chunk.key: chunk for i, chunk in enumerate(link.prompt.chunks) if self._missing(link, i)}
+        return sum(len(chunk.tokens) + 1 for key, chunk in chunks.items() if not self._launched(key))
+
+    def _missing(self, link: Link, i: int) -> bool:
+        if link.admitted:
+            return link.nodes[i] is None
+        return self.cache.find_chunk(link.prompt.chunks[i]) is None
+
+    def _launched(self, key: tuple) -> bool:
+        return key in self.fills and self.fills[key].launched
+
+    def _admit(self, req: Req, link: Link) -> list[Fill]:
+        """Lock the resident chunks of a parent and have the others computed; returns the fills it waits for."""
+        if not link.admitted:
+            link.nodes = [None] * len(link.prompt.chunks)
+            self.holders.append(req)
+        self._lock_resident(link)
+        awaited = []
+        for i, chunk in enumerate(link.prompt.chunks):
+            if link.nodes[i] is not None:
+                continue
+            link.reused[i] = False
+            if chunk.key not in self.fills:
+                self.fills[chunk.key] = Fill(chunk, self._fill_request(chunk))
+            fill = self.fills[chunk.key]
+            if req not in fill.parents:
+                fill.parents.append(req)
+            awaited.append(fill)
+        return awaited
+
+    def _lock_resident(self, link: Link) -> None:
+        """Lock the chunks of an admitted parent that are resident and not locked for it yet."""
+        for i, chunk in enumerate(link.prompt.chunks):
+            if link.nodes[i] is None and chunk.key not in self.fills:
+                link.nodes[i] = self.cache.find_chunk(chunk)
+                if link.nodes[i] is not None:
+                    self.cache.inc_lock_ref(link.nodes[i])
+
+    def _fill_request(self, chunk: ChunkRef) -> Req:
+        """A request that computes `chunk` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
+        scheduler = self.scheduler
+        params = SamplingParams(max_new_tokens=0)
+        params.normalize(None)
+        req = Req(
+            f"\0fill-{next(self._fill_ids)}",
+            "",
+            array("q", chunk.tokens),
+            params,
+            vocab_size=scheduler.model_config.vocab_size,
+            eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            extra_key=chunk.namespace,
+        )
+        req.tokenizer = scheduler.tokenizer
+        req.logprob_start_len = len(chunk.tokens)
+        req.finished_output = True  # nothing of it is ever streamed
+        req.fills = chunk
+        return req
+
+    # Completion
+
+    def settle(self, batch: ScheduleBatch) -> bool:
+        """Publish the fills that ended with `batch`, hand them to their parents, and take them out of the batch.
+
+        Their KV may still be under way on the forward stream; whatever reads it is launched there later. Returns
+        whether there were any.
+        """
+        ended = [req for req in batch.reqs if is_fill(req) and req is not self.scheduler.chunked_req]
+        for req in ended:
+            if not req.finished():
+                self.cache.cache_unfinished_req(req)
+            fill = self.fills.pop(req.fills.key, None)
+            for parent in fill.parents if fill is not None else ():
+                self._lock_resident(parent.link)
+        if ended:
+            batch.filter_batch(chunked_req_to_exclude=ended)
+        return bool(ended)
+
+    # Locks
+
+    def reconcile(self) -> None:
+        """Compare lock holders with the requests that wait; drop fills that were aborted, or not started nor wanted."""
+        if self.holders:
+            waiting = set(self.scheduler.waiting_queue)
+            for req in [req for req in self.holders if req not in waiting]:
+                self._release(req)
+        unwanted = [key for key, fill in self.fills.items() if not fill.launched and not fill.parents]
+        aborted = [key for key, fill in self.fills.items() if fill.req.finished()]
+        for key in unwanted + aborted:
+            self.fills.pop(key, None)
+
+    def revoke_newest(self) -> bool:
+        """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""
+        if not self.holders:
+            return False
+        self._release(self.holders[-1])
+        return True
+
+    def _release(self, req: Req) -> None:
+        self.holders.remove(req)
+        for node in req.link.nodes:
+            if node is not None:
+                self.cache.dec_lock_ref(node)
+        req.link.nodes = []
+        for fill in self.fills.values():
+            if req in fill.parents:
+                fill.parents.remove(req)
+
+    def requeue_fill(self, req: Req) -> None:
+        """A fill came back (retracted): its parents' next admission starts it again."""
+        self.fills.pop(req.fills.key, None)
+
+    def check_idle(self) -> None:
+        """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
+        locked = self.cache.protected_size()
+        if locked or self.holders or self.fills:
+            raise RuntimeError(f"idle, but {locked} tokens locked, {len(self.holders)} holders, {len(self.fills)} fills")
+
+
+def is_linked(req: Req) -> bool:
+    """Whether `req` has chunks."""
+    return getattr(req, "link", None) is not None
+
+
+def is_fill(req: Req) -> bool:
+    """Whether `req` is internal."""
+    return getattr(req, "fills", None) is not None

@@ -1,0 +1,89 @@
+"""Hooks on SGLang's scheduler: where its steps meet chunk admission. Each is registered in `plugin.HOOKS`."""
+
+from sglang.srt.managers.schedule_batch import Req
+
+from sglang_lazy.attention.table import table_of
+from sglang_lazy.cache.radix import LazyRadixCache
+from sglang_lazy.config import LazyConfig
+from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
+from sglang_lazy.scheduler.link import requested_layout
+
+
+def admission_of(scheduler) -> ChunkAdmission | None:
+    """The scheduler's admission, or None where it serves without chunk reuse."""
+    return getattr(scheduler.tree_cache, "admission", None)
+
+
+def attach_admission(_result, scheduler, *_args, **_kwargs) -> None:
+    """After `Scheduler.__init__`: put admission beside a cache that can hold chunks."""
+    if isinstance(scheduler.tree_cache, LazyRadixCache):
+        scheduler.tree_cache.admission = ChunkAdmission(
+            scheduler, scheduler.tree_cache, LazyConfig.from_env().max_chunks
+        )
+
+
+def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None:
+    """Around `Scheduler._add_request_to_queue`, the one way into the waiting queue, retracted requests included."""
+    admission = admission_of(scheduler)
+    if admission is None:
+        if req.to_finish is None and requested_layout(req) is not None:
+            req.set_finish_with_abort("this server runs without chunk reuse: it takes no chunks")
+    elif is_fill(req):
+        return admission.requeue_fill(req)
+    else:
+        admission.arrive(req)
+    return original(scheduler, req, *args, **kwargs)
+
+
+def get_next_batch_to_run(original, scheduler, running_batch, last_batch):
+    """Around `Scheduler.get_next_batch_to_run`: fills end before SGLang merges the last batch into the running one."""
+    admission = admission_of(scheduler)
+    if admission is not None and last_batch is not None and last_batch.forward_mode.is_extend():
+        if admission.settle(last_batch):
+            running_batch.batch_is_full = False
+    return original(scheduler, running_batch, last_batch)
+
+
+def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, running_batch):
+    """Around `Scheduler._get_new_batch_prefill_raw`: show it only what can run, and put the others back in order."""
+    admission = admission_of(scheduler)
+    if admission is None:
+        return original(scheduler, prefill_delayer_single_pass, running_batch)
+    if running_batch.is_empty():
+        running_batch.batch_is_full = False  # with nothing running, nothing else would clear it
+    waiting = scheduler.waiting_queue
+    visible = admission.visible_queue(running_batch)
+    if visible is waiting:
+        return original(scheduler, prefill_delayer_single_pass, running_batch)
+    scheduler.waiting_queue = visible.copy()
+    batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
+    shown = set(visible)
+    left = set(scheduler.waiting_queue)
+    added = [req for req in scheduler.waiting_queue if req not in shown]
+    scheduler.waiting_queue = [req for req in waiting if req not in shown or req in left] + added
+    admission.reconcile()
+    if batch is None and visible and running_batch.is_empty() and scheduler.chunked_req is None:
+        admission.revoke_newest()
+    return batch, running_batch
+
+
+def prepare_for_extend(_result, batch) -> None:
+    """After `ScheduleBatch.prepare_for_extend`, which assigns the rows: enter the segments of each row."""
+    table = table_of(batch.req_to_token_pool)
+    if table is not None:
+        table.assign({req.req_pool_idx: req.link.prompt.chunks if is_linked(req) else () for req in batch.reqs})
+
+
+def on_idle(_result, scheduler) -> None:
+    """After `Scheduler.on_idle`: nothing may be locked when nothing runs."""
+    admission = admission_of(scheduler)
+    if admission is not None and scheduler.is_fully_idle():
+        admission.check_idle()
+
+
+def cached_tokens_details(result, _streamer, req: Req) -> dict | None:
+    """After `get_cached_tokens_details`: the part of the reused tokens that came from chunks."""
+    if not is_linked(req):
+        return result
+    link = req.link
+    return {"device": req.cached_tokens, "host": 0, "chunk": link.num_reused_tokens, "chunk_hits": link.hit_mask}

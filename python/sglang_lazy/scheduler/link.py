@@ -1,0 +1,80 @@
+"""What a request with chunks carries through the scheduler, as `req.link`."""
+
+import dataclasses
+from typing import Any
+
+from sglang_lazy.cache.prompt import LinkedPrompt, Row
+from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+
+
+@dataclasses.dataclass(eq=False)
+class Link:
+    """State of one linked request.
+
+    reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
+    nodes: per chunk, the tree node locked for this request while it waits, None where the chunk is still missing;
+        empty while the request holds nothing.
+    row: the row's order, once the request has been matched for a batch.
+    """
+
+    prompt: LinkedPrompt
+    num_chunks: int
+    reused: list[bool]
+    nodes: list[Any] = dataclasses.field(default_factory=list)
+    row: Row | None = None
+
+    @property
+    def admitted(self) -> bool:
+        """Whether its chunks are locked or being computed."""
+        return bool(self.nodes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its chunks are resident and locked."""
+        return self.admitted and None not in self.nodes
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Chunk tokens that were not computed for this request."""
+        return sum(chunk.used for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
+
+    @property
+    def num_fresh_tokens(self) -> int:
+        """Chunk tokens in its row that were computed for this request."""
+        return self.prompt.num_chunk_tokens - self.num_reused_tokens
+
+    @property
+    def hit_mask(self) -> int:
+        """Bit i is set if chunk i was reused."""
+        return sum(1 << i for i, reused in enumerate(self.reused) if reused)
+
+
+def requested_layout(req: Any) -> PromptLayout | None:
+    """The layout that came with `req`, or None for an ordinary request. Raises ValueError if it is malformed."""
+    params = req.sampling_params.custom_params
+    if not isinstance(params, dict) or LAYOUT_PARAM not in params:
+        return None
+    return PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
+
+
+def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
+    """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
+    if len(layout.chunks) > max_chunks:
+        raise ValueError(f"the prompt has {len(layout.chunks)} chunks; this server takes at most {max_chunks}")
+    refused = {
+        "a LoRA adapter": req.lora_id is not None,
+        "a session": req.session is not None,
+        "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
+        "multimodal inputs": req.multimodal_inputs is not None,
+        "returned hidden states": bool(req.return_hidden_states),
+        "returned routed experts": req.return_routed_experts,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"chunks cannot be combined with {what}")
+    last_chunk_end = layout.chunks[-1][1]
+    if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
+        raise ValueError(
+            f"prompt logprobs from position {req.logprob_start_len} would need tokens inside or before a reused chunk; "
+            f"ask from position {last_chunk_end} on"
+        )

@@ -1,0 +1,26 @@
+"""Attention over cached chunks at any position: the query is rotated, the keys stay as stored."""
+
+import importlib
+from types import ModuleType
+
+__all__ = ["IMPLEMENTATIONS", "get_implementation", "rope_cos_sin", "rotate_queries"]
+__version__ = "0.1.0"
+
+IMPLEMENTATIONS = {
+    "torch": "sgl_kernel_lazy.torch_impl",
+    "triton": "sgl_kernel_lazy.triton",
+}
+
+
+def get_implementation(name: str) -> ModuleType:
+    """The module that implements `link_decode`, `link_extend` and `decode_workspace` under this name."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
+    return importlib.import_module(IMPLEMENTATIONS[name])
+
+
+def __getattr__(name: str):
+    # torch is imported on first use only, so that `import sgl_kernel_lazy` stays cheap.
+    if name in ("rope_cos_sin", "rotate_queries"):
+        return getattr(importlib.import_module("sgl_kernel_lazy.rope"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

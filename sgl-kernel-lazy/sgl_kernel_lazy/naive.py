@@ -1,0 +1,50 @@
+"""The formula of linked attention, row by row with an explicit mask: what every implementation is tested against."""
+
+import torch
+
+from sgl_kernel_lazy.rope import rotate_queries
+
+
+def naive_link_extend(
+    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache, *, is_neox, sm_scale, dtype=torch.float64,
+):  # fmt: skip
+    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the entries j with kv_position_j <= q_position.
+
+    p_j is the offset of the chunk segment that entry j belongs to, and 0 for text. Everything after the rotation is
+    computed in `dtype`: float64 makes this the oracle, the inputs' own dtype makes it plain PyTorch.
+    Returns out [nnz_qo, num_qo_heads, head_dim] and lse [nnz_qo, num_qo_heads], both in `dtype`.
+    """
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+    group = q.shape[1] // k_cache.shape[1]
+    for b in range(len(kv_indptr) - 1):
+        begin, end = int(kv_indptr[b]), int(kv_indptr[b + 1])
+        offsets = torch.zeros(end - begin, dtype=torch.long, device=q.device)
+        segment_begin = 0
+        for i in range(int(num_segments[b])):
+            segment_end = int(segment_ends[b, i])
+            offsets[segment_begin:segment_end] = int(segment_offsets[b, i])
+            segment_begin = segment_end
+        slots = kv_indices[begin:end].long()
+        keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        for row in range(int(qo_indptr[b]), int(qo_indptr[b + 1])):
+            visible = kv_positions[begin:end] <= q_positions[row]
+            if not visible.any():
+                continue
+            wide = q[row].to(torch.promote_types(dtype, torch.float32)).expand(int(visible.sum()), -1, -1)
+            queries = rotate_queries(wide, offsets[visible], cos_sin_cache, is_neox=is_neox, inverse=True).to(dtype)
+            scores = torch.einsum("nhd,nhd->hn", queries, keys[visible]) * sm_scale
+            out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values[visible])
+            lse[row] = scores.logsumexp(dim=-1)
+    return out, lse
+
+
+def naive_link_decode(q, k_cache, v_cache, kv_indptr, kv_indices, *segments_and_table, **options):
+    """`naive_link_extend` with one query row per request that sees every entry; returns (out, lse) likewise."""
+    rows = torch.arange(len(q) + 1)
+    position = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
+    return naive_link_extend(
+        q, k_cache, v_cache, rows, position, kv_indptr, kv_indices, position, *segments_and_table, **options
+    )

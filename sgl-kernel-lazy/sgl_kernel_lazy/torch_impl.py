@@ -1,0 +1,126 @@
+"""Linked attention in plain PyTorch: the readable implementation, and the one that serves on CPU."""
+
+import torch
+
+from sgl_kernel_lazy.rope import rotate_queries
+from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+
+# Bounds the float32 score matrix of one step to 64 MiB.
+MAX_SCORES = 1 << 24
+
+
+def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device):
+    """This implementation needs no workspace."""
+    return None
+
+
+def link_decode(
+    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+):  # fmt: skip
+    """out[b] = sum_j softmax_j(sm_scale < R(-p_j) q[b], k_j >) v_j over all entries j of request b's row.
+
+    A request's row lists its chunk segments in prompt order, then its text. p_j is the offset of the chunk segment
+    that holds entry j, whose keys are stored at local positions; it is 0 for text, stored at absolute positions.
+
+    q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
+    k_cache, v_cache: [num_slots, num_kv_heads, head_dim], q's dtype.
+    kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
+    num_segments: [bs] int32, 0 for an ordinary request.
+    segment_ends: [bs, max_segments] int32, relative to the request's first entry; segment i begins where i - 1 ended.
+    segment_offsets: [bs, max_segments] int32.  Neither table is read beyond num_segments.
+    cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
+    out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
+    Returns out. A request without entries gives a zero row and lse -inf.
+    Raises ValueError on a shape, dtype, device or stride mismatch.
+    """
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
+    if q.shape[0] != num_segments.shape[0]:
+        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    indptr = kv_indptr.tolist()
+    for b, runs in enumerate(_runs(indptr, num_segments, segment_ends, segment_offsets)):
+        slots = kv_indices[indptr[b] : indptr[b + 1]]
+        row_out, row_lse = _attend(
+            q[b : b + 1], _rows(k_cache, slots), _rows(v_cache, slots), runs, None, cos_sin_cache, is_neox, sm_scale
+        )
+        out[b] = row_out[0]
+        if lse is not None:
+            lse[b] = row_lse[0]
+    return out
+
+
+def link_extend(
+    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    *, max_extend_len, is_neox, sm_scale, out=None, lse=None,
+):  # fmt: skip
+    """`link_decode` for a ragged batch of rows, each of which sees the entries with kv_position <= q_position.
+
+    q: [nnz_qo, num_qo_heads, head_dim]; the rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
+    qo_indptr: [bs + 1] int32.  q_positions: [nnz_qo] int32 or int64, absolute.
+    kv_positions: [>= kv_indptr[-1]] int32, absolute position of each entry of kv_indices. They ascend strictly within
+        each chunk segment, within the cached text, and within the new text, which is the last qo_len entries of a row.
+    max_extend_len: the longest qo_len of the batch, known on the host.
+    The new tokens' own keys and values are in the cache already. Other arguments, results and errors: `link_decode`;
+    a row that sees nothing gives zeros and lse -inf.
+    """
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
+    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
+    for b, runs in enumerate(_runs(kv, num_segments, segment_ends, segment_offsets)):
+        slots = kv_indices[kv[b] : kv[b + 1]]
+        positions = kv_positions[kv[b] : kv[b + 1]]
+        keys, values = _rows(k_cache, slots), _rows(v_cache, slots)
+        step = max(1, MAX_SCORES // max(1, q.shape[1] * len(slots)))
+        for begin in range(qo[b], qo[b + 1], step):
+            rows = slice(begin, min(begin + step, qo[b + 1]))
+            visible = positions <= q_positions[rows, None]
+            out[rows], row_lse = _attend(q[rows], keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale)
+            if lse is not None:
+                lse[rows] = row_lse
+    return out
+
+
+def _runs(kv_indptr, num_segments, segment_ends, segment_offsets):
+    """Per request, the half-open runs (begin, end, offset) of its row: its chunk segments, then its text."""
+    ends, offsets = segment_ends.tolist(), segment_offsets.tolist()
+    for b, count in enumerate(num_segments.tolist()):
+        bounds = [0, *ends[b][:count], kv_indptr[b + 1] - kv_indptr[b]]
+        yield list(zip(bounds, bounds[1:], [*offsets[b][:count], 0]))
+
+
+def _rows(cache, slots):
+    """The cache rows of these slots as float32 [num_kv_heads, n, head_dim]."""
+    return cache[slots].float().transpose(0, 1)
+
+
+def _attend(q, keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale):
+    """Attention of q [n_q, num_qo_heads, head_dim] over keys, values [num_kv_heads, n, head_dim], float32.
+
+    visible: bool [n_q, n], or None where every row sees every entry.
+    Returns out [n_q, num_qo_heads, head_dim] in q's dtype and lse [n_q, num_qo_heads] in float32.
+    """
+    num_rows, num_qo_heads, head_dim = q.shape
+    num_kv_heads, num_entries, _ = keys.shape
+    by_head = (num_rows, num_kv_heads, num_qo_heads // num_kv_heads)
+    q32 = q.float() * sm_scale
+    scores = q32.new_empty(num_kv_heads, num_rows * by_head[2], num_entries)
+    for begin, end, offset in runs:
+        if begin < end:
+            turned = rotate_queries(q32, offset, cos_sin_cache, is_neox=is_neox, inverse=True) if offset else q32
+            turned = turned.reshape(*by_head, head_dim).transpose(0, 1).flatten(1, 2)
+            scores[:, :, begin:end] = turned @ keys[:, begin:end].mT
+    if visible is not None:
+        scores.view(num_kv_heads, num_rows, -1, num_entries).masked_fill_(~visible[:, None], float("-inf"))
+    lse = scores.logsumexp(dim=-1, keepdim=True) if num_entries else scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    # A row that sees nothing has lse -inf; subtracting 0 instead keeps its weights exp(-inf) = 0.
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
+    out = (weights @ values).view(num_kv_heads, num_rows, -1, head_dim).transpose(0, 1)
+    lse = lse.view(num_kv_heads, num_rows, -1).transpose(0, 1)
+    return out.reshape(q.shape).to(q.dtype), lse.reshape(num_rows, num_qo_heads)

@@ -1,0 +1,112 @@
+"""Device functions shared by the ops: rotating a query tile, online softmax, merging splits."""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs run side by side; the interpreter gets a small number so that it too takes every path."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def block_sizes(head_dim: int, itemsize: int, tile_bytes: int) -> dict:
+    """BLOCK_D, and the BLOCK_N (16 to 128) that makes a tile of keys tile_bytes large."""
+    block_d = triton.next_power_of_2(head_dim)
+    return dict(BLOCK_D=block_d, BLOCK_N=min(128, max(16, tile_bytes // (block_d * itemsize))))
+
+
+@triton.jit
+def partner_dim(dim, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
+    """The dimension that each dimension is paired with; those beyond ROTARY_DIM stand alone."""
+    if IS_NEOX:
+        partner = tl.where(dim < ROTARY_DIM // 2, dim + ROTARY_DIM // 2, dim - ROTARY_DIM // 2)
+    else:
+        partner = dim ^ 1
+    return tl.where(dim < ROTARY_DIM, partner, dim)
+
+
+@triton.jit
+def rotate_back(
+    q, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr
+):
+    """R(-offset) q for a tile [rows, dims]: q cos + partner sin where a pair begins, q cos - partner sin where it ends.
+
+    Loading the partners as a second tile keeps the rotation free of shuffles.
+    """
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    if IS_NEOX:
+        frequency = tl.where(dim < HALF, dim, dim - HALF)
+        begins_pair = dim < HALF
+    else:
+        frequency = dim // 2
+        begins_pair = dim % 2 == 0
+    row = cos_sin_cache + offset.to(tl.int64) * stride_position
+    cos = tl.load(row + frequency, mask=dim < ROTARY_DIM, other=1.0)
+    sin = tl.load(row + HALF + frequency, mask=dim < ROTARY_DIM, other=0.0)
+    sin = tl.where(begins_pair, sin, -sin)
+    return (q.to(tl.float32) * cos[None, :] + q_partner.to(tl.float32) * sin[None, :]).to(q.dtype)
+
+
+@triton.jit
+def accumulate(q, k, v, visible, acc, row_max, row_sum, scale_log2):
+    """One online-softmax step, in base 2: the state (acc, row_max, row_sum) after also seeing keys k and values v.
+
+    visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if visible is not None:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(row_max - shift)
+    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    return acc, new_max, row_sum * decay + tl.sum(weights, 1)
+
+
+@triton.jit
+def finish(acc, row_max, row_sum):
+    """The normalised output and its base-2 lse; zeros and -inf for a row that saw nothing."""
+    seen = row_sum > 0
+    total = tl.where(seen, row_sum, 1.0)
+    return acc / total[:, None], tl.where(seen, row_max + tl.log2(total), float("-inf"))
+
+
+@triton.jit
+def merge_splits(
+    partial_out, partial_lse, first, count, stride, head_dim, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Merge the partial rows first, first + stride, ... (count of them) into one output row and its natural-log lse.
+
+    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] fp32, base 2. A row whose lse is -inf is not
+    read. BLOCK_S of them are taken at a time.
+    """
+    LN2: tl.constexpr = 0.6931471805599453
+    dim = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    row_max = tl.full([], float("-inf"), tl.float32)
+    row_sum = tl.zeros([], tl.float32)
+    for start in range(0, count, BLOCK_S):
+        split = start + tl.arange(0, BLOCK_S)
+        row = first.to(tl.int64) + split * stride
+        lse = tl.load(partial_lse + row, mask=split < count, other=float("-inf"))
+        seen = lse > float("-inf")
+        mask = seen[:, None] & (dim < head_dim)[None, :]
+        part = tl.load(partial_out + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(lse - shift)
+        decay = tl.exp2(row_max - shift)
+        acc = acc * decay + tl.sum(part * weights[:, None], 0)
+        row_sum = row_sum * decay + tl.sum(weights, 0)
+        row_max = new_max
+    total = tl.where(row_sum > 0, row_sum, 1.0)
+    lse = tl.where(row_sum > 0, (row_max + tl.log2(total)) * LN2, float("-inf"))
+    return acc / total, lse

@@ -1,0 +1,203 @@
+"""Decode over cached chunks: split-KV attention whose query tile is turned back at each chunk it meets."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_kernel_lazy.triton.common import (
+    LOG2E,
+    accumulate,
+    block_sizes,
+    finish,
+    merge_splits,
+    num_multiprocessors,
+    partner_dim,
+    rotate_back,
+)
+from sgl_kernel_lazy.validation import check_link_inputs, check_tensor
+
+# Programs per multiprocessor and kv head: a short batch fills the chip once; a long one is cut finer, since many small
+# pieces balance better. Between the two, pieces have LONG_SPLIT tokens.
+FILL, FINE, LONG_SPLIT = 2, 8, 1024
+# Keys are found through kv_indices, and a load behind a load takes two pipeline stages: 2n + 1 stages keep n tiles in
+# flight. Many small tiles suit a kernel that only waits for memory, and short chunks.
+TILE_BYTES, NUM_WARPS, NUM_STAGES = 8192, 4, 7
+
+
+@triton.jit
+def _splits(kv_indptr, bs, fill, fine, LONG_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr):
+    """Cut the batch into pieces of similar length: at most fine + bs of them, in order of the requests.
+
+    Returns the vectors (begin, length, ends): where each request's entries begin in kv_indices, how many there are,
+    and the running total of pieces up to and including it.
+    """
+    request = tl.arange(0, BLOCK_BS)
+    begin = tl.load(kv_indptr + request, mask=request < bs, other=0)
+    length = tl.load(kv_indptr + request + 1, mask=request < bs, other=0) - begin
+    total = tl.sum(length, 0)
+    size = tl.maximum(tl.cdiv(total, fine), tl.minimum(tl.cdiv(total, fill), LONG_SPLIT))
+    count = tl.cdiv(length, tl.maximum(tl.cdiv(size, BLOCK_N), 1) * BLOCK_N)
+    return begin, length, tl.cumsum(count, 0)
+
+
+@triton.jit
+def _link_decode_kernel(
+    q, k_cache, v_cache, partial_out, partial_lse,
+    kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    bs, fill, fine, scale_log2,
+    stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
+    stride_ends, stride_offsets, stride_position,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr, LONG_SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_BS: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """One piece of one request's row, for up to BLOCK_H query heads of one kv head.
+
+    Writes partial_out[piece, head] (normalised) and partial_lse[piece, head] (base 2).
+    """
+    TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
+    piece = tl.program_id(1)
+    begins, lengths, ends = _splits(kv_indptr, bs, fill, fine, LONG_SPLIT, BLOCK_N, BLOCK_BS)
+    b = tl.sum((ends <= piece).to(tl.int32), 0)
+    if b >= bs:
+        return
+    this = tl.arange(0, BLOCK_BS) == b
+    row_begin = tl.sum(tl.where(this, begins, 0), 0)
+    row_length = tl.sum(tl.where(this, lengths, 0), 0)
+    last = tl.sum(tl.where(this, ends, 0), 0)
+    first = tl.max(tl.where(tl.arange(0, BLOCK_BS) < b, ends, 0), 0)
+    size = tl.cdiv(row_length, last - first)
+    low = (piece - first) * size
+    high = tl.minimum(low + size, row_length)
+
+    kv_head = tl.program_id(0) // TILES
+    head_in_group = tl.program_id(0) % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
+    head = kv_head * GROUP + head_in_group
+    dim = tl.arange(0, BLOCK_D)
+    q_mask = (head_in_group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
+    q_rows = q + b.to(tl.int64) * stride_q_row + head[:, None] * stride_q_head
+    q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
+    q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
+
+    segment = tl.arange(0, BLOCK_SEGMENTS)
+    segments = tl.minimum(tl.load(num_segments + b), MAX_SEGMENTS)
+    table = tl.load(segment_ends + b * stride_ends + segment, mask=segment < segments, other=2147483647)
+    first_segment = tl.sum((table <= low).to(tl.int32), 0)
+    last_segment = tl.sum((table < high).to(tl.int32), 0)
+
+    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_H], tl.float32)
+    segment_begin = low
+    for s in range(first_segment, last_segment + 1):
+        is_chunk = s < segments
+        segment_end = tl.minimum(tl.load(segment_ends + b * stride_ends + s, mask=is_chunk, other=2147483647), high)
+        offset = tl.load(segment_offsets + b * stride_offsets + s, mask=is_chunk, other=0)
+        q_tile = rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX)
+        for start in range(segment_begin, segment_end, BLOCK_N):
+            entry = start + tl.arange(0, BLOCK_N)
+            within = entry < segment_end
+            slot = tl.load(kv_indices + row_begin + entry, mask=within, other=0).to(tl.int64)
+            kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
+            k_rows = k_cache + kv_head * stride_k_head + slot[:, None] * stride_k_slot
+            k = tl.load(k_rows + dim[None, :], mask=kv_mask, other=0.0)
+            v_rows = v_cache + kv_head * stride_v_head + slot[:, None] * stride_v_slot
+            v = tl.load(v_rows + dim[None, :], mask=kv_mask, other=0.0)
+            acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, scale_log2)
+        segment_begin = segment_end
+
+    out, lse = finish(acc, row_max, row_sum)
+    row = piece.to(tl.int64) * (GROUP * tl.num_programs(0) // TILES) + head
+    tl.store(partial_out + row[:, None] * HEAD_DIM + dim[None, :], out, mask=q_mask)
+    tl.store(partial_lse + row, lse, mask=head_in_group < GROUP)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
+    HEAD_DIM: tl.constexpr, LONG_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_BS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """out[b, head] and lse[b, head] from the pieces of request b."""
+    head, num_heads = tl.program_id(0), tl.num_programs(0)
+    b = tl.program_id(1)
+    _, _, ends = _splits(kv_indptr, bs, fill, fine, LONG_SPLIT, BLOCK_N, BLOCK_BS)
+    request = tl.arange(0, BLOCK_BS)
+    first = tl.max(tl.where(request < b, ends, 0), 0)
+    count = tl.sum(tl.where(request == b, ends, 0), 0) - first
+    merged, merged_lse = merge_splits(
+        partial_out, partial_lse, first * num_heads + head, count, num_heads, HEAD_DIM, BLOCK_D, BLOCK_S
+    )
+    dim = tl.arange(0, BLOCK_D)
+    row = out + b.to(tl.int64) * stride_out_row + head * stride_out_head
+    tl.store(row + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    if lse is not None:
+        tl.store(lse + b.to(tl.int64) * stride_lse_row + head, merged_lse)
+
+
+def _plan(bs, num_qo_heads, num_kv_heads, device):
+    """(BLOCK_H, fill, fine): query heads per tile, and the two bounds of `_splits`, from static shapes alone."""
+    group = num_qo_heads // num_kv_heads
+    block_h = min(64, max(16, triton.next_power_of_2(group)))
+    programs_per_piece = num_kv_heads * triton.cdiv(group, block_h)
+    slots = num_multiprocessors(device)
+    return block_h, triton.cdiv(FILL * slots, programs_per_piece), triton.cdiv(FINE * slots, programs_per_piece)
+
+
+def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device):
+    """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter."""
+    _, _, fine = _plan(max_bs, num_qo_heads, num_kv_heads, torch.device(device))
+    return torch.empty((fine + max_bs) * num_qo_heads * (head_dim + 1), dtype=torch.float32, device=device)
+
+
+def link_decode(
+    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+):  # fmt: skip
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`.
+
+    workspace: from `decode_workspace`, allocated here when not given. With it and `out` given nothing is allocated;
+    the grid depends on shapes alone and the device is never waited for, so the call can be captured in a CUDA graph.
+    """
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
+    bs, num_qo_heads, head_dim = q.shape
+    if bs != num_segments.shape[0]:
+        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if bs == 0:
+        return out
+    num_kv_heads = k_cache.shape[1]
+    group = num_qo_heads // num_kv_heads
+    block_h, fill, fine = _plan(bs, num_qo_heads, num_kv_heads, q.device)
+    pieces = fine + bs
+    if workspace is None:
+        workspace = decode_workspace(bs, num_qo_heads, num_kv_heads, head_dim, q.device)
+    check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
+    rows = pieces * num_qo_heads
+    if workspace.numel() < rows * (head_dim + 1):
+        raise ValueError(f"workspace: expected at least {rows * (head_dim + 1)} elements, got {workspace.numel()}")
+    partial_out, partial_lse = workspace[: rows * head_dim], workspace[rows * head_dim :]
+
+    blocks = block_sizes(head_dim, q.element_size(), TILE_BYTES)
+    block_bs = triton.next_power_of_2(bs)
+    max_segments = segment_ends.shape[1]
+    _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), pieces)](
+        q, k_cache, v_cache, partial_out, partial_lse,
+        kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        bs, fill, fine, sm_scale * LOG2E,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
+        MAX_SEGMENTS=max_segments, LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
+        BLOCK_BS=block_bs, BLOCK_SEGMENTS=triton.next_power_of_2(max(1, max_segments)),
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    _merge_kernel[(num_qo_heads, bs)](
+        partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine,
+        out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
+        HEAD_DIM=head_dim, LONG_SPLIT=LONG_SPLIT, **blocks, BLOCK_BS=block_bs, BLOCK_S=16, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,231 @@
+"""Prefill of new text over cached chunks: GQA-packed rows, visibility by position, split-KV for short tails."""
+
+import torch
+import triton
+import triton.language as tl
+
+from sgl_kernel_lazy.triton.common import (
+    LOG2E,
+    accumulate,
+    block_sizes,
+    finish,
+    merge_splits,
+    num_multiprocessors,
+    partner_dim,
+    rotate_back,
+)
+from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+
+MAX_SPLITS, MIN_SPLIT = 32, 256
+# Five stages keep two tiles of keys and values in flight; see link_decode.py.
+TILE_BYTES, NUM_STAGES = 16384, 5
+
+
+@triton.jit
+def _seen_bounds(kv_positions, low, high, oldest, newest):
+    """Bounds of the entries of the run [low, high) that query rows at positions oldest .. newest can see.
+
+    Returns (full, end): every row sees all of [low, full), no row sees anything from end on. Positions ascend strictly,
+    so the entry i places after the first is at least i positions after it: an upper bound, exact without gaps.
+    """
+    first = tl.load(kv_positions + low, mask=low < high, other=0)
+    last = tl.load(kv_positions + high - 1, mask=low < high, other=-1)
+    length = high - low
+    end = low + tl.minimum(tl.maximum(newest - first + 1, 0), length)
+    without_gaps = last - first == length - 1
+    full = low + tl.minimum(tl.maximum(tl.where(without_gaps, oldest - first + 1, 0), 0), length)
+    return tl.where(last <= oldest, high, full), end
+
+
+@triton.jit
+def _attend(
+    q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum, scale_log2,
+    stride_k_slot, stride_v_slot, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The softmax state after the entries [begin, end): whole blocks seen by every row, or MASKED ones."""
+    for start in range(begin, end, BLOCK_N):
+        entry = start + tl.arange(0, BLOCK_N)
+        mask = (dim < HEAD_DIM)[None, :]
+        visible = None
+        if MASKED:
+            within = entry < end
+            mask = mask & within[:, None]
+            slot = tl.load(kv_indices + entry, mask=within, other=0).to(tl.int64)
+            kv_position = tl.load(kv_positions + entry, mask=within, other=2147483647)
+            visible = kv_position[None, :] <= q_position[:, None]
+        else:
+            slot = tl.load(kv_indices + entry).to(tl.int64)
+        k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)
+        v = tl.load(v_rows + slot[:, None] * stride_v_slot + dim[None, :], mask=mask, other=0.0)
+        acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, scale_log2)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _link_extend_kernel(
+    q, k_cache, v_cache, out, lse,
+    qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    nnz_qo, scale_log2,
+    stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
+    stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
+
+    With NUM_SPLITS == 1 out and lse are the results; else out[split, token, head] (normalised) and
+    lse[split, token, head] (base 2) are partial.
+    """
+    LN2: tl.constexpr = 0.6931471805599453
+    kv_head = tl.program_id(1)
+    b = tl.program_id(2) // NUM_SPLITS
+    split = tl.program_id(2) % NUM_SPLITS
+    qo_begin = tl.load(qo_indptr + b)
+    qo_length = tl.load(qo_indptr + b + 1) - qo_begin
+    # The last tile comes first: under causality it is the longest.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    if tile * BLOCK_M >= qo_length * GROUP:
+        return
+    row_begin = tl.load(kv_indptr + b)
+    row_length = tl.load(kv_indptr + b + 1) - row_begin
+    size = tl.maximum(tl.cdiv(tl.cdiv(row_length, NUM_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT if NUM_SPLITS > 1 else 0)
+    low = tl.minimum(split * size, row_length)
+    high = tl.minimum(low + size, row_length)
+
+    packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    token = qo_begin + packed // GROUP
+    head = kv_head * GROUP + packed % GROUP
+    row_mask = packed < qo_length * GROUP
+    q_position = tl.load(q_positions + token, mask=row_mask, other=-1).to(tl.int32)
+    newest = tl.max(q_position, 0)
+    oldest = tl.min(tl.where(row_mask, q_position, 2147483647), 0)
+    dim = tl.arange(0, BLOCK_D)
+    q_mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
+    q_rows = q + token.to(tl.int64)[:, None] * stride_q_row + head[:, None] * stride_q_head
+    partner = partner_dim(dim, ROTARY_DIM, IS_NEOX)
+    k_rows = k_cache + kv_head * stride_k_head
+    v_rows = v_cache + kv_head * stride_v_head
+
+    segment = tl.arange(0, BLOCK_SEGMENTS)
+    segments = tl.minimum(tl.load(num_segments + b), MAX_SEGMENTS)
+    table = tl.load(segment_ends + b * stride_ends + segment, mask=segment < segments, other=2147483647)
+    first_run = tl.sum((table <= low).to(tl.int32), 0)
+    last_run = tl.minimum(tl.sum((table < high).to(tl.int32), 0), segments)
+    # The text is two runs, cached and new; the new tokens close the row.
+    last_run += ((last_run == segments) & (high > row_length - qo_length)).to(tl.int32)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    run_begin = low
+    for run in range(first_run, last_run + 1):
+        is_chunk = run < segments
+        chunk_end = tl.load(segment_ends + b * stride_ends + run, mask=is_chunk, other=0)
+        text_end = tl.where(run == segments, tl.maximum(row_length - qo_length, run_begin), row_length)
+        run_end = tl.minimum(tl.where(is_chunk, chunk_end, text_end), high)
+        full, end = _seen_bounds(kv_positions + row_begin, run_begin, run_end, oldest, newest)
+        if run_begin < end:
+            offset = tl.load(segment_offsets + b * stride_offsets + run, mask=is_chunk, other=0)
+            # Loaded again for every run: the cache is near and registers are few.
+            q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
+            q_partner = tl.load(q_rows + partner[None, :], mask=q_mask, other=0.0)
+            q_tile = rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX)
+            blocks_end = run_begin + (full - run_begin) // BLOCK_N * BLOCK_N
+            acc, row_max, row_sum = _attend(
+                q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, run_begin, blocks_end,
+                q_position, dim, acc, row_max, row_sum, scale_log2, stride_k_slot, stride_v_slot,
+                HEAD_DIM, BLOCK_N, MASKED=False,
+            )  # fmt: skip
+            acc, row_max, row_sum = _attend(
+                q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, blocks_end, end,
+                q_position, dim, acc, row_max, row_sum, scale_log2, stride_k_slot, stride_v_slot,
+                HEAD_DIM, BLOCK_N, MASKED=True,
+            )  # fmt: skip
+        run_begin = run_end
+
+    result, result_lse = finish(acc, row_max, row_sum)
+    token = token.to(tl.int64) + split * nnz_qo
+    out_rows = out + token[:, None] * stride_out_row + head[:, None] * stride_out_head
+    tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
+    if lse is not None:
+        if NUM_SPLITS == 1:
+            result_lse *= LN2
+        tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
+
+
+@triton.jit
+def _merge_kernel(
+    partial_out, partial_lse, out, lse, nnz_qo, stride_out_row, stride_out_head, stride_lse_row,
+    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """out[token, head] and lse[token, head] from partial rows [NUM_SPLITS, nnz_qo, num_qo_heads]."""
+    token, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    merged, merged_lse = merge_splits(
+        partial_out, partial_lse, token * num_heads + head, NUM_SPLITS, nnz_qo * num_heads, HEAD_DIM, BLOCK_D, BLOCK_S
+    )
+    dim = tl.arange(0, BLOCK_D)
+    row = out + token * stride_out_row + head * stride_out_head
+    tl.store(row + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    if lse is not None:
+        tl.store(lse + token * stride_lse_row + head, merged_lse)
+
+
+def _plan(bs, group, num_kv_heads, max_extend_len, row_bytes, device):
+    """(BLOCK_M, NUM_SPLITS): the smallest tile that holds a short tail, and enough splits to fill the chip."""
+    rows = max_extend_len * group
+    # Wide heads and fp32 leave no registers for 128 rows.
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    programs = triton.cdiv(rows, block_m) * num_kv_heads * bs
+    splits = min(MAX_SPLITS, 2 * num_multiprocessors(device) // programs)
+    # A power of two, so that few variants are compiled.
+    return block_m, 1 << max(splits, 1).bit_length() - 1
+
+
+def link_extend(
+    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    *, max_extend_len, is_neox, sm_scale, out=None, lse=None,
+):  # fmt: skip
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`; never waits for the device."""
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
+    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    nnz_qo, num_qo_heads, head_dim = q.shape
+    bs, max_segments = segment_ends.shape
+    num_kv_heads = k_cache.shape[1]
+    group = num_qo_heads // num_kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if nnz_qo == 0 or max_extend_len == 0:
+        return out
+    block_m, num_splits = _plan(
+        bs, group, num_kv_heads, max_extend_len, head_dim * q.element_size(), q.device
+    )
+    target, target_lse = out, lse
+    if num_splits > 1:
+        target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
+        target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, dtype=torch.float32, device=q.device)
+    blocks = block_sizes(head_dim, q.element_size(), TILE_BYTES)
+    _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
+        q, k_cache, v_cache, target, target_lse,
+        qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+        num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        nnz_qo, sm_scale * LOG2E,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
+        segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
+        MAX_SEGMENTS=max_segments, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT,
+        BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=triton.next_power_of_2(max(1, max_segments)),
+        num_warps=8 if block_m == 128 or head_dim > 128 else 4, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    if num_splits > 1:
+        _merge_kernel[(nnz_qo, num_qo_heads)](
+            target, target_lse, out, lse, nnz_qo,
+            out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
+            HEAD_DIM=head_dim, NUM_SPLITS=num_splits, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=min(16, num_splits),
+            num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,70 @@
+"""Checks shared by the implementations: shapes, dtypes, devices and strides only, so the device is never waited for."""
+
+import torch
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_tensor(name, tensor, shape, dtypes, device):
+    """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes and this device."""
+    if len(tensor.shape) != len(shape) or any(e is not None and e != a for e, a in zip(shape, tensor.shape)):
+        expected = ["any" if e is None else e for e in shape]
+        raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+
+
+def check_dense(name, tensor):
+    """Raise ValueError unless the last dimension is contiguous."""
+    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
+
+
+def check_link_inputs(
+    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+):
+    """Check the arguments that `link_decode` and `link_extend` have in common; see their docstrings."""
+    device = q.device
+    check_tensor("q", q, (None, None, None), FLOATS, device)
+    nnz_qo, num_qo_heads, head_dim = q.shape
+    check_tensor("k_cache", k_cache, (None, None, head_dim), (q.dtype,), device)
+    num_slots, num_kv_heads, _ = k_cache.shape
+    check_tensor("v_cache", v_cache, (num_slots, num_kv_heads, head_dim), (q.dtype,), device)
+    if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
+        raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")
+    if not 32 <= head_dim <= 256 or head_dim % 8:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 from 32 to 256, got {head_dim}")
+    check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
+    bs = num_segments.shape[0]
+    check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
+    check_tensor("kv_indices", kv_indices, (None,), INTEGERS, device)
+    check_tensor("segment_ends", segment_ends, (bs, None), (torch.int32,), device)
+    check_tensor("segment_offsets", segment_offsets, (bs, segment_ends.shape[1]), (torch.int32,), device)
+    check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), device)
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
+    vectors = dict(kv_indptr=kv_indptr, kv_indices=kv_indices, num_segments=num_segments)
+    tables = dict(segment_ends=segment_ends, segment_offsets=segment_offsets, cos_sin_cache=cos_sin_cache)
+    for name, tensor in dict(q=q, k_cache=k_cache, v_cache=v_cache, **vectors, **tables).items():
+        check_dense(name, tensor)
+    if out is not None:
+        check_tensor("out", out, (nnz_qo, num_qo_heads, head_dim), (q.dtype,), device)
+        check_dense("out", out)
+    if lse is not None:
+        check_tensor("lse", lse, (nnz_qo, num_qo_heads), (torch.float32,), device)
+        check_dense("lse", lse)
+
+
+def check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len):
+    """Check the arguments that only `link_extend` has."""
+    check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
+    check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)
+    check_tensor("kv_positions", kv_positions, (None,), (torch.int32,), q.device)
+    for name, tensor in dict(qo_indptr=qo_indptr, q_positions=q_positions, kv_positions=kv_positions).items():
+        check_dense(name, tensor)
+    if not isinstance(max_extend_len, int) or max_extend_len < 0:
+        raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")

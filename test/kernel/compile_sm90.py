@@ -1,0 +1,87 @@
+"""Compile the Triton kernels for sm_90 ahead of time, without a GPU, and print the shared memory each needs."""
+
+import importlib
+import re
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sgl_kernel_lazy.triton.common import block_sizes
+
+decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
+extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
+
+FLOAT_POINTERS = ("lse", "partial_out", "partial_lse", "cos_sin_cache")
+INPUT_POINTERS = ("q", "k_cache", "v_cache", "out")
+INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+MAX_SHARED = 227 * 1024
+
+
+def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
+    """The compiled kernel; pointers and the strides of rows are multiples of 16, as for contiguous tensors."""
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name in FLOAT_POINTERS:
+            signature[name] = "*fp32"
+        elif name == "out" and constants.get("NUM_SPLITS", 1) > 1 and kernel is extend._link_extend_kernel:
+            signature[name] = "*fp32"
+        elif name in INPUT_POINTERS:
+            signature[name] = f"*{dtype}"
+        elif name in INDEX_POINTERS:
+            signature[name] = "*i32"
+        elif name in ("kv_indices", "q_positions"):
+            signature[name] = "*i64"
+        else:
+            signature[name] = "fp32" if name == "scale_log2" else "i32"
+        if "*" in signature[name] or re.match("stride_([qkv]|out|position)", name):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    options = dict(num_warps=num_warps, num_stages=num_stages)
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.metadata.shared <= MAX_SHARED, f"{compiled.metadata.shared} bytes of shared memory"
+    return compiled
+
+
+def compile_decode(dtype, group, head_dim, rotary_dim, is_neox, max_segments=20):
+    blocks = block_sizes(head_dim, ITEMSIZE[dtype], decode.TILE_BYTES)
+    shared = dict(HEAD_DIM=head_dim, LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128, **blocks)
+    main = compile_kernel(
+        decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared,
+        GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, MAX_SEGMENTS=max_segments,
+        BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_SEGMENTS=triton.next_power_of_2(max_segments),
+    )  # fmt: skip
+    return main, compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, BLOCK_S=16)
+
+
+def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, block_m, num_splits, max_segments=20):
+    blocks = block_sizes(head_dim, ITEMSIZE[dtype], extend.TILE_BYTES)
+    main = compile_kernel(
+        extend._link_extend_kernel, dtype, 8 if block_m == 128 or head_dim > 128 else 4, extend.NUM_STAGES,
+        **({} if num_splits > 1 else {"lse": None}), HEAD_DIM=head_dim, **blocks,
+        GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, MAX_SEGMENTS=max_segments, NUM_SPLITS=num_splits,
+        MIN_SPLIT=extend.MIN_SPLIT, BLOCK_M=block_m, BLOCK_SEGMENTS=triton.next_power_of_2(max_segments),
+    )  # fmt: skip
+    if num_splits == 1:
+        return (main,)
+    return main, compile_kernel(
+        extend._merge_kernel, dtype, 4, 3,
+        HEAD_DIM=head_dim, NUM_SPLITS=num_splits, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=min(16, num_splits),
+    )  # fmt: skip
+
+
+# dtype, group, head_dim, rotary_dim, is_neox
+HEADS = [("bf16", 4, 128, 128, True), ("fp16", 7, 80, 32, False), ("bf16", 8, 256, 256, True), ("fp32", 1, 64, 64, True)]
+# What the test compiles; the rest takes a minute.
+QUICK = HEADS[:2]
+
+if __name__ == "__main__":
+    for heads in QUICK if "--quick" in sys.argv else HEADS:
+        block_m = 128 if heads[2] * ITEMSIZE[heads[0]] <= 256 else 64
+        for kernel in (*compile_decode(*heads), *compile_extend(*heads, block_m, 1), *compile_extend(*heads, 16, 8)):
+            print(*heads, kernel.metadata.name, kernel.metadata.shared, flush=True)

@@ -1,0 +1,9 @@
+"""Kernel tests: native on a GPU, under Triton's interpreter without one."""
+
+import os
+
+import torch
+
+# Triton reads this when a kernel is defined, so it must be set before the first import of one.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")

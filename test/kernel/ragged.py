@@ -1,0 +1,237 @@
+"""Seeded, ragged batches in the layout of the kernels' contract, and the error metric of the kernel tests."""
+
+import dataclasses
+import random
+
+import torch
+
+from sgl_kernel_lazy.naive import naive_link_decode, naive_link_extend
+from sgl_kernel_lazy.rope import rope_cos_sin, rotate_queries
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN = float("nan")
+GARBAGE = 2**30 + 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of one batch: heads, dimensions, pairing, dtype, and how long its prompts get."""
+
+    num_qo_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    rotary_dim: int = 64
+    is_neox: bool = True
+    dtype: torch.dtype = torch.float32
+    bs: int = 3
+    max_segments: int = 4
+    max_chunk_len: int = 40
+    max_text_len: int = 12
+    max_position: int = 2048
+
+
+@dataclasses.dataclass
+class Batch:
+    """Tensor arguments of both ops, and beside them each request's prompt with un-rotated keys."""
+
+    shape: Shape
+    extend: dict
+    options: dict
+    prompts: list
+
+    @property
+    def decode(self) -> dict:
+        """Arguments of `link_decode`: the last query row of each request, which sees every entry."""
+        skip = ("q", "qo_indptr", "q_positions", "kv_positions")
+        return dict(q=self.decode_q, **{k: v for k, v in self.extend.items() if k not in skip})
+
+    @property
+    def decode_q(self):
+        rows = (self.extend["qo_indptr"][1:] - 1).clamp_min(0).long()
+        return self.extend["q"][rows] if len(self.extend["q"]) else self.extend["q"].new_ones(0)
+
+    @property
+    def max_extend_len(self) -> int:
+        return int(self.extend["qo_indptr"].diff().max()) if self.shape.bs else 0
+
+
+def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) -> Batch:
+    """Prompts of texts and chunks, of which some text is new: queries are the new text, everything else is cached.
+
+    layout: per request a list of ("text" | "new" | "chunk" | "gap", length or chunk id), random when not given. A gap
+    moves the position on without any entry. A chunk id names one of the pooled chunks, which are shared by all
+    requests. Slots are shuffled and twice as many as needed; unused ones hold NaN.
+    """
+    rng = random.Random(seed)
+    gen = torch.Generator().manual_seed(seed)
+    chunk_lens = [1, rng.randint(1, shape.max_chunk_len), shape.max_chunk_len, rng.randint(1, shape.max_chunk_len)]
+    layout = layout or [random_layout(rng, shape, len(chunk_lens)) for _ in range(shape.bs)]
+    cos_sin_cache = rope_cos_sin(10000.0 ** -(torch.arange(0, shape.rotary_dim, 2).double() / shape.rotary_dim), shape.max_position)
+
+    def randn(n, heads):
+        return torch.randn(n, heads, shape.head_dim, generator=gen, dtype=torch.float64).to(shape.dtype).double()
+
+    def rotated(x, positions):
+        return rotate_queries(x, positions, cos_sin_cache, is_neox=shape.is_neox)
+
+    chunks = [(randn(n, shape.num_kv_heads), randn(n, shape.num_kv_heads)) for n in chunk_lens]
+    stored_k = [rotated(k, torch.arange(len(k))) for k, _ in chunks]
+    stored_v = [v for _, v in chunks]
+    chunk_slots, next_slot = [], 0
+    for n in chunk_lens:
+        chunk_slots.append(list(range(next_slot, next_slot + n)))
+        next_slot += n
+
+    q, q_positions, kv_rows, kv_positions, tables, prompts = [], [], [], [], [], []
+    for request in layout:
+        position, parts = 0, []
+        for kind, what in request:
+            n = chunk_lens[what] if kind == "chunk" else what
+            parts.append((kind, what, torch.arange(position, position + n)))
+            position += n
+        ends, offsets, slots, positions = [], [], [], []
+        raw_k, raw_v, raw_q, raw_q_positions = [], [], [], []
+        for kind, what, at in parts:
+            if kind == "chunk":
+                slots += chunk_slots[what]
+                positions += at.tolist()
+                ends.append(len(slots))
+                offsets.append(int(at[0]))
+                raw_k.append(chunks[what][0])
+                raw_v.append(chunks[what][1])
+        for wanted in ("text", "new"):
+            for kind, _, at in parts:
+                if kind != wanted:
+                    continue
+                k, v = randn(len(at), shape.num_kv_heads), randn(len(at), shape.num_kv_heads)
+                stored_k.append(rotated(k, at))
+                stored_v.append(v)
+                slots += range(next_slot, next_slot + len(at))
+                next_slot += len(at)
+                positions += at.tolist()
+                raw_k.append(k)
+                raw_v.append(v)
+                if kind == "new":
+                    raw_q.append(randn(len(at), shape.num_qo_heads))
+                    raw_q_positions += at.tolist()
+        empty = torch.zeros(0, shape.num_kv_heads, shape.head_dim, dtype=torch.float64)
+        raw_q = torch.cat([torch.zeros(0, shape.num_qo_heads, shape.head_dim, dtype=torch.float64), *raw_q])
+        at = torch.tensor(raw_q_positions, dtype=torch.long)
+        q.append(rotated(raw_q, at))
+        q_positions.append(at)
+        kv_rows.append(slots)
+        kv_positions += positions
+        tables.append((ends, offsets))
+        prompts.append(
+            dict(q=raw_q, q_positions=at, k=torch.cat([empty, *raw_k]), v=torch.cat([empty, *raw_v]),
+                 positions=torch.tensor(positions, dtype=torch.long))  # fmt: skip
+        )
+
+    num_slots = 2 * next_slot + 2
+    shuffled = torch.randperm(num_slots, generator=gen)
+    caches = []
+    for stored in (stored_k, stored_v):
+        cache = torch.full((num_slots, shape.num_kv_heads, shape.head_dim), NAN, dtype=torch.float64)
+        cache[shuffled[:next_slot]] = torch.cat(stored) if stored else cache[:0]
+        caches.append(cache.to(shape.dtype).to(DEVICE))
+    width = max(1, *(len(ends) for ends, _ in tables)) + rng.randint(0, 2)
+    segment_ends = torch.full((len(layout), width), GARBAGE, dtype=torch.int32)
+    segment_offsets = torch.full((len(layout), width), GARBAGE, dtype=torch.int32)
+    for b, (ends, offsets) in enumerate(tables):
+        segment_ends[b, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
+        segment_offsets[b, : len(ends)] = torch.tensor(offsets, dtype=torch.int32)
+    indices = [int(shuffled[s]) for row in kv_rows for s in row]
+    index_dtype = rng.choice([torch.int32, torch.int64])
+    extend = dict(
+        q=torch.cat(q).to(shape.dtype),
+        k_cache=caches[0],
+        v_cache=caches[1],
+        qo_indptr=_indptr(len(rows) for rows in q),
+        q_positions=torch.cat(q_positions).to(rng.choice([torch.int32, torch.int64])),
+        kv_indptr=_indptr(len(row) for row in kv_rows),
+        kv_indices=torch.tensor(indices + [GARBAGE] * 5, dtype=index_dtype),
+        kv_positions=torch.tensor(kv_positions + [-1] * 5, dtype=torch.int32),
+        num_segments=torch.tensor([len(ends) for ends, _ in tables], dtype=torch.int32),
+        segment_ends=segment_ends,
+        segment_offsets=segment_offsets,
+        cos_sin_cache=cos_sin_cache,
+    )
+    options = dict(is_neox=shape.is_neox, sm_scale=shape.head_dim**-0.5)
+    return Batch(shape, {name: t.to(DEVICE) for name, t in extend.items()}, options, prompts)
+
+
+def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
+    """One prompt: cached text first, then chunks with text between, whose new parts begin anywhere."""
+    count = rng.choice([0, 1, rng.randint(0, shape.max_segments), shape.max_segments])
+    new_from = rng.randint(0, count)
+    layout = [("text", rng.randint(0, shape.max_text_len))]
+    for i in range(count):
+        layout.append(("chunk", rng.randrange(num_chunks)))
+        layout.append(("new" if i >= new_from else "text", rng.randint(0, 3)))
+    return layout + [("new", rng.randint(1, shape.max_text_len))]
+
+
+def naive(op: str, batch: Batch, dtype: torch.dtype):
+    """(out, lse) of the formula in this dtype; rows of the batch are in op's order."""
+    if op == "decode":
+        return naive_link_decode(**batch.decode, **batch.options, dtype=dtype)
+    return naive_link_extend(**batch.extend, **batch.options, dtype=dtype)
+
+
+def run(op: str, implementation, batch: Batch, **given):
+    """(out, lse) of an implementation, into outputs and a workspace that start as NaN."""
+    inputs = batch.decode if op == "decode" else batch.extend
+    options = dict(batch.options)
+    out = torch.full_like(inputs["q"], NAN)
+    lse = torch.full(out.shape[:2], NAN, dtype=torch.float32, device=DEVICE)
+    if op == "decode":
+        heads = (batch.shape.num_qo_heads, batch.shape.num_kv_heads)
+        workspace = implementation.decode_workspace(len(out), *heads, batch.shape.head_dim, DEVICE)
+        options["workspace"] = workspace.fill_(NAN) if workspace is not None else None
+    else:
+        options["max_extend_len"] = batch.max_extend_len
+    result = getattr(implementation, f"link_{op}")(**inputs, **options, **{"out": out, "lse": lse, **given})
+    return result, lse
+
+
+def relative_error(out, reference) -> float:
+    """Worst row of ||out - reference|| / ||reference||, in fp64; NaN fails any bound."""
+    out, reference = out.double(), reference.double()
+    if out.numel() == 0:
+        return 0.0
+    empty = reference.norm(dim=-1) == 0
+    error = (out - reference).norm(dim=-1)
+    error = torch.where(empty, torch.where(error == 0, 0.0, torch.inf), error / reference.norm(dim=-1))
+    return NAN if error.isnan().any() else error.max().item()
+
+
+def lse_error(lse, reference) -> float:
+    """Largest |lse - reference|; -inf must meet -inf."""
+    lse, reference = lse.double(), reference.double()
+    if lse.numel() == 0:
+        return 0.0
+    empty = reference == -torch.inf
+    if not torch.equal(lse == -torch.inf, empty):
+        return torch.inf
+    error = (lse - reference)[~empty].abs()
+    return NAN if error.isnan().any() else error.max().item() if error.numel() else 0.0
+
+
+def check(op: str, implementation, batch: Batch) -> None:
+    """Within twice plain PyTorch's error in the same dtype, both against the formula in fp64.
+
+    A few rows can let plain PyTorch come out exact by luck; one rounding of the result is always allowed.
+    """
+    exact, plain = naive(op, batch, torch.float64), naive(op, batch, batch.shape.dtype)
+    before = {name: t.clone() for name, t in batch.extend.items()}
+    out, lse = run(op, implementation, batch)
+    rounding = torch.finfo(batch.shape.dtype).eps
+    assert relative_error(out, exact[0]) <= 2 * max(rounding, relative_error(plain[0], exact[0]))
+    rounding *= exact[1].nan_to_num(neginf=0.0).abs().max().item() if exact[1].numel() else 0.0
+    assert lse_error(lse, exact[1]) <= 2 * max(rounding, lse_error(plain[1], exact[1]))
+    for name, tensor in batch.extend.items():
+        assert torch.equal(tensor.nan_to_num(), before[name].nan_to_num()), f"{name} was changed"
+
+
+def _indptr(lengths) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)

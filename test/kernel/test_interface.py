@@ -1,0 +1,78 @@
+"""What the package promises around the ops: names, errors, a cheap import, kernels that compile for sm_90."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+from ragged import random_batch, run
+
+import sgl_kernel_lazy
+from sgl_kernel_lazy import get_implementation
+
+HERE = pathlib.Path(__file__).parent
+
+
+def python(*arguments):
+    """A fresh interpreter that finds the package and does not interpret Triton."""
+    path = str(pathlib.Path(sgl_kernel_lazy.__file__).parents[1])
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_import_is_cheap():
+    done = python("-c", "import sys, sgl_kernel_lazy; assert not {'torch', 'triton'} & set(sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_compile_for_sm90():
+    pytest.importorskip("triton")
+    done = python(str(HERE / "compile_sm90.py"), "--quick")
+    assert done.returncode == 0, done.stderr
+
+
+def test_unknown_implementation():
+    with pytest.raises(ValueError, match="expected one of .*'torch'.*got 'cuda'"):
+        get_implementation("cuda")
+
+
+MISTAKES = {
+    "q": lambda t: t.long(),
+    "k_cache": lambda t: t[..., :-8],
+    "v_cache": lambda t: t.double(),
+    "kv_indptr": lambda t: t[:-1],
+    "kv_indices": lambda t: t.float(),
+    "num_segments": lambda t: t.long(),
+    "segment_ends": lambda t: t[0],
+    "segment_offsets": lambda t: t.to("meta"),
+    "cos_sin_cache": lambda t: t.bfloat16(),
+    "out": lambda t: t[:1],
+    "lse": lambda t: t.half(),
+    "qo_indptr": lambda t: t[1:],
+    "q_positions": lambda t: t[1:],
+    "kv_positions": lambda t: t.long(),
+}
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("argument", MISTAKES)
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_a_wrong_tensor_is_named(op, argument, name):
+    batch = random_batch(0)
+    inputs = batch.decode if op == "decode" else batch.extend
+    inputs = dict(inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device))
+    if argument not in inputs:
+        pytest.skip(f"link_{op} takes no {argument}")
+    options = dict(batch.options) | ({"max_extend_len": batch.max_extend_len} if op == "extend" else {})
+    inputs[argument] = MISTAKES[argument](inputs[argument])
+    with pytest.raises(ValueError, match="expected"):
+        getattr(get_implementation(name), f"link_{op}")(**inputs, **options)
+
+
+def test_the_message_says_what_was_expected_and_what_came():
+    batch = random_batch(0)
+    batch.extend["kv_indptr"] = batch.extend["kv_indptr"][:-1]
+    with pytest.raises(ValueError, match=r"kv_indptr: expected shape \[4\], got \[3\]"):
+        run("decode", get_implementation("torch"), batch)

@@ -1,0 +1,126 @@
+"""link_decode: every implementation against the formula in fp64, and the properties the formula has."""
+
+import dataclasses
+
+import pytest
+import torch
+from cases import CASES, all_cases, all_dtypes, skip_unless_supported
+from ragged import DEVICE, NAN, Shape, check, naive, random_batch, relative_error, run
+
+from sgl_kernel_lazy import get_implementation
+
+implementations = pytest.mark.parametrize("name", ["torch", "triton"])
+
+
+@implementations
+@all_dtypes
+@all_cases
+def test_link_decode(name, dtype, case):
+    skip_unless_supported(name, dtype)
+    seed, shape, layout = CASES[case]
+    check("decode", get_implementation(name), random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+
+
+@implementations
+def test_empty_row_is_zero(name):
+    """Graph padding: no entries, garbage segments beyond num_segments, no NaN."""
+    batch = random_batch(0, Shape(bs=3), [[], [("new", 1)], []])
+    inputs = batch.decode
+    inputs["q"] = torch.cat([inputs["q"].new_full((1, 4, 64), NAN), batch.extend["q"], inputs["q"].new_full((1, 4, 64), NAN)])
+    lse = torch.full((3, 4), NAN, device=DEVICE)
+    out = get_implementation(name).link_decode(**inputs, **batch.options, lse=lse)
+    assert torch.equal(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
+    assert (lse[[0, 2]] == -torch.inf).all() and lse[1].isfinite().all()
+
+
+@implementations
+def test_empty_batch(name):
+    implementation = get_implementation(name)
+    batch = random_batch(0, Shape(bs=1), [[("new", 1)]])
+    inputs = batch.decode
+    for key in ("q", "num_segments", "segment_ends", "segment_offsets"):
+        inputs[key] = inputs[key][:0]
+    inputs["kv_indptr"] = inputs["kv_indptr"][:1]
+    assert implementation.link_decode(**inputs, **batch.options).shape == (0, 4, 64)
+
+
+@implementations
+def test_one_segment_at_offset_zero_is_ordinary_attention(name):
+    """Bit for bit: turning back by 0 changes nothing."""
+    implementation = get_implementation(name)
+    batch = random_batch(0, Shape(bs=1), [[("chunk", 2), ("new", 1)]])
+    linked, _ = run("decode", implementation, batch)
+    batch.extend["num_segments"].zero_()
+    plain, _ = run("decode", implementation, batch)
+    # Blocks end where a segment ends, so sums may be taken in another order.
+    assert relative_error(linked, plain) < 1e-6
+
+
+@implementations
+def test_shifting_every_position_changes_nothing(name):
+    implementation = get_implementation(name)
+    chunks = [("chunk", 1), ("chunk", 2), ("chunk", 3)]
+    outputs = []
+    for gap in (0, 700):
+        batch = random_batch(3, Shape(bs=1), [[("gap", gap), *chunks, ("new", 2)]])
+        outputs.append(run("decode", implementation, batch)[0])
+        reference = naive("decode", batch, torch.float64)[0]
+    assert relative_error(outputs[0], reference) < 1e-5
+    assert relative_error(outputs[1], reference) < 1e-5
+
+
+@implementations
+def test_strided_rows(name):
+    """q and out may be slices of wider rows, as a fused qkv projection gives them; the rest stays untouched."""
+    implementation = get_implementation(name)
+    batch = random_batch(5)
+    inputs, expected = batch.decode, run("decode", implementation, batch)[0]
+    wide = torch.full((batch.shape.bs, 4 + 2 * 2, 64), NAN, device=DEVICE)
+    wide[:, :4] = inputs["q"]
+    inputs["q"] = wide[:, :4]
+    out = torch.full_like(wide, NAN)
+    implementation.link_decode(**inputs, **batch.options, out=out[:, :4])
+    assert torch.equal(out[:, :4], expected)
+    assert out[:, 4:].isnan().all()
+
+
+def test_workspace_of_a_larger_batch_serves_every_smaller_one():
+    implementation = get_implementation("triton")
+    batch = random_batch(6)
+    workspace = implementation.decode_workspace(64, 4, 2, 64, DEVICE).fill_(NAN)
+    out = implementation.link_decode(**batch.decode, **batch.options, workspace=workspace)
+    assert torch.equal(out, run("decode", implementation, batch)[0])
+
+
+@pytest.mark.parametrize("bs", [1, 2, 5])
+@pytest.mark.parametrize("fill, fine", [(1, 1), (3, 3), (2, 50)])
+def test_any_number_of_splits(monkeypatch, bs, fill, fine):
+    """From one piece per request to pieces of a single block."""
+    import importlib
+
+    module = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
+    monkeypatch.setattr(module, "_plan", lambda *shape: (16, fill, fine))
+    check("decode", module, random_batch(bs, Shape(bs=bs, max_chunk_len=150)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+def test_graph_replay_follows_its_inputs():
+    """A graph captured over one batch gives the right answer for another of the same shape."""
+    implementation = get_implementation("triton")
+    shape = Shape(bs=4, dtype=torch.bfloat16, max_segments=6)
+    batches = [random_batch(seed, shape) for seed in range(3)]
+    size = {k: [max(d) for d in zip(*(b.decode[k].shape for b in batches))] for k in batches[0].decode}
+    static = {k: t.new_zeros(size[k], dtype=torch.int64 if k == "kv_indices" else t.dtype) for k, t in batches[0].decode.items()}
+    options = dict(batches[0].options, workspace=implementation.decode_workspace(4, 4, 2, 64, DEVICE).fill_(NAN))
+    options |= dict(out=torch.full_like(static["q"], NAN), lse=torch.empty(4, 4, device=DEVICE))
+    implementation.link_decode(**static, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        implementation.link_decode(**static, **options)
+    for batch in batches:
+        for key, tensor in batch.decode.items():
+            static[key][tuple(slice(n) for n in tensor.shape)] = tensor
+        graph.replay()
+        exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
+        assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)

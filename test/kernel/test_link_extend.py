@@ -1,0 +1,101 @@
+"""link_extend: every implementation against the formula in fp64, and the properties the formula has."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from cases import CASES, all_cases, all_dtypes, skip_unless_supported
+from ragged import DEVICE, NAN, Shape, check, random_batch, relative_error, run
+
+from sgl_kernel_lazy import get_implementation
+
+implementations = pytest.mark.parametrize("name", ["torch", "triton"])
+
+
+@implementations
+@all_dtypes
+@all_cases
+def test_link_extend(name, dtype, case):
+    skip_unless_supported(name, dtype)
+    seed, shape, layout = CASES[case]
+    check("extend", get_implementation(name), random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+
+
+@implementations
+def test_row_that_sees_nothing_is_zero(name):
+    """Query rows before every entry: zeros and -inf, while their neighbours in the tile are unaffected."""
+    batch = random_batch(0, Shape(bs=1), [[("gap", 5), ("chunk", 1), ("new", 6)]])
+    inputs = dict(batch.extend, q_positions=batch.extend["q_positions"].clone())
+    inputs["q_positions"][[0, 3]] = torch.tensor([0, 4], dtype=inputs["q_positions"].dtype, device=DEVICE)
+    lse = torch.full((6, 4), NAN, device=DEVICE)
+    out = get_implementation(name).link_extend(**inputs, **batch.options, max_extend_len=6, lse=lse)
+    assert torch.equal(out[[0, 3]], torch.zeros_like(out[[0, 3]]))
+    assert (lse[[0, 3]] == -torch.inf).all()
+    expected, _ = run("extend", get_implementation(name), batch)
+    assert relative_error(out[[1, 2, 4, 5]], expected[[1, 2, 4, 5]]) < 1e-6
+
+
+@implementations
+def test_one_segment_at_offset_zero_is_ordinary_attention(name):
+    implementation = get_implementation(name)
+    batch = random_batch(0, Shape(bs=1), [[("chunk", 2), ("new", 12)]])
+    linked, _ = run("extend", implementation, batch)
+    batch.extend["num_segments"].zero_()
+    plain, _ = run("extend", implementation, batch)
+    assert relative_error(linked, plain) < 1e-6
+
+
+@implementations
+def test_shifting_every_position_changes_nothing(name):
+    implementation = get_implementation(name)
+    layout = [("chunk", 1), ("new", 2), ("chunk", 2), ("chunk", 3), ("new", 9)]
+    near, far = (random_batch(3, Shape(bs=1), [[("gap", gap), *layout]]) for gap in (0, 700))
+    assert relative_error(run("extend", implementation, far)[0], run("extend", implementation, near)[0]) < 1e-5
+
+
+@implementations
+def test_last_row_equals_decode(name):
+    """The last new token sees everything, so both ops give it the same answer."""
+    implementation = get_implementation(name)
+    batch = random_batch(4, Shape(bs=5))
+    last = (batch.extend["qo_indptr"][1:] - 1).long()
+    extended, extended_lse = run("extend", implementation, batch)
+    decoded, decoded_lse = run("decode", implementation, batch)
+    assert relative_error(extended[last], decoded) < 2e-6
+    assert (extended_lse[last] - decoded_lse).abs().max() < 2e-6
+
+
+@implementations
+def test_strided_rows(name):
+    implementation = get_implementation(name)
+    batch = random_batch(5)
+    expected, _ = run("extend", implementation, batch)
+    wide = torch.full((len(expected), 8, 64), NAN, device=DEVICE)
+    wide[:, :4] = batch.extend["q"]
+    out = torch.full_like(wide, NAN)
+    inputs = dict(batch.extend, q=wide[:, :4])
+    implementation.link_extend(**inputs, **batch.options, max_extend_len=batch.max_extend_len, out=out[:, :4])
+    assert torch.equal(out[:, :4], expected)
+    assert out[:, 4:].isnan().all()
+
+
+@pytest.mark.parametrize("num_splits", [2, 4, 32])
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_any_number_of_splits(monkeypatch, block_m, num_splits):
+    """Splits end inside segments, inside the text, and past the end of a row."""
+    module = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
+    monkeypatch.setattr(module, "_plan", lambda *shape: (block_m, num_splits))
+    monkeypatch.setattr(module, "MIN_SPLIT", 16)
+    implementation = get_implementation("triton")
+    check("extend", implementation, random_batch(num_splits, Shape(max_chunk_len=150, bs=2)))
+    check("extend", implementation, random_batch(0, *CASES["cached text behind new text"][1:]))
+    check("extend", implementation, random_batch(0, *CASES["plain requests"][1:]))
+
+
+def test_the_reference_takes_long_tails_in_steps(monkeypatch):
+    module = get_implementation("torch")
+    batch = random_batch(7)
+    whole, _ = run("extend", module, batch)
+    monkeypatch.setattr(module, "MAX_SCORES", 1)
+    assert relative_error(run("extend", module, batch)[0], whole) < 1e-6

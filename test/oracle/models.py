@@ -1,0 +1,179 @@
+"""Tiny random-weight models of every served architecture, built on demand without a network."""
+
+import dataclasses
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import transformers
+
+from .tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build_tokenizer
+
+MAX_POSITION = 2048
+ROPE_THETA = 10000.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """One architecture: its `transformers` config class, what it sets there, and how its tokenizer behaves."""
+
+    name: str
+    config_class: str
+    settings: Mapping[str, object]
+    add_bos: bool = False
+    chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
+
+    def config(self):
+        """The Hugging Face configuration."""
+        common = dict(
+            vocab_size=VOCAB_SIZE,
+            bos_token_id=BOS,
+            eos_token_id=EOS,
+            pad_token_id=PAD,
+            max_position_embeddings=MAX_POSITION,
+            tie_word_embeddings=False,
+            dtype="float32",
+        )
+        return getattr(transformers, self.config_class)(**{**common, **self.settings})
+
+
+def _shape(hidden: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        **more,
+    )
+
+
+def _rope(rope_type: str = "default", **more) -> dict:
+    return {"rope_type": rope_type, "rope_theta": ROPE_THETA, **more}
+
+
+def _llama(name: str, rope: dict, **spec) -> ModelSpec:
+    return ModelSpec(name, "LlamaConfig", _shape(128, 2, 4, 2, head_dim=32, rope_parameters=rope), **spec)
+
+
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
+
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        ModelSpec("llama", "LlamaConfig", _shape(128, 3, 8, 2, head_dim=32, rope_parameters=_rope()), add_bos=True),
+        _llama("llama-llama3", _LLAMA3, add_bos=True, chat_parts=False),
+        _llama("llama-linear", _rope("linear", factor=4.0)),
+        _llama("llama-yarn", _YARN),
+        _llama("llama-dynamic", _rope("dynamic", factor=4.0)),
+        ModelSpec("qwen2", "Qwen2Config", _shape(128, 2, 4, 1, rope_parameters=_rope())),
+        ModelSpec("qwen3", "Qwen3Config", _shape(96, 2, 4, 2, head_dim=64, rope_parameters=_rope()), chat_parts=False),
+        ModelSpec(
+            "qwen3-moe",
+            "Qwen3MoeConfig",
+            _shape(
+                96,
+                2,
+                4,
+                1,
+                head_dim=32,
+                rope_parameters=_rope(),
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                norm_topk_prob=True,
+            ),
+        ),
+        ModelSpec(
+            "mistral",
+            "MistralConfig",
+            _shape(128, 2, 4, 4, head_dim=48, rope_parameters=_rope(), sliding_window=None),
+            add_bos=True,
+        ),
+        # partial rotary, NeoX pairing
+        ModelSpec(
+            "stablelm",
+            "StableLmConfig",
+            _shape(128, 2, 4, 2, rope_parameters=_rope(partial_rotary_factor=0.25)),
+        ),
+        # GPT-J pairing over the whole head
+        ModelSpec(
+            "cohere",
+            "CohereConfig",
+            _shape(128, 2, 4, 2, rope_parameters=_rope(), tie_word_embeddings=True, logit_scale=2.2),
+            add_bos=True,
+        ),
+        # GPT-J pairing over half of the head
+        ModelSpec(
+            "glm4",
+            "Glm4Config",
+            _shape(128, 2, 4, 1, head_dim=32, rope_parameters=_rope(partial_rotary_factor=0.5), attention_bias=True),
+        ),
+        ModelSpec("gptj", "GPTJConfig", dict(n_positions=MAX_POSITION, n_embd=128, n_layer=2, n_head=4, rotary_dim=16)),
+    )
+}
+
+
+def build(name: str, cache_dir: str | Path) -> str:
+    """The folder of model `name` under `cache_dir`: config, fp32 safetensors, tokenizer; made if it is not there.
+
+    The same name, code and library version give the same weights. Processes may race: each builds a private copy
+    and the first rename wins. Raises KeyError for an unknown name.
+    """
+    spec = MODELS[name]
+    path = Path(cache_dir) / f"{name}-{_fingerprint(spec)}"
+    if path.exists():
+        return str(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=path.parent))
+    try:
+        random_model(spec).save_pretrained(work)
+        build_tokenizer(work, add_bos=spec.add_bos, chat_parts=spec.chat_parts, max_length=MAX_POSITION)
+        os.rename(work, path)
+    except OSError:
+        if not path.exists():
+            raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return str(path)
+
+
+def random_model(spec: ModelSpec, seed: int = 0) -> transformers.PreTrainedModel:
+    """The model in fp32 with seeded weights under which the next token depends strongly on the far context."""
+    model = transformers.AutoModelForCausalLM.from_config(spec.config(), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            _init(name, weight, generator, tied=model.config.tie_word_embeddings)
+    return model.eval()
+
+
+def _init(name: str, weight: torch.Tensor, generator: torch.Generator, tied: bool) -> None:
+    """Fill one parameter in place.
+
+    With activations of unit size, q and k of size 1.4 give attention scores of standard deviation 2, so a few
+    tokens at any distance take most of the weight, and `o` makes what they say outweigh the residual stream. Tied
+    embeddings are small: otherwise every token predicts itself.
+    """
+    if name.endswith("bias"):
+        weight.normal_(0, 0.3, generator=generator)
+    elif weight.dim() == 1:  # norms; those of q and k set the size of the scores
+        low, high = (1.1, 1.7) if "q_norm" in name or "k_norm" in name else (0.6, 1.4)
+        weight.uniform_(low, high, generator=generator)
+    elif "embed" in name or "wte" in name:
+        weight.normal_(0, 0.1 if tied else 1, generator=generator)
+    else:
+        gains = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 2.0, "out_proj": 2.0, "lm_head": 2.5, "mlp.gate.": 3.0}
+        gain = next((gain for part, gain in gains.items() if part in name), 1.0)
+        weight.normal_(0, gain / weight.shape[-1] ** 0.5, generator=generator)
+
+
+def _fingerprint(spec: ModelSpec) -> str:
+    """Changes whenever the same name would give another model."""
+    code = b"".join((Path(__file__).parent / file).read_bytes() for file in ("models.py", "tokenizer.py"))
+    return hashlib.sha256(code + f"{spec}{transformers.__version__}{torch.__version__}".encode()).hexdigest()[:12]

@@ -1,0 +1,191 @@
+"""The end-to-end oracle against facts that do not come from it."""
+
+import functools
+
+import pytest
+import torch
+from oracle.block_mask import Oracle, visibility
+from oracle.models import MAX_POSITION, MODELS, build, random_model
+from oracle.scenarios import SCENARIOS, Dice, build_scenario
+from oracle.segments import chunk, text, token_ids
+from oracle.tokenizer import BOS, FIRST_ORDINARY_ID, VOCAB_SIZE
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+every_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Threads only slow models this small down."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    """load(name): the oracle of a model, kept for the module."""
+    folder = tmp_path_factory.mktemp("models")
+    return functools.cache(lambda name: Oracle(build(name, folder)))
+
+
+def logits(oracle, segments, *, ids=None, position_ids=None):
+    """The model under the mask of `segments`: [n, vocab_size]. `ids` and `position_ids` ([n]) replace the usual."""
+    ids = torch.tensor(token_ids(segments) if ids is None else ids)
+    position_ids = torch.arange(len(ids)) if position_ids is None else position_ids
+    mask = torch.where(visibility(segments), 0.0, -torch.inf)
+    with torch.inference_mode():
+        return oracle.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids[None]).logits[0]
+
+
+def test_visibility_of_a_small_prompt():
+    """text of 2, chunk of 2, text of 1, chunk of 3 whose last token ends the prompt, 1 generated token."""
+    segments = [text([0, 0]), chunk([0, 0]), text([0]), chunk([0, 0, 0])]
+    expected = """
+        1 . . . . . . . .
+        1 1 . . . . . . .
+        . . 1 . . . . . .
+        . . 1 1 . . . . .
+        1 1 1 1 1 . . . .
+        . . . . . 1 . . .
+        . . . . . 1 1 . .
+        1 1 1 1 1 1 1 1 .
+        1 1 1 1 1 1 1 1 1
+    """
+    rows = [[cell == "1" for cell in row.split()] for row in expected.strip().splitlines()]
+    assert visibility(segments, 1).tolist() == rows
+
+
+@every_model
+def test_all_text_is_plain_generation(load, name):
+    """With text only, the oracle is Hugging Face's own greedy generation, with its cache and its own mask."""
+    oracle, prompt = load(name), Dice(name).ids(50)
+    expected = oracle.model.generate(
+        torch.tensor([prompt]),
+        max_new_tokens=8,
+        do_sample=False,
+        eos_token_id=VOCAB_SIZE,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    tokens, chosen = oracle.generate([text(prompt[:20]), text(prompt[20:])], 8)
+    assert tokens == expected.sequences[0, 50:].tolist()
+    expected_logprobs = torch.cat(expected.logits).log_softmax(-1)
+    assert torch.allclose(oracle.logprobs([text(prompt)], tokens[:-1]), expected_logprobs, atol=1e-4, rtol=0)
+    assert chosen == pytest.approx(expected_logprobs.amax(-1).tolist(), abs=1e-4)
+
+
+@every_model
+def test_chunk_in_a_prompt_is_the_chunk_alone(load, name):
+    """The logits at a chunk's tokens are those of the stock model on the chunk by itself from position 0."""
+    oracle, dice = load(name), Dice(name)
+    first, second = dice.chunk(30), dice.chunk(21)
+    in_prompt = logits(oracle, [dice.text(300), first, dice.text(2), second, dice.text(3)])
+    with torch.inference_mode():
+        for doc, offset in ((first, 300), (second, 332)):
+            alone = oracle.model(torch.tensor([doc.ids])).logits[0]
+            assert torch.allclose(in_prompt[offset : offset + len(doc.ids)], alone, atol=1e-4, rtol=0)
+
+
+@every_model
+def test_a_masked_token_changes_nothing(load, name):
+    """Outside a chunk any token may change: the logits at the chunk stay bitwise equal; those after it do not."""
+    oracle, dice = load(name), Dice(name)
+    segments = [dice.text(10), dice.chunk(12), dice.chunk(9), dice.text(4)]
+    ids = token_ids(segments)
+    changed = [(token + 1 - FIRST_ORDINARY_ID) % 500 + FIRST_ORDINARY_ID for token in ids[:10]] + ids[10:]
+    before, after = logits(oracle, segments), logits(oracle, segments, ids=changed)
+    assert torch.equal(before[10:31], after[10:31])
+    assert (before[31:] - after[31:]).abs().amax(-1).min() > 0.05
+
+
+@every_model
+def test_models_are_sensitive(load, name):
+    """A far token, the mask and an error of one position each move the next token's logits; decoding does not loop."""
+    oracle, dice = load(name), Dice(name)
+    segments = [dice.text(20), dice.chunk(60), dice.text(1), dice.chunk(100), dice.text(12)]
+    expected = logits(oracle, segments)[-1]
+    ids = token_ids(segments)
+    other_token = ids[:30] + [ids[31]] + ids[31:]
+    shifted = torch.arange(len(ids))
+    shifted[20:80] -= 1
+    for wrong in (
+        logits(oracle, segments, ids=other_token),
+        logits(oracle, [text(ids)]),
+        logits(oracle, segments, position_ids=shifted),
+    ):
+        assert (wrong[-1] - expected).abs().max() > 0.05
+    assert len(set(oracle.generate(segments, 12)[0])) >= 6
+
+
+def test_last_token_of_the_prompt_is_text(load):
+    """Ending in a chunk equals ending in all but its last token, then that token as text, also for one token."""
+    oracle, dice = load("llama"), Dice(0)
+    head, doc, one = dice.text(6), dice.chunk(15), dice.chunk(1)
+    split = [head, chunk(doc.ids[:-1]), text(doc.ids[-1:])]
+    assert torch.equal(oracle.logprobs([head, doc]), oracle.logprobs(split))
+    assert torch.equal(oracle.logprobs([head, doc, one]), oracle.logprobs([head, doc, text(one.ids)]))
+
+
+def test_generated_tokens_are_text(load):
+    """Tokens generated after a prompt equal the same tokens given as its last text segment."""
+    oracle, dice = load("qwen2"), Dice(1)
+    prompt = [dice.text(6), dice.chunk(15), dice.text(2)]
+    tokens, _ = oracle.generate(prompt, 4)
+    assert torch.allclose(oracle.logprobs(prompt, tokens)[-1], oracle.logprobs([*prompt, text(tokens)])[-1], atol=1e-5)
+
+
+def test_dynamic_ntk_is_fixed_at_the_longest_context(load):
+    """The frequencies are Hugging Face's own for a prompt of factor x max_position_embeddings tokens."""
+    model = load("llama-dynamic").model
+    longest, _ = ROPE_INIT_FUNCTIONS["dynamic"](model.config, "cpu", seq_len=4 * MAX_POSITION)
+    assert torch.allclose(model.base_model.rotary_emb.inv_freq, longest, rtol=1e-6)
+    position_ids = torch.arange(8)[None]
+    cos, _ = model.base_model.rotary_emb(torch.zeros(1), position_ids)
+    assert torch.allclose(cos[0, :, : len(longest)], (position_ids[0][:, None] * longest).cos(), atol=1e-6)
+
+
+@every_model
+def test_build_is_reproducible(load, name):
+    """The saved model holds exactly the seeded weights, in fp32, and another build finds it."""
+    oracle = load(name)
+    path = oracle.model.config._name_or_path
+    assert build(name, path.rsplit("/", 1)[0]) == path
+    expected = random_model(MODELS[name]).state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert saved.keys() == expected.keys()
+    for key, weight in saved.items():
+        assert weight.dtype == torch.float32 and torch.equal(weight, expected[key]), key
+
+
+@every_model
+def test_tokenizer(load, name):
+    """Loads offline, adds BOS once where told to, gives back the text, renders the chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(load(name).model.config._name_or_path)
+    sample = "Who built the bridge? Zoë's 12 maps, naïvely…"
+    plain = tokenizer.encode(sample, add_special_tokens=False)
+    assert FIRST_ORDINARY_ID <= min(plain) and max(plain) < VOCAB_SIZE
+    assert tokenizer.decode(plain) == sample
+    assert tokenizer.encode(sample) == [BOS] * MODELS[name].add_bos + plain
+    assert len(plain) < len(sample.encode())
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    message = {"role": "user", "content": parts if MODELS[name].chat_parts else "onetwo"}
+    rendered = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
+    assert rendered == "<s>" * MODELS[name].add_bos + "<|user|>onetwo</s><|assistant|>"
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_are_seeded_and_fit(scenario):
+    """Same seed, same steps; legal tokens; turns point back; with every turn's answer a prompt fits the context."""
+    steps = build_scenario(scenario)
+    assert steps == build_scenario(scenario) != build_scenario(scenario, seed=1)
+    lengths = []
+    for index, step in enumerate(steps):
+        assert all(segment.ids for segment in step.segments)
+        assert all(FIRST_ORDINARY_ID <= token < VOCAB_SIZE for token in token_ids(step.segments))
+        assert step.after is None or step.after < index
+        lengths.append(len(token_ids(step.segments)) + (0 if step.after is None else lengths[step.after] + 16))
+    assert max(lengths) + 16 < MAX_POSITION
