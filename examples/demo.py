@@ -12,8 +12,8 @@ from collections.abc import Callable
 import requests
 import torch
 from sample import load_sample, to_segments, without_chunks
-from serving import Client, Generation, ServerError, device_flags, log_tail, running_server
-from tiny_model import CACHE, tiny_model
+from serving import Client, Generation, ServerError, log_tail
+from tiny_model import CACHE, tiny_server
 
 LOG = CACHE / "demo-server.log"
 MAX_NEW_TOKENS = 16
@@ -27,8 +27,7 @@ def main() -> None:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
     print(f"sglang-lazy on {device}: {len(prompts)} real questions, each with its 10 documents in an order of its own.")
     print("The model is small and its weights are random, so the answers are noise. The work and the reuse are real.")
-    flags = ["--model-path", str(tiny_model()), "--max-total-tokens", "40000", *device_flags()]
-    with running_server(flags, LOG, usual=60 if torch.cuda.is_available() else 25) as url:
+    with tiny_server(log=LOG) as url:
         client = Client(url)
         for segments in (prompts[0], without_chunks(prompts[0])):
             client.generate({"segments": segments}, MAX_NEW_TOKENS)  # the first requests of a server are slower

@@ -17,20 +17,27 @@ import requests
 import torch
 from tqdm import tqdm
 
-CPU_FLAGS = [
-    *("--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native"),
-    *("--sampling-backend", "pytorch", "--grammar-backend", "none"),
-]
-GPU_FLAGS = ["--dtype", "bfloat16"]
-
 
 class ServerError(RuntimeError):
     """The server did not start, died or answered with an error."""
 
 
+def device_options() -> dict[str, str]:
+    """The SGLang options that fit this machine, as `Engine` takes them."""
+    if torch.cuda.is_available():
+        return {"dtype": "bfloat16"}
+    return {
+        "device": "cpu",
+        "dtype": "float32",
+        "attention_backend": "torch_native",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+    }
+
+
 def device_flags() -> list[str]:
-    """The SGLang flags that fit this machine."""
-    return GPU_FLAGS if torch.cuda.is_available() else CPU_FLAGS
+    """The same as command-line flags."""
+    return [word for name, value in device_options().items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
 @contextlib.contextmanager

@@ -3,15 +3,22 @@
 Enough to run the server anywhere in seconds. What it generates is noise.
 """
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from sample import all_texts, load_sample
+from serving import device_flags, running_server
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-lazy"
 DIRECTORY = CACHE / "tiny-model-1"
 """Holds the model once it is built: give it a new name when anything below changes."""
+
+KV_POOL = ("--max-total-tokens", "40000")
+"""Enough for the whole sample."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
@@ -43,7 +50,6 @@ def train_tokenizer(texts, vocab_size: int):
 
 def build_tiny_model(directory: Path) -> Path:
     """Write a 14M-parameter Llama and its tokenizer to `directory`, the same ones every time."""
-    import torch
     import transformers
 
     tokenizer = train_tokenizer(all_texts(load_sample()), vocab_size=4096)
@@ -74,6 +80,20 @@ def tiny_model() -> Path:
             # Renamed when complete, so that an interrupted build leaves nothing half made.
             build_tiny_model(Path(scratch) / "model").replace(DIRECTORY)
     return DIRECTORY
+
+
+@contextlib.contextmanager
+def tiny_server(*flags: str, log: Path = CACHE / "tiny-server.log") -> Iterator[str]:
+    """Serve the tiny model with `flags` for the length of a `with` block; yields the server's URL."""
+    model = str(tiny_model())
+    usual = 60 if torch.cuda.is_available() else 25
+    with running_server(["--model-path", model, *KV_POOL, *device_flags(), *flags], log, usual=usual) as url:
+        yield url
+
+
+def server_or_tiny(url: str | None, *flags: str) -> contextlib.AbstractContextManager[str]:
+    """The running server at `url`, or the tiny one if there is none."""
+    return contextlib.nullcontext(url) if url else tiny_server(*flags)
 
 
 if __name__ == "__main__":

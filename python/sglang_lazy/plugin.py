@@ -24,7 +24,27 @@ class Hook(NamedTuple):
     kind: str
 
 
-SURFACE_HOOKS: tuple[Hook, ...] = ()
+_FRONTEND = "sglang_lazy.frontend"
+_OPENAI = "sglang.srt.entrypoints.openai"
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+SURFACE_HOOKS = tuple(
+    Hook(*row)
+    for row in (
+        ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.http:install_routes", "AFTER"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.requests:check_request", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}._wait_one_response", f"{_FRONTEND}.results:report_chunks", "AROUND"),
+        (
+            f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request",
+            f"{_FRONTEND}.chat:convert_request",
+            "AROUND",
+        ),
+        (f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached", f"{_FRONTEND}.results:usage_details", "AFTER"),
+        (f"{_OPENAI}.utils.cached_tokens_details_from_dict", f"{_FRONTEND}.results:cached_tokens_details", "AFTER"),
+    )
+)
+CLIENT_HOOKS = (  # applied in programs of the frontend language, by their first chunk
+    Hook("sglang.lang.backend.runtime_endpoint.http_request", f"{_FRONTEND}.language:send", "AROUND"),
+)
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"

@@ -76,7 +76,12 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, block_m, num_spl
 
 
 # dtype, group, head_dim, rotary_dim, is_neox
-HEADS = [("bf16", 4, 128, 128, True), ("fp16", 7, 80, 32, False), ("bf16", 8, 256, 256, True), ("fp32", 1, 64, 64, True)]
+HEADS = [
+    ("bf16", 4, 128, 128, True),
+    ("fp16", 7, 80, 32, False),
+    ("bf16", 8, 256, 256, True),
+    ("fp32", 1, 64, 64, True),
+]
 # What the test compiles; the rest takes a minute.
 QUICK = HEADS[:2]
 

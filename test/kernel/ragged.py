@@ -66,7 +66,9 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
     gen = torch.Generator().manual_seed(seed)
     chunk_lens = [1, rng.randint(1, shape.max_chunk_len), shape.max_chunk_len, rng.randint(1, shape.max_chunk_len)]
     layout = layout or [random_layout(rng, shape, len(chunk_lens)) for _ in range(shape.bs)]
-    cos_sin_cache = rope_cos_sin(10000.0 ** -(torch.arange(0, shape.rotary_dim, 2).double() / shape.rotary_dim), shape.max_position)
+    cos_sin_cache = rope_cos_sin(
+        10000.0 ** -(torch.arange(0, shape.rotary_dim, 2).double() / shape.rotary_dim), shape.max_position
+    )
 
     def randn(n, heads):
         return torch.randn(n, heads, shape.head_dim, generator=gen, dtype=torch.float64).to(shape.dtype).double()
@@ -123,8 +125,13 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
         kv_positions += positions
         tables.append((ends, offsets))
         prompts.append(
-            dict(q=raw_q, q_positions=at, k=torch.cat([empty, *raw_k]), v=torch.cat([empty, *raw_v]),
-                 positions=torch.tensor(positions, dtype=torch.long))  # fmt: skip
+            dict(
+                q=raw_q,
+                q_positions=at,
+                k=torch.cat([empty, *raw_k]),
+                v=torch.cat([empty, *raw_v]),
+                positions=torch.tensor(positions, dtype=torch.long),
+            )  # fmt: skip
         )
 
     num_slots = 2 * next_slot + 2

@@ -62,7 +62,9 @@ MISTAKES = {
 def test_a_wrong_tensor_is_named(op, argument, name):
     batch = random_batch(0)
     inputs = batch.decode if op == "decode" else batch.extend
-    inputs = dict(inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device))
+    inputs = dict(
+        inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device)
+    )
     if argument not in inputs:
         pytest.skip(f"link_{op} takes no {argument}")
     options = dict(batch.options) | ({"max_extend_len": batch.max_extend_len} if op == "extend" else {})

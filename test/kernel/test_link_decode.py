@@ -1,6 +1,7 @@
 """link_decode: every implementation against the formula in fp64, and the properties the formula has."""
 
 import dataclasses
+import importlib
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ implementations = pytest.mark.parametrize("name", ["torch", "triton"])
 @all_dtypes
 @all_cases
 def test_link_decode(name, dtype, case):
-    skip_unless_supported(name, dtype)
+    skip_unless_supported(name, dtype, case)
     seed, shape, layout = CASES[case]
     check("decode", get_implementation(name), random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
 
@@ -26,7 +27,9 @@ def test_empty_row_is_zero(name):
     """Graph padding: no entries, garbage segments beyond num_segments, no NaN."""
     batch = random_batch(0, Shape(bs=3), [[], [("new", 1)], []])
     inputs = batch.decode
-    inputs["q"] = torch.cat([inputs["q"].new_full((1, 4, 64), NAN), batch.extend["q"], inputs["q"].new_full((1, 4, 64), NAN)])
+    inputs["q"] = torch.cat(
+        [inputs["q"].new_full((1, 4, 64), NAN), batch.extend["q"], inputs["q"].new_full((1, 4, 64), NAN)]
+    )
     lse = torch.full((3, 4), NAN, device=DEVICE)
     out = get_implementation(name).link_decode(**inputs, **batch.options, lse=lse)
     assert torch.equal(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
@@ -92,12 +95,10 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
     assert torch.equal(out, run("decode", implementation, batch)[0])
 
 
-@pytest.mark.parametrize("bs", [1, 2, 5])
-@pytest.mark.parametrize("fill, fine", [(1, 1), (3, 3), (2, 50)])
+@pytest.mark.parametrize("bs", [1, 5])
+@pytest.mark.parametrize("fill, fine", [(1, 1), (3, 3), (2, 20)])
 def test_any_number_of_splits(monkeypatch, bs, fill, fine):
     """From one piece per request to pieces of a single block."""
-    import importlib
-
     module = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
     monkeypatch.setattr(module, "_plan", lambda *shape: (16, fill, fine))
     check("decode", module, random_batch(bs, Shape(bs=bs, max_chunk_len=150)))
@@ -110,7 +111,10 @@ def test_graph_replay_follows_its_inputs():
     shape = Shape(bs=4, dtype=torch.bfloat16, max_segments=6)
     batches = [random_batch(seed, shape) for seed in range(3)]
     size = {k: [max(d) for d in zip(*(b.decode[k].shape for b in batches))] for k in batches[0].decode}
-    static = {k: t.new_zeros(size[k], dtype=torch.int64 if k == "kv_indices" else t.dtype) for k, t in batches[0].decode.items()}
+    static = {
+        k: t.new_zeros(size[k], dtype=torch.int64 if k == "kv_indices" else t.dtype)
+        for k, t in batches[0].decode.items()
+    }
     options = dict(batches[0].options, workspace=implementation.decode_workspace(4, 4, 2, 64, DEVICE).fill_(NAN))
     options |= dict(out=torch.full_like(static["q"], NAN), lse=torch.empty(4, 4, device=DEVICE))
     implementation.link_decode(**static, **options)

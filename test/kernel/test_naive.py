@@ -31,7 +31,9 @@ def attention(prompt, shape):
     k = rotate(prompt["k"], prompt["positions"], shape).repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->qhk", q, k) * shape.head_dim**-0.5
     scores = scores.masked_fill((prompt["positions"] > prompt["q_positions"][:, None])[:, None], -torch.inf)
-    return torch.einsum("qhk,khd->qhd", scores.softmax(-1), prompt["v"].repeat_interleave(group, 1)), scores.logsumexp(-1)
+    return torch.einsum("qhk,khd->qhd", scores.softmax(-1), prompt["v"].repeat_interleave(group, 1)), scores.logsumexp(
+        -1
+    )
 
 
 @pytest.mark.parametrize("is_neox", [True, False])

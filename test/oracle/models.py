@@ -26,6 +26,7 @@ class ModelSpec:
     settings: Mapping[str, object]
     add_bos: bool = False
     chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
+    core: bool = True  # False: its attention is that of a core model, so tests may leave it out
 
     def config(self):
         """The Hugging Face configuration."""
@@ -62,61 +63,62 @@ def _llama(name: str, rope: dict, **spec) -> ModelSpec:
 
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 
-MODELS: dict[str, ModelSpec] = {
-    spec.name: spec
-    for spec in (
-        ModelSpec("llama", "LlamaConfig", _shape(128, 3, 8, 2, head_dim=32, rope_parameters=_rope()), add_bos=True),
-        _llama("llama-llama3", _LLAMA3, add_bos=True, chat_parts=False),
-        _llama("llama-linear", _rope("linear", factor=4.0)),
-        _llama("llama-yarn", _YARN),
-        _llama("llama-dynamic", _rope("dynamic", factor=4.0)),
-        ModelSpec("qwen2", "Qwen2Config", _shape(128, 2, 4, 1, rope_parameters=_rope())),
-        ModelSpec("qwen3", "Qwen3Config", _shape(96, 2, 4, 2, head_dim=64, rope_parameters=_rope()), chat_parts=False),
-        ModelSpec(
-            "qwen3-moe",
-            "Qwen3MoeConfig",
-            _shape(
-                96,
-                2,
-                4,
-                1,
-                head_dim=32,
-                rope_parameters=_rope(),
-                num_experts=4,
-                num_experts_per_tok=2,
-                moe_intermediate_size=64,
-                norm_topk_prob=True,
-            ),
-        ),
-        ModelSpec(
-            "mistral",
-            "MistralConfig",
-            _shape(128, 2, 4, 4, head_dim=48, rope_parameters=_rope(), sliding_window=None),
-            add_bos=True,
-        ),
-        # partial rotary, NeoX pairing
-        ModelSpec(
-            "stablelm",
-            "StableLmConfig",
-            _shape(128, 2, 4, 2, rope_parameters=_rope(partial_rotary_factor=0.25)),
-        ),
-        # GPT-J pairing over the whole head
-        ModelSpec(
-            "cohere",
-            "CohereConfig",
-            _shape(128, 2, 4, 2, rope_parameters=_rope(), tie_word_embeddings=True, logit_scale=2.2),
-            add_bos=True,
-        ),
-        # GPT-J pairing over half of the head
-        ModelSpec(
-            "glm4",
-            "Glm4Config",
-            _shape(128, 2, 4, 1, head_dim=32, rope_parameters=_rope(partial_rotary_factor=0.5), attention_bias=True),
-        ),
-        ModelSpec("gptj", "GPTJConfig", dict(n_positions=MAX_POSITION, n_embd=128, n_layer=2, n_head=4, rotary_dim=16)),
-    )
-}
+_SPECS = [
+    ModelSpec("llama", "LlamaConfig", _shape(128, 3, 8, 2, head_dim=32, rope_parameters=_rope()), add_bos=True),
+    _llama("llama-llama3", _LLAMA3, add_bos=True, chat_parts=False),
+    _llama("llama-linear", _rope("linear", factor=4.0)),
+    _llama("llama-yarn", _YARN),
+    _llama("llama-dynamic", _rope("dynamic", factor=4.0)),
+    ModelSpec("qwen2", "Qwen2Config", _shape(128, 2, 4, 1, rope_parameters=_rope())),
+    ModelSpec("qwen3", "Qwen3Config", _shape(96, 2, 4, 2, head_dim=64, rope_parameters=_rope()), chat_parts=False),
+    ModelSpec(
+        "qwen3-moe",
+        "Qwen3MoeConfig",
+        _shape(96, 2, 4, 1, head_dim=32, rope_parameters=_rope(), norm_topk_prob=True, **_EXPERTS),
+    ),
+    ModelSpec(
+        "mistral",
+        "MistralConfig",
+        _shape(128, 2, 4, 4, head_dim=48, rope_parameters=_rope(), sliding_window=None),
+        add_bos=True,
+    ),
+    # NeoX pairing over a quarter of the head
+    ModelSpec("stablelm", "StableLmConfig", _shape(128, 2, 4, 2, rope_parameters=_rope(partial_rotary_factor=0.25))),
+    # GPT-J pairing over the whole head
+    ModelSpec(
+        "cohere",
+        "CohereConfig",
+        _shape(128, 2, 4, 2, rope_parameters=_rope(), tie_word_embeddings=True, logit_scale=2.2),
+        add_bos=True,
+    ),
+    # GPT-J pairing over half of the head
+    ModelSpec(
+        "glm4",
+        "Glm4Config",
+        _shape(128, 2, 4, 1, head_dim=32, rope_parameters=_rope(partial_rotary_factor=0.5), attention_bias=True),
+    ),
+    ModelSpec(
+        "phi3",
+        "Phi3Config",
+        _shape(128, 2, 4, 2, rope_parameters=_rope(partial_rotary_factor=1.0), sliding_window=None),
+        core=False,
+    ),
+    ModelSpec(
+        "mixtral",
+        "MixtralConfig",
+        _shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope(), num_local_experts=4, sliding_window=None),
+        core=False,
+    ),
+    ModelSpec(
+        "qwen2-moe",
+        "Qwen2MoeConfig",
+        _shape(128, 2, 4, 4, rope_parameters=_rope(), shared_expert_intermediate_size=64, **_EXPERTS),
+        core=False,
+    ),
+]
+MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def build(name: str, cache_dir: str | Path) -> str:
@@ -165,10 +167,10 @@ def _init(name: str, weight: torch.Tensor, generator: torch.Generator, tied: boo
     elif weight.dim() == 1:  # norms; those of q and k set the size of the scores
         low, high = (1.1, 1.7) if "q_norm" in name or "k_norm" in name else (0.6, 1.4)
         weight.uniform_(low, high, generator=generator)
-    elif "embed" in name or "wte" in name:
+    elif "embed" in name:
         weight.normal_(0, 0.1 if tied else 1, generator=generator)
     else:
-        gains = {"q_proj": 1.4, "k_proj": 1.4, "o_proj": 2.0, "out_proj": 2.0, "lm_head": 2.5, "mlp.gate.": 3.0}
+        gains = {"q_proj": 1.4, "k_proj": 1.4, "qkv_proj": 1.4, "o_proj": 3.0, "lm_head": 2.5, "mlp.gate.": 3.0}
         gain = next((gain for part, gain in gains.items() if part in name), 1.0)
         weight.normal_(0, gain / weight.shape[-1] ** 0.5, generator=generator)
 

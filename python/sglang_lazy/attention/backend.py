@@ -12,6 +12,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sgl_kernel_lazy import get_implementation
+from sglang_lazy.attention.probe import check_rotation
 from sglang_lazy.attention.rope import attention_layers, layer_ropes
 from sglang_lazy.attention.table import table_of
 
@@ -63,6 +64,7 @@ class LinkAttention(AttentionBackend):
         self.link_metadata: LinkMetadata | None = None
         self.link_ops = get_implementation(link_backend)
         self.link_ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
+        check_rotation(runner.model, self.link_ropes, runner.model_config.hidden_size, runner.dtype)
         self.link_pool = runner.token_to_kv_pool
         self.link_rows = runner.req_to_token_pool
         self.link_table = table_of(runner.req_to_token_pool)

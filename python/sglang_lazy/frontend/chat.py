@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_lazy.frontend.requests import check_salt, segment_tokenizer, tokenize, with_layout
-from sglang_lazy.frontend.tokenization import SegmentTokenizer, concatenate
-from sglang_lazy.segments import Segment, parse_segment, parse_segments
+from sglang_lazy.frontend.requests import check_salt, segment_tokenizer, with_layout
+from sglang_lazy.frontend.tokenization import SegmentTokenizer, TokenizedPrompt
+from sglang_lazy.segments import Segment, parse_segment
 
 
 class ChunkParts:
@@ -23,6 +23,7 @@ class ChunkParts:
 
     def __init__(self):
         self.parts: list[dict[str, Any]] = []
+        self.names: list[str] = []
         self._nonce = secrets.token_hex(16)
         self._pattern = re.compile(f"{self._nonce}_([0-9]+)_")
 
@@ -39,12 +40,9 @@ class ChunkParts:
         taken = []
         for position, part in enumerate(content):
             if _is_chunk(part):
-                try:
-                    parse_segment(part)
-                except ValueError as error:
-                    raise ValueError(f"messages[{index}].content[{position}]: {error}") from None
                 taken.append({"type": "text", "text": f"{self._nonce}_{len(self.parts)}_"})
                 self.parts.append(part)
+                self.names.append(f"messages[{index}].content[{position}]")
             else:
                 taken.append(part)
         return {**message, "content": taken}
@@ -53,6 +51,16 @@ class ChunkParts:
         """`text` cut at its placeholders: n + 1 texts, and the indices of the n parts between them."""
         pieces = self._pattern.split(text)
         return pieces[::2], [int(index) for index in pieces[1::2]]
+
+    def parse(self, vocab_size: int) -> list[Segment]:
+        """The parts as segments. Raises ValueError, naming the part, on a malformed one."""
+        segments = []
+        for name, part in zip(self.names, self.parts, strict=True):
+            try:
+                segments.append(parse_segment(part, vocab_size))
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+        return segments
 
 
 def _is_chunk(part: Any) -> bool:
@@ -93,16 +101,17 @@ class PlaceholderTokenizer:
     def encode(self, text: Any, *args, **kwargs) -> list[int]:
         """As the wrapped tokenizer up to the first placeholder; each text after one is tokenized by itself."""
         encode = self._segment_tokenizer.tokenizer.encode
-        if not isinstance(text, str):
-            return encode(text, *args, **kwargs)
-        texts, indices = self._chunk_parts.split(text)
+        texts, indices = self._chunk_parts.split(text) if isinstance(text, str) else ([text], [])
+        opening = encode(texts[0], *args, **kwargs)
         if not indices:
-            return encode(text, *args, **kwargs)
-        input_ids = list(encode(texts[0], *args, **kwargs))
+            return opening
+        after = self._segment_tokenizer.after
+        ends_here = bool(after) and opening[-len(after) :] == after  # special tokens that belong at the prompt's end
+        input_ids = list(opening[: -len(after)] if ends_here else opening)
         for index, tokens in zip(indices, self._segment_tokenizer.encode_later(texts[1:]), strict=True):
             input_ids.append(-1 - index)
             input_ids.extend(tokens)
-        return input_ids
+        return input_ids + after if ends_here else input_ids
 
 
 class _View:
@@ -124,12 +133,12 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
         return convert(serving, request, raw_request)
     manager, chunk_parts = serving.tokenizer_manager, request._chunk_parts
     _check(manager, request)
-    chunks = parse_chunks(chunk_parts, manager.model_config.vocab_size)
-    tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
+    chunks = chunk_parts.parse(manager.model_config.vocab_size)
+    tokenizer = segment_tokenizer(manager)
     view = copy.copy(serving)
-    view.tokenizer_manager = _View(manager, tokenizer=tokenizer)
+    view.tokenizer_manager = _View(manager, tokenizer=PlaceholderTokenizer(tokenizer, chunk_parts))
     adapted, request = convert(view, request, raw_request)
-    prompt = fill_placeholders(manager, adapted.input_ids, chunks)
+    prompt = fill_placeholders(adapted.input_ids, tokenizer.tokens(chunks), chunk_parts.names)
     adapted.input_ids = prompt.input_ids
     adapted.sampling_params = with_layout(adapted.sampling_params, prompt.layout(check_salt(request.salt)), manager)
     return adapted, request
@@ -137,16 +146,31 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
 
 def _check(manager: Any, request: ChatRequest) -> None:
     if manager.tokenizer is None:
-        raise ValueError("chunk parts need a tokenizer (--skip-tokenizer-init)")
+        raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
     if manager.model_config.is_multimodal:
         raise ValueError("chunk parts are not supported on multimodal models")
     if request.input_ids is not None:
-        raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
+        raise ValueError("chunk parts cannot be combined with input_ids, which stand in for the messages")
 
 
-def fill_placeholders(manager: Any, rendered: Any, chunks: list[Segment]) -> TokenizedPrompt:
-    """Put the tokens of `chunks` where `rendered` has their placeholder ids.
+def fill_placeholders(rendered: Any, chunk_tokens: list[list[int]], names: list[str]) -> TokenizedPrompt:
+    """The prompt in which the tokens of chunk i replace the id -1 - i in `rendered`.
 
-    Raises ValueError for a chunk that the chat template left out.
+    Raises ValueError for a chunk without tokens and for one that the chat template left out.
     """
-    tokens = [concatenated.input_ids for concatenated in map(partial(_tokenize_chunk, manager), chunks)]
+    if not isinstance(rendered, list):
+        raise ValueError("this model's chat encoding does not support chunk parts")
+    missing = set(range(len(names))).difference(-1 - token for token in rendered if token < 0)
+    if missing:
+        raise ValueError(f"{names[min(missing)]}: the model's chat template leaves this chunk out of the prompt")
+    input_ids, chunks = [], []
+    for token in rendered:
+        if token >= 0:
+            input_ids.append(token)
+            continue
+        tokens = chunk_tokens[-1 - token]
+        if not tokens:
+            raise ValueError(f"{names[-1 - token]}: the text of a chunk segment gives no tokens")
+        chunks.append((len(input_ids), len(input_ids) + len(tokens)))
+        input_ids.extend(tokens)
+    return TokenizedPrompt(input_ids, tuple(chunks))

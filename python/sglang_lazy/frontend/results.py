@@ -8,6 +8,8 @@ from typing import Any
 from sglang_lazy.frontend.requests import layout_of
 from sglang_lazy.segments import PromptLayout, chunk_id
 
+_REUSE_ATTR = "_sglang_lazy_reuse"
+
 
 class CachedTokens(int):
     """A count of cached prompt tokens that remembers how many of them came from chunks, through sums too."""
@@ -33,47 +35,57 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
     ]
 
 
-async def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict]:
+def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict]:
     """Hook around `TokenizerManager._wait_one_response`: add the chunk report to a request's last output.
 
     A request that the scheduler refuses raises ValueError in a stream too, so that surfaces can answer with a 400.
     """
-    async with aclosing(wait(tokenizer_manager, obj, request)) as outputs:
-        layout = layout_of(obj)
+    outputs = wait(tokenizer_manager, obj, request)
+    layout = layout_of(obj)
+    if layout is None:
+        return outputs
+    logical_rid = tokenizer_manager.child_rid_to_logical_rid.get(obj.rid)
+    return _report(outputs, layout, obj, tokenizer_manager.rid_to_state.get(logical_rid))
+
+
+async def _report(outputs: AsyncIterator[dict], layout: PromptLayout, obj: Any, parent: Any) -> AsyncIterator[dict]:
+    """parent: for n > 1, the state that the prompt's requests have in common, else None."""
+    async with aclosing(outputs):
         async for out in outputs:
-            if layout is not None:
-                _annotate(out["meta_info"], layout, obj)
+            _annotate(out["meta_info"], layout, obj, parent)
             yield out
 
 
-def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any) -> None:
+def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent: Any) -> None:
     """Turn the scheduler's bitmask of hits into a report."""
     finish_reason = meta_info["finish_reason"]
-    if finish_reason is not None and getattr(obj, "is_single", False):
-        if finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST:
-            raise ValueError(finish_reason["message"])
+    refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
+    if refused and getattr(obj, "is_single", False):  # set on requests that are no part of a batch
+        raise ValueError(finish_reason["message"])
     details = dict(meta_info.get("cached_tokens_details") or {})
-    hits = details.pop("chunk_hits", 0)
-    if details:
-        meta_info["cached_tokens_details"] = details
-    meta_info["cached_tokens"] = CachedTokens(meta_info["cached_tokens"], details.get("chunk", 0))
+    reuse = (meta_info["cached_tokens"], details.pop("chunk_hits", 0), details)
+    if parent is not None:
+        # SGLang computes the prompt before its n samples: what that request reused is what the samples may report.
+        reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)
+    cached_tokens, hits, details = reuse
+    meta_info["cached_tokens"] = CachedTokens(cached_tokens, details.get("chunk", 0))
+    meta_info["cached_tokens_details"] = dict(details) or None
     if finish_reason is not None:
         meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits)
 
 
 def extend_protocol() -> None:
     """Give SGLang's OpenAI usage models a field for reuse from chunks. Left out of answers where there is none."""
-    from pydantic import BaseModel
-    from pydantic.fields import FieldInfo
+    from pydantic import BaseModel, Field
     from sglang.srt.entrypoints.openai import protocol
 
     added = ((protocol.PromptTokensDetails, "chunk_tokens"), (protocol.CachedTokensDetails, "chunk"))
     if all(name in model.model_fields for model, name in added):
         return
     for model, name in added:
-        field = FieldInfo(annotation=int | None, default=None, exclude_if=lambda value: value is None)
+        field = Field(default=None, exclude_if=lambda value: value is None)
+        field.annotation = int | None
         model.__pydantic_fields__[name] = field
-        model.__annotations__[name] = int | None
     for model in vars(protocol).values():
         if isinstance(model, type) and issubclass(model, BaseModel) and model is not BaseModel:
             model.model_rebuild(force=True)

@@ -48,7 +48,7 @@ class SegmentTokenizer:
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
         self._no_specials = {"add_special_tokens": False} if len(tokenizer.encode("")) else {}
-        self._before, self._after = self._special_tokens()
+        self.before, self.after = self._special_tokens()
         self._spaceless = _without_dummy_prefix(tokenizer) if getattr(tokenizer, "is_fast", False) else None
         self._adds_space = self._spaceless is None and _adds_dummy_prefix(tokenizer, self._no_specials)
 
@@ -64,17 +64,19 @@ class SegmentTokenizer:
 
     def encode(self, segments: Sequence[Segment]) -> TokenizedPrompt:
         """Concatenate the tokens of `segments`. Raises ValueError, naming the index, for a chunk without tokens."""
-        pieces: list[Sequence[int] | None] = [segment.input_ids for segment in segments]
-        opening = segments[0]
-        if opening.text is not None and not opening.is_chunk:
-            pieces[0] = self.tokenizer.encode(opening.text, **self._no_specials)
-        later = [index for index, piece in enumerate(pieces) if piece is None]
-        for index, tokens in zip(later, self.encode_later(segments[i].text for i in later), strict=True):
-            pieces[index] = tokens
-
-        before = self._before if opening.text is not None else ()
-        after = self._after if segments[-1].text is not None else ()
+        first, last = segments[0], segments[-1]
+        if first.text is not None and not first.is_chunk:
+            pieces = [self.tokenizer.encode(first.text, **self._no_specials), *self.tokens(segments[1:])]
+        else:
+            pieces = self.tokens(segments)
+        before = self.before if first.text is not None else ()
+        after = self.after if last.text is not None else ()
         return concatenate(segments, pieces, before, after)
+
+    def tokens(self, segments: Sequence[Segment]) -> list[Sequence[int]]:
+        """The tokens of each segment as it stands inside a prompt."""
+        encoded = iter(self.encode_later(segment.text for segment in segments if segment.text is not None))
+        return [next(encoded) if segment.text is not None else segment.input_ids for segment in segments]
 
     def encode_later(self, texts: Iterable[str]) -> list[list[int]]:
         """The tokens of each text as it stands inside a prompt: no special tokens and no space before it."""

@@ -18,7 +18,7 @@ from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
 
 MAX_SPLITS, MIN_SPLIT = 32, 256
 # Five stages keep two tiles of keys and values in flight; see link_decode.py.
-TILE_BYTES, NUM_STAGES = 16384, 5
+TILE_BYTES, NUM_STAGES, MAX_BLOCK_M = 16384, 5, 128
 
 
 @triton.jit
@@ -176,7 +176,7 @@ def _plan(bs, group, num_kv_heads, max_extend_len, row_bytes, device):
     """(BLOCK_M, NUM_SPLITS): the smallest tile that holds a short tail, and enough splits to fill the chip."""
     rows = max_extend_len * group
     # Wide heads and fp32 leave no registers for 128 rows.
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else MAX_BLOCK_M
     programs = triton.cdiv(rows, block_m) * num_kv_heads * bs
     splits = min(MAX_SPLITS, 2 * num_multiprocessors(device) // programs)
     # A power of two, so that few variants are compiled.
@@ -200,9 +200,7 @@ def link_extend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
-    block_m, num_splits = _plan(
-        bs, group, num_kv_heads, max_extend_len, head_dim * q.element_size(), q.device
-    )
+    block_m, num_splits = _plan(bs, group, num_kv_heads, max_extend_len, head_dim * q.element_size(), q.device)
     target, target_lse = out, lse
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)

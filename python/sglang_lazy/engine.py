@@ -1,0 +1,76 @@
+"""Offline engine: SGLang's `Engine` with prompts made of segments."""
+
+import dataclasses
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from sglang.srt.entrypoints import engine
+
+from sglang_lazy import plugin
+from sglang_lazy.config import LazyConfig
+from sglang_lazy.frontend.requests import to_generate_args
+
+
+def pop_config(kwargs: dict[str, Any]) -> LazyConfig:
+    """Take the `lazy_…` keywords, one for each field of `LazyConfig`, out of `kwargs`. Raises TypeError on others."""
+    names = {f"lazy_{field.name}": field.name for field in dataclasses.fields(LazyConfig)}
+    given = [name for name in kwargs if name.startswith("lazy_")]
+    for name in given:
+        if name not in names:
+            raise TypeError(f"unexpected keyword {name!r}, expected one of {', '.join(names)}")
+    return LazyConfig(**{names[name]: kwargs.pop(name) for name in given})
+
+
+class Engine(engine.Engine):
+    """`sgl.Engine` whose prompts may be segments: strings and `chunk(…)`s.
+
+    Takes the arguments of `sgl.Engine`, and `lazy_…` keywords for the fields of `LazyConfig`. From its creation on,
+    engines and servers that this process starts reuse chunks.
+    """
+
+    def __init__(self, **kwargs: Any):
+        plugin.activate(pop_config(kwargs))
+        server_args = kwargs.get("server_args")
+        if server_args is not None and server_args.radix_cache_backend is None:  # made before the plugin was there
+            server_args.override("sglang_lazy", radix_cache_backend=plugin.CACHE_BACKEND)
+        super().__init__(**kwargs)
+
+    def generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        *args: Any,
+        segments: Any = None,
+        salt: Any = None,
+        **kwargs: Any,
+    ) -> dict | list[dict] | Iterator[dict]:
+        """`sgl.Engine.generate` with `segments` (one prompt, or a list of prompts) in place of `prompt`.
+
+        salt: private namespace of the chunks, one for all prompts or one for each. Raises ValueError on bad input.
+        """
+        if segments is None and salt is None:
+            return super().generate(prompt, sampling_params, *args, **kwargs)
+        return super().generate(**self._segmented(prompt, sampling_params, args, segments, salt, kwargs))
+
+    async def async_generate(
+        self,
+        prompt: Any = None,
+        sampling_params: Any = None,
+        *args: Any,
+        segments: Any = None,
+        salt: Any = None,
+        **kwargs: Any,
+    ) -> dict | list[dict] | AsyncIterator[dict]:
+        """`generate` for use in an event loop."""
+        if segments is None and salt is None:
+            return await super().async_generate(prompt, sampling_params, *args, **kwargs)
+        return await super().async_generate(**self._segmented(prompt, sampling_params, args, segments, salt, kwargs))
+
+    def _segmented(
+        self, prompt: Any, sampling_params: Any, args: tuple, segments: Any, salt: Any, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        if segments is None:
+            raise ValueError("salt keeps chunks apart and needs a prompt given as segments")
+        if prompt is not None or args or kwargs.get("input_ids") is not None:
+            raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
+        return {**kwargs, **to_generate_args(self.tokenizer_manager, segments, salt, sampling_params)}

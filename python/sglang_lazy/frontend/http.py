@@ -1,0 +1,120 @@
+"""HTTP: `segments` in `/generate`, chunk parts in `/v1/chat/completions`, and `/lazy_info`."""
+
+import dataclasses
+import json
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.responses import ORJSONResponse, StreamingResponse
+from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_lazy.config import LazyConfig
+from sglang_lazy.frontend.chat import ChatRequest
+from sglang_lazy.frontend.language import INFO_ROUTE
+from sglang_lazy.frontend.requests import to_generate_args
+from sglang_lazy.frontend.results import extend_protocol
+
+
+@dataclasses.dataclass
+class GenerateRequest(GenerateReqInput):
+    """SGLang's `/generate` body with a prompt, or a batch of prompts, made of segments."""
+
+    segments: Any = None
+    salt: Any = None
+
+
+async def generate(obj: GenerateRequest, request: Request) -> Response:
+    """Handle a generate request."""
+    plain = GenerateReqInput(**{field.name: getattr(obj, field.name) for field in dataclasses.fields(GenerateReqInput)})
+    try:
+        if obj.segments is not None:
+            _take_segments(plain, obj)
+        elif obj.salt is not None:
+            raise ValueError("salt keeps chunks apart and needs a prompt given as segments (use extra_key for text)")
+    except ValueError as error:
+        return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
+    response = await http_server.generate_request(plain, request)
+    return await fail_before_stream(response) if obj.segments is not None else response
+
+
+def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
+    for field in ("text", "input_ids", "input_embeds"):
+        if getattr(obj, field) is not None:
+            raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
+    manager = http_server.get_global_state().tokenizer_manager
+    for field, value in to_generate_args(manager, obj.segments, obj.salt, obj.sampling_params).items():
+        setattr(plain, field, value)
+
+
+async def chat(request: ChatRequest, raw_request: Request) -> Any:
+    """OpenAI-compatible chat completion endpoint."""
+    response = await raw_request.app.state.openai_serving_chat.handle_request(request, raw_request)
+    return await fail_before_stream(response) if request.has_chunks else response
+
+
+async def lazy_info() -> dict[str, Any]:
+    """What this server was asked for; its presence tells clients that chunks are understood."""
+    return {"config": dataclasses.asdict(LazyConfig.from_env() or LazyConfig())}
+
+
+async def fail_before_stream(response: Any) -> Any:
+    """`response`, unless it is a stream whose first event is an error: that is answered with its HTTP status."""
+    if not isinstance(response, StreamingResponse):
+        return response
+    events = response.body_iterator
+    try:
+        first = await anext(events)
+    except StopAsyncIteration:  # the client went away
+        return Response(status_code=499)
+    error = _error_in(first)
+    if error is not None:
+        await events.aclose()
+        status = error.get("code") if isinstance(error.get("code"), int) else HTTPStatus.BAD_REQUEST
+        return ORJSONResponse({"error": error}, status_code=status)
+    response.body_iterator = _resume(first, events)
+    return response
+
+
+def _error_in(event: bytes | str) -> dict[str, Any] | None:
+    payload = event.decode() if isinstance(event, bytes) else event
+    payload = payload.removeprefix("data:").strip()
+    if not payload.startswith('{"error"'):
+        return None
+    return json.loads(payload)["error"]
+
+
+async def _resume(first: Any, events: AsyncIterator) -> AsyncIterator:
+    yield first
+    async for event in events:
+        yield event
+
+
+def install_routes(result: Any = None, global_state: Any = None) -> None:
+    """Hook after `http_server.set_global_state`: serve our endpoints in place of the stock ones."""
+    extend_protocol()
+    app = http_server.app
+    for path, endpoint in (("/generate", generate), ("/v1/chat/completions", chat), ("/invocations", chat)):
+        _replace_route(app, path, endpoint)
+    if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
+        app.get(INFO_ROUTE)(lazy_info)
+    app.openapi_schema = None
+
+
+def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
+    """Serve `path` by `endpoint`, everything else about its route as before."""
+    routes = app.router.routes
+    index = next(index for index, route in enumerate(routes) if getattr(route, "path", None) == path)
+    stock = routes[index]
+    if stock.endpoint is endpoint:
+        return
+    routes[index] = type(stock)(
+        path,
+        endpoint,
+        methods=stock.methods,
+        name=stock.name,
+        response_class=stock.response_class,
+        dependencies=stock.dependencies,
+    )

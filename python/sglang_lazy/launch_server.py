@@ -1,0 +1,66 @@
+"""Command: SGLang's server with chunk reuse. Takes every flag of `sglang serve` and our own."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from sglang_lazy import plugin
+from sglang_lazy.config import LazyConfig, add_cli_args, from_cli_args
+
+# Processes that SGLang spawns import this module again before anything of SGLang's runs; those that it does not load
+# plugins in get ours here. In the process that was started by hand the plugin is asked for in `main`.
+plugin.load()
+
+
+def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
+    """Our configuration, and the flags left for SGLang. Exits on bad flags of ours and on --help."""
+    parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
+    add_cli_args(parser)
+    if {"-h", "--help", "--config"}.intersection(argv):
+        argv = _expand(argv)
+    args, rest = parser.parse_known_args(argv)
+    try:
+        return from_cli_args(args), rest
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _expand(argv: Sequence[str]) -> Sequence[str]:
+    """`argv` with the flags that a --config file sets, ours among them. Exits after --help."""
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", description=__doc__)
+    ServerArgs.add_cli_args(parser)
+    add_cli_args(parser)
+    if "--config" in argv:
+        argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+    if {"-h", "--help"}.intersection(argv):
+        parser.parse_args(["--help"])
+    return argv
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start the server and serve until it is stopped."""
+    config, rest = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        plugin.activate(config)
+    except RuntimeError as error:
+        sys.exit(f"error: {error}")
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(rest)
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()

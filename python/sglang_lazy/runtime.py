@@ -1,0 +1,17 @@
+"""Local runtime of the frontend language: SGLang's `Runtime` whose server understands chunks."""
+
+from typing import Any
+
+from sglang.lang.backend import runtime_endpoint
+
+from sglang_lazy import plugin
+from sglang_lazy.engine import pop_config
+
+
+class Runtime(runtime_endpoint.Runtime):
+    """`sgl.Runtime`: a server in a process of its own. Takes its arguments, and `lazy_…` ones as `Engine` does."""
+
+    def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, *args: Any, **kwargs: Any):
+        self.pid = None  # read by shutdown(), should this fail before the server is started
+        plugin.activate(pop_config(kwargs))
+        super().__init__(log_level, launch_timeout, *args, **kwargs)

@@ -1,0 +1,40 @@
+"""Real servers and engines on small random models."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "test")]
+
+# Servers inherit this: on a small machine, more threads than cores slow tiny models down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """Where tiny models are built, once for all tests; kept between runs if LAZY_MODEL_CACHE names a folder."""
+    return Path(os.environ.get("LAZY_MODEL_CACHE") or tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(model_dir) -> str:
+    """Path of a random-weight Llama."""
+    from oracle.models import build
+
+    return build("llama", model_dir)
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model, tmp_path_factory):
+    """URL of a server with chunk reuse."""
+    from serving import device_flags, running_server
+
+    log = tmp_path_factory.mktemp("server") / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "20000", "--enable-cache-report", *device_flags()]
+    with running_server(flags, log) as url:
+        yield url

@@ -1,0 +1,427 @@
+"""Every surface of a real server: what it accepts, what it answers, what it refuses and why."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+import sglang as sgl
+from transformers import AutoTokenizer
+
+import sglang_lazy
+
+RIVER = "The river rises in the northern hills and flows south for two hundred kilometres."
+RAILWAY = "A railway followed in 1871, and with it came paper mills, a brewery and the market square."
+LIBRARY = "The library holds more than forty thousand books, of which the oldest was printed in Venice."
+GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def chunk(value):
+    return {"type": "chunk", "text": value}
+
+
+def prompt(*documents, question="\nWhich town lies at the mouth of the river?"):
+    return [text("Read: "), *(part for document in documents for part in (chunk(document), text(" "))), text(question)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def post(server):
+    def post(path, **body):
+        return requests.post(server + path, json=body, timeout=120)
+
+    return post
+
+
+@pytest.fixture(scope="module")
+def generate(post):
+    def generate(**body):
+        response = post("/generate", **{"sampling_params": GREEDY, **body})
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    return generate
+
+
+def events(response):
+    assert response.status_code == 200, response.text
+    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+# /generate
+
+
+def test_chunks_are_reused_in_another_order(generate, tokenizer):
+    salt = "order"
+    cold = generate(segments=prompt(RIVER, RAILWAY, LIBRARY), salt=salt)["meta_info"]
+    warm = generate(segments=prompt(LIBRARY, RIVER, RAILWAY), salt=salt)["meta_info"]
+    sizes = [len(tokenizer.encode(document, add_special_tokens=False)) for document in (LIBRARY, RIVER, RAILWAY)]
+    assert [report["hit"] for report in cold["chunks"]] == [False] * 3
+    assert [report["hit"] for report in warm["chunks"]] == [True] * 3
+    assert [report["tokens"] for report in warm["chunks"]] == sizes
+    assert {report["id"] for report in warm["chunks"]} == {report["id"] for report in cold["chunks"]}
+    assert cold["cached_tokens_details"]["chunk"] == 0
+    assert warm["cached_tokens_details"]["chunk"] == sum(sizes) <= warm["cached_tokens"]
+    assert "chunk_hits" not in warm["cached_tokens_details"]
+    offset = len(tokenizer.encode("Read: "))
+    assert [report["offset"] for report in warm["chunks"]] == [
+        offset, offset + sizes[0] + 1, offset + sizes[0] + sizes[1] + 2
+    ]  # fmt: skip
+
+
+def test_forms_of_the_same_prompt_give_the_same_answer(generate, post, tokenizer):
+    segments = prompt(RIVER, RAILWAY)
+    answer = generate(segments=segments)
+    ids = [
+        {"type": segment["type"], "input_ids": tokenizer.encode(segment["text"], add_special_tokens=index == 0)}
+        for index, segment in enumerate(segments)
+    ]
+    stream = events(post("/generate", segments=segments, sampling_params=GREEDY, stream=True))
+    assert generate(segments=ids)["output_ids"] == answer["output_ids"]
+    assert stream[-1]["output_ids"] == answer["output_ids"]
+    assert [("chunks" in event["meta_info"]) for event in stream] == [False] * (len(stream) - 1) + [True]
+    assert not any("chunk_hits" in (event["meta_info"]["cached_tokens_details"] or {}) for event in stream)
+
+
+def test_batch_with_and_without_chunks(generate):
+    prompts = [prompt(RIVER), [text("Who built the bridge?")], [chunk(RAILWAY)]]
+    params = [{**GREEDY, "max_new_tokens": length} for length in (2, 3, 4)]
+    answers = generate(segments=prompts, sampling_params=params, salt=[None, None, "own"])
+    assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [2, 3, 4]
+    assert ["chunks" in answer["meta_info"] for answer in answers] == [True, False, True]
+    plain = generate(text="Who built the bridge?", sampling_params=params[1])
+    assert plain["output_ids"] == answers[1]["output_ids"]
+
+
+def test_parallel_samples_of_a_cold_prompt_report_no_hits(generate):
+    answers = generate(segments=prompt(LIBRARY), salt="samples", sampling_params={**GREEDY, "n": 2})
+    assert len(answers) == 2
+    for answer in answers:
+        assert answer["output_ids"] == answers[0]["output_ids"]
+        assert [report["hit"] for report in answer["meta_info"]["chunks"]] == [False]
+        assert answer["meta_info"]["cached_tokens_details"]["chunk"] == 0
+
+
+def test_stop_and_logprobs(generate, tokenizer):
+    segments = prompt(RIVER)
+    full = generate(segments=segments, return_logprob=True, top_logprobs_num=2)["meta_info"]
+    assert len(full["output_token_logprobs"]) == 6 and all(len(top) == 2 for top in full["output_top_logprobs"])
+    stop = full["output_token_logprobs"][2][1]
+    cut = generate(segments=segments, sampling_params={**GREEDY, "stop_token_ids": [stop], "ignore_eos": False})
+    assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
+
+
+def test_prompt_logprobs_after_the_last_chunk(generate):
+    segments = prompt(RIVER, question=" Which town lies at the mouth?")
+    report = generate(segments=segments)["meta_info"]
+    start = report["chunks"][0]["offset"] + report["chunks"][0]["tokens"]
+    scored = generate(segments=segments, return_logprob=True, logprob_start_len=start)["meta_info"]
+    logprobs = scored["input_token_logprobs"]
+    assert len(logprobs) == scored["prompt_tokens"] - start
+    assert logprobs[0][0] is None and all(logprob[0] < 0 for logprob in logprobs[1:])
+
+
+BAD = {
+    "unknown type": (dict(segments=[text("a"), {"type": "image", "text": "x"}]), "segments[1]: unknown segment type"),
+    "unknown key": (dict(segments=[{**chunk("x"), "id": 1}]), "segments[0]: unknown key 'id'"),
+    "empty chunk": (dict(segments=[text("a"), chunk("")]), "segments[1]: the text of a chunk segment is empty"),
+    "empty text": (dict(segments=[text("")]), "segments[0]: the text of a text segment is empty"),
+    "chunk is no string": (dict(segments=[chunk(["x"])]), "segments[0]: the text of a chunk segment must be a string"),
+    "both forms": (dict(segments=[{**chunk("x"), "input_ids": [9]}]), "segments[0]: a chunk segment needs exactly one"),
+    "id is no integer": (dict(segments=[{"type": "chunk", "input_ids": [1.5]}]), "must be a list of integers"),
+    "id out of range": (dict(segments=[{"type": "chunk", "input_ids": [512]}]), "segments[0]: token id 512"),
+    "negative id": (dict(segments=[{"type": "text", "input_ids": [-1]}]), "segments[0]: token id -1"),
+    "no segments": (dict(segments=[]), "segments is empty"),
+    "segments are no list": (dict(segments="x"), "segments must be a list"),
+    "text too": (dict(segments=[chunk("x")], text="x"), "both segments and text"),
+    "input_ids too": (dict(segments=[chunk("x")], input_ids=[9]), "both segments and input_ids"),
+    "too many chunks": (dict(segments=[chunk("x")] * 257), "257 chunks, at most 256"),
+    "too long": (dict(segments=[chunk("x " * 3000), text("?")]), "longer than the model's context length"),
+    "bad salt": (dict(segments=[chunk("x")], salt=1), "salt must be a non-empty string"),
+    "salt alone": (dict(text="x", salt="a"), "salt keeps chunks apart"),
+    "prompt logprobs": (
+        dict(segments=[text("a"), chunk("b c"), text("d")], return_logprob=True, logprob_start_len=0),
+        "prompt logprobs from position 0",
+    ),
+    "sessions": (dict(segments=[chunk("x")], session_params={"id": "s"}), "sessions"),
+    "one of a batch": (dict(segments=[[text("a")], [chunk("")]]), "prompt 1 of the batch: segments[0]"),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("case", BAD)
+def test_bad_requests(post, generate, case, stream):
+    body, reason = BAD[case]
+    response = post("/generate", sampling_params=GREEDY, stream=stream, **body)
+    assert response.status_code == 400 and reason in response.json()["error"]["message"], response.text
+
+
+def test_bad_requests_harm_nobody_else(post, generate):
+    expected = generate(segments=prompt(RIVER))["output_ids"]
+    with ThreadPoolExecutor(8) as pool:
+        bad = [pool.submit(post, "/generate", **body) for body, _ in BAD.values()]
+        good = [pool.submit(generate, segments=prompt(RIVER)) for _ in range(4)]
+        assert {future.result().status_code for future in bad} == {400}
+        assert all(future.result()["output_ids"] == expected for future in good)
+
+
+def test_a_body_that_is_no_json_is_refused_as_ever(server):
+    response = requests.post(f"{server}/generate", data="{", headers={"Content-Type": "application/json"}, timeout=60)
+    assert response.status_code == 400 and "JSON decode error" in response.json()["message"]
+
+
+def test_openapi_describes_segments(server):
+    schemas = requests.get(f"{server}/openapi.json", timeout=60).json()["components"]["schemas"]
+    assert {"segments", "salt", "text", "sampling_params"} <= schemas["GenerateRequest"]["properties"].keys()
+
+
+# OpenAI chat
+
+
+@pytest.fixture(scope="module")
+def chat(post):
+    def chat(messages, **fields):
+        fields = {"model": "default", "temperature": 0, "max_tokens": 6, "ignore_eos": True, **fields}
+        return post("/v1/chat/completions", messages=messages, **fields)
+
+    return chat
+
+
+def user(*parts):
+    return {"role": "user", "content": [text(part) if isinstance(part, str) else part for part in parts]}
+
+
+def test_chat_is_the_rendered_prompt_in_segments(chat, generate, tokenizer):
+    messages = [{"role": "system", "content": [chunk(LIBRARY)]}, user("See ", chunk(RIVER), chunk(RAILWAY), "\nWho?")]
+    answer = chat(messages, return_meta_info=True, return_token_ids=True).json()["choices"][0]
+    rendered = [
+        text("<s><|system|>"), chunk(LIBRARY), text("</s><|user|>See "), chunk(RIVER), chunk(RAILWAY),
+        text("\nWho?</s><|assistant|>"),
+    ]  # fmt: skip
+    # the template writes <s> itself, so the ids are given to keep the tokenizer from adding another
+    segments = [
+        {"type": segment["type"], "input_ids": tokenizer.encode(segment["text"], add_special_tokens=False)}
+        for segment in rendered
+    ]
+    expected = generate(segments=segments)
+    assert answer["token_ids"] == expected["output_ids"]
+    assert [report["tokens"] for report in answer["meta_info"]["chunks"]] == [
+        report["tokens"] for report in expected["meta_info"]["chunks"]
+    ]
+
+
+def test_chat_stream_choices_logprobs_and_usage(chat):
+    messages = [user("See ", chunk(RIVER), "\nWho?")]
+    fields = dict(n=2, logprobs=True, top_logprobs=2, return_cached_tokens_details=True)
+    warm_up = chat(messages, **fields)
+    assert warm_up.status_code == 200, warm_up.text
+    whole = chat(messages, **fields).json()
+    stream = events(chat(messages, stream=True, stream_options={"include_usage": True}, **fields))
+    contents = {0: "", 1: ""}
+    for event in stream:
+        for choice in event["choices"]:
+            contents[choice["index"]] += choice["delta"].get("content") or ""
+    assert [choice["message"]["content"] for choice in whole["choices"]] == [contents[0], contents[1]]
+    assert all(len(choice["logprobs"]["content"]) == 6 for choice in whole["choices"])
+    details = whole["usage"]["prompt_tokens_details"]
+    assert 0 < details["chunk_tokens"] < details["cached_tokens"] < whole["usage"]["prompt_tokens"]
+    assert stream[-1]["usage"]["prompt_tokens_details"] == details
+    assert whole["sglext"]["cached_tokens_details"]["chunk"] == details["chunk_tokens"]
+
+
+def test_chat_without_chunks_says_nothing_of_them(chat):
+    messages = [user("Who built the bridge over the river, and when?")]
+    chat(messages)
+    details = chat(messages).json()["usage"]["prompt_tokens_details"]
+    assert details.keys() == {"cached_tokens"} and details["cached_tokens"] > 0
+
+
+def test_chat_second_turn_reuses_chunks_and_the_text_after_them(chat):
+    first = [user("Two documents: ", chunk(RAILWAY), " and ", chunk(LIBRARY), "\nWhat came with the railway?")]
+    answer = chat(first, salt="turns").json()
+    second = [*first, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}, user("And then?")]
+    usage = chat(second, salt="turns").json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"] - 1
+    assert usage["prompt_tokens_details"]["chunk_tokens"] > 0
+
+
+def test_chat_tools_and_continued_answers(chat, tokenizer):
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+    messages = [user("See ", chunk(RIVER)), {"role": "assistant", "content": "The river"}]
+    assert chat(messages, tools=[tool]).status_code == 200
+    continued = chat(messages, continue_final_message=True, return_prompt_token_ids=True).json()
+    beginning = tokenizer.encode("The river", add_special_tokens=False)
+    assert continued["choices"][0]["prompt_token_ids"][-len(beginning) :] == beginning
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "part, fields, reason",
+    [
+        (chunk(""), {}, "messages[0].content[1]: the text of a chunk segment is empty"),
+        (chunk(3), {}, "messages[0].content[1]: the text of a chunk segment must be a string"),
+        ({"type": "chunk"}, {}, "messages[0].content[1]: a chunk segment needs exactly one"),
+        (chunk("x " * 3000), {}, "longer than the model's context length"),
+        (chunk("x"), {"salt": ""}, "salt must be a non-empty string"),
+        (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
+    ],
+)
+def test_bad_chats(chat, part, fields, reason, stream):
+    response = chat([user("See ", part)], stream=stream, **fields)
+    assert response.status_code == 400 and reason in response.json()["message"], response.text
+
+
+def test_a_document_cannot_forge_boundaries(chat):
+    marker = "0" * 32 + "_0_"
+    answer = chat([user(chunk(f"{marker}{RIVER}"), marker)], return_meta_info=True).json()
+    assert len(answer["choices"][0]["meta_info"]["chunks"]) == 1
+
+
+# the frontend language
+
+
+@pytest.fixture(scope="module")
+def endpoint(server):
+    return sgl.RuntimeEndpoint(server)
+
+
+@sgl.function
+def answer_from(s, documents, question):
+    s += "Read: "
+    for document in documents:
+        s += sgl.chunk(document) + " "
+    s += question + sgl.gen("answer", max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def test_program_asks_what_the_request_would(endpoint, generate):
+    segments = prompt(RIVER, RAILWAY, question="Who?")
+    merged = [*segments[:-2], text(" Who?")]
+    state = answer_from.run(documents=[RIVER, RAILWAY], question="Who?", backend=endpoint)
+    assert state.error() is None and state["answer"] == generate(segments=merged)["text"]
+    assert len(state.get_meta_info("answer")["chunks"]) == 2
+    assert state.text() == f"Read: {RIVER} {RAILWAY} Who?" + state["answer"]
+
+
+def test_program_batch_and_stream(endpoint):
+    arguments = [{"documents": order, "question": "Who?"} for order in ([RIVER, RAILWAY], [RAILWAY, RIVER])]
+    states = answer_from.run_batch(arguments, backend=endpoint, num_threads=2)
+    for state, argument in zip(states, arguments, strict=True):
+        streamed = answer_from.run(**argument, backend=endpoint, stream=True)
+        assert "".join(streamed.text_iter()) == state.text()
+        assert all(report["hit"] for report in streamed.get_meta_info("answer")["chunks"])
+
+
+@sgl.function
+def conversation(s, document):
+    s += sgl.user("See " + sgl.chunk(document) + " Who?")
+    s += sgl.assistant(sgl.gen("answer", max_tokens=4, temperature=0, ignore_eos=True))
+    s.sync()
+    forks = s.fork(2)
+    for fork, question in zip(forks, ("When?", "Where?"), strict=True):
+        fork += sgl.user(sgl.chunk(document) + question)
+        fork += sgl.assistant("It is " + sgl.select("choice", choices=["yes", "no", "maybe not"]))
+    forks.join()
+
+
+def test_program_with_roles_forks_and_choices(endpoint):
+    state = conversation.run(document=LIBRARY, backend=endpoint)
+    assert state.error() is None
+    assert state.messages()[0]["content"] == f"See {LIBRARY} Who?"
+    assert len(state["choice"]) == 2 and set(state["choice"]) <= {"yes", "no", "maybe not"}
+
+
+@pytest.mark.filterwarnings("ignore:Error in stream_executor")
+def test_choices_right_after_a_chunk_are_refused(endpoint):
+    @sgl.function
+    def program(s):
+        s += "See " + sgl.chunk(RIVER)
+        s += sgl.select("choice", choices=["yes", "no"])
+
+    state = program.run(backend=endpoint)
+    assert "prompt logprobs from position" in str(state.error())
+
+
+# Python
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    from serving import device_options
+
+    with sglang_lazy.Engine(
+        model_path=tiny_model, max_total_tokens=8192, lazy_max_chunks=4, **device_options()
+    ) as engine:
+        yield engine
+
+
+def test_engine_forms(engine, generate):
+    segments = ["Read: ", sglang_lazy.chunk(RIVER), {"type": "text", "text": " Who?"}]
+    expected = generate(segments=[text("Read: "), chunk(RIVER), text(" Who?")])["output_ids"]
+    assert engine.generate(segments=segments, sampling_params=GREEDY)["output_ids"] == expected
+    batch = engine.generate(segments=[segments, ["Who?"]], sampling_params=GREEDY)
+    assert batch[0]["output_ids"] == expected and "chunks" not in batch[1]["meta_info"]
+    assert batch[1]["output_ids"] == engine.generate("Who?", GREEDY)["output_ids"]
+    stream = list(engine.generate(segments=segments, sampling_params=GREEDY, stream=True))
+    assert stream[-1]["output_ids"] == expected and stream[-1]["meta_info"]["chunks"][0]["hit"]
+
+    async def both():
+        stream = await engine.async_generate(segments=segments, sampling_params=GREEDY, stream=True)
+        outputs = [output async for output in stream]
+        return outputs[-1], await engine.async_generate(segments=segments, sampling_params=GREEDY)
+
+    assert [output["output_ids"] for output in engine.loop.run_until_complete(both())] == [expected] * 2
+    assert asyncio.iscoroutinefunction(engine.async_generate)
+
+
+def test_engine_refuses_bad_segments(engine):
+    for arguments, reason in (
+        ({"segments": [""]}, r"segments\[0\]"),
+        ({"segments": [sglang_lazy.chunk("x")] * 5}, "5 chunks, at most 4"),
+        ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
+        ({"prompt": "x", "salt": "s"}, "salt keeps chunks apart"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            engine.generate(**arguments, sampling_params=GREEDY)
+
+
+def test_local_runtime(tiny_model):
+    from serving import device_options
+
+    runtime = sglang_lazy.Runtime(model_path=tiny_model, max_total_tokens=8192, **device_options())
+    try:
+        state = answer_from.run(documents=[RIVER], question="Who?", backend=runtime)
+        assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
+    finally:
+        runtime.shutdown()
+
+
+# the command
+
+
+def launch(*flags):
+    command = [sys.executable, "-m", "sglang_lazy.launch_server", *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def test_help_shows_both_kinds_of_flags():
+    shown = launch("--help")
+    assert shown.returncode == 0
+    assert "--lazy-max-chunks" in shown.stdout and "--model-path" in shown.stdout
+
+
+def test_bad_flags_of_ours_are_refused():
+    refused = launch("--model-path", "x", "--lazy-max-chunks", "0")
+    assert refused.returncode == 2 and "max_chunks must be at least 1" in refused.stderr

@@ -1,0 +1,183 @@
+"""How a prompt is cut into chunks and text spans, how these are named, and the order of its row."""
+
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_lazy.cache.prompt import LinkedPrompt, Row
+from sglang_lazy.segments import PromptLayout
+
+TEXT, CHUNK = False, True
+repeatable = settings(derandomize=True, deadline=None, database=None)
+
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
+segments = st.lists(st.tuples(st.booleans(), tokens), min_size=1, max_size=5)
+tenants = st.sampled_from([(None, None), ("a", None), (None, "a"), ("", None), ("a", "a"), ("chunk", None)])
+
+
+def build(segments, extra_key=None, salt=None):
+    """The prompt of `segments`, pairs of (is chunk, tokens)."""
+    ids, chunks = array("q"), []
+    for is_chunk, segment in segments:
+        if is_chunk:
+            chunks.append((len(ids), len(ids) + len(segment)))
+        ids.extend(segment)
+    return ids, LinkedPrompt.build(ids, PromptLayout(tuple(chunks), salt), extra_key)
+
+
+def path_before(segments, start):
+    """What a text token at position `start` sees: text tokens one by one, chunk slices as a whole."""
+    path, position = [], 0
+    prompt_len = sum(len(segment) for _, segment in segments)
+    for is_chunk, segment in segments:
+        used = min(len(segment), prompt_len - 1 - position) if is_chunk else 0
+        if position < start and used:
+            path.append(segment[:used])
+        path += segment[used : max(used, start - position)]
+        position += len(segment)
+    return tuple(path)
+
+
+@st.composite
+def rows(draw):
+    """A prompt, how much of each span is cached, and how many tokens were generated before."""
+    ids, prompt = build(draw(segments))
+    cached = [draw(st.integers(0, span.end - span.start)) for span in prompt.spans]
+    return ids, prompt, cached, draw(st.integers(0, 3))
+
+
+@repeatable
+@given(segments)
+def test_cut_covers_every_position_once(segments):
+    """Used chunk slices and text spans partition the prompt, and the last token is text."""
+    ids, prompt = build(segments)
+    pieces = [(chunk.start, chunk.start + chunk.used) for chunk in prompt.chunks]
+    pieces += [(span.start, span.end) for span in prompt.spans]
+    covered = [position for start, end in sorted(pieces) for position in range(start, end)]
+    assert covered == list(range(len(ids)))
+    assert prompt.spans[-1].end == len(ids)
+
+
+@repeatable
+@given(rows())
+def test_row_is_a_permutation(row_case):
+    """A row holds every position once: chunks, then cached text, then the rest, each in position order."""
+    ids, prompt, cached, generated = row_case
+    row = Row(prompt, cached, len(ids) + generated)
+    assert sorted(row.positions) == list(range(len(ids) + generated))
+    in_chunks, in_cached = prompt.num_chunk_tokens, sum(cached)
+    chunk_positions = [p for chunk in prompt.chunks for p in range(chunk.start, chunk.start + chunk.used)]
+    assert list(row.positions[:in_chunks]) == chunk_positions
+    for part in (row.positions[in_chunks : in_chunks + in_cached], row.positions[in_chunks + in_cached :]):
+        assert list(part) == sorted(part)
+
+
+@repeatable
+@given(rows(), st.data())
+def test_row_queries_match_brute_force(row_case, data):
+    """`positions_of` continues with generated tokens, and `available` counts a span's first tokens in the row."""
+    ids, prompt, cached, generated = row_case
+    row = Row(prompt, cached, len(ids) + generated)
+    entries = [*row.positions.tolist(), *range(len(row.positions), len(row.positions) + 4)]
+    start = data.draw(st.integers(0, len(entries)))
+    end = data.draw(st.integers(start, len(entries)))
+    positions = row.positions_of(start, end)
+    assert positions.tolist() == entries[start:end]
+    assert positions.dtype == np.int32
+
+    row_len = data.draw(st.integers(prompt.num_chunk_tokens + sum(cached), len(entries)))
+    present = set(entries[:row_len])
+    for i, span in enumerate(prompt.spans):
+        end = len(entries) if i == len(prompt.spans) - 1 else span.end
+        count = next((p - span.start for p in range(span.start, end) if p not in present), end - span.start)
+        assert row.available(i, row_len) == count
+
+
+def test_chunk_last_leaves_its_last_token_in_context():
+    """A chunk that ends the prompt is used but for its last token, though all of it is computed and kept."""
+    ids, prompt = build([(TEXT, (9,)), (CHUNK, (1, 2, 3))])
+    (chunk,) = prompt.chunks
+    assert (chunk.start, chunk.used, chunk.tokens) == (1, 2, array("q", [1, 2, 3]))
+    assert [(span.start, span.end) for span in prompt.spans] == [(0, 1), (3, 4)]
+
+
+def test_chunk_of_one_token_last_is_text():
+    """A last chunk of one token has no part that could be shared: the prompt is as good as without it."""
+    for before in ([], [(TEXT, (9,))], [(CHUNK, (2,))]):
+        _, prompt = build([*before, (CHUNK, (1,))])
+        assert len(prompt.chunks) == sum(is_chunk for is_chunk, _ in before)
+        assert prompt.spans[-1].end == len(before) + 1
+
+
+def test_adjacent_chunks_have_no_text_between():
+    """No span is made for text that is not there."""
+    _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3,)), (TEXT, (4,))])
+    assert [(chunk.start, chunk.used) for chunk in prompt.chunks] == [(0, 2), (2, 1)]
+    assert [(span.start, span.end) for span in prompt.spans] == [(3, 4)]
+
+
+def test_same_chunk_has_one_key():
+    """Uses of a chunk share their key at any position, in whole or but for the last token."""
+    _, prompt = build([(CHUNK, (1, 2)), (TEXT, (4,)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2))])
+    first, second, longer, last = (chunk.key for chunk in prompt.chunks)
+    assert first == second == last != longer
+    assert [chunk.used for chunk in prompt.chunks] == [2, 2, 3, 1]
+
+
+@repeatable
+@given(segments, segments, tenants, tenants)
+def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
+    """Text after chunks shares a namespace exactly where the path before it and the tenant are the same."""
+    prompts = []
+    for segments, tenant in ((one, one_tenant), (other, other_tenant)):
+        _, prompt = build(segments, *tenant)
+        prompts.append([(span, path_before(segments, span.start), tenant) for span in prompt.spans if span.namespace])
+    for span, path, tenant in prompts[0]:
+        for other_span, other_path, other_tenant in prompts[1]:
+            assert (span.namespace == other_span.namespace) == (path == other_path and tenant == other_tenant)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        [(TEXT, (1, 2)), (CHUNK, (3, 4)), (TEXT, (5,))],
+        [(CHUNK, (1, 2, 3)), (CHUNK, (4,)), (TEXT, (5,))],
+        [(CHUNK, (1,)), (CHUNK, (2, 3, 4)), (TEXT, (5,))],
+        [(CHUNK, (1, 2, 3, 4)), (TEXT, (5,))],
+        [(CHUNK, (1, 2)), (TEXT, (3, 4, 5))],
+        [(CHUNK, (3, 4)), (CHUNK, (1, 2)), (TEXT, (5,))],
+    ],
+    ids=["text for chunk", "boundary right", "boundary left", "merged", "chunk for text", "other order"],
+)
+def test_text_after_different_paths_never_shares(other):
+    """The same tokens under other boundaries or kinds lead to other namespaces."""
+    _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3, 4)), (TEXT, (5,))])
+    _, other_prompt = build(other)
+    namespaces = [{span.namespace for span in prompt.spans} for prompt in (prompt, other_prompt)]
+    assert not (namespaces[0] & namespaces[1] - {None})
+
+
+def test_slice_and_whole_chunk_are_different_paths():
+    """Text after a whole chunk does not meet the last token of a prompt that ends with this chunk or a longer one."""
+    whole = build([(CHUNK, (1, 2)), (TEXT, (3,))])[1].spans[-1]
+    ends_in_same = build([(CHUNK, (1, 2))])[1].spans[-1]
+    ends_in_longer = build([(CHUNK, (1, 2, 3))])[1].spans[-1]
+    assert whole.namespace != ends_in_same.namespace
+    assert whole.namespace == ends_in_longer.namespace  # both are text token 3 after the tokens 1, 2 seen as one chunk
+
+
+@pytest.mark.parametrize("extra_key", [None, "tenant"])
+def test_salt_and_extra_key_separate_tenants(extra_key):
+    """Chunks and the text after them are apart by extra_key and by salt; leading text stays in the ordinary one."""
+    prompts = {
+        (key, salt): build([(TEXT, (7,)), (CHUNK, (1, 2)), (TEXT, (3,))], key, salt)[1]
+        for key in (extra_key, "other", "")
+        for salt in (None, "salt", "")
+    }
+    names = [name for prompt in prompts.values() for name in (prompt.chunks[0].namespace, prompt.spans[1].namespace)]
+    assert len(set(names)) == len(names)
+    assert all(isinstance(name, tuple) for name in names)
+    assert {prompt.spans[0].namespace for prompt in prompts.values()} == {None}
