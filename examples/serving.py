@@ -58,10 +58,17 @@ def running_server(
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
+    # Threads that spin while they wait would take a small machine's cores from the server's other processes.
+    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with open(log, "wb") as output:
         # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"
     try:

@@ -4,7 +4,8 @@
     python benchmark/kernel/check_and_bench.py --out result.json --sweep    # also other tile sizes and depths
 
 Times are CUDA-graph replays with a cold L2 (triton.testing.do_bench), in milliseconds: p20, p50, p80. `plain` is the
-same call with num_segments = 0, which reads the same bytes and turns nothing. GB is 1e9 bytes, of keys and values only.
+same call with num_segments = 0, which reads the same bytes and turns nothing. GB is 1e9 bytes, of keys and values only;
+TF/s counts every (row, entry) pair, seen or not.
 """
 
 import argparse
@@ -65,7 +66,7 @@ def check_replay(shape) -> int:
     inputs = [dict(b.decode, kv_indices=b.decode["kv_indices"].long()) for b in batches]
     static = {}
     for key, tensor in inputs[0].items():
-        sizes = [max(sizes) for sizes in zip(*(i[key].shape for i in inputs))]
+        sizes = [max(sizes) for sizes in zip(*(i[key].shape for i in inputs), strict=True)]
         static[key] = torch.zeros(sizes, dtype=tensor.dtype, device="cuda")
     heads = (shape.num_qo_heads, shape.num_kv_heads)
     workspace = kernels.decode_workspace(shape.bs + 7, *heads, shape.head_dim, "cuda").fill_(ragged.NAN)
@@ -76,7 +77,7 @@ def check_replay(shape) -> int:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kernels.link_decode(**static, **options)
-    for batch, values in zip(batches, inputs):
+    for batch, values in zip(batches, inputs, strict=True):
         for key, tensor in values.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
         graph.replay()
@@ -159,14 +160,14 @@ def bench(op: str, name: str, bs: int, prompt: tuple, tail: int = 0, spans: int 
 
 
 def table(title: str, calls) -> list[dict]:
-    print(
-        f"\n{title}\n{'prompt':>14} {'bs':>4} {'tail':>5} {'p20':>8} {'p50':>8} {'p80':>8} {'plain':>8} {'GB/s':>6} {'TF/s':>6}"
-    )
+    columns = ("p20", "p50", "p80", "plain")
+    head = " ".join(f"{name:>8}" for name in columns)
+    print(f"\n{title}\n{'prompt':>14} {'bs':>4} {'tail':>5} {head} {'GB/s':>6} {'TF/s':>6}")
     rows = []
     for call in calls:
         row = bench(**call)
         rows.append(row)
-        times = " ".join(f"{row.get(key, float('nan')):8.4f}" for key in ("p20", "p50", "p80", "plain"))
+        times = " ".join(f"{row.get(key, float('nan')):8.4f}" for key in columns)
         print(
             f"{row['prompt']:>14} {row['bs']:4} {row['tail']:5} {times} {row['gb_per_s']:6.0f} {row['tflops']:6.1f}",
             flush=True,
@@ -186,7 +187,7 @@ def sweep(op: str) -> list[dict]:
         calls.append(("20x128", 1, (20, 128, 0), 51))
     rows = []
     for values in itertools.product(*choices.values()):
-        settings = dict(zip(choices, values))
+        settings = dict(zip(choices, values, strict=True))
         for name, value in settings.items():
             setattr(module, name, value)
         try:
@@ -196,9 +197,9 @@ def sweep(op: str) -> list[dict]:
         rows.append(dict(op=op, settings=settings, times=times))
     for name, value in before.items():
         setattr(module, name, value)
-    best = [min(times) for times in zip(*(row["times"] for row in rows))]
+    best = [min(times) for times in zip(*(row["times"] for row in rows), strict=True)]
     for row in rows:
-        row["slowdown"] = sum(t / b for t, b in zip(row["times"], best)) / len(best)
+        row["slowdown"] = sum(t / b for t, b in zip(row["times"], best, strict=True)) / len(best)
     rows.sort(key=lambda row: row["slowdown"])
     print(f"\n{op}: mean slowdown against the best of each shape; shapes {[(c[0], c[1], c[3]) for c in calls]}")
     for row in rows[:12]:

@@ -92,7 +92,7 @@ def _runs(kv_indptr, num_segments, segment_ends, segment_offsets):
     ends, offsets = segment_ends.tolist(), segment_offsets.tolist()
     for b, count in enumerate(num_segments.tolist()):
         bounds = [0, *ends[b][:count], kv_indptr[b + 1] - kv_indptr[b]]
-        yield list(zip(bounds, bounds[1:], [*offsets[b][:count], 0]))
+        yield list(zip(bounds, bounds[1:], [*offsets[b][:count], 0], strict=False))
 
 
 def _rows(cache, slots):

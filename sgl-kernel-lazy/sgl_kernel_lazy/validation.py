@@ -8,7 +8,9 @@ INTEGERS = (torch.int32, torch.int64)
 
 def check_tensor(name, tensor, shape, dtypes, device):
     """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes and this device."""
-    if len(tensor.shape) != len(shape) or any(e is not None and e != a for e, a in zip(shape, tensor.shape)):
+    if len(tensor.shape) != len(shape) or any(
+        e is not None and e != a for e, a in zip(shape, tensor.shape, strict=True)
+    ):
         expected = ["any" if e is None else e for e in shape]
         raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
     if tensor.dtype not in dtypes:

@@ -18,7 +18,7 @@ CASES = {
     "head_dim 192, partial": (7, Shape(num_qo_heads=4, num_kv_heads=1, head_dim=192, rotary_dim=64, bs=2), None),
     "head_dim 256, interleaved": (8, Shape(head_dim=256, rotary_dim=64, is_neox=False, bs=2), None),
     "long chunks": (9, Shape(max_chunk_len=300, max_segments=3, max_text_len=70, bs=2), None),
-    "many requests": (10, Shape(num_qo_heads=2, num_kv_heads=1, bs=17, max_segments=2), None),
+    "many requests": (10, Shape(num_qo_heads=2, num_kv_heads=1, bs=9, max_segments=2), None),
     "50 segments": (11, Shape(max_segments=50, bs=1), [[("chunk", i % 4) for i in range(50)] + [("new", 3)]]),
     "50 segments, spans between": (
         12, Shape(bs=1), [[part for i in range(25) for part in (("chunk", i % 4), ("new", i % 3))] + [("new", 1)]],
@@ -32,14 +32,21 @@ CASES = {
         18, Shape(bs=1), [[("chunk", 1), ("gap", 1960), ("chunk", 0), ("new", 2), ("chunk", 0), ("new", 1)]],
     ),
     "chunked prefill goes on": (
-        19, Shape(bs=2), [[("text", 3), ("chunk", 1), ("text", 2), ("chunk", 2), ("text", 9), ("new", 21)], [("text", 64), ("new", 64)]],
+        19,
+        Shape(bs=2),
+        [
+            [("text", 3), ("chunk", 1), ("text", 2), ("chunk", 2), ("text", 9), ("new", 21)],
+            [("text", 64), ("new", 64)],
+        ],
     ),
-    "cached text behind new text": (20, Shape(bs=1), [[("new", 4), ("chunk", 1), ("text", 6), ("chunk", 0), ("new", 5)]]),
+    "cached text behind new text": (
+        20, Shape(bs=1), [[("new", 4), ("chunk", 1), ("text", 6), ("chunk", 0), ("new", 5)]],
+    ),
     "nothing cached is seen": (21, Shape(bs=1), [[("new", 5), ("chunk", 2), ("chunk", 1), ("new", 1)]]),
 }  # fmt: skip
 
 # fp16 under the interpreter: enough to see every cast; fp32 walks through all the logic.
-INTERPRETED_IN_FP16 = ("ragged", "group of 7, interleaved", "head_dim 192, partial", "chunked prefill goes on")
+INTERPRETED_IN_FP16 = ("group of 7, interleaved", "chunked prefill goes on")
 
 all_cases = pytest.mark.parametrize("case", CASES)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

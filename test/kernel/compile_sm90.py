@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -27,9 +28,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name in FLOAT_POINTERS:
-            signature[name] = "*fp32"
-        elif name == "out" and constants.get("NUM_SPLITS", 1) > 1 and kernel is extend._link_extend_kernel:
+        if name in FLOAT_POINTERS or (name == "out" and constants.get("SPLIT")):
             signature[name] = "*fp32"
         elif name in INPUT_POINTERS:
             signature[name] = f"*{dtype}"
@@ -48,45 +47,43 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
     return compiled
 
 
-def compile_decode(dtype, group, head_dim, rotary_dim, is_neox, max_segments=20):
-    blocks = block_sizes(head_dim, ITEMSIZE[dtype], decode.TILE_BYTES)
-    shared = dict(HEAD_DIM=head_dim, LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128, **blocks)
+def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
+    shared = dict(HEAD_DIM=head_dim, LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128)
+    shared |= block_sizes(head_dim, ITEMSIZE[dtype], decode.TILE_BYTES)
+    block_h, _, _ = decode._plan(8 * group, 8, torch.device("cpu"))
     main = compile_kernel(
         decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared,
-        GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, MAX_SEGMENTS=max_segments,
-        BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_SEGMENTS=triton.next_power_of_2(max_segments),
+        GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, BLOCK_H=block_h, BLOCK_SEGMENTS=16,
     )  # fmt: skip
     return main, compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, BLOCK_S=16)
 
 
-def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, block_m, num_splits, max_segments=20):
+def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split):
     blocks = block_sizes(head_dim, ITEMSIZE[dtype], extend.TILE_BYTES)
+    block_m, _ = extend._plan(1, group, 8, extend_len, head_dim * ITEMSIZE[dtype], torch.device("cpu"))
     main = compile_kernel(
         extend._link_extend_kernel, dtype, 8 if block_m == 128 or head_dim > 128 else 4, extend.NUM_STAGES,
-        **({} if num_splits > 1 else {"lse": None}), HEAD_DIM=head_dim, **blocks,
-        GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, MAX_SEGMENTS=max_segments, NUM_SPLITS=num_splits,
-        MIN_SPLIT=extend.MIN_SPLIT, BLOCK_M=block_m, BLOCK_SEGMENTS=triton.next_power_of_2(max_segments),
+        **({} if split else {"lse": None}), HEAD_DIM=head_dim, **blocks, GROUP=group, ROTARY_DIM=rotary_dim,
+        IS_NEOX=is_neox, SPLIT=split, MIN_SPLIT=extend.MIN_SPLIT, BLOCK_M=block_m, BLOCK_SEGMENTS=16,
     )  # fmt: skip
-    if num_splits == 1:
-        return (main,)
-    return main, compile_kernel(
-        extend._merge_kernel, dtype, 4, 3,
-        HEAD_DIM=head_dim, NUM_SPLITS=num_splits, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=min(16, num_splits),
-    )  # fmt: skip
+    merge_blocks = dict(BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16)
+    merge = compile_kernel(extend._merge_kernel, dtype, 4, 3, HEAD_DIM=head_dim, **merge_blocks)
+    return (main, merge) if split else (main,)
 
 
 # dtype, group, head_dim, rotary_dim, is_neox
 HEADS = [
     ("bf16", 4, 128, 128, True),
     ("fp16", 7, 80, 32, False),
+    ("bf16", 1, 64, 64, True),
     ("bf16", 8, 256, 256, True),
-    ("fp32", 1, 64, 64, True),
+    ("fp32", 1, 128, 64, True),
+    ("fp32", 2, 256, 64, False),
 ]
-# What the test compiles; the rest takes a minute.
-QUICK = HEADS[:2]
+# What the test compiles; the rest takes minutes.
+QUICK = HEADS[:1]
 
 if __name__ == "__main__":
     for heads in QUICK if "--quick" in sys.argv else HEADS:
-        block_m = 128 if heads[2] * ITEMSIZE[heads[0]] <= 256 else 64
-        for kernel in (*compile_decode(*heads), *compile_extend(*heads, block_m, 1), *compile_extend(*heads, 16, 8)):
+        for kernel in (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True)):
             print(*heads, kernel.metadata.name, kernel.metadata.shared, flush=True)

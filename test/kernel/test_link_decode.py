@@ -49,7 +49,6 @@ def test_empty_batch(name):
 
 @implementations
 def test_one_segment_at_offset_zero_is_ordinary_attention(name):
-    """Bit for bit: turning back by 0 changes nothing."""
     implementation = get_implementation(name)
     batch = random_batch(0, Shape(bs=1), [[("chunk", 2), ("new", 1)]])
     linked, _ = run("decode", implementation, batch)
@@ -110,7 +109,7 @@ def test_graph_replay_follows_its_inputs():
     implementation = get_implementation("triton")
     shape = Shape(bs=4, dtype=torch.bfloat16, max_segments=6)
     batches = [random_batch(seed, shape) for seed in range(3)]
-    size = {k: [max(d) for d in zip(*(b.decode[k].shape for b in batches))] for k in batches[0].decode}
+    size = {k: [max(d) for d in zip(*(b.decode[k].shape for b in batches), strict=True)] for k in batches[0].decode}
     static = {
         k: t.new_zeros(size[k], dtype=torch.int64 if k == "kv_indices" else t.dtype)
         for k, t in batches[0].decode.items()

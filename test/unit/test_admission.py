@@ -299,7 +299,7 @@ def test_queue_is_put_back_in_order():
 
 @pytest.mark.parametrize("others", [0, 1], ids=["into a plain queue", "beside another parent"])
 def test_parent_that_arrives_during_batch_formation_waits(others):
-    """SGLang queues requests whose grammar is ready while it forms a batch: a parent among them is not taken unready."""
+    """SGLang queues requests whose grammar is ready while it forms a batch: a parent among them waits."""
     scheduler = Scheduler()
     plain = scheduler.submit([QUESTION], "plain")
     waiting = [scheduler.submit([B, QUESTION], "other") for _ in range(others)]

@@ -335,110 +335,128 @@ parts_of_prompts = st.lists(
 )
 tenants = st.sampled_from([(None, None), (None, None), ("a", None), (None, "a"), ("a", "a")])
 picks = st.integers(0, 7)
+pieces = st.sampled_from([1, 2, 5, MAX_LEN])
+
+
+def pick_from(sequence, pick):
+    return sequence[pick % len(sequence)]
 
 
 class CacheHistories(RuleBasedStateMachine):
-    """Requests come, are computed in pieces, decode, finish, fail and return while memory is short."""
+    """Requests are computed in pieces, decode, finish, fail, return and continue while memory is short."""
 
-    pool_size = 40
+    pool_size = 48
     eviction_policy = "lru"
 
     def __init__(self):
         super().__init__()
         self.pools = Pools(self.pool_size, eviction_policy=self.eviction_policy)
-        self.waiting = []
+        self.retracted = []
         self.ended = []
 
-    def pick(self, requests, pick):
-        return requests[pick % len(requests)]
-
-    @precondition(lambda self: len(self.waiting) < 4)
-    @rule(parts=parts_of_prompts, tenant=tenants)
-    def arrive(self, parts, tenant):
-        req = new_request(parts, *tenant)
+    def begin(self, req, num_tokens):
         self.pools.link(req)
-        self.waiting.append(req)
+        self.restart(req, num_tokens)
 
-    @precondition(lambda self: self.pools.paths and len(self.waiting) < 4)
-    @rule(pick=picks, tokens=st.sampled_from(CHUNKS + TEXTS), whole=st.booleans(), chunk=st.booleans())
-    def arrive_forged(self, pick, tokens, whole, chunk):
-        """A client names a namespace of ours as its own."""
-        namespace = self.pick(list(self.pools.paths), pick)
-        if chunk:
-            namespace = (CHUNK_NAMESPACE, *namespace[1:3])
-        self.waiting.append(new_request([(TEXT, tokens)], repr(namespace) if whole else str(namespace[0])))
+    def restart(self, req, num_tokens):
+        if self.pools.begin(req, num_tokens):
+            req.phase = "extending"
+        elif self.pools.running or self.pools.waiting_locks:
+            self.retracted.append(req)
 
-    @precondition(lambda self: self.ended and len(self.waiting) < 4)
-    @rule(pick=picks, text=st.sampled_from(TEXTS))
-    def arrive_next_turn(self, pick, text):
+    can_begin = precondition(lambda self: len(self.pools.running) < 4 and len(self.retracted) < 4)
+
+    @can_begin
+    @rule(parts=parts_of_prompts, tenant=tenants, num_tokens=pieces)
+    def begin_prompt(self, parts, tenant, num_tokens):
+        self.begin(new_request(parts, *tenant), num_tokens)
+
+    @can_begin
+    @rule(parts=parts_of_prompts, num_tokens=pieces)
+    def begin_twins(self, parts, num_tokens):
+        """Two requests compute the same text side by side, in different pieces."""
+        self.begin(new_request(parts), num_tokens)
+        self.begin(new_request(parts), MAX_LEN)
+
+    @can_begin
+    @precondition(lambda self: self.ended)
+    @rule(pick=picks, text=st.sampled_from(TEXTS), num_tokens=pieces)
+    def begin_next_turn(self, pick, text, num_tokens):
         """The prompt and the answer of an earlier request, and more."""
-        last = self.pick(self.ended, pick)
+        last = pick_from(self.ended, pick)
         if len(last.contents) < MAX_LEN // 2:
             parts = [*last.parts, (TEXT, tuple(last.output_ids)), (TEXT, text)]
-            req = new_request([part for part in parts if part[1]], last.extra_key, last.salt)
-            self.pools.link(req)
-            self.waiting.append(req)
+            self.begin(new_request(parts, last.extra_key, last.salt), num_tokens)
 
-    @precondition(lambda self: self.waiting and len(self.pools.running) < 4)
-    @rule(pick=picks, num_tokens=st.sampled_from([1, 2, 5, MAX_LEN]))
-    def begin(self, pick, num_tokens):
-        req = self.pick(self.waiting, pick)
-        if self.pools.begin(req, num_tokens):
-            self.waiting.remove(req)
-            req.phase = "extending"
-        elif not self.pools.running and not self.pools.waiting_locks:
-            self.waiting.remove(req)  # too large for the pool
+    @can_begin
+    @precondition(lambda self: self.pools.paths)
+    @rule(pick=picks, tokens=st.sampled_from(CHUNKS + TEXTS), forge=st.sampled_from([repr, str, lambda name: name[0]]))
+    def begin_forged(self, pick, tokens, forge):
+        """A client names a namespace of ours as its own."""
+        namespace = pick_from(list(self.pools.paths), pick)
+        for name in (namespace, (CHUNK_NAMESPACE, *namespace[1:3])):
+            self.begin(new_request([(TEXT, tokens)], extra_key=forge(name)), MAX_LEN)
+
+    @can_begin
+    @precondition(lambda self: self.retracted)
+    @rule(pick=picks, num_tokens=pieces)
+    def begin_retracted(self, pick, num_tokens):
+        req = pick_from(self.retracted, pick)
+        self.retracted.remove(req)
+        self.restart(req, num_tokens)
 
     @precondition(lambda self: self.pools.running)
-    @rule(pick=picks, num_tokens=st.sampled_from([1, 3, MAX_LEN]))
-    def advance(self, pick, num_tokens):
-        """The next step of a running request: take a result, compute the next piece, or decode."""
-        req = self.pick(self.pools.running, pick)
+    @rule(pick=picks, num_steps=st.integers(1, 6), num_tokens=pieces)
+    def advance(self, pick, num_steps, num_tokens):
+        """Some steps of a running request: take a result, compute the next piece, decode, finish."""
+        req = pick_from(self.pools.running, pick)
+        for _ in range(num_steps):
+            if req in self.pools.running:
+                self.advance_once(req, num_tokens)
+                self.pools.check()
+
+    def advance_once(self, req, num_tokens):
         if req.phase == "extending":
+            complete = req.extend_range.end == len(req.full_untruncated_fill_ids)
             self.pools.end_extend(req)
-            req.phase = "decoding" if req.output_ids and req.kv_committed_len == req.seqlen - 1 else "extended"
+            req.phase = "decoding" if complete else "extended"
         elif req.phase == "extended":
             req.inflight_middle_chunks = 1
             req.init_next_round_input()
             if self.pools.extend(req, num_tokens):
                 req.phase = "extending"
             else:
-                self.retract(pick)
-        elif len(req.output_ids) > req.sampling_params.max_new_tokens:
-            self.finish(pick)
-        elif not self.pools.decode(req):
-            self.retract(pick)
-
-    @precondition(lambda self: self.pools.running)
-    @rule(pick=picks)
-    def finish(self, pick):
-        req = self.pick(self.pools.running, pick)
-        if req.phase == "decoding":
+                self.retract(req)
+        elif len(req.output_ids) >= req.sampling_params.max_new_tokens:
             self.pools.release(req)
             self.ended = [*self.ended[-3:], req]
+        elif not self.pools.decode(req):
+            self.retract(req)
 
-    @precondition(lambda self: self.pools.running)
-    @rule(pick=picks)
-    def abort(self, pick):
-        self.pools.release(self.pick(self.pools.running, pick), is_insert=False)
-
-    @precondition(lambda self: self.pools.running)
-    @rule(pick=picks)
-    def retract(self, pick):
-        req = self.pick(self.pools.running, pick)
+    def retract(self, req):
         self.pools.release(req, is_insert=False)
         req.reset_for_retract()
-        self.waiting.append(req)
+        self.retracted.append(req)
 
+    @precondition(lambda self: self.pools.running)
+    @rule(pick=picks, abort=st.booleans())
+    def stop(self, pick, abort):
+        """A request is aborted or retracted, in whatever phase."""
+        req = pick_from(self.pools.running, pick)
+        if abort:
+            self.pools.release(req, is_insert=False)
+        else:
+            self.retract(req)
+
+    @precondition(lambda self: self.pools.cache.evictable_size() > self.pool_size // 2)
     @rule(num_tokens=st.integers(1, 20))
     def evict(self, num_tokens):
         before = self.pools.slots.available_size()
-        expected = min(num_tokens, self.pools.cache.evictable_size())
         result = self.pools.cache.evict(EvictParams(num_tokens=num_tokens))
         assert self.pools.slots.available_size() == before + result.num_tokens_evicted
-        assert result.num_tokens_evicted >= expected
+        assert result.num_tokens_evicted >= num_tokens
 
-    @precondition(lambda self: len(self.pools.waiting_locks) < 2)
+    @precondition(lambda self: len(self.pools.waiting_locks) < 2 and self.pools.paths)
     @rule(tokens=st.sampled_from(CHUNKS), used=st.integers(1, 5))
     def lock_for_waiting(self, tokens, used):
         chunk = ChunkRef((CHUNK_NAMESPACE, None, None), array("q", tokens), 0, min(used, len(tokens)))
@@ -447,13 +465,16 @@ class CacheHistories(RuleBasedStateMachine):
             self.pools.cache.inc_lock_ref(node)
             self.pools.waiting_locks.append(node)
 
+    @precondition(lambda self: self.pools.waiting_locks)
     @rule()
     def revoke(self):
         self.pools.revoke()
 
-    @precondition(lambda self: not self.pools.running and not self.pools.waiting_locks)
+    @precondition(lambda self: not self.pools.running and self.pools.cache.evictable_size() > self.pool_size // 2)
     @rule()
     def flush(self):
+        while self.pools.revoke():
+            pass
         self.pools.flush()
         assert self.pools.slots.available_size() == self.pool_size
 
@@ -465,11 +486,11 @@ class CacheHistories(RuleBasedStateMachine):
 
     def teardown(self):
         """Everything can be given back: nothing is lost."""
-        while self.pools.running:
-            self.abort(0)
+        for req in list(self.pools.running):
+            self.pools.release(req, is_insert=False)
         while self.pools.revoke():
             pass
-        self.pools.check()
+        self.check()
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
         assert self.pools.slots.available_size() == self.pool_size
 
@@ -482,7 +503,7 @@ class FrequencyHistories(CacheHistories):
 
 
 CacheHistories.TestCase.settings = settings(
-    derandomize=True, deadline=None, database=None, max_examples=80, stateful_step_count=60
+    derandomize=True, deadline=None, database=None, max_examples=100, stateful_step_count=40
 )
 FrequencyHistories.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
 TestCacheHistories = CacheHistories.TestCase

@@ -7,18 +7,38 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+# Arguments whose value or alignment changes from batch to batch and would each time compile a variant of no use.
+VARYING = ("bs", "fill", "fine", "nnz_qo", "num_splits", "stride_ends", "stride_offsets")
+UNALIGNED = (
+    "qo_indptr", "q_positions", "kv_indptr", "kv_indices", "kv_positions",
+    "num_segments", "segment_ends", "segment_offsets",
+)  # fmt: skip
 
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs run side by side; the interpreter, which runs one, still gets to split rows and merge them."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def block_sizes(head_dim: int, itemsize: int, tile_bytes: int) -> dict:
     """BLOCK_D, and the BLOCK_N (16 to 128) that makes a tile of keys tile_bytes large."""
     block_d = triton.next_power_of_2(head_dim)
     return dict(BLOCK_D=block_d, BLOCK_N=min(128, max(16, tile_bytes // (block_d * itemsize))))
+
+
+def table_block(length: int, least: int) -> int:
+    """A power of two that holds `length` table entries, at least `least`, so that few variants are compiled."""
+    return max(least, triton.next_power_of_2(max(1, length)))
+
+
+def jit(kernel):
+    """triton.jit for a kernel, specialised on nothing that varies between batches."""
+    names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
+    return triton.jit(
+        do_not_specialize=[name for name in names if name in VARYING],
+        do_not_specialize_on_alignment=[name for name in names if name in UNALIGNED],
+    )(kernel)
 
 
 @triton.jit

@@ -9,10 +9,12 @@ from sgl_kernel_lazy.triton.common import (
     accumulate,
     block_sizes,
     finish,
+    jit,
     merge_splits,
     num_multiprocessors,
     partner_dim,
     rotate_back,
+    table_block,
 )
 from sgl_kernel_lazy.validation import check_link_inputs, check_tensor
 
@@ -40,7 +42,7 @@ def _splits(kv_indptr, bs, fill, fine, LONG_SPLIT: tl.constexpr, BLOCK_N: tl.con
     return begin, length, tl.cumsum(count, 0)
 
 
-@triton.jit
+@jit
 def _link_decode_kernel(
     q, k_cache, v_cache, partial_out, partial_lse,
     kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
@@ -48,8 +50,7 @@ def _link_decode_kernel(
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr, LONG_SPLIT: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    LONG_SPLIT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """One piece of one request's row, for up to BLOCK_H query heads of one kv head.
@@ -81,7 +82,7 @@ def _link_decode_kernel(
     q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
 
     segment = tl.arange(0, BLOCK_SEGMENTS)
-    segments = tl.minimum(tl.load(num_segments + b), MAX_SEGMENTS)
+    segments = tl.load(num_segments + b)
     table = tl.load(segment_ends + b * stride_ends + segment, mask=segment < segments, other=2147483647)
     first_segment = tl.sum((table <= low).to(tl.int32), 0)
     last_segment = tl.sum((table < high).to(tl.int32), 0)
@@ -113,7 +114,7 @@ def _link_decode_kernel(
     tl.store(partial_lse + row, lse, mask=head_in_group < GROUP)
 
 
-@triton.jit
+@jit
 def _merge_kernel(
     partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, LONG_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -136,7 +137,7 @@ def _merge_kernel(
         tl.store(lse + b.to(tl.int64) * stride_lse_row + head, merged_lse)
 
 
-def _plan(bs, num_qo_heads, num_kv_heads, device):
+def _plan(num_qo_heads, num_kv_heads, device):
     """(BLOCK_H, fill, fine): query heads per tile, and the two bounds of `_splits`, from static shapes alone."""
     group = num_qo_heads // num_kv_heads
     block_h = min(64, max(16, triton.next_power_of_2(group)))
@@ -147,7 +148,7 @@ def _plan(bs, num_qo_heads, num_kv_heads, device):
 
 def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device):
     """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter."""
-    _, _, fine = _plan(max_bs, num_qo_heads, num_kv_heads, torch.device(device))
+    _, _, fine = _plan(num_qo_heads, num_kv_heads, torch.device(device))
     return torch.empty((fine + max_bs) * num_qo_heads * (head_dim + 1), dtype=torch.float32, device=device)
 
 
@@ -171,7 +172,7 @@ def link_decode(
         return out
     num_kv_heads = k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
-    block_h, fill, fine = _plan(bs, num_qo_heads, num_kv_heads, q.device)
+    block_h, fill, fine = _plan(num_qo_heads, num_kv_heads, q.device)
     pieces = fine + bs
     if workspace is None:
         workspace = decode_workspace(bs, num_qo_heads, num_kv_heads, head_dim, q.device)
@@ -182,8 +183,7 @@ def link_decode(
     partial_out, partial_lse = workspace[: rows * head_dim], workspace[rows * head_dim :]
 
     blocks = block_sizes(head_dim, q.element_size(), TILE_BYTES)
-    block_bs = triton.next_power_of_2(bs)
-    max_segments = segment_ends.shape[1]
+    block_bs = table_block(bs, least=128)
     _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), pieces)](
         q, k_cache, v_cache, partial_out, partial_lse,
         kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
@@ -191,8 +191,8 @@ def link_decode(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        MAX_SEGMENTS=max_segments, LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
-        BLOCK_BS=block_bs, BLOCK_SEGMENTS=triton.next_power_of_2(max(1, max_segments)),
+        LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
+        BLOCK_BS=block_bs, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](

@@ -9,10 +9,12 @@ from sgl_kernel_lazy.triton.common import (
     accumulate,
     block_sizes,
     finish,
+    jit,
     merge_splits,
     num_multiprocessors,
     partner_dim,
     rotate_back,
+    table_block,
 )
 from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
 
@@ -61,27 +63,27 @@ def _attend(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@jit
 def _link_extend_kernel(
     q, k_cache, v_cache, out, lse,
     qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    nnz_qo, scale_log2,
+    nnz_qo, num_splits, scale_log2,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
 
-    With NUM_SPLITS == 1 out and lse are the results; else out[split, token, head] (normalised) and
+    Without SPLIT, num_splits is 1 and out and lse are the results; else out[split, token, head] (normalised) and
     lse[split, token, head] (base 2) are partial.
     """
     LN2: tl.constexpr = 0.6931471805599453
     kv_head = tl.program_id(1)
-    b = tl.program_id(2) // NUM_SPLITS
-    split = tl.program_id(2) % NUM_SPLITS
+    b = tl.program_id(2) // num_splits
+    split = tl.program_id(2) % num_splits
     qo_begin = tl.load(qo_indptr + b)
     qo_length = tl.load(qo_indptr + b + 1) - qo_begin
     # The last tile comes first: under causality it is the longest.
@@ -90,9 +92,11 @@ def _link_extend_kernel(
         return
     row_begin = tl.load(kv_indptr + b)
     row_length = tl.load(kv_indptr + b + 1) - row_begin
-    size = tl.maximum(tl.cdiv(tl.cdiv(row_length, NUM_SPLITS), BLOCK_N) * BLOCK_N, MIN_SPLIT if NUM_SPLITS > 1 else 0)
-    low = tl.minimum(split * size, row_length)
-    high = tl.minimum(low + size, row_length)
+    low, high = 0, row_length
+    if SPLIT:
+        size = tl.maximum(tl.cdiv(tl.cdiv(row_length, num_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+        low = tl.minimum(split * size, row_length)
+        high = tl.minimum(low + size, row_length)
 
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     token = qo_begin + packed // GROUP
@@ -109,7 +113,7 @@ def _link_extend_kernel(
     v_rows = v_cache + kv_head * stride_v_head
 
     segment = tl.arange(0, BLOCK_SEGMENTS)
-    segments = tl.minimum(tl.load(num_segments + b), MAX_SEGMENTS)
+    segments = tl.load(num_segments + b)
     table = tl.load(segment_ends + b * stride_ends + segment, mask=segment < segments, other=2147483647)
     first_run = tl.sum((table <= low).to(tl.int32), 0)
     last_run = tl.minimum(tl.sum((table < high).to(tl.int32), 0), segments)
@@ -150,20 +154,20 @@ def _link_extend_kernel(
     out_rows = out + token[:, None] * stride_out_row + head[:, None] * stride_out_head
     tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
     if lse is not None:
-        if NUM_SPLITS == 1:
+        if not SPLIT:
             result_lse *= LN2
         tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
 
 
-@triton.jit
+@jit
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, nnz_qo, stride_out_row, stride_out_head, stride_lse_row,
-    HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    partial_out, partial_lse, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """out[token, head] and lse[token, head] from partial rows [NUM_SPLITS, nnz_qo, num_qo_heads]."""
+    """out[token, head] and lse[token, head] from partial rows [num_splits, nnz_qo, num_qo_heads]."""
     token, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     merged, merged_lse = merge_splits(
-        partial_out, partial_lse, token * num_heads + head, NUM_SPLITS, nnz_qo * num_heads, HEAD_DIM, BLOCK_D, BLOCK_S
+        partial_out, partial_lse, token * num_heads + head, num_splits, nnz_qo * num_heads, HEAD_DIM, BLOCK_D, BLOCK_S
     )
     dim = tl.arange(0, BLOCK_D)
     row = out + token * stride_out_row + head * stride_out_head
@@ -173,14 +177,12 @@ def _merge_kernel(
 
 
 def _plan(bs, group, num_kv_heads, max_extend_len, row_bytes, device):
-    """(BLOCK_M, NUM_SPLITS): the smallest tile that holds a short tail, and enough splits to fill the chip."""
+    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and enough splits to fill the chip."""
     rows = max_extend_len * group
     # Wide heads and fp32 leave no registers for 128 rows.
     block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else MAX_BLOCK_M
     programs = triton.cdiv(rows, block_m) * num_kv_heads * bs
-    splits = min(MAX_SPLITS, 2 * num_multiprocessors(device) // programs)
-    # A power of two, so that few variants are compiled.
-    return block_m, 1 << max(splits, 1).bit_length() - 1
+    return block_m, max(1, min(MAX_SPLITS, 2 * num_multiprocessors(device) // programs))
 
 
 def link_extend(
@@ -194,7 +196,7 @@ def link_extend(
     )
     check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
     nnz_qo, num_qo_heads, head_dim = q.shape
-    bs, max_segments = segment_ends.shape
+    bs = num_segments.shape[0]
     num_kv_heads = k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -210,20 +212,19 @@ def link_extend(
         q, k_cache, v_cache, target, target_lse,
         qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
         num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        nnz_qo, sm_scale * LOG2E,
+        nnz_qo, num_splits, sm_scale * LOG2E,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        MAX_SEGMENTS=max_segments, NUM_SPLITS=num_splits, MIN_SPLIT=MIN_SPLIT,
-        BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=triton.next_power_of_2(max(1, max_segments)),
+        SPLIT=num_splits > 1, MIN_SPLIT=MIN_SPLIT,
+        BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=8 if block_m == 128 or head_dim > 128 else 4, num_stages=NUM_STAGES,
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(nnz_qo, num_qo_heads)](
-            target, target_lse, out, lse, nnz_qo,
+            target, target_lse, out, lse, nnz_qo, num_splits,
             out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-            HEAD_DIM=head_dim, NUM_SPLITS=num_splits, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=min(16, num_splits),
-            num_warps=4,
+            HEAD_DIM=head_dim, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
         )  # fmt: skip
     return out
