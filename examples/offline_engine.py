@@ -17,7 +17,7 @@ def main() -> None:
     parser.add_argument("--model-path")
     args = parser.parse_args()
 
-    engine = Engine(model_path=args.model_path or str(tiny_model()), **device_options())
+    engine = Engine(model_path=args.model_path or str(tiny_model()), log_level="error", **device_options())
     try:
         for request in load_sample()[-3:]:
             documents = [chunk(document_text(doc)) for doc in request["docs"]]
@@ -28,7 +28,7 @@ def main() -> None:
             meta = result["meta_info"]
             print(f"{request['question']}\n  {result['text']!r}")
             print(f"  {meta['cached_tokens']} of {meta['prompt_tokens']} prompt tokens were there already")
-            print(f"  documents reused: {[doc['offset'] for doc in meta['chunks'] if doc['hit']]} (offsets)")
+            print(f"  documents reused: {sum(doc['hit'] for doc in meta['chunks'])} of {len(documents)}")
     finally:
         engine.shutdown()
 

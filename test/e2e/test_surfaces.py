@@ -400,7 +400,7 @@ def test_engine_refuses_bad_segments(engine):
 def test_local_runtime(tiny_model):
     from serving import device_options
 
-    runtime = sglang_lazy.Runtime(model_path=tiny_model, max_total_tokens=8192, **device_options())
+    runtime = sglang_lazy.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
     try:
         state = answer_from.run(documents=[RIVER], question="Who?", backend=runtime)
         assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0

@@ -69,7 +69,7 @@ def test_a_wrong_tensor_is_named(op, argument, name):
         pytest.skip(f"link_{op} takes no {argument}")
     options = dict(batch.options) | ({"max_extend_len": batch.max_extend_len} if op == "extend" else {})
     inputs[argument] = MISTAKES[argument](inputs[argument])
-    with pytest.raises(ValueError, match="expected"):
+    with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
         getattr(get_implementation(name), f"link_{op}")(**inputs, **options)
 
 

@@ -98,8 +98,10 @@ def test_a_refusal_by_the_scheduler_is_an_error_in_a_stream_too():
     refusal = {"type": "abort", "status_code": 400, "message": "the reason"}
     with pytest.raises(ValueError, match="the reason"):
         collect(request(), output(refusal))
-    part_of_a_batch = request()
-    part_of_a_batch.is_single = False
+    manager = SimpleNamespace(child_rid_to_logical_rid={"r": "p"}, rid_to_state={"p": SimpleNamespace()})
+    with pytest.raises(ValueError, match="the reason"):
+        collect(request(is_single=False), output(refusal), manager=manager)
+    part_of_a_batch = request(is_single=False)
     assert collect(part_of_a_batch, output(refusal))[0]["finish_reason"] == refusal
 
 

@@ -60,7 +60,7 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     """Turn the scheduler's bitmask of hits into a report."""
     finish_reason = meta_info["finish_reason"]
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
-    if refused and getattr(obj, "is_single", False):  # set on requests that are no part of a batch
+    if refused and (parent is not None or getattr(obj, "is_single", False)):  # not where others share the stream
         raise ValueError(finish_reason["message"])
     details = dict(meta_info.get("cached_tokens_details") or {})
     reuse = (meta_info["cached_tokens"], details.pop("chunk_hits", 0), details)

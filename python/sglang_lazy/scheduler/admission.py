@@ -36,7 +36,10 @@ class Fill:
 class ChunkAdmission:
     """Bookkeeping of parents and fills beside one SGLang scheduler.
 
-    `holders` are the admitted parents in order of admission; `fills` the chunks under way, by chunk key.
+    holders: the admitted parents, in order of admission.
+    fills: the chunks under way, by chunk key.
+    forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
+        ready; they join the queue after that.
     """
 
     def __init__(self, scheduler: Any, cache: LazyRadixCache, max_chunks: int):
@@ -46,6 +49,8 @@ class ChunkAdmission:
         self.holders: list[Req] = []
         self.fills: dict[tuple, Fill] = {}
         self._fill_ids = itertools.count()
+        self.forming = False
+        self.late: list[Req] = []
         cache.release_waiting_lock = self.revoke_newest
 
     # Arrival
@@ -85,7 +90,7 @@ class ChunkAdmission:
             need = self._own_need(req)
             if is_linked(req):
                 link: Link = req.link
-                need += self._missing_need(link)
+                need += self._chunk_need(link)
                 alone = idle and not visible and not self.holders
                 if not link.admitted and need > budget and not alone:
                     break
@@ -116,15 +121,19 @@ class ChunkAdmission:
         new = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
         return len(req.origin_input_ids) - in_chunks + len(req.output_ids) + new + 1
 
-    def _missing_need(self, link: Link) -> int:
-        """Tokens that the chunks of a parent will still allocate, in fills that have not started."""
-        chunks = {chunk.key: chunk for i, chunk in enumerate(link.prompt.chunks) if self._missing(link, i)}
-        return sum(len(chunk.tokens) + 1 for key, chunk in chunks.items() if not self._launched(key))
+    def _chunk_need(self, link: Link) -> int:
+        """Tokens that the chunks of a parent still take from what is free or evictable.
 
-    def _missing(self, link: Link, i: int) -> bool:
-        if link.admitted:
-            return link.nodes[i] is None
-        return self.cache.find_chunk(link.prompt.chunks[i]) is None
+        Missing chunks, unless their fill has started, and resident ones that nobody has locked yet.
+        """
+        need = 0
+        for i, chunk in {chunk.key: (i, chunk) for i, chunk in enumerate(link.prompt.chunks)}.values():
+            node = link.nodes[i] if link.admitted else self.cache.find_chunk(chunk)
+            if node is None:
+                need += 0 if self._launched(chunk.key) else len(chunk.tokens) + 1
+            elif node.lock_ref == 0:
+                need += chunk.used
+        return need
 
     def _launched(self, key: tuple) -> bool:
         return key in self.fills and self.fills[key].launched

@@ -32,6 +32,9 @@ def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None
         return admission.requeue_fill(req)
     else:
         admission.arrive(req)
+        if admission.forming and is_linked(req):
+            admission.late.append(req)
+            return None
     return original(scheduler, req, *args, **kwargs)
 
 
@@ -53,14 +56,16 @@ def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, 
         running_batch.batch_is_full = False  # with nothing running, nothing else would clear it
     waiting = scheduler.waiting_queue
     visible = admission.visible_queue(running_batch)
-    if visible is waiting:
-        return original(scheduler, prefill_delayer_single_pass, running_batch)
     scheduler.waiting_queue = visible.copy()
+    admission.forming = True
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
+    admission.forming = False
     shown = set(visible)
     left = set(scheduler.waiting_queue)
     added = [req for req in scheduler.waiting_queue if req not in shown]
     scheduler.waiting_queue = [req for req in waiting if req not in shown or req in left] + added
+    while admission.late:
+        scheduler._add_request_to_queue(admission.late.pop(0))
     admission.reconcile()
     if batch is None and visible and running_batch.is_empty() and scheduler.chunked_req is None:
         admission.revoke_newest()
