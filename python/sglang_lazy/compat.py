@@ -70,6 +70,10 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         ),
         "several tokenizer workers: they would take requests without our surfaces": args.tokenizer_worker_num > 1,
         "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
+        "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
+        "the gRPC server: it takes requests without our surfaces": args.smg_grpc_mode or args.grpc_mode,
+        "Ray: its scheduler actors load no plugins": args.use_ray,
+        "--encoder-only: nothing is generated": args.encoder_only,
         "SGLANG_RADIX_FORCE_MISS: a linked row cannot miss its chunks": envs.SGLANG_RADIX_FORCE_MISS.get(),
         "--radix-cache-backend: another cache was chosen": args.radix_cache_backend not in (None, "lazy"),
     }
@@ -83,7 +87,8 @@ def unfit_model(runner) -> list[str]:
     reasons = []
     backends = {args.attention_backend, *args.get_attention_backends()}
     if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
-        reasons.append(f"attention backend {', '.join(foreign)}: linked attention knows {', '.join(ATTENTION_BACKENDS)}")
+        known = ", ".join(ATTENTION_BACKENDS)
+        reasons.append(f"attention backend {', '.join(foreign)}: linked attention knows {known}")
     if runner.use_mla_backend:
         return [*reasons, "MLA: keys are latent, their positions cannot be taken back by turning the query"]
     if config.is_encoder_decoder:

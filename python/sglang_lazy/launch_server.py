@@ -54,8 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_lazy.compat import Unfit, unfit_flags
+
     load_plugins()
     server_args = prepare_server_args(rest)
+    if not config.fallback and (reasons := unfit_flags(server_args)):
+        sys.exit(f"error: {Unfit(reasons)}")
     try:
         run_server(server_args)
     finally:

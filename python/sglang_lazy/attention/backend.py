@@ -188,7 +188,9 @@ class LinkAttention(AttentionBackend):
         """Store new keys and values; returns q by head, the layer's caches, and arguments common to both kernels."""
         unknown = [name for name, value in kwargs.items() if value is not None]
         if unknown:
-            raise NotImplementedError(f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for")
+            raise NotImplementedError(
+                f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for"
+            )
         if save_kv_cache:
             self.link_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)

@@ -86,7 +86,7 @@ class LazyRadixCache(RadixCache):
         permuted = np.frombuffer(ids, dtype=np.int64)[link.row.positions]
         req.full_untruncated_fill_ids = array("q", permuted.tobytes())
         if not req.retracted_stain:
-            # SGLang counts the prefix beyond `already_computed` as cached: leave out what was computed for this request.
+            # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
             req.already_computed = link.num_fresh_tokens
         handle = LinkHandle(
             tuple(match.last_device_node for match in chunks), tuple(match.last_device_node for match in spans)
@@ -143,9 +143,7 @@ class LazyRadixCache(RadixCache):
             key = ids[span.start : span.start + count]
             namespace = self._namespace(req, span)
             inserted = self.insert(
-                InsertParams(
-                    key=RadixKey(key, namespace), value=value, chunked=chunked, priority=getattr(req, "priority", 0) or 0
-                )
+                InsertParams(key=RadixKey(key, namespace), value=value, chunked=chunked, priority=req.priority or 0)
             )
             match = self._match(key, namespace)
             if inserted.prefix_len > published:

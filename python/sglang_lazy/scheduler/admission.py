@@ -242,7 +242,8 @@ class ChunkAdmission:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
         locked = self.cache.protected_size()
         if locked or self.holders or self.fills:
-            raise RuntimeError(f"idle, but {locked} tokens locked, {len(self.holders)} holders, {len(self.fills)} fills")
+            held = f"{locked} tokens locked, {len(self.holders)} holders, {len(self.fills)} fills"
+            raise RuntimeError(f"idle, but {held}")
 
 
 def is_linked(req: Req) -> bool:

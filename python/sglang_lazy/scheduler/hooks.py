@@ -41,9 +41,9 @@ def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None
 def get_next_batch_to_run(original, scheduler, running_batch, last_batch):
     """Around `Scheduler.get_next_batch_to_run`: fills end before SGLang merges the last batch into the running one."""
     admission = admission_of(scheduler)
-    if admission is not None and last_batch is not None and last_batch.forward_mode.is_extend():
-        if admission.settle(last_batch):
-            running_batch.batch_is_full = False
+    is_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
+    if admission is not None and is_prefill and admission.settle(last_batch):
+        running_batch.batch_is_full = False
     return original(scheduler, running_batch, last_batch)
 
 

@@ -1,0 +1,192 @@
+"""Every flag and model property that chunk reuse does not fit is refused, with its reason."""
+
+import importlib.metadata
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from sglang_context import published
+
+from sglang_lazy import compat, plugin
+
+FLAGS = {
+    "page_size": 1,
+    "disable_radix_cache": False,
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "pp_size": 1,
+    "enable_dp_attention": False,
+    "enable_two_batch_overlap": False,
+    "enable_pdmux": False,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_streaming_session": False,
+    "enable_session_radix_cache": False,
+    "enable_deterministic_inference": False,
+    "enable_lora": False,
+    "enable_priority_scheduling": False,
+    "schedule_policy": "fcfs",
+    "radix_eviction_policy": "lru",
+    "tokenizer_worker_num": 1,
+    "dllm_algorithm": None,
+    "smg_grpc_mode": False,
+    "grpc_mode": False,
+    "use_ray": False,
+    "encoder_only": False,
+    "radix_cache_backend": "lazy",
+}
+UNFIT_FLAGS = [
+    ("page_size", 16, "page size 16"),
+    ("disable_radix_cache", True, "--disable-radix-cache"),
+    ("speculative_algorithm", "EAGLE", "speculative decoding"),
+    ("disaggregation_mode", "prefill", "disaggregation"),
+    ("pp_size", 2, "pipeline parallelism"),
+    ("enable_dp_attention", True, "data-parallel attention"),
+    ("enable_two_batch_overlap", True, "two-batch overlap"),
+    ("enable_hierarchical_cache", True, "hierarchical cache"),
+    ("enable_lora", True, "LoRA"),
+    ("enable_priority_scheduling", True, "priority scheduling"),
+    ("schedule_policy", "lpm", "schedule policy 'lpm'"),
+    ("radix_eviction_policy", "mru", "'mru'"),
+    ("tokenizer_worker_num", 2, "tokenizer workers"),
+    ("radix_cache_backend", "other", "another cache"),
+]
+
+
+def test_the_defaults_fit():
+    """No reason is found where there is none."""
+    assert compat.unfit_flags(SimpleNamespace(**FLAGS)) == []
+
+
+def test_flags_are_sglangs_own():
+    """Every flag looked at exists, so that none is checked under a wrong name."""
+    from sglang.srt.server_args import ServerArgs
+
+    assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
+
+
+@pytest.mark.parametrize(("flag", "value", "reason"), UNFIT_FLAGS)
+def test_unfit_flags(flag, value, reason):
+    """One unfit flag gives one reason, which names it."""
+    (given,) = compat.unfit_flags(SimpleNamespace(**{**FLAGS, flag: value}))
+    assert reason in given
+
+
+class Layer(torch.nn.Module):
+    """An attention layer as models build them."""
+
+    def __init__(self, rope=None, **attention):
+        super().__init__()
+        options = {"num_heads": 4, "head_dim": 32, "scaling": 1.0, "num_kv_heads": 2, "layer_id": 0, **attention}
+        self.attn = RadixAttention(**options)
+        self.rotary_emb = rope
+
+
+def plain_rope():
+    return RotaryEmbedding(32, 32, 128, 10000, True, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def sglang_context():
+    with published():
+        yield
+
+
+def runner(*layers, architecture="LlamaForCausalLM", **changes):
+    """What `unfit_model` sees of a model runner."""
+    config = {
+        "hf_config": SimpleNamespace(architectures=[architecture]),
+        "is_encoder_decoder": False,
+        "model_is_mrope": False,
+        "is_hybrid_swa": False,
+        "is_multimodal": False,
+        "is_generation": True,
+        **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is"))},
+    }
+    fields = {
+        "model_config": SimpleNamespace(**config),
+        "server_args": SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: ("triton", "triton")),
+        "use_mla_backend": False,
+        "sliding_window_size": None,
+        "kv_cache_dtype": torch.bfloat16,
+        "dtype": torch.bfloat16,
+        "model": torch.nn.ModuleList(layers),
+        **changes,
+    }
+    return SimpleNamespace(**fields)
+
+
+def test_a_plain_model_fits():
+    """No reason is found where there is none."""
+    assert compat.unfit_model(runner(Layer(plain_rope()))) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_mla_backend": True}, "MLA"),
+        ({"is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_is_mrope": True}, "M-RoPE"),
+        ({"is_hybrid_swa": True}, "sliding window"),
+        ({"sliding_window_size": 4096}, "sliding window"),
+        ({"is_multimodal": True}, "multimodal"),
+        ({"is_generation": False}, "embedding"),
+        ({"architecture": "HunYuanDenseV1ForCausalLM"}, "HunYuanDenseV1ForCausalLM"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8"),
+    ],
+)
+def test_unfit_models(changes, reason):
+    """One unfit property of a model gives one reason, which names it."""
+    (given,) = compat.unfit_model(runner(Layer(plain_rope()), **changes))
+    assert reason in given
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"),
+    [
+        ({"logit_cap": 30.0}, "logit cap"),
+        ({"sliding_window_size": 512}, "sliding window"),
+        ({"is_cross_attention": True}, "cross attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
+        ({"v_head_dim": 64}, "head dimensions 32 and 64"),
+        ({"pos_encoding_mode": "ALIBI"}, "ALIBI"),
+    ],
+)
+def test_unfit_layers(attention, reason):
+    """One unfit property of a layer gives one reason, which names it."""
+    (given,) = compat.unfit_model(runner(Layer(plain_rope(), **attention)))
+    assert reason in given
+
+
+def test_unfit_rotary_embeddings():
+    """No rotary embedding, and one whose angles a rotation cannot take back."""
+    mrope = MRotaryEmbedding(32, 32, 128, 10000, True, torch.float32, mrope_section=[4, 6, 6])
+    for rope in (None, mrope):
+        (given,) = compat.unfit_model(runner(Layer(rope)))
+        assert type(rope).__name__ in given
+
+
+def test_the_message_says_what_to_do():
+    """Every reason on a line of its own, then the way out."""
+    message = str(compat.Unfit(["first", "second"]))
+    assert "\n  - first\n  - second\n" in message and "--lazy-fallback" in message
+
+
+def test_another_sglang_is_refused(monkeypatch):
+    """The message names both versions."""
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
+    with pytest.raises(RuntimeError, match=r"0\.5\.17.*0\.5\.16"):
+        plugin.check_version()
+
+
+def test_a_hook_that_did_not_take_is_named(monkeypatch):
+    """SGLang only logs plugin failures; `verify` stops with the target's name."""
+    monkeypatch.setattr(plugin, "_installed", True)
+    lost = plugin.Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "sglang_lazy.plugin:load", "AFTER")
+    monkeypatch.setattr(plugin, "HOOKS", (lost,))
+    with pytest.raises(RuntimeError, match="Scheduler.on_idle"):
+        plugin.verify()

@@ -1,0 +1,69 @@
+"""The start-up probe tells models whose queries and keys are as the rotation left them from those that change them."""
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang_context import published
+
+from sglang_lazy.attention.probe import check_rotation
+from sglang_lazy.attention.rope import LayerRope, layer_ropes
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
+
+
+class Attention(torch.nn.Module):
+    """Projects, rotates, and then does to q and k what `after` says."""
+
+    def __init__(self, is_neox, rotary_dim, after):
+        super().__init__()
+        self.proj = torch.nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        self.rotary_emb = RotaryEmbedding(HEAD_DIM, rotary_dim, 2048, 10000, is_neox, torch.float32)
+        self.attn = RadixAttention(HEADS, HEAD_DIM, 1.0, KV_HEADS, 0)
+        self.after = after
+
+    def forward(self, positions, hidden_states, forward_batch):
+        sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
+        q, k, v = self.proj(hidden_states).split(sizes, dim=-1)
+        q, k = self.rotary_emb.forward_native(positions, q.contiguous(), k.contiguous())
+        return self.attn(self.after(q, positions), self.after(k, positions), v, forward_batch)
+
+
+@pytest.fixture(autouse=True)
+def sglang_context():
+    with published():
+        yield
+
+
+def check(after, is_neox=True, rotary_dim=HEAD_DIM):
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList([Attention(is_neox, rotary_dim, after)])
+    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
+
+
+@pytest.mark.parametrize("is_neox", [True, False])
+@pytest.mark.parametrize("rotary_dim", [HEAD_DIM, HEAD_DIM // 2])
+def test_a_model_that_leaves_the_rotation_alone(is_neox, rotary_dim):
+    """Both pairings, full and partial."""
+    check(lambda x, _: x, is_neox, rotary_dim)
+
+
+def test_a_norm_after_the_rotation():
+    """A weight per dimension after the rotation does not commute with it."""
+    weight = torch.linspace(0.5, 1.5, HEAD_DIM)
+    with pytest.raises(ValueError, match="Attention: turning a query back"):
+        check(lambda x, _: (x.view(2, -1, HEAD_DIM) * weight).flatten(1))
+
+
+def test_a_scale_that_depends_on_the_position():
+    """What the query is multiplied by must be the same at every position."""
+    with pytest.raises(ValueError, match="relative error"):
+        check(lambda x, positions: x * (1 + positions[:, None] / 1000))
+
+
+def test_angles_that_are_not_position_times_frequency():
+    """The table is compared with the model's own."""
+    rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 2048, 10000, True, torch.float32)
+    rope._compute_cos_sin_cache = lambda: torch.rand(2048, HEAD_DIM)
+    with pytest.raises(ValueError, match="angles"):
+        LayerRope(rope, 2048, "cpu")
