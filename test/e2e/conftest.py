@@ -36,5 +36,6 @@ def server(tiny_model, tmp_path_factory):
 
     log = tmp_path_factory.mktemp("server") / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "20000", "--enable-cache-report", *device_flags()]
+    flags += ["--grammar-backend", "outlines"]  # works without a GPU, unlike the default
     with running_server(flags, log) as url:
         yield url

@@ -12,6 +12,7 @@ from serving import Client, device_flags, running_server
 def logged_server(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("reuse") / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--chunked-prefill-size", "512", *device_flags()]
+    flags += ["--decode-log-interval", "1"]
     with running_server(flags, log) as url:
         client = Client(url)
         client.generate({"input_ids": [5, 6, 7]}, 1)  # SGLang's own warm-up is over before we count

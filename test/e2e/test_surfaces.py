@@ -425,3 +425,33 @@ def test_help_shows_both_kinds_of_flags():
 def test_bad_flags_of_ours_are_refused():
     refused = launch("--model-path", "x", "--lazy-max-chunks", "0")
     assert refused.returncode == 2 and "max_chunks must be at least 1" in refused.stderr
+
+
+def test_structured_output_over_chunks(generate, chat):
+    """A grammar holds for answers over chunks, cold and warm, on both surfaces."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    params = {"temperature": 0, "max_new_tokens": 24, "json_schema": json.dumps(schema)}
+    documents = [RIVER + " Seen from the bridge.", LIBRARY + " Seen from the square."]
+    for _ in range(2):
+        answer = generate(segments=prompt(*documents), sampling_params=params)
+        assert isinstance(json.loads(answer["text"])["ok"], bool)
+        documents.reverse()
+    assert answer["meta_info"]["cached_tokens_details"]["chunk"] > 0
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    messages = [user("Read: ", chunk(RIVER), " True?")]
+    reply = chat(messages, response_format=response_format, max_tokens=24, ignore_eos=False)
+    assert isinstance(json.loads(reply.json()["choices"][0]["message"]["content"])["ok"], bool)
+
+
+def test_weight_updates_and_flushes_forget_chunks(generate, post, tiny_model):
+    """What was computed with other weights is never reused; nothing stays locked that would prevent either."""
+    segments = prompt(RAILWAY + " It is gone.", LIBRARY)
+    for path, body in (("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": tiny_model})):
+        generate(segments=segments)
+        warm = generate(segments=segments)
+        assert all(one["hit"] for one in warm["meta_info"]["chunks"])
+        response = post(path, **body)
+        assert response.status_code == 200, response.text
+        cold = generate(segments=segments)
+        assert cold["meta_info"]["cached_tokens"] == 0
+        assert cold["output_ids"] == warm["output_ids"]
