@@ -16,7 +16,6 @@ ARCHITECTURES = frozenset(
     {
         "CohereForCausalLM",
         "Glm4ForCausalLM",
-        "GlmForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
@@ -28,7 +27,7 @@ ARCHITECTURES = frozenset(
         "StableLmForCausalLM",
     }
 )
-"""Models whose queries and keys enter attention exactly as the rotation left them."""
+"""Models whose queries and keys enter attention exactly as the rotation left them: those tested against the oracle."""
 
 
 class Unfit(ValueError):
