@@ -226,7 +226,7 @@ class Scheduler:
         """What results say of `req`: cached tokens, those of them in chunks, and the hit mask."""
         details = hooks.cached_tokens_details(None, None, req)
         assert details["device"] == req.cached_tokens
-        return req.cached_tokens, details["chunk"], details["chunk_hits"]
+        return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
 
     def resident(self, req):
         return [self.tree_cache.find_chunk(chunk) is not None for chunk in req.link.prompt.chunks]

@@ -54,7 +54,7 @@ def test_report():
 
 
 def test_only_the_last_output_carries_the_report():
-    details = {"device": 7, "host": 0, "chunk": 6, "chunk_hits": 0b01}
+    details = {"device": 7, "host": 0, "chunk": 6, "chunk_hits": "1"}
     first, last = collect(
         request(),
         output(cached_tokens=7, cached_tokens_details=dict(details)),
@@ -83,9 +83,9 @@ def test_samples_of_one_prompt_report_what_the_prompt_found():
     """For n > 1 the prompt is computed first: that the samples then find it is no hit of the request."""
     children = {"p_0": "p", "p_1": "p", "p_2": "p"}
     manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
-    cold = output({"type": "length"}, cached_tokens_details={"device": 0, "host": 0, "chunk": 0, "chunk_hits": 0})
+    cold = output({"type": "length"}, cached_tokens_details={"device": 0, "host": 0, "chunk": 0, "chunk_hits": "0"})
     (prompt,) = collect(request(rid="p_0"), cold, manager=manager)
-    details = {"device": 9, "host": 0, "chunk": 6, "chunk_hits": 0b11}
+    details = {"device": 9, "host": 0, "chunk": 6, "chunk_hits": "3"}
     for rid in ("p_1", "p_2"):
         warm = output({"type": "stop"}, cached_tokens=9, cached_tokens_details=dict(details))
         (sample,) = collect(request(rid=rid), warm, manager=manager)

@@ -63,7 +63,7 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     if refused and (parent is not None or getattr(obj, "is_single", False)):  # not where others share the stream
         raise ValueError(finish_reason["message"])
     details = dict(meta_info.get("cached_tokens_details") or {})
-    reuse = (meta_info["cached_tokens"], details.pop("chunk_hits", 0), details)
+    reuse = (meta_info["cached_tokens"], int(details.pop("chunk_hits", "0"), 16), details)
     if parent is not None:
         # SGLang computes the prompt before its n samples: what that request reused is what the samples may report.
         reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)

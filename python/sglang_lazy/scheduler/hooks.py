@@ -56,14 +56,15 @@ def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, 
         running_batch.batch_is_full = False  # with nothing running, nothing else would clear it
     waiting = scheduler.waiting_queue
     visible = admission.visible_queue(running_batch)
-    scheduler.waiting_queue = visible.copy()
+    if visible is not waiting:
+        scheduler.waiting_queue = visible.copy()
     admission.forming = True
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
     admission.forming = False
-    shown = set(visible)
-    left = set(scheduler.waiting_queue)
-    added = [req for req in scheduler.waiting_queue if req not in shown]
-    scheduler.waiting_queue = [req for req in waiting if req not in shown or req in left] + added
+    if visible is not waiting:
+        shown, left = set(visible), set(scheduler.waiting_queue)
+        added = [req for req in scheduler.waiting_queue if req not in shown]
+        scheduler.waiting_queue = [req for req in waiting if req not in shown or req in left] + added
     while admission.late:
         scheduler._add_request_to_queue(admission.late.pop(0))
     admission.reconcile()
@@ -91,4 +92,5 @@ def cached_tokens_details(result, _streamer, req: Req) -> dict | None:
     if not is_linked(req):
         return result
     link = req.link
-    return {"device": req.cached_tokens, "host": 0, "chunk": link.num_reused_tokens, "chunk_hits": link.hit_mask}
+    hits = f"{link.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
+    return {"device": req.cached_tokens, "host": 0, "chunk": link.num_reused_tokens, "chunk_hits": hits}
