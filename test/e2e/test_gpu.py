@@ -51,7 +51,7 @@ def plain_bf16(path: str, prompt, tokens) -> torch.Tensor:
 def test_chunks_on_cuda(served):
     """Cold, warm and reordered, alone and in a batch: no further from fp32 than twice plain PyTorch in bf16.
 
-    Plain PyTorch may come out exact by luck; one rounding of a logit of size 5 is always allowed.
+    Both errors are the worst over all answers and tokens: one answer's rounding may come out small by luck.
     """
     engine, path = served
     oracle = Oracle(path)
@@ -74,10 +74,12 @@ def test_chunks_on_cuda(served):
         segments=[[s.to_request() for s in p] for p in prompts], sampling_params=params, return_logprob=True
     )
     assert alone[-1]["meta_info"]["cached_tokens"] == len(token_ids(prompts[0])) - 1
+    ours, plain = [], []
     for prompt, output in zip([*prompts, prompts[0], *prompts], alone + batch, strict=True):
         tokens = output["output_ids"]
         reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
         chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
         exact = oracle.logprobs(prompt, tokens[:-1])[chosen]
-        rounding = (plain_bf16(path, prompt, tokens[:-1])[chosen] - exact).abs().max()
-        assert (reported - exact).abs().max() <= 2 * rounding.clamp_min(0.02)
+        ours.append((reported - exact).abs().max().item())
+        plain.append((plain_bf16(path, prompt, tokens[:-1])[chosen] - exact).abs().max().item())
+    assert max(ours) <= 2 * max(plain), (ours, plain)
