@@ -33,14 +33,19 @@ def make_prompts(rng: random.Random) -> list[list]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=["overlap", "no-overlap"])
+@pytest.fixture(scope="module", params=["overlap", "no-overlap", "retraction"])
 def small_server(request, tiny_model, tmp_path_factory):
+    """retraction: SGLang takes running requests back every third step, whether memory is short or not."""
     log = tmp_path_factory.mktemp("stress") / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", str(POOL), "--chunked-prefill-size", "64"]
     flags += ["--max-running-requests", "6", *device_flags()]
     flags += ["--disable-overlap-schedule"] if request.param == "no-overlap" else []
-    with running_server(flags, log) as url:
-        yield url, log
+    with pytest.MonkeyPatch.context() as environment:
+        if request.param == "retraction":
+            environment.setenv("SGLANG_TEST_RETRACT", "true")
+            environment.setenv("SGLANG_TEST_RETRACT_INTERVAL", "3")
+        with running_server(flags, log) as url:
+            yield url, log
 
 
 async def ask(session, url, prompt, disconnect_after=None):

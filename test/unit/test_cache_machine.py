@@ -138,7 +138,7 @@ class Pools:
             prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
             if prompt.chunks:
                 reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
-                req.link = Link(prompt, len(layout.chunks), reused)
+                req.link = Link(prompt, reused)
                 self.name_paths(req)
 
     def name_paths(self, req):

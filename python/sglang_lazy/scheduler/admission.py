@@ -70,7 +70,7 @@ class ChunkAdmission:
         prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
         if prompt.chunks:
             reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
-            req.link = Link(prompt, len(layout.chunks), reused)
+            req.link = Link(prompt, reused)
 
     # Batch formation
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from sglang_lazy.cache.prompt import LinkedPrompt, Row
-from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
 
 
 @dataclasses.dataclass(eq=False)
@@ -18,7 +18,6 @@ class Link:
     """
 
     prompt: LinkedPrompt
-    num_chunks: int
     reused: list[bool]
     nodes: list[Any] = dataclasses.field(default_factory=list)
     row: Row | None = None
@@ -59,8 +58,7 @@ def requested_layout(req: Any) -> PromptLayout | None:
 
 def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
     """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
-    if len(layout.chunks) > max_chunks:
-        raise ValueError(f"the prompt has {len(layout.chunks)} chunks; this server takes at most {max_chunks}")
+    check_num_chunks(len(layout.chunks), max_chunks)
     refused = {
         "a LoRA adapter": req.lora_id is not None,
         "a session": req.session is not None,
