@@ -1,14 +1,10 @@
 """Real servers and engines on small random models."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "test")]
 
 # Servers inherit this: on a small machine, more threads than cores slow tiny models down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -30,10 +30,9 @@ SERVER = dict(
 )
 # Ways of running that every model must not try, but some model should.
 VARIANTS = {
-    "llama-yarn": {"disable_overlap_schedule": True},
+    "llama-yarn": {"disable_overlap_schedule": True, "chunked_prefill_size": 64},
     "qwen2": {"chunked_prefill_size": 64},
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
-    "mistral": {"disable_overlap_schedule": True, "chunked_prefill_size": 64},
     "stablelm": {"schedule_policy": "fcfs", "max_running_requests": 4},
 }
 

@@ -68,7 +68,7 @@ _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 _SPECS = [
     ModelSpec("llama", "LlamaConfig", _shape(128, 3, 8, 2, head_dim=32, rope_parameters=_rope()), add_bos=True),
     _llama("llama-llama3", _LLAMA3, add_bos=True, chat_parts=False),
-    _llama("llama-linear", _rope("linear", factor=4.0)),
+    _llama("llama-linear", _rope("linear", factor=4.0), core=False),
     _llama("llama-yarn", _YARN),
     _llama("llama-dynamic", _rope("dynamic", factor=4.0)),
     ModelSpec("qwen2", "Qwen2Config", _shape(128, 2, 4, 1, rope_parameters=_rope())),
@@ -83,6 +83,7 @@ _SPECS = [
         "MistralConfig",
         _shape(128, 2, 4, 4, head_dim=48, rope_parameters=_rope(), sliding_window=None),
         add_bos=True,
+        core=False,
     ),
     # NeoX pairing over a quarter of the head
     ModelSpec("stablelm", "StableLmConfig", _shape(128, 2, 4, 2, rope_parameters=_rope(partial_rotary_factor=0.25))),
