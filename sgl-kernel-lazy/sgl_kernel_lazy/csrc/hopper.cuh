@@ -1,0 +1,208 @@
+// Thin wrappers over the Hopper (sm_90a) instructions that the attention kernels need: asynchronous copies, mbarriers,
+// named barriers, register reallocation, and warpgroup matrix products with A in registers and B in shared memory.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace sgl_kernel_lazy::hopper {
+
+__device__ __forceinline__ uint32_t smem_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- copies ----
+
+// 16 bytes from global to shared memory past L1; zeros where not valid, without reading.
+__device__ __forceinline__ void copy_async_16(uint32_t smem, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(global), "r"(valid ? 4 : 0) : "memory");
+}
+
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem)
+               : "memory");
+}
+
+// ---- barriers ----
+
+__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives once all earlier cp.async of this thread have landed; the thread goes on at once.
+__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// Waits until the phase of this parity has completed.
+__device__ __forceinline__ void wait(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void named_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void named_arrive(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Orders shared memory that cp.async or ordinary stores wrote before the tensor cores' reads of it.
+__device__ __forceinline__ void fence_tensor_cores() {
+#ifdef NO_FENCE
+  return;
+#endif
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+template <int REGISTERS>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Programmatic dependent launch: let the next kernel of the stream start, and wait for the previous one's results.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_prerequisites() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// ---- numbers ----
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+template <typename T>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+  } else {
+    return __half22float2(*reinterpret_cast<__half2*>(&packed));
+  }
+}
+
+// ---- warpgroup matrix products ----
+
+// Descriptor of a B tile in 128-byte-swizzled shared memory: rows of 128 bytes, whose 16-byte chunk c of row r lies at
+// chunk c ^ (r % 8), in groups of 8 rows that follow each other. Tiles wider than 128 bytes are blocks of such columns.
+// smem: byte address of the first row, itself 1024-byte aligned apart from a 32-byte step along K in a K-major tile.
+// column_stride: bytes between column blocks, read for MN-major tiles only.
+__device__ __forceinline__ uint64_t tile_descriptor(uint32_t smem, uint32_t column_stride) {
+  constexpr uint64_t SWIZZLE_128B = uint64_t(1) << 62, GROUP_OF_8_ROWS = uint64_t(1024 >> 4) << 32;
+  return SWIZZLE_128B | GROUP_OF_8_ROWS | uint64_t(column_stride >> 4) << 16 | uint64_t((smem & 0x3ffff) >> 4);
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void mma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving reads or writes of these registers across this point.
+template <int N>
+__device__ __forceinline__ void pin(float (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
+}
+template <int N>
+__device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+#define SGL_D8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define SGL_D32(d, i) SGL_D8(d, i), SGL_D8(d, i + 8), SGL_D8(d, i + 16), SGL_D8(d, i + 24)
+#define SGL_R32_0                                                                                      \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
+  "%27,%28,%29,%30,%31"
+#define SGL_R32_1                                                                                             \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"  \
+  "%58,%59,%60,%61,%62,%63"
+#define SGL_MMA_64(type)                                                                              \
+  asm volatile("{.reg .pred accumulate; setp.ne.b32 accumulate, %37, 0;\n"                            \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SGL_R32_0 "},"         \
+               " {%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;}\n"                                  \
+               : SGL_D32(d, 0)                                                                        \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(MN_MAJOR))
+#define SGL_MMA_128(type)                                                                               \
+  asm volatile("{.reg .pred accumulate; setp.ne.b32 accumulate, %69, 0;\n"                              \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" SGL_R32_0 "," SGL_R32_1 \
+               "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;}\n"                                  \
+               : SGL_D32(d, 0), SGL_D32(d, 32)                                                          \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(MN_MAJOR))
+
+// d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous.
+// A thread holds, of its warp's 16 rows, rows g and g + 8 with g = lane / 4: d[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
+// + 0, 1 of row g and d[4 j + 2, 3] those of row g + 8; a[0], a[1] are columns 2 (lane % 4) + 0, 1 of rows g and g + 8,
+// and a[2], a[3] the same 8 columns on. So products become the next product's a by packing pairs.
+template <typename T, bool MN_MAJOR>
+__device__ __forceinline__ void mma(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    SGL_MMA_64("bf16");
+  } else {
+    SGL_MMA_64("f16");
+  }
+}
+template <typename T, bool MN_MAJOR>
+__device__ __forceinline__ void mma(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    SGL_MMA_128("bf16");
+  } else {
+    SGL_MMA_128("f16");
+  }
+}
+
+#undef SGL_D8
+#undef SGL_D32
+#undef SGL_R32_0
+#undef SGL_R32_1
+#undef SGL_MMA_64
+#undef SGL_MMA_128
+
+}  // namespace sgl_kernel_lazy::hopper

@@ -1,0 +1,687 @@
+// Prefill of new text over cached chunks (link_extend) for Hopper; framework-free.
+//
+// A block of threads owns one work item: BLOCK_M packed rows (token, query head of the group) of one request and one kv
+// head, over one split of the entries that these rows can see. The entries of a request are runs: its chunk segments, its
+// cached text, its new text. A run is cut to what the newest row sees and walked in tiles of BLOCK_N entries; a tile never
+// straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in full need no mask.
+//
+//   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies into
+//                        swizzled shared memory, NUM_STAGES deep; beside K the positions (masked tiles) and the cos/sin row
+//                        (a run's first tile). The copies themselves arrive on the tile's mbarrier.
+//   consumer warpgroups  own 64 rows each. The queries R(-offset) q are the register operand of S = Q K^T: rotated from
+//                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. While the
+//                        tensor cores work on S of this tile and on O += P V of the last, and while the other warpgroup's
+//                        softmax runs, nothing waits: two named barriers let the warpgroups take turns issuing.
+//
+// With splits, normalised partial rows and base-2 lse go to fp32 buffers, which merge_kernel combines.
+#pragma once
+
+#include <climits>
+
+#include "hopper.cuh"
+
+namespace sgl_kernel_lazy {
+
+// Everything is counted in elements, not bytes. `wide_*`: int64 instead of int32.
+struct LinkExtendParams {
+  const void *q, *k_cache, *v_cache;
+  void* out;
+  float* lse;          // may be null
+  float* partial_out;  // [num_splits, nnz_qo, num_qo_heads, HEAD_DIM], when num_splits > 1
+  float* partial_lse;  // [num_splits, nnz_qo, num_qo_heads]
+  const int *qo_indptr, *kv_indptr, *kv_positions, *num_segments, *segment_ends, *segment_offsets;
+  const void *q_positions, *kv_indices;
+  const float* cos_sin_cache;
+  int64_t stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head;
+  int64_t stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position;
+  int bs, nnz_qo, group, num_kv_heads, max_segments, num_splits;
+  bool wide_indices, wide_positions;
+  float scale_log2;  // sm_scale * log2(e), positive
+};
+
+template <typename T_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, int NUM_CONSUMERS_>
+struct LinkExtendTraits {
+  using T = T_;
+  static constexpr int HEAD_DIM = HEAD_DIM_, ROTARY_DIM = ROTARY_DIM_, NUM_CONSUMERS = NUM_CONSUMERS_;
+  static constexpr bool IS_NEOX = IS_NEOX_;
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128);
+  static_assert(ROTARY_DIM % 16 == 0 && ROTARY_DIM <= HEAD_DIM);
+  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS, BLOCK_N = 128, NUM_STAGES = 2;
+  static constexpr int WARPGROUP = 128, NUM_THREADS = WARPGROUP * (1 + NUM_CONSUMERS);
+  static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+
+  static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
+  static constexpr int COLUMN_BYTES = BLOCK_N * 128;  // one block of 64 columns of a K or V tile
+  static constexpr int K_OFFSET = BLOCK_M * HEAD_DIM * 2;
+  static constexpr int V_OFFSET = K_OFFSET + NUM_STAGES * TILE_BYTES;
+  static constexpr int POSITIONS_OFFSET = V_OFFSET + NUM_STAGES * TILE_BYTES;
+  static constexpr int TABLE_OFFSET = POSITIONS_OFFSET + NUM_STAGES * BLOCK_N * 4;
+  static constexpr int BARRIERS_OFFSET = TABLE_OFFSET + NUM_STAGES * ROTARY_DIM * 4;
+  static constexpr int WORK_OFFSET = BARRIERS_OFFSET + NUM_STAGES * 4 * 8;
+  static constexpr int RUNS_OFFSET = WORK_OFFSET + 16;
+  static constexpr int ALIGNMENT = 1024;
+
+  static int smem_bytes(int max_segments) { return ALIGNMENT + RUNS_OFFSET + (max_segments + 2) * 16; }
+};
+
+// Consecutive entries [begin, end) of a request's row with one offset; every row of the block sees [begin, full).
+struct __align__(16) Run {
+  int begin, end, full, offset;
+};
+
+__device__ __forceinline__ int load_integer(const void* array, int64_t i, bool wide) {
+  return wide ? static_cast<int>(static_cast<const int64_t*>(array)[i]) : static_cast<const int*>(array)[i];
+}
+
+__device__ __forceinline__ int inclusive_sum(int value, int lane) {
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, value, step);
+    if (lane >= step) value += other;
+  }
+  return value;
+}
+
+// The work item of a block. Items of a request and kv head follow each other, so that its K and V are read while in L2;
+// the last rows come first, which see the most.
+struct WorkItem {
+  int b, tile, split, kv_head, qo_begin, qo_length;
+
+  template <int BLOCK_M>
+  __device__ __forceinline__ bool find(const LinkExtendParams& p, int index, int lane) {
+    const int per_tile = p.num_kv_heads * p.num_splits;
+    for (int base = 0; base < p.bs; base += 32) {
+      const int i = base + lane;
+      const int begin = i < p.bs ? p.qo_indptr[i] : 0;
+      const int length = i < p.bs ? p.qo_indptr[i + 1] - begin : 0;
+      const int tiles = (length * p.group + BLOCK_M - 1) / BLOCK_M;
+      const int last = inclusive_sum(tiles * per_tile, lane);
+      const unsigned beyond = __ballot_sync(~0u, index < last);
+      if (beyond) {
+        const int owner = __ffs(beyond) - 1;
+        b = base + owner;
+        qo_begin = __shfl_sync(~0u, begin, owner);
+        qo_length = __shfl_sync(~0u, length, owner);
+        const int count = __shfl_sync(~0u, tiles, owner);
+        index -= __shfl_sync(~0u, last, owner) - count * per_tile;
+        tile = count - 1 - index % count;
+        split = index / count % p.num_splits;
+        kv_head = index / count / p.num_splits;
+        return true;
+      }
+      index -= __shfl_sync(~0u, last, 31);
+    }
+    return false;
+  }
+};
+
+// One warp lists the runs of this work item in shared memory, cut to what the rows see and to the split's share of tiles.
+// Positions ascend strictly within a run, so the entry i places after the first is at least i positions after it: an
+// upper bound of what is seen, exact without gaps.
+template <int BLOCK_N>
+__device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token, int last_token,
+                                          Run* runs, int lane) {
+  int oldest = INT_MAX, newest = -1;
+  for (int token = first_token + lane; token <= last_token; token += 32) {
+    const int position = load_integer(p.q_positions, token, p.wide_positions);
+    oldest = min(oldest, position), newest = max(newest, position);
+  }
+  oldest = __reduce_min_sync(~0u, oldest), newest = __reduce_max_sync(~0u, newest);
+  const int row_begin = p.kv_indptr[item.b], row_length = p.kv_indptr[item.b + 1] - row_begin;
+  const int segments = p.num_segments[item.b];
+  const int* ends = p.segment_ends + item.b * p.stride_ends;
+  const int* offsets = p.segment_offsets + item.b * p.stride_offsets;
+
+  int num_runs = 0, num_tiles = 0, carried_end = 0;
+  for (int base = 0; base < segments + 2; base += 32) {
+    const int i = base + lane;
+    int end = i < segments ? ends[i] : row_length;
+    // The text is two runs, cached and new; the new tokens close the row.
+    if (i == segments) end = row_length - item.qo_length;
+    int begin = __shfl_up_sync(~0u, end, 1);
+    if (lane == 0) begin = carried_end;
+    if (i == segments) end = max(end, begin);
+    if (i == segments + 1) begin = max(begin, row_length - item.qo_length);
+    carried_end = __shfl_sync(~0u, end, 31);
+    Run run{begin, begin, begin, 0};
+    if (i < segments + 2 && begin < end) {
+      const int first = p.kv_positions[row_begin + begin], last = p.kv_positions[row_begin + end - 1];
+      const int length = end - begin;
+      run.end = begin + min(max(newest - first + 1, 0), length);
+      if (last <= oldest) {
+        run.full = run.end;
+      } else if (last - first == length - 1) {
+        run.full = begin + min(max(oldest - first + 1, 0), length);
+      }
+      run.offset = i < segments ? offsets[i] : 0;
+    }
+    const int tiles = (run.end - run.begin + BLOCK_N - 1) / BLOCK_N;
+    const unsigned seen = __ballot_sync(~0u, tiles > 0);
+    if (tiles > 0) runs[num_runs + __popc(seen & ((1u << lane) - 1))] = run;
+    num_runs += __popc(seen);
+    num_tiles += __reduce_add_sync(~0u, tiles);
+  }
+  __syncwarp();
+  if (p.num_splits == 1) return make_int2(num_runs, num_tiles);
+
+  const int low = static_cast<int64_t>(num_tiles) * item.split / p.num_splits;
+  const int high = static_cast<int64_t>(num_tiles) * (item.split + 1) / p.num_splits;
+  int kept = 0, tiles_before = 0;
+  for (int base = 0; base < num_runs; base += 32) {
+    Run run = base + lane < num_runs ? runs[base + lane] : Run{0, 0, 0, 0};
+    __syncwarp();
+    const int tiles = (run.end - run.begin + BLOCK_N - 1) / BLOCK_N;
+    const int until = tiles_before + inclusive_sum(tiles, lane), from = until - tiles;
+    run.end = min(run.end, run.begin + max(high - from, 0) * BLOCK_N);
+    run.begin += max(low - from, 0) * BLOCK_N;
+    const bool mine = run.begin < run.end;
+    const unsigned seen = __ballot_sync(~0u, mine);
+    if (mine) runs[kept + __popc(seen & ((1u << lane) - 1))] = run;
+    kept += __popc(seen);
+    tiles_before = __shfl_sync(~0u, until, 31);
+    __syncwarp();
+  }
+  return make_int2(kept, high - low);
+}
+
+// Walks the tiles of the listed runs.
+struct TileCursor {
+  const Run* next;
+  Run run;  // run.begin moves on to the current tile
+  bool first_of_run;
+
+  __device__ __forceinline__ explicit TileCursor(const Run* runs) : next(runs + 1), run(*runs), first_of_run(true) {}
+  template <int BLOCK_N>
+  __device__ __forceinline__ void advance() {
+    run.begin += BLOCK_N;
+    first_of_run = run.begin >= run.end;
+    if (first_of_run) run = *next++;
+  }
+  template <int BLOCK_N>
+  __device__ __forceinline__ bool masked() const {
+    return run.begin + BLOCK_N > run.full;
+  }
+};
+
+template <typename Traits>
+struct SharedMemory {
+  uint32_t base;
+  __device__ __forceinline__ uint32_t q() const { return base; }
+  __device__ __forceinline__ uint32_t k(int stage) const { return base + Traits::K_OFFSET + stage * Traits::TILE_BYTES; }
+  __device__ __forceinline__ uint32_t v(int stage) const { return base + Traits::V_OFFSET + stage * Traits::TILE_BYTES; }
+  __device__ __forceinline__ uint32_t positions(int stage) const {
+    return base + Traits::POSITIONS_OFFSET + stage * Traits::BLOCK_N * 4;
+  }
+  __device__ __forceinline__ uint32_t table(int stage) const {
+    return base + Traits::TABLE_OFFSET + stage * Traits::ROTARY_DIM * 4;
+  }
+  __device__ __forceinline__ uint32_t barrier(int kind, int stage) const {
+    return base + Traits::BARRIERS_OFFSET + (kind * Traits::NUM_STAGES + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(0, stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(1, stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2, stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3, stage); }
+};
+
+__device__ __forceinline__ float2 load_float2(uint32_t smem) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(smem));
+  return v;
+}
+__device__ __forceinline__ float load_float(uint32_t smem) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(smem));
+  return v;
+}
+__device__ __forceinline__ int2 load_int2(uint32_t smem) {
+  int2 v;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(smem));
+  return v;
+}
+
+// The stage and phase of a ring of NUM_STAGES buffers.
+template <int NUM_STAGES>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == NUM_STAGES) stage = 0, phase ^= 1;
+  }
+};
+
+template <typename Traits>
+__device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkItem& item, const Run* runs, int num_tiles,
+                                        SharedMemory<Traits> smem, int thread) {
+  using namespace hopper;
+  using T = typename Traits::T;
+  constexpr int BLOCK_N = Traits::BLOCK_N;
+  constexpr int CHUNKS = Traits::HEAD_DIM / 8;      // of 16 bytes in a row
+  constexpr int ROWS_PER_WARP = 32 / CHUNKS;        // in one copy instruction
+  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;  // a multiple of 8, or the swizzle would depend on the step
+  static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N == 128);
+  const int warp = thread / 32, lane = thread % 32, chunk = lane % CHUNKS;
+  // Each lane knows the slot of one of its warp's 32 rows.
+  const int own_row = lane / ROWS_PER_WARP * ROWS_PER_STEP + warp * ROWS_PER_WARP + lane % ROWS_PER_WARP;
+  const int copied_row = warp * ROWS_PER_WARP + lane / CHUNKS;
+  const uint32_t copied_to = chunk / 8 * Traits::COLUMN_BYTES + copied_row * 128 + (chunk % 8 ^ copied_row % 8) * 16;
+  const int64_t row_begin = p.kv_indptr[item.b];
+  const char* k_rows = reinterpret_cast<const char*>(static_cast<const T*>(p.k_cache) + item.kv_head * p.stride_k_head + chunk * 8);
+  const char* v_rows = reinterpret_cast<const char*>(static_cast<const T*>(p.v_cache) + item.kv_head * p.stride_v_head + chunk * 8);
+  const int k_stride = p.stride_k_slot * sizeof(T), v_stride = p.stride_v_slot * sizeof(T);
+
+  auto slot_of = [&](const TileCursor& tile) {
+    const int entry = tile.run.begin + own_row;
+    return entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : -1;
+  };
+  auto copy_tile = [&](uint32_t to, const char* rows, int stride, int own_slot) {
+#pragma unroll
+    for (int i = 0; i < BLOCK_N / ROWS_PER_STEP; ++i) {
+      const int slot = __shfl_sync(~0u, own_slot, i * ROWS_PER_WARP + lane / CHUNKS);
+      copy_async_16(to + copied_to + i * ROWS_PER_STEP * 128, rows + static_cast<int64_t>(max(slot, 0)) * stride, slot >= 0);
+    }
+  };
+
+  Ring<Traits::NUM_STAGES> k_ring, v_ring;
+  TileCursor tile(runs);
+  int slot = slot_of(tile), last_slot = 0;
+  for (int n = 0; n <= num_tiles; ++n) {
+    int next_slot = 0;
+    if (n < num_tiles) {
+      const Run run = tile.run;
+      const bool masked = tile.masked<BLOCK_N>(), turned = tile.first_of_run && run.offset != 0;
+      if (n + 1 < num_tiles) {
+        tile.advance<BLOCK_N>();
+        next_slot = slot_of(tile);
+      }
+      wait(smem.k_empty(k_ring.stage), k_ring.phase ^ 1);
+      if (turned && thread < Traits::ROTARY_DIM / 4) {
+        copy_async_16(smem.table(k_ring.stage) + thread * 16, p.cos_sin_cache + run.offset * p.stride_position + thread * 4, true);
+      }
+      if (masked) {
+        const int entry = min(run.begin + own_row, run.end - 1);
+        copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + entry, true);
+      }
+      copy_tile(smem.k(k_ring.stage), k_rows, k_stride, slot);
+      arrive_after_copies(smem.k_full(k_ring.stage));
+      k_ring.advance();
+    }
+    if (n > 0) {
+      wait(smem.v_empty(v_ring.stage), v_ring.phase ^ 1);
+      copy_tile(smem.v(v_ring.stage), v_rows, v_stride, last_slot);
+      arrive_after_copies(smem.v_full(v_ring.stage));
+      v_ring.advance();
+    }
+    last_slot = slot;
+    slot = next_slot;
+  }
+  wait_copies();
+}
+
+// The stored queries of a warp's 16 rows as register operands, rotated back by the table row unless offset is 0.
+template <typename Traits>
+__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem, uint32_t table, bool turned,
+                                             int lane) {
+  using namespace hopper;
+  using T = typename Traits::T;
+  constexpr int UNITS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
+  const int row = lane % 16;
+#pragma unroll
+  for (int k = 0; k < Traits::HEAD_DIM / 16; ++k) {
+    const int chunk = 2 * k + lane / 16;
+    load_matrices(q[k], q_smem + row * Traits::HEAD_DIM * 2 + (chunk ^ row % 8) * 16);
+  }
+  if (!turned) return;
+  const int pair = lane % 4;
+  // Registers of unit u hold dimensions 8 u + 2 pair + 0, 1.
+  if constexpr (Traits::IS_NEOX) {
+#pragma unroll
+    for (int u = 0; u < UNITS / 2; ++u) {
+      const float2 c = load_float2(table + (8 * u + 2 * pair) * 4), s = load_float2(table + (HALF + 8 * u + 2 * pair) * 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int partner = u + UNITS / 2;
+        uint32_t &low = q[u / 2][u % 2 * 2 + r], &high = q[partner / 2][partner % 2 * 2 + r];
+        const float2 x = unpack<T>(low), y = unpack<T>(high);
+        low = pack<T>(x.x * c.x + y.x * s.x, x.y * c.y + y.y * s.y);
+        high = pack<T>(y.x * c.x - x.x * s.x, y.y * c.y - x.y * s.y);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) {
+      const float c = load_float(table + (4 * u + pair) * 4), s = load_float(table + (HALF + 4 * u + pair) * 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t& both = q[u / 2][u % 2 * 2 + r];
+        const float2 x = unpack<T>(both);
+        both = pack<T>(x.x * c + x.y * s, x.y * c - x.x * s);
+      }
+    }
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkItem& item, const Run* runs, int num_tiles,
+                                        SharedMemory<Traits> smem, int warpgroup, int thread) {
+  using namespace hopper;
+  using T = typename Traits::T;
+  constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_N = Traits::BLOCK_N, NUM_CONSUMERS = Traits::NUM_CONSUMERS;
+  const int warp = thread / 32, lane = thread % 32;
+  const int first_packed = item.tile * Traits::BLOCK_M + warpgroup * 64 + warp * 16;  // of this warp's 16 rows
+  const uint32_t q_smem = smem.q() + (warpgroup * 64 + warp * 16) * HEAD_DIM * 2;
+
+  float o[HEAD_DIM / 2], s[BLOCK_N / 2];
+  uint32_t q[HEAD_DIM / 16][4], weights[BLOCK_N / 16][4];
+  float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f}, correction[2];
+  int q_position[2];
+#pragma unroll
+  for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int packed = first_packed + lane / 4 + 8 * r;
+    q_position[r] = packed < item.qo_length * p.group
+                        ? load_integer(p.q_positions, item.qo_begin + packed / p.group, p.wide_positions)
+                        : -1;
+  }
+
+  auto issue_scores = [&](int stage) {
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / 16; ++k) {
+      mma<T, false>(s, q[k], tile_descriptor(smem.k(stage) + k / 4 * Traits::COLUMN_BYTES + k % 4 * 32, 0), k > 0);
+    }
+    mma_commit();
+  };
+  auto issue_output = [&](int stage) {
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; ++k) {
+      mma<T, true>(o, weights[k], tile_descriptor(smem.v(stage) + k * 16 * 128, Traits::COLUMN_BYTES), 1);
+    }
+    mma_commit();
+  };
+  auto mask = [&](int stage, int entries) {
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+      const int column = 8 * j + lane % 4 * 2;
+      const int2 position = load_int2(smem.positions(stage) + column * 4);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (column >= entries || position.x > q_position[r]) s[4 * j + 2 * r] = -INFINITY;
+        if (column + 1 >= entries || position.y > q_position[r]) s[4 * j + 2 * r + 1] = -INFINITY;
+      }
+    }
+  };
+  // Scores to unnormalised weights; correction is the factor of everything summed so far.
+  auto soften = [&] {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float highest = row_max[r];
+#pragma unroll
+      for (int j = 0; j < BLOCK_N / 8; ++j) highest = fmaxf(highest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+      // A row that has seen nothing yet keeps weights of exp2(-inf) = 0.
+      const float zero = highest == -INFINITY ? 0.0f : highest * p.scale_log2;
+      correction[r] = exp2_approx(row_max[r] * p.scale_log2 - zero);
+      row_max[r] = highest;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < BLOCK_N / 8; ++j) {
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float& x = s[4 * j + 2 * r + c];
+          x = exp2_approx(x * p.scale_log2 - zero);
+          sum += x;
+        }
+      }
+      row_sum[r] = row_sum[r] * correction[r] + sum;
+    }
+  };
+  auto round_weights = [&] {
+#pragma unroll
+    for (int k = 0; k < BLOCK_N / 16; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[k][i] = pack<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+    }
+  };
+  auto release = [&](uint32_t barrier) {
+    if (lane == 0) arrive(barrier);
+  };
+
+  if (num_tiles > 0) {
+    Ring<Traits::NUM_STAGES> k_ring, v_ring;
+    TileCursor tile(runs);
+    int q_offset = tile.run.offset;
+
+    wait(smem.k_full(k_ring.stage), k_ring.phase);
+    fence_tensor_cores();
+    load_queries<Traits>(q, q_smem, smem.table(k_ring.stage), q_offset != 0, lane);
+    pin(s);
+    mma_fence();
+    issue_scores(k_ring.stage);
+    mma_wait<0>();
+    pin(s);
+    if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
+    release(smem.k_empty(k_ring.stage));
+    k_ring.advance();
+    soften();
+    round_weights();
+
+    if (NUM_CONSUMERS == 2 && warpgroup == 1) named_arrive(1, 256);  // the other warpgroup goes first
+    for (int n = 1; n < num_tiles; ++n) {
+      tile.advance<BLOCK_N>();
+      wait(smem.k_full(k_ring.stage), k_ring.phase);
+      fence_tensor_cores();
+      if (tile.run.offset != q_offset) {
+        q_offset = tile.run.offset;
+        load_queries<Traits>(q, q_smem, smem.table(k_ring.stage), q_offset != 0, lane);
+      }
+      if (NUM_CONSUMERS == 2) named_sync(1 + warpgroup, 256);
+      pin(s), pin(o);
+      mma_fence();
+      issue_scores(k_ring.stage);
+      wait(smem.v_full(v_ring.stage), v_ring.phase);
+      fence_tensor_cores();
+      issue_output(v_ring.stage);
+      if (NUM_CONSUMERS == 2 && (warpgroup == 0 || n + 1 < num_tiles)) named_arrive(2 - warpgroup, 256);
+      mma_wait<1>();
+      pin(s);
+      if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
+      release(smem.k_empty(k_ring.stage));
+      k_ring.advance();
+      soften();
+      mma_wait<0>();
+      pin(o);
+      release(smem.v_empty(v_ring.stage));
+      v_ring.advance();
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
+      round_weights();
+    }
+    wait(smem.v_full(v_ring.stage), v_ring.phase);
+    fence_tensor_cores();
+    pin(o);
+    mma_fence();
+    issue_output(v_ring.stage);
+    mma_wait<0>();
+    pin(o);
+  }
+
+  const bool split = p.num_splits > 1;
+  const int num_qo_heads = p.num_kv_heads * p.group, num_packed = item.qo_length * p.group;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float sum = row_sum[r];
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / 8; ++j) o[4 * j + 2 * r] *= scale, o[4 * j + 2 * r + 1] *= scale;
+    const float lse = sum > 0.0f ? row_max[r] * p.scale_log2 + log2f(sum) : -INFINITY;
+    const int packed = first_packed + lane / 4 + 8 * r;
+    if (packed >= num_packed) continue;
+    const int token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
+    if (split) {
+      const int64_t row = (static_cast<int64_t>(item.split) * p.nnz_qo + token) * num_qo_heads + head;
+      if (lane % 4 == 0) p.partial_lse[row] = lse;
+      if (num_tiles > 0) {
+        float2* to = reinterpret_cast<float2*>(p.partial_out + row * HEAD_DIM) + lane % 4;
+#pragma unroll
+        for (int j = 0; j < HEAD_DIM / 8; ++j) to[4 * j] = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
+      }
+    } else if (p.lse != nullptr && lane % 4 == 0) {
+      p.lse[token * p.stride_lse_row + head] = lse * 0.6931471805599453f;
+    }
+  }
+  if (split) return;
+  // Through the warp's own query rows in shared memory, so that whole rows are written.
+  __syncwarp();
+  constexpr int CHUNKS = HEAD_DIM / 8;
+#pragma unroll
+  for (int j = 0; j < HEAD_DIM / 8; ++j) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = lane / 4 + 8 * r;
+      const uint32_t at = q_smem + row * HEAD_DIM * 2 + (j ^ row % 8) * 16 + lane % 4 * 4;
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack<T>(o[4 * j + 2 * r], o[4 * j + 2 * r + 1])) : "memory");
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = lane; i < 16 * CHUNKS; i += 32) {
+    const int row = i / CHUNKS, chunk = i % CHUNKS, packed = first_packed + row;
+    if (packed < num_packed) {
+      uint4 v;
+      const uint32_t at = q_smem + row * HEAD_DIM * 2 + (chunk ^ row % 8) * 16;
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+      const int64_t token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
+      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + token * p.stride_out_row + head * p.stride_out_head + chunk * 8) = v;
+    }
+  }
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
+  using namespace hopper;
+  using T = typename Traits::T;
+  extern __shared__ char dynamic_smem[];
+  const uint32_t unaligned = smem_address(dynamic_smem);
+  const SharedMemory<Traits> smem{(unaligned + Traits::ALIGNMENT - 1) / Traits::ALIGNMENT * Traits::ALIGNMENT};
+  char* generic = dynamic_smem + (smem.base - unaligned);
+  Run* runs = reinterpret_cast<Run*>(generic + Traits::RUNS_OFFSET);
+  volatile int* shared_tiles = reinterpret_cast<int*>(generic + Traits::WORK_OFFSET);
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
+  const int warpgroup = warp / 4, thread = threadIdx.x % Traits::WARPGROUP;
+
+  WorkItem item{};
+  if (!item.find<Traits::BLOCK_M>(p, blockIdx.x, lane)) return;
+  const int num_packed = item.qo_length * p.group;
+  if (warp == 0) {
+    const int first = item.tile * Traits::BLOCK_M, last = min(first + Traits::BLOCK_M, num_packed) - 1;
+    const int2 listed = list_runs<Traits::BLOCK_N>(p, item, item.qo_begin + first / p.group, item.qo_begin + last / p.group, runs, lane);
+    if (lane == 0) *shared_tiles = listed.y;
+  } else if (warp == 1 && lane == 0) {
+    for (int stage = 0; stage < Traits::NUM_STAGES; ++stage) {
+      init_barrier(smem.k_full(stage), Traits::WARPGROUP);
+      init_barrier(smem.v_full(stage), Traits::WARPGROUP);
+      init_barrier(smem.k_empty(stage), 4 * Traits::NUM_CONSUMERS);
+      init_barrier(smem.v_empty(stage), 4 * Traits::NUM_CONSUMERS);
+    }
+    fence_barrier_init();
+  } else if (warpgroup > 0) {
+    // Each consumer warp brings its own 16 rows.
+    constexpr int CHUNKS = Traits::HEAD_DIM / 8;
+    const int first_row = (warp - 4) * 16;
+#pragma unroll
+    for (int i = lane; i < 16 * CHUNKS; i += 32) {
+      const int row = first_row + i / CHUNKS, chunk = i % CHUNKS, packed = item.tile * Traits::BLOCK_M + row;
+      const bool valid = packed < num_packed;
+      const int64_t token = item.qo_begin + (valid ? packed / p.group : 0);
+      const int64_t head = item.kv_head * p.group + (valid ? packed % p.group : 0);
+      copy_async_16(smem.q() + row * Traits::HEAD_DIM * 2 + (chunk ^ row % 8) * 16,
+                    static_cast<const T*>(p.q) + token * p.stride_q_row + head * p.stride_q_head + chunk * 8, valid);
+    }
+    wait_copies();
+  }
+  __syncthreads();
+  const int num_tiles = *shared_tiles;
+  if (warpgroup == 0) {
+    if constexpr (Traits::NUM_CONSUMERS > 1) shrink_registers<Traits::PRODUCER_REGISTERS>();
+    if (num_tiles > 0) produce<Traits>(p, item, runs, num_tiles, smem, thread);
+  } else {
+    if constexpr (Traits::NUM_CONSUMERS > 1) grow_registers<Traits::CONSUMER_REGISTERS>();
+    consume<Traits>(p, item, runs, num_tiles, smem, warpgroup - 1, thread);
+  }
+  launch_dependents();
+}
+
+// out[row] = sum_i 2^(lse_i - lse) partial_out[i, row] over the splits that saw anything; a warp per (token, head) row.
+template <typename T, int HEAD_DIM>
+__global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ LinkExtendParams p) {
+  constexpr int VECTOR = HEAD_DIM / 32;
+  const int num_qo_heads = p.num_kv_heads * p.group, lane = threadIdx.x % 32;
+  const int64_t num_rows = static_cast<int64_t>(p.nnz_qo) * num_qo_heads;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32;
+  hopper::wait_for_prerequisites();
+  if (row >= num_rows) return;
+  float highest = -INFINITY;
+  for (int i = lane; i < p.num_splits; i += 32) highest = fmaxf(highest, p.partial_lse[i * num_rows + row]);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
+  float sum = 0.0f, acc[VECTOR] = {};
+  if (highest > -INFINITY) {
+#pragma unroll 4
+    for (int i = 0; i < p.num_splits; ++i) {
+      const float weight = exp2f(p.partial_lse[i * num_rows + row] - highest);
+      if (weight == 0.0f) continue;
+      sum += weight;
+      const float* from = p.partial_out + (i * num_rows + row) * HEAD_DIM + lane * VECTOR;
+      float v[VECTOR];
+      if constexpr (VECTOR == 4) {
+        *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
+      } else {
+        *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(from);
+      }
+#pragma unroll
+      for (int j = 0; j < VECTOR; ++j) acc[j] += weight * v[j];
+    }
+  }
+  const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+  const int64_t token = row / num_qo_heads, head = row % num_qo_heads;
+  uint32_t rounded[VECTOR / 2];
+#pragma unroll
+  for (int j = 0; j < VECTOR / 2; ++j) rounded[j] = hopper::pack<T>(acc[2 * j] * scale, acc[2 * j + 1] * scale);
+  T* to = static_cast<T*>(p.out) + token * p.stride_out_row + head * p.stride_out_head + lane * VECTOR;
+#pragma unroll
+  for (int j = 0; j < VECTOR / 2; ++j) reinterpret_cast<uint32_t*>(to)[j] = rounded[j];
+  if (p.lse != nullptr && lane == 0) {
+    p.lse[token * p.stride_lse_row + head] = sum > 0.0f ? (highest + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+  }
+}
+
+// num_items: at least the number of work items of the batch; blocks without one return at once.
+template <typename Traits>
+cudaError_t launch_link_extend(const LinkExtendParams& p, int num_items, cudaStream_t stream) {
+  const int smem_bytes = Traits::smem_bytes(p.max_segments);
+  auto kernel = link_extend_kernel<Traits>;
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<num_items, Traits::NUM_THREADS, smem_bytes, stream>>>(p);
+  if (p.num_splits > 1) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    const int64_t num_rows = static_cast<int64_t>(p.nnz_qo) * p.num_kv_heads * p.group;
+    config.gridDim = dim3((num_rows + 3) / 4);
+    config.blockDim = dim3(128);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    error = cudaLaunchKernelEx(&config, merge_kernel<typename Traits::T, Traits::HEAD_DIM>, p);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace sgl_kernel_lazy
