@@ -62,6 +62,8 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
     if refused and (parent is not None or getattr(obj, "is_single", False)):  # not where others share the stream
         raise ValueError(finish_reason["message"])
+    if "cached_tokens" not in meta_info:
+        return  # it was aborted or timed out in the waiting queue: SGLang reports no counts
     details = dict(meta_info.get("cached_tokens_details") or {})
     reuse = (meta_info["cached_tokens"], int(details.pop("chunk_hits", "0"), 16), details)
     if parent is not None:

@@ -1,0 +1,103 @@
+"""SGLang's limit on waiting: a request with chunks that runs into it gets an error and leaves nothing behind."""
+
+import contextlib
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from oracle.block_mask import Oracle
+from oracle.scenarios import Dice
+from serving import Client, device_flags, running_server
+
+LIMIT = 2  # seconds
+PREFILL_SIZE = 8
+MAX_NEW_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def impatient_server(tiny_model, tmp_path_factory):
+    """One request runs at a time, and a long chunk takes many passes."""
+    log = tmp_path_factory.mktemp("waiting") / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", "--max-running-requests", "1"]
+    flags += ["--chunked-prefill-size", str(PREFILL_SIZE), *device_flags()]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SGLANG_REQ_WAITING_TIMEOUT", str(LIMIT))
+        with running_server(flags, log) as url:
+            yield url, log
+
+
+def ask(url, prompt, stream=False) -> requests.Response:
+    body = {
+        "segments": [segment.to_request() for segment in prompt],
+        "sampling_params": {"temperature": 0, "max_new_tokens": MAX_NEW_TOKENS, "ignore_eos": True},
+        "stream": stream,
+    }
+    return requests.post(f"{url}/generate", json=body, timeout=60)
+
+
+def check_answer(url, oracle, prompt, hits) -> None:
+    answer = ask(url, prompt)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["output_ids"] == oracle.generate(prompt, MAX_NEW_TOKENS)[0]
+    assert [entry["hit"] for entry in answer.json()["meta_info"]["chunks"]] == hits
+
+
+def check_refusal(answer) -> None:
+    assert answer.status_code == 503 and "waiting timeout" in answer.text, answer.text
+
+
+@contextlib.contextmanager
+def busy(url):
+    """A plain request runs meanwhile; it ends when its client leaves."""
+    params = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
+    body = {"input_ids": [7, 8, 9], "sampling_params": params, "stream": True}
+    with requests.post(f"{url}/generate", json=body, stream=True, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines).startswith(b"data: ")
+        yield
+        assert next(lines) == b""  # still there
+
+
+def test_limit_while_another_request_runs(impatient_server, tiny_model):
+    """Locks on resident chunks are given back, a fill that has not started is given up. Streams end with the error."""
+    url, _ = impatient_server
+    oracle, dice = Oracle(tiny_model), Dice("behind another")
+    resident, missing, question = dice.chunk(30), dice.chunk(20), dice.text(5)
+    check_answer(url, oracle, [resident, question], [False])
+    prompt = [resident, missing, question]
+    with busy(url), ThreadPoolExecutor() as clients:
+        whole, streamed = clients.map(lambda stream: ask(url, prompt, stream), [False, True])
+    check_refusal(whole)
+    event, done = streamed.text.strip().split("\n\n")
+    finish_reason = json.loads(event.removeprefix("data: "))["meta_info"]["finish_reason"]
+    assert (finish_reason["type"], finish_reason["status_code"]) == ("abort", 503) and done == "data: [DONE]"
+    check_answer(url, oracle, prompt, [True, False])
+    # Before it empties its cache the server is idle: it checks its own accounts, and dies of a forgotten lock.
+    Client(url).flush_cache()
+    check_answer(url, oracle, prompt, [False, False])
+
+
+def test_limit_while_the_fill_runs(impatient_server, tiny_model):
+    """A fill that has started ends by itself, with nobody left to wait for it."""
+    url, log = impatient_server
+    oracle, dice = Oracle(tiny_model), Dice("own fill")
+
+    def full_passes() -> int:
+        return log.read_text().count(f"#new-token: {PREFILL_SIZE},")
+
+    before = full_passes()
+    with ThreadPoolExecutor() as clients:
+        late = clients.submit(ask, url, [dice.chunk(100 * PREFILL_SIZE), dice.text(3)])
+        while full_passes() == before:
+            assert not late.done(), late.result().text
+            time.sleep(0.01)
+        # However fast the machine is, the limit is reached in the middle of the fill.
+        requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+        time.sleep(LIMIT)
+        requests.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()
+        check_refusal(late.result())
+    Client(url).flush_cache()
+    assert full_passes() == before + 100
+    check_answer(url, oracle, [dice.chunk(20), dice.text(4)], [False])
