@@ -5,7 +5,7 @@ import torch
 from sgl_kernel_lazy.rope import rotate_queries
 from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
 
-# Bounds the float32 score matrix of one step to 64 MiB.
+# Elements of the score matrix of one step: 64 MiB of float32, or 128 of float64.
 MAX_SCORES = 1 << 24
 
 
@@ -96,31 +96,36 @@ def _runs(kv_indptr, num_segments, segment_ends, segment_offsets):
 
 
 def _rows(cache, slots):
-    """The cache rows of these slots as float32 [num_kv_heads, n, head_dim]."""
-    return cache[slots].float().transpose(0, 1)
+    """The cache rows of these slots as [num_kv_heads, n, head_dim], in the type that all is computed in.
+
+    That is wider than the inputs' type, so that only the results are rounded to it: float32, or float64 for float32.
+    """
+    return cache[slots].to(torch.float64 if cache.dtype == torch.float32 else torch.float32).transpose(0, 1)
 
 
 def _attend(q, keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale):
-    """Attention of q [n_q, num_qo_heads, head_dim] over keys, values [num_kv_heads, n, head_dim], float32.
+    """Attention of q [n_q, num_qo_heads, head_dim] over keys, values [num_kv_heads, n, head_dim] from `_rows`.
 
     visible: bool [n_q, n], or None where every row sees every entry.
-    Returns out [n_q, num_qo_heads, head_dim] in q's dtype and lse [n_q, num_qo_heads] in float32.
+    Returns out [n_q, num_qo_heads, head_dim] in q's dtype and lse [n_q, num_qo_heads] in the type of keys.
     """
     num_rows, num_qo_heads, head_dim = q.shape
     num_kv_heads, num_entries, _ = keys.shape
     by_head = (num_rows, num_kv_heads, num_qo_heads // num_kv_heads)
-    q32 = q.float() * sm_scale
-    scores = q32.new_empty(num_kv_heads, num_rows * by_head[2], num_entries)
+    wide = q.to(keys.dtype)
+    scores = wide.new_empty(num_kv_heads, num_rows * by_head[2], num_entries)
     for begin, end, offset in runs:
         if begin < end:
-            turned = rotate_queries(q32, offset, cos_sin_cache, is_neox=is_neox, inverse=True) if offset else q32
+            turned = rotate_queries(wide, offset, cos_sin_cache, is_neox=is_neox, inverse=True) if offset else wide
             turned = turned.reshape(*by_head, head_dim).transpose(0, 1).flatten(1, 2)
             scores[:, :, begin:end] = turned @ keys[:, begin:end].mT
+    scores *= sm_scale
     if visible is not None:
         scores.view(num_kv_heads, num_rows, -1, num_entries).masked_fill_(~visible[:, None], float("-inf"))
-    lse = scores.logsumexp(dim=-1, keepdim=True) if num_entries else scores.new_full((*scores.shape[:2], 1), -torch.inf)
-    # A row that sees nothing has lse -inf; subtracting 0 instead keeps its weights exp(-inf) = 0.
-    weights = (scores - lse.masked_fill(lse == -torch.inf, 0.0)).exp_()
-    out = (weights @ values).view(num_kv_heads, num_rows, -1, head_dim).transpose(0, 1)
-    lse = lse.view(num_kv_heads, num_rows, -1).transpose(0, 1)
-    return out.reshape(q.shape).to(q.dtype), lse.reshape(num_rows, num_qo_heads)
+    row_max = scores.amax(-1, keepdim=True) if num_entries else scores.new_full((*scores.shape[:2], 1), -torch.inf)
+    # A row that sees nothing has the maximum -inf; subtracting 0 instead keeps its weights exp(-inf) = 0.
+    weights = scores.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
+    row_sum = weights.sum(dim=-1, keepdim=True)
+    out = (weights @ values / row_sum.masked_fill(row_sum == 0, 1.0)).view(num_kv_heads, num_rows, -1, head_dim)
+    lse = (row_max + row_sum.log()).view(num_kv_heads, num_rows, -1)
+    return out.transpose(0, 1).reshape(q.shape).to(q.dtype), lse.transpose(0, 1).reshape(num_rows, num_qo_heads)

@@ -9,15 +9,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_kernel_lazy.triton.common import block_sizes
+from sgl_kernel_lazy.triton.common import LOG2E, accumulator, block_sizes, operand_size
 
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 
-FLOAT_POINTERS = ("lse", "partial_out", "partial_lse", "cos_sin_cache")
+FLOAT_POINTERS = ("lse", "partial_acc", "partial_state", "cos_sin_cache")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "out")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
-ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARED = 227 * 1024
 
 
@@ -37,7 +37,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
         elif name in ("kv_indices", "q_positions"):
             signature[name] = "*i64"
         else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
+            signature[name] = "i32"
         if "*" in signature[name] or re.match("stride_([qkv]|out|position)", name):
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = dict(num_warps=num_warps, num_stages=num_stages)
@@ -48,26 +48,27 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
 
 
 def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
-    shared = dict(HEAD_DIM=head_dim, LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128)
-    shared |= block_sizes(head_dim, ITEMSIZE[dtype], decode.TILE_BYTES)
+    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype]), LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128)
+    shared |= block_sizes(head_dim, DTYPES[dtype], decode.TILE_BYTES)
     block_h, _, _ = decode._plan(8 * group, 8, torch.device("cpu"))
     main = compile_kernel(
-        decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared,
-        GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, BLOCK_H=block_h, BLOCK_SEGMENTS=16,
+        decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared, GROUP=group,
+        ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E, BLOCK_H=block_h, BLOCK_SEGMENTS=16,
     )  # fmt: skip
     return main, compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, BLOCK_S=16)
 
 
 def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split):
-    blocks = block_sizes(head_dim, ITEMSIZE[dtype], extend.TILE_BYTES)
-    block_m, _ = extend._plan(1, group, 8, extend_len, head_dim * ITEMSIZE[dtype], torch.device("cpu"))
+    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype]))
+    blocks = block_sizes(head_dim, DTYPES[dtype], extend.TILE_BYTES)
+    row_bytes = head_dim * operand_size(DTYPES[dtype])
+    block_m, _ = extend._plan(1, group, 8, extend_len, row_bytes, torch.device("cpu"))
     main = compile_kernel(
         extend._link_extend_kernel, dtype, 8 if block_m == 128 or head_dim > 128 else 4, extend.NUM_STAGES,
-        **({} if split else {"lse": None}), HEAD_DIM=head_dim, **blocks, GROUP=group, ROTARY_DIM=rotary_dim,
-        IS_NEOX=is_neox, SPLIT=split, MIN_SPLIT=extend.MIN_SPLIT, BLOCK_M=block_m, BLOCK_SEGMENTS=16,
+        **({} if split else {"lse": None}), **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,
+        SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split, MIN_SPLIT=extend.MIN_SPLIT, BLOCK_M=block_m, BLOCK_SEGMENTS=16,
     )  # fmt: skip
-    merge_blocks = dict(BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16)
-    merge = compile_kernel(extend._merge_kernel, dtype, 4, 3, HEAD_DIM=head_dim, **merge_blocks)
+    merge = compile_kernel(extend._merge_kernel, dtype, 4, 3, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16)
     return (main, merge) if split else (main,)
 
 

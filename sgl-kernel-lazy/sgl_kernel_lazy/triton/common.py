@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
+LN2 = tl.constexpr(0.6931471805599453)
 # Arguments whose value or alignment changes from batch to batch and would each time compile a variant of no use.
 VARYING = ("bs", "fill", "fine", "nnz_qo", "num_splits", "stride_ends", "stride_offsets")
 UNALIGNED = (
@@ -21,10 +22,20 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def block_sizes(head_dim: int, itemsize: int, tile_bytes: int) -> dict:
+def accumulator(dtype: torch.dtype) -> tl.dtype:
+    """ACC, the type of scores, weights and sums: wider than the inputs, so that only results are rounded to theirs."""
+    return tl.float64 if dtype == torch.float32 else tl.float32
+
+
+def operand_size(dtype: torch.dtype) -> int:
+    """Bytes per element of the tiles that are multiplied: float32 is widened to ACC, other inputs are as they are."""
+    return 8 if dtype == torch.float32 else dtype.itemsize
+
+
+def block_sizes(head_dim: int, dtype: torch.dtype, tile_bytes: int) -> dict:
     """BLOCK_D, and the BLOCK_N (16 to 128) that makes a tile of keys tile_bytes large."""
     block_d = triton.next_power_of_2(head_dim)
-    return dict(BLOCK_D=block_d, BLOCK_N=min(128, max(16, tile_bytes // (block_d * itemsize))))
+    return dict(BLOCK_D=block_d, BLOCK_N=min(128, max(16, tile_bytes // (block_d * operand_size(dtype)))))
 
 
 def table_block(length: int, least: int) -> int:
@@ -53,11 +64,13 @@ def partner_dim(dim, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
 
 @triton.jit
 def rotate_back(
-    q, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr
-):
+    q, q_partner, dim, offset, cos_sin_cache, stride_position,
+    ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
     """R(-offset) q for a tile [rows, dims]: q cos + partner sin where a pair begins, q cos - partner sin where it ends.
 
-    Loading the partners as a second tile keeps the rotation free of shuffles.
+    Loading the partners as a second tile keeps the rotation free of shuffles. The result is what `accumulate`
+    multiplies with: in q's dtype, or in ACC where q is float32.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     if IS_NEOX:
@@ -70,62 +83,66 @@ def rotate_back(
     cos = tl.load(row + frequency, mask=dim < ROTARY_DIM, other=1.0)
     sin = tl.load(row + HALF + frequency, mask=dim < ROTARY_DIM, other=0.0)
     sin = tl.where(begins_pair, sin, -sin)
-    return (q.to(tl.float32) * cos[None, :] + q_partner.to(tl.float32) * sin[None, :]).to(q.dtype)
+    turned = q.to(ACC) * cos[None, :] + q_partner.to(ACC) * sin[None, :]
+    return turned if q.dtype == tl.float32 else turned.to(q.dtype)
 
 
 @triton.jit
-def accumulate(q, k, v, visible, acc, row_max, row_sum, scale_log2):
+def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr):
     """One online-softmax step, in base 2: the state (acc, row_max, row_sum) after also seeing keys k and values v.
 
+    The state stands for the output acc / row_sum and the lse row_max + log2(row_sum). row_max is float32 even where the
+    scores are float64: any shift near the maximum serves, as long as all use the same, and this one can be stored.
     visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
     """
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype) * SCALE_LOG2
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1).to(tl.float32))
     # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(row_max - shift)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+    decay = tl.exp2(row_max.to(acc.dtype) - shift)
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_max, row_sum * decay + tl.sum(weights, 1)
 
 
 @triton.jit
 def finish(acc, row_max, row_sum):
-    """The normalised output and its base-2 lse; zeros and -inf for a row that saw nothing."""
+    """The normalised output and its natural-log lse; zeros and -inf for a row that saw nothing."""
     seen = row_sum > 0
     total = tl.where(seen, row_sum, 1.0)
-    return acc / total[:, None], tl.where(seen, row_max + tl.log2(total), float("-inf"))
+    return acc / total[:, None], tl.where(seen, (row_max + tl.log2(total)) * LN2, float("-inf"))
 
 
 @triton.jit
 def merge_splits(
-    partial_out, partial_lse, first, count, stride, head_dim, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr
-):
-    """Merge the partial rows first, first + stride, ... (count of them) into one output row and its natural-log lse.
+    partial_acc, partial_state, first, count, stride, head_dim,
+    ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Merge the states first, first + stride, ... (count of them) into one output row and its natural-log lse.
 
-    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] fp32, base 2. A row whose lse is -inf is not
-    read. BLOCK_S of them are taken at a time.
+    partial_acc: [rows, head_dim] fp32; a row whose row_max is -inf is not read.
+    partial_state: [rows, 2] fp32, row_max and row_sum. BLOCK_S rows are taken at a time.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     dim = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D], ACC)
     row_max = tl.full([], float("-inf"), tl.float32)
-    row_sum = tl.zeros([], tl.float32)
+    row_sum = tl.zeros([], ACC)
     for start in range(0, count, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         row = first.to(tl.int64) + split * stride
-        lse = tl.load(partial_lse + row, mask=split < count, other=float("-inf"))
-        seen = lse > float("-inf")
+        split_max = tl.load(partial_state + 2 * row, mask=split < count, other=float("-inf"))
+        seen = split_max > float("-inf")
+        split_sum = tl.load(partial_state + 2 * row + 1, mask=seen, other=0.0)
         mask = seen[:, None] & (dim < head_dim)[None, :]
-        part = tl.load(partial_out + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        part = tl.load(partial_acc + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(split_max, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(lse - shift)
-        decay = tl.exp2(row_max - shift)
+        weights = tl.exp2(split_max.to(ACC) - shift)
+        decay = tl.exp2(row_max.to(ACC) - shift)
         acc = acc * decay + tl.sum(part * weights[:, None], 0)
-        row_sum = row_sum * decay + tl.sum(weights, 0)
+        row_sum = row_sum * decay + tl.sum(split_sum * weights, 0)
         row_max = new_max
     total = tl.where(row_sum > 0, row_sum, 1.0)
     lse = tl.where(row_sum > 0, (row_max + tl.log2(total)) * LN2, float("-inf"))

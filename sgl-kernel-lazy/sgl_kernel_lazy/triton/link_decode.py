@@ -7,8 +7,8 @@ import triton.language as tl
 from sgl_kernel_lazy.triton.common import (
     LOG2E,
     accumulate,
+    accumulator,
     block_sizes,
-    finish,
     jit,
     merge_splits,
     num_multiprocessors,
@@ -44,18 +44,19 @@ def _splits(kv_indptr, bs, fill, fine, LONG_SPLIT: tl.constexpr, BLOCK_N: tl.con
 
 @jit
 def _link_decode_kernel(
-    q, k_cache, v_cache, partial_out, partial_lse,
+    q, k_cache, v_cache, partial_acc, partial_state,
     kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    bs, fill, fine, scale_log2,
+    bs, fill, fine,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    LONG_SPLIT: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr, LONG_SPLIT: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """One piece of one request's row, for up to BLOCK_H query heads of one kv head.
 
-    Writes partial_out[piece, head] (normalised) and partial_lse[piece, head] (base 2).
+    Writes partial_acc[piece, head] and partial_state[piece, head]: row_max, row_sum; see `accumulate`.
     """
     TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     piece = tl.program_id(1)
@@ -87,15 +88,15 @@ def _link_decode_kernel(
     first_segment = tl.sum((table <= low).to(tl.int32), 0)
     last_segment = tl.sum((table < high).to(tl.int32), 0)
 
-    acc = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
     row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_H], tl.float32)
+    row_sum = tl.zeros([BLOCK_H], ACC)
     segment_begin = low
     for s in range(first_segment, last_segment + 1):
         is_chunk = s < segments
         segment_end = tl.minimum(tl.load(segment_ends + b * stride_ends + s, mask=is_chunk, other=2147483647), high)
         offset = tl.load(segment_offsets + b * stride_offsets + s, mask=is_chunk, other=0)
-        q_tile = rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX)
+        q_tile = rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC)
         for start in range(segment_begin, segment_end, BLOCK_N):
             entry = start + tl.arange(0, BLOCK_N)
             within = entry < segment_end
@@ -105,19 +106,19 @@ def _link_decode_kernel(
             k = tl.load(k_rows + dim[None, :], mask=kv_mask, other=0.0)
             v_rows = v_cache + kv_head * stride_v_head + slot[:, None] * stride_v_slot
             v = tl.load(v_rows + dim[None, :], mask=kv_mask, other=0.0)
-            acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, scale_log2)
+            acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, SCALE_LOG2)
         segment_begin = segment_end
 
-    out, lse = finish(acc, row_max, row_sum)
     row = piece.to(tl.int64) * (GROUP * tl.num_programs(0) // TILES) + head
-    tl.store(partial_out + row[:, None] * HEAD_DIM + dim[None, :], out, mask=q_mask)
-    tl.store(partial_lse + row, lse, mask=head_in_group < GROUP)
+    tl.store(partial_acc + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
+    tl.store(partial_state + 2 * row, row_max, mask=head_in_group < GROUP)
+    tl.store(partial_state + 2 * row + 1, row_sum, mask=head_in_group < GROUP)
 
 
 @jit
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
-    HEAD_DIM: tl.constexpr, LONG_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
+    partial_acc, partial_state, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
+    HEAD_DIM: tl.constexpr, ACC: tl.constexpr, LONG_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """out[b, head] and lse[b, head] from the pieces of request b."""
@@ -128,7 +129,7 @@ def _merge_kernel(
     first = tl.max(tl.where(request < b, ends, 0), 0)
     count = tl.sum(tl.where(request == b, ends, 0), 0) - first
     merged, merged_lse = merge_splits(
-        partial_out, partial_lse, first * num_heads + head, count, num_heads, HEAD_DIM, BLOCK_D, BLOCK_S
+        partial_acc, partial_state, first * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
     )
     dim = tl.arange(0, BLOCK_D)
     row = out + b.to(tl.int64) * stride_out_row + head * stride_out_head
@@ -149,7 +150,7 @@ def _plan(num_qo_heads, num_kv_heads, device):
 def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device):
     """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter."""
     _, _, fine = _plan(num_qo_heads, num_kv_heads, torch.device(device))
-    return torch.empty((fine + max_bs) * num_qo_heads * (head_dim + 1), dtype=torch.float32, device=device)
+    return torch.empty((fine + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
 
 
 def link_decode(
@@ -178,26 +179,27 @@ def link_decode(
         workspace = decode_workspace(bs, num_qo_heads, num_kv_heads, head_dim, q.device)
     check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
     rows = pieces * num_qo_heads
-    if workspace.numel() < rows * (head_dim + 1):
-        raise ValueError(f"workspace: expected at least {rows * (head_dim + 1)} elements, got {workspace.numel()}")
-    partial_out, partial_lse = workspace[: rows * head_dim], workspace[rows * head_dim :]
+    if workspace.numel() < rows * (head_dim + 2):
+        raise ValueError(f"workspace: expected at least {rows * (head_dim + 2)} elements, got {workspace.numel()}")
+    partial_acc, partial_state = workspace[: rows * head_dim], workspace[rows * head_dim :]
 
-    blocks = block_sizes(head_dim, q.element_size(), TILE_BYTES)
+    blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
     block_bs = table_block(bs, least=128)
     _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), pieces)](
-        q, k_cache, v_cache, partial_out, partial_lse,
+        q, k_cache, v_cache, partial_acc, partial_state,
         kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        bs, fill, fine, sm_scale * LOG2E,
+        bs, fill, fine,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
+        SCALE_LOG2=sm_scale * LOG2E, ACC=accumulator(q.dtype), LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
         BLOCK_BS=block_bs, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
-        partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine,
+        partial_acc, partial_state, out, lse, kv_indptr, bs, fill, fine,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-        HEAD_DIM=head_dim, LONG_SPLIT=LONG_SPLIT, **blocks, BLOCK_BS=block_bs, BLOCK_S=16, num_warps=4,
+        HEAD_DIM=head_dim, ACC=accumulator(q.dtype), LONG_SPLIT=LONG_SPLIT, **blocks,
+        BLOCK_BS=block_bs, BLOCK_S=16, num_warps=4,
     )  # fmt: skip
     return out

@@ -7,11 +7,13 @@ import triton.language as tl
 from sgl_kernel_lazy.triton.common import (
     LOG2E,
     accumulate,
+    accumulator,
     block_sizes,
     finish,
     jit,
     merge_splits,
     num_multiprocessors,
+    operand_size,
     partner_dim,
     rotate_back,
     table_block,
@@ -41,8 +43,8 @@ def _seen_bounds(kv_positions, low, high, oldest, newest):
 
 @triton.jit
 def _attend(
-    q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum, scale_log2,
-    stride_k_slot, stride_v_slot, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+    q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum, stride_k_slot,
+    stride_v_slot, SCALE_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The softmax state after the entries [begin, end): whole blocks seen by every row, or MASKED ones."""
     for start in range(begin, end, BLOCK_N):
@@ -59,7 +61,7 @@ def _attend(
             slot = tl.load(kv_indices + entry).to(tl.int64)
         k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)
         v = tl.load(v_rows + slot[:, None] * stride_v_slot + dim[None, :], mask=mask, other=0.0)
-        acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, scale_log2)
+        acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, SCALE_LOG2)
     return acc, row_max, row_sum
 
 
@@ -68,19 +70,18 @@ def _link_extend_kernel(
     q, k_cache, v_cache, out, lse,
     qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    nnz_qo, num_splits, scale_log2,
+    nnz_qo, num_splits,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
 
-    Without SPLIT, num_splits is 1 and out and lse are the results; else out[split, token, head] (normalised) and
-    lse[split, token, head] (base 2) are partial.
+    Without SPLIT, num_splits is 1 and out and lse are the results; else they are the state that `accumulate` describes:
+    out[split, token, head] is acc, lse[split, token, head] is row_max and row_sum.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     kv_head = tl.program_id(1)
     b = tl.program_id(2) // num_splits
     split = tl.program_id(2) % num_splits
@@ -120,9 +121,9 @@ def _link_extend_kernel(
     # The text is two runs, cached and new; the new tokens close the row.
     last_run += ((last_run == segments) & (high > row_length - qo_length)).to(tl.int32)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], ACC)
     run_begin = low
     for run in range(first_run, last_run + 1):
         is_chunk = run < segments
@@ -135,40 +136,47 @@ def _link_extend_kernel(
             # Loaded again for every run: the cache is near and registers are few.
             q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
             q_partner = tl.load(q_rows + partner[None, :], mask=q_mask, other=0.0)
-            q_tile = rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX)
+            q_tile = rotate_back(
+                q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
+            )
             blocks_end = run_begin + (full - run_begin) // BLOCK_N * BLOCK_N
             acc, row_max, row_sum = _attend(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, run_begin, blocks_end,
-                q_position, dim, acc, row_max, row_sum, scale_log2, stride_k_slot, stride_v_slot,
-                HEAD_DIM, BLOCK_N, MASKED=False,
+                q_position, dim, acc, row_max, row_sum, stride_k_slot, stride_v_slot,
+                SCALE_LOG2, HEAD_DIM, BLOCK_N, MASKED=False,
             )  # fmt: skip
             acc, row_max, row_sum = _attend(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, blocks_end, end,
-                q_position, dim, acc, row_max, row_sum, scale_log2, stride_k_slot, stride_v_slot,
-                HEAD_DIM, BLOCK_N, MASKED=True,
+                q_position, dim, acc, row_max, row_sum, stride_k_slot, stride_v_slot,
+                SCALE_LOG2, HEAD_DIM, BLOCK_N, MASKED=True,
             )  # fmt: skip
         run_begin = run_end
 
-    result, result_lse = finish(acc, row_max, row_sum)
     token = token.to(tl.int64) + split * nnz_qo
     out_rows = out + token[:, None] * stride_out_row + head[:, None] * stride_out_head
-    tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
-    if lse is not None:
-        if not SPLIT:
-            result_lse *= LN2
-        tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
+    if SPLIT:
+        tl.store(out_rows + dim[None, :], acc, mask=q_mask)
+        state = lse + token * stride_lse_row + 2 * head
+        tl.store(state, row_max, mask=row_mask)
+        tl.store(state + 1, row_sum, mask=row_mask)
+    else:
+        result, result_lse = finish(acc, row_max, row_sum)
+        tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
+        if lse is not None:
+            tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
 
 
 @jit
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    partial_acc, partial_state, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
+    HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """out[token, head] and lse[token, head] from partial rows [num_splits, nnz_qo, num_qo_heads]."""
+    """out[token, head] and lse[token, head] from the states [num_splits, nnz_qo, num_qo_heads]."""
     token, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     merged, merged_lse = merge_splits(
-        partial_out, partial_lse, token * num_heads + head, num_splits, nnz_qo * num_heads, HEAD_DIM, BLOCK_D, BLOCK_S
-    )
+        partial_acc, partial_state, token * num_heads + head, num_splits, nnz_qo * num_heads,
+        HEAD_DIM, ACC, BLOCK_D, BLOCK_S,
+    )  # fmt: skip
     dim = tl.arange(0, BLOCK_D)
     row = out + token * stride_out_row + head * stride_out_head
     tl.store(row + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -202,22 +210,22 @@ def link_extend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
-    block_m, num_splits = _plan(bs, group, num_kv_heads, max_extend_len, head_dim * q.element_size(), q.device)
+    block_m, num_splits = _plan(bs, group, num_kv_heads, max_extend_len, head_dim * operand_size(q.dtype), q.device)
     target, target_lse = out, lse
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
-        target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, dtype=torch.float32, device=q.device)
-    blocks = block_sizes(head_dim, q.element_size(), TILE_BYTES)
+        target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, 2, dtype=torch.float32, device=q.device)
+    blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
     _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
         q, k_cache, v_cache, target, target_lse,
         qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
         num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        nnz_qo, num_splits, sm_scale * LOG2E,
+        nnz_qo, num_splits,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SPLIT=num_splits > 1, MIN_SPLIT=MIN_SPLIT,
+        SCALE_LOG2=sm_scale * LOG2E, ACC=accumulator(q.dtype), SPLIT=num_splits > 1, MIN_SPLIT=MIN_SPLIT,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=8 if block_m == 128 or head_dim > 128 else 4, num_stages=NUM_STAGES,
     )  # fmt: skip
@@ -225,6 +233,6 @@ def link_extend(
         _merge_kernel[(nnz_qo, num_qo_heads)](
             target, target_lse, out, lse, nnz_qo, num_splits,
             out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-            HEAD_DIM=head_dim, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
+            HEAD_DIM=head_dim, ACC=accumulator(q.dtype), BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
         )  # fmt: skip
     return out
