@@ -1,0 +1,63 @@
+"""What is measured, behind one interface: plan once per step, call once per layer."""
+
+import inspect
+
+import torch
+
+from sgl_kernel_lazy import get_implementation
+
+# These wait for the device or copy from it in every call, which a CUDA graph cannot hold.
+NOT_CAPTURABLE = ("torch",)
+
+
+class Link:
+    """An implementation of this package on one problem."""
+
+    rotated = True
+
+    def __init__(self, name: str, problem):
+        self.name, self.problem = name, problem
+        self.ops = get_implementation(name)
+        self.graph = name not in NOT_CAPTURABLE and problem.dims.device.type == "cuda"
+        dims = problem.dims
+        self.options = dict(is_neox=True, sm_scale=dims.head_dim**-0.5)
+        if problem.shape.op == "decode":
+            self.options["workspace"] = decode_workspace(self.ops, problem)
+        else:
+            self.options["max_extend_len"] = int(problem.tables["qo_indptr"].diff().max())
+
+    def plan(self) -> None:
+        """What happens once per batch, before the layers."""
+        if self.problem.shape.op == "decode":
+            plan_decode(self.ops, self.options["workspace"], self.problem)
+        elif hasattr(self.ops, "plan_extend"):
+            self.options["plan"] = self.ops.plan_extend(
+                self.problem.q, self.problem.caches[0][0], **self.problem.tables
+            )
+
+    def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        k_cache, v_cache = self.problem.caches[i]
+        op = self.ops.link_decode if self.problem.shape.op == "decode" else self.ops.link_extend
+        op(
+            self.problem.q, k_cache, v_cache, **self.problem.tables, cos_sin_cache=self.problem.cos_sin_cache,
+            out=out, lse=lse, **self.options,
+        )  # fmt: skip
+
+
+def decode_workspace(ops, problem):
+    """The workspace for this problem's batch; max_segments only where the implementation asks for it."""
+    dims = problem.dims
+    sizes = dict(
+        max_bs=problem.bs, max_segments=problem.tables["segment_ends"].shape[1],
+        num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim, device=dims.device,
+    )  # fmt: skip
+    return ops.decode_workspace(**{n: sizes[n] for n in inspect.signature(ops.decode_workspace).parameters})
+
+
+def plan_decode(ops, workspace, problem) -> None:
+    """The step's plan, where the implementation has one; with the model's sizes where it asks for them."""
+    if hasattr(ops, "plan_decode"):
+        dims = problem.dims
+        sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
+        asked = inspect.signature(ops.plan_decode).parameters
+        ops.plan_decode(workspace, **problem.segments, **{n: size for n, size in sizes.items() if n in asked})

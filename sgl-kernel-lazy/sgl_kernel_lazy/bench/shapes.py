@@ -1,0 +1,200 @@
+"""The batches that are measured: prompts by family, and their tensors over shuffled slots."""
+
+import dataclasses
+import random
+
+import torch
+
+from sgl_kernel_lazy.rope import rope_cos_sin
+
+FAMILIES = ("decode", "extend", "spans", "shared", "ragged")
+# (chunks, tokens of each, pool, alpha, batch); alpha None: groups of 8 requests use the same chunks.
+SHARED = (
+    (5, 2048, 10000, 0.0, 64),
+    (5, 2048, 1000, 0.67, 128),
+    (5, 2048, 100, 1.1, 64),
+    (5, 2048, 100, 1.1, 128),
+    (5, 2048, None, None, 64),
+    (5, 2048, None, None, 128),
+    (20, 128, 2000, 0.67, 16),
+    (20, 128, 2000, 0.67, 64),
+    (20, 128, 2000, 0.67, 128),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Dims:
+    """Heads, dtype and device of one run; by default the attention of an 8B Llama."""
+
+    dtype: torch.dtype
+    device: torch.device
+    num_qo_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's key and value in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One batch: per request its parts in prompt order, ("chunk", id, n), ("text", n) or ("new", n).
+
+    Chunks of one id are the same slots. New text is what `link_extend` computes; a decode has none.
+    """
+
+    name: str
+    family: str
+    op: str
+    requests: list
+
+
+@dataclasses.dataclass
+class Problem:
+    """The tensors of a shape. Several caches of the same content layout are rotated, so that L2 is cold for each."""
+
+    shape: Shape
+    dims: Dims
+    tables: dict
+    q: torch.Tensor
+    caches: list
+    tokens: int
+    cos_sin_cache: torch.Tensor
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values that one launch has to read, each slot once."""
+        return self.tokens * self.dims.token_bytes
+
+    @property
+    def bs(self) -> int:
+        return len(self.shape.requests)
+
+    @property
+    def segments(self) -> dict:
+        names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+        return {name: self.tables[name] for name in names}
+
+
+def shapes(families, *, tiny: bool = False, seed: int = 0) -> list:
+    """The shapes of these families; tiny ones of the same kinds for a machine without a GPU."""
+    rng = random.Random(seed)
+    of = dict(decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged)
+    return [shape for family in families for shape in of[family](rng, tiny)]
+
+
+def _decode(rng, tiny):
+    prompts = [(2, 16, 4)] if tiny else [(5, 2048, 64), (10, 512, 64), (20, 128, 64)]
+    for count, length, tail in prompts:
+        for bs in (1, 2) if tiny else (1, 8, 32, 64, 128):
+            requests = [_chunks(b, count, length) + [("text", tail)] for b in range(bs)]
+            yield Shape(f"{count}x{length}+{tail}, batch {bs}", "decode", "decode", requests)
+
+
+def _extend(rng, tiny):
+    sizes = [(1, 4), (2, 4)] if tiny else [(1, 32), (4, 32), (16, 32), (1, 128), (4, 128), (16, 128), (16, 512)]
+    count, length = (2, 16) if tiny else (5, 2048)
+    for bs, tail in sizes:
+        requests = [_chunks(b, count, length) + [("new", tail)] for b in range(bs)]
+        yield Shape(f"{count}x{length}, batch {bs}, {tail} new", "extend", "extend", requests)
+
+
+def _spans(rng, tiny):
+    count, length, tail = (4, 8, 5) if tiny else (20, 128, 51)
+    chunks = _chunks(0, count, length)
+    spread = []
+    for i, chunk in enumerate(chunks):
+        spread += [chunk, ("new", tail // count + (i >= count - tail % count))]
+    yield Shape(f"{count}x{length}, {tail} new in 1 span", "spans", "extend", [chunks + [("new", tail)]])
+    yield Shape(f"{count}x{length}, {tail} new in {count} spans", "spans", "extend", [spread])
+
+
+def _shared(rng, tiny):
+    for count, length, pool, alpha, bs in [(2, 8, 4, 1.1, 3), (2, 8, None, None, 9)] if tiny else SHARED:
+        if alpha is None:
+            kind = "groups of 8"
+            drawn = [[(b // 8, i) for i in range(count)] for b in range(bs)]
+        else:
+            kind = f"pool {pool}, alpha {alpha:g}"
+            gen = torch.Generator().manual_seed(rng.randrange(2**31))
+            weights = torch.arange(1, pool + 1).double().pow(-alpha)
+            drawn = [torch.multinomial(weights, count, generator=gen).tolist() for _ in range(bs)]
+            for ids in drawn:
+                rng.shuffle(ids)
+        requests = [[*(("chunk", i, length) for i in ids), ("text", 4 if tiny else 64)] for ids in drawn]
+        yield Shape(f"{count}x{length}, {kind}, batch {bs}", "shared", "decode", requests)
+
+
+def _ragged(rng, tiny):
+    """Requests with and without chunks, of any length, some of which use the same chunk."""
+    longest = 20 if tiny else 3000
+    for op, bs in [("decode", 3), ("extend", 3)] if tiny else [("decode", 7), ("decode", 50), ("extend", 3)]:
+        pool = [("chunk", i, rng.randint(1, longest)) for i in range(3 * bs)]
+        requests = []
+        for _ in range(bs):
+            parts = [("text", rng.randint(0, 50))]
+            for chunk in rng.sample(pool, rng.choice([0, 1, rng.randint(1, min(20, len(pool)))])):
+                parts += [chunk, ("new" if op == "extend" else "text", rng.randint(0, 3))]
+            requests.append([*parts, ("new" if op == "extend" else "text", rng.randint(1, longest // 10))])
+        yield Shape(f"ragged {op}, batch {bs}", "ragged", op, requests)
+
+
+def _chunks(b, count, length):
+    return [("chunk", (b, i), length) for i in range(count)]
+
+
+def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
+    """The tensors of a shape, with as many caches as it takes to read cold_bytes before one is read again."""
+    gen = torch.Generator().manual_seed(seed)
+    chunk_slots, num_slots, longest = {}, 0, 0
+    slots, positions, new_positions, tables, kv_lens, qo_lens = [], [], [], [], [], []
+    for request in shape.requests:
+        at, ends, offsets, rows = 0, [], [], dict(chunk=[], text=[], new=[])
+        for kind, *which, n in request:
+            if kind != "chunk" or which[0] not in chunk_slots:
+                fresh = torch.arange(num_slots, num_slots + n)
+                num_slots += n
+            if kind == "chunk":
+                fresh = chunk_slots.setdefault(which[0], fresh)
+                ends.append((ends or [0])[-1] + n)
+                offsets.append(at)
+            rows[kind].append((fresh, torch.arange(at, at + n)))
+            at += n
+        longest = max(longest, at)
+        parts = rows["chunk"] + rows["text"] + rows["new"]
+        slots += [s for s, _ in parts]
+        positions += [p for _, p in parts]
+        new_positions += [p for _, p in rows["new"]]
+        kv_lens.append(sum(len(s) for s, _ in parts))
+        qo_lens.append(sum(len(p) for _, p in rows["new"]))
+        tables.append((ends, offsets))
+    width = max(1, *(len(ends) for ends, _ in tables))
+    pad = [row + [0] * (width - len(row)) for pair in tables for row in pair]
+    host = dict(
+        kv_indptr=torch.tensor([0, *kv_lens]).cumsum(0),
+        kv_indices=torch.randperm(num_slots, generator=gen)[torch.cat(slots)],
+        num_segments=torch.tensor([len(ends) for ends, _ in tables]),
+        segment_ends=torch.tensor(pad[0::2]),
+        segment_offsets=torch.tensor(pad[1::2]),
+    )
+    if shape.op == "extend":
+        host["qo_indptr"] = torch.tensor([0, *qo_lens]).cumsum(0)
+        host["q_positions"] = torch.cat(new_positions)
+        host["kv_positions"] = torch.cat(positions)
+    inv_freq = 500000.0 ** -(torch.arange(0, dims.head_dim, 2).double() / dims.head_dim)
+    device_gen = torch.Generator(dims.device).manual_seed(seed)
+
+    def randn(*size):
+        return torch.randn(*size, dims.head_dim, generator=device_gen, dtype=dims.dtype, device=dims.device)
+
+    sets = max(1, -(-cold_bytes // (num_slots * dims.token_bytes)))
+    return Problem(
+        shape, dims,
+        {name: tensor.to(torch.int32).to(dims.device) for name, tensor in host.items()},
+        randn(sum(qo_lens) if shape.op == "extend" else len(kv_lens), dims.num_qo_heads),
+        [(randn(num_slots, dims.num_kv_heads), randn(num_slots, dims.num_kv_heads)) for _ in range(sets)],
+        num_slots,
+        rope_cos_sin(inv_freq, longest + 1).to(dims.device),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""The baseline: stock FlashInfer over the same lists of slots, without any rotation."""
+
+import torch
+
+PAGE_SIZE = 1
+WORKSPACE_BYTES = 512 << 20
+
+
+class Stock:
+    """FlashInfer's fa2 or fa3 on one problem, causal where there is new text: the floor for equal lengths.
+
+    Where new text lies in several spans, the kernel takes it for one span at the end.
+    """
+
+    rotated, graph = False, True
+
+    def __init__(self, backend: str, problem):
+        import flashinfer
+
+        self.name, self.problem = backend, problem
+        dims, tables = problem.dims, problem.tables
+        self.decode = problem.shape.op == "decode"
+        buffer = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=dims.device)
+        self.indptr_host = tables["kv_indptr"].cpu()
+        self.last_page_len = torch.ones(problem.bs, dtype=torch.int32, device=dims.device)
+        self.caches = [tuple(cache.unsqueeze(1) for cache in pair) for pair in problem.caches]
+        types = dict(q_data_type=dims.dtype, kv_data_type=dims.dtype, sm_scale=dims.head_dim**-0.5)
+        heads = (dims.num_qo_heads, dims.num_kv_heads, dims.head_dim, PAGE_SIZE)
+        kv = (self.indptr_host, tables["kv_indices"], self.last_page_len.cpu())
+        if self.decode and backend == "fa2":
+            self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, use_tensor_cores=True, backend="fa2")
+            self.wrapper.plan(*kv, *heads, **types)
+            # As servers plan from the second step on: lengths are known on the host, tables stay on the device.
+            device_kv = (tables["kv_indptr"], tables["kv_indices"], self.last_page_len)
+            self.plan = lambda: flashinfer.fast_decode_plan(
+                self.wrapper, *device_kv, *heads, **types, global_override_indptr_cpu=self.indptr_host
+            )
+        else:
+            self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, backend=backend)
+            qo_indptr = torch.arange(problem.bs + 1, dtype=torch.int32) if self.decode else tables["qo_indptr"].cpu()
+            self.plan = lambda: self.wrapper.plan(qo_indptr, *kv, *heads, **types, causal=not self.decode)
+
+    def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
+        self.wrapper.run(self.problem.q, self.caches[i], out=out)
+        if lse is not None:
+            base_2 = self.wrapper.run(self.problem.q, self.caches[i], return_lse=True)[1]
+            torch.mul(base_2, torch.log(torch.tensor(2.0)).item(), out=lse)
+
+
+def backends(device: torch.device) -> dict:
+    """The stock kernels that run here, or why none does."""
+    if device.type != "cuda":
+        return dict(missing="stock kernels need a GPU")
+    try:
+        import flashinfer  # noqa: F401
+    except ImportError as error:
+        return dict(missing=f"flashinfer: {error}")
+    return dict(names=["fa2", "fa3"] if torch.cuda.get_device_capability(device)[0] == 9 else ["fa2"])

@@ -1,0 +1,106 @@
+"""Measures calls: CUDA-graph replays over rotated caches, wall time of a step, and the memory's own bandwidth."""
+
+import time
+
+import torch
+
+LAYERS = 32
+
+
+def cold_bytes(device: torch.device) -> int:
+    """How much must be read before a cache is read again: eight times the L2."""
+    return 8 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
+
+
+def quantiles(times: list) -> dict:
+    """p20, p50, p80."""
+    ranks = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    return dict(zip(("p20", "p50", "p80"), ranks.tolist(), strict=True))
+
+
+def captured(calls):
+    """A replay function of these calls as one CUDA graph; every call has run before."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def time_launches(call, num_caches: int, *, graph: bool, repetitions: int, least_ms: float = 2.0) -> dict:
+    """p20, p50, p80 in milliseconds of call(i), i going round the caches.
+
+    One repetition is all caches at least once and at least least_ms; its time is divided by its launches.
+    """
+    if not torch.cuda.is_available():
+        return quantiles([wall_ms(lambda i=i: call(i % num_caches)) for i in range(repetitions)])
+    for i in range(num_caches):
+        call(i)
+    torch.cuda.synchronize()
+    rough = event_ms(lambda: [call(i) for i in range(num_caches)]) / num_caches
+    rounds = max(1, min(200, round(least_ms / rough / num_caches)))
+    launches = [lambda i=i: call(i) for i in range(num_caches)] * rounds
+    replay = captured(launches) if graph else lambda: [launch() for launch in launches]
+    replay()
+    return quantiles([event_ms(replay) / len(launches) for _ in range(repetitions)])
+
+
+def time_step(plan, call, num_caches: int, *, graph: bool, repetitions: int) -> dict:
+    """plan_ms: host time until plan() returns. step_ms: wall time of plan() and LAYERS layers, to the last result."""
+    layers = [lambda i=i: call(i % num_caches) for i in range(LAYERS)]
+    plan()
+    run = captured(layers) if graph else lambda: [layer() for layer in layers]
+    plans, steps = [], []
+    for _ in range(repetitions + 1):
+        synchronize()
+        begin = time.perf_counter()
+        plan()
+        planned = time.perf_counter()
+        run()
+        synchronize()
+        plans.append((planned - begin) * 1e3)
+        steps.append((time.perf_counter() - begin) * 1e3)
+    return dict(plan_ms=quantiles(plans[1:])["p50"], step_ms=quantiles(steps[1:])["p50"])
+
+
+def time_plan(plan, repetitions: int) -> dict:
+    """plan_ms: host time until plan() returns."""
+    return dict(plan_ms=quantiles([wall_ms(plan) for _ in range(repetitions + 1)][1:])["p50"])
+
+
+def event_ms(function) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def wall_ms(function) -> float:
+    synchronize()
+    begin = time.perf_counter()
+    function()
+    synchronize()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def bandwidth(repetitions: int) -> dict:
+    """GB/s of a large copy, counting bytes read and written, and of reading alone; GB is 1e9 bytes."""
+    if not torch.cuda.is_available():
+        return {}
+    from sgl_kernel_lazy.bench.read import read
+
+    source = torch.randn(1 << 30, device="cuda")
+    target = torch.empty_like(source)
+    moved = dict(copy=(lambda: target.copy_(source), 2), read=(lambda: read(source, target), 1))
+    found = {}
+    for name, (function, times) in moved.items():
+        function()
+        found[name] = times * source.nbytes / 1e6 / quantiles([event_ms(function) for _ in range(repetitions)])["p50"]
+    return found
