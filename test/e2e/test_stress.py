@@ -5,7 +5,7 @@ import random
 
 import aiohttp
 import pytest
-from oracle.block_mask import Oracle
+from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text, token_ids
 from serving import device_flags, running_server
 
@@ -85,7 +85,10 @@ def test_every_request_is_answered_right_or_refused(small_server, tiny_model):
     rng = random.Random(0)
     prompts = make_prompts(rng)
     oracle = Oracle(tiny_model)
-    expected = {token_key(prompt): oracle.generate(prompt, MAX_NEW_TOKENS)[0] for prompt in prompts}
+    expected = {}
+    for prompt in prompts:
+        tokens = expected[token_key(prompt)] = oracle.generate(prompt, MAX_NEW_TOKENS)[0]
+        assert greedy(oracle.logprobs(prompt, tokens[:-1])) == tokens
     answers, too_long, flushed, again = asyncio.run(storm(url, prompts, rng))
     served = 0
     for prompt, answer in answers:

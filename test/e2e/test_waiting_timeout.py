@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from oracle.block_mask import Oracle
+from oracle.block_mask import Oracle, greedy
 from oracle.scenarios import Dice
 from serving import Client, device_flags, running_server
 
@@ -40,7 +40,8 @@ def ask(url, prompt, stream=False) -> requests.Response:
 def check_answer(url, oracle, prompt, hits) -> None:
     answer = ask(url, prompt)
     assert answer.status_code == 200, answer.text
-    assert answer.json()["output_ids"] == oracle.generate(prompt, MAX_NEW_TOKENS)[0]
+    tokens = answer.json()["output_ids"]
+    assert len(tokens) == MAX_NEW_TOKENS and greedy(oracle.logprobs(prompt, tokens[:-1])) == tokens
     assert [entry["hit"] for entry in answer.json()["meta_info"]["chunks"]] == hits
 
 
@@ -63,7 +64,7 @@ def busy(url):
 def test_limit_while_another_request_runs(impatient_server, tiny_model):
     """Locks on resident chunks are given back, a fill that has not started is given up. Streams end with the error."""
     url, _ = impatient_server
-    oracle, dice = Oracle(tiny_model), Dice("behind another")
+    oracle, dice = Oracle(tiny_model), Dice("another runs")
     resident, missing, question = dice.chunk(30), dice.chunk(20), dice.text(5)
     check_answer(url, oracle, [resident, question], [False])
     prompt = [resident, missing, question]
@@ -82,7 +83,7 @@ def test_limit_while_another_request_runs(impatient_server, tiny_model):
 def test_limit_while_the_fill_runs(impatient_server, tiny_model):
     """A fill that has started ends by itself, with nobody left to wait for it."""
     url, log = impatient_server
-    oracle, dice = Oracle(tiny_model), Dice("own fill")
+    oracle, dice = Oracle(tiny_model), Dice("fill runs")
 
     def full_passes() -> int:
         return log.read_text().count(f"#new-token: {PREFILL_SIZE},")

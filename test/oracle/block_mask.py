@@ -5,6 +5,8 @@ import transformers
 
 from .segments import Segment, token_ids
 
+MIN_GAP = 1e-3  # between the best two log-probabilities: ten times what an implementation may be off
+
 
 def visibility(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
     """Which token (row) attends to which (column), diagonal included.
@@ -58,6 +60,15 @@ class Oracle:
         position_ids = torch.arange(len(ids))[None]
         out = self.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids, use_cache=False)
         return out.logits[0].float()
+
+
+def greedy(logprobs: torch.Tensor) -> list[int]:
+    """The best token of each row. Raises ValueError where another comes close: such a prompt is to be drawn anew."""
+    best = logprobs.topk(2)
+    gap = (best.values[:, 0] - best.values[:, 1]).min().item()
+    if gap < MIN_GAP:
+        raise ValueError(f"the best two tokens are only {gap:.1e} apart, too close to tell right from wrong")
+    return best.indices[:, 0].tolist()
 
 
 def _fix_dynamic_ntk(model) -> None:

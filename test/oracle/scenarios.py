@@ -41,11 +41,19 @@ class Dice:
 
 
 SCENARIOS: dict[str, Callable[[Dice], list[Step]]] = {}
+# In the draws of seed 0 of these, some model finds the best two tokens of a greedy step too close (`greedy`).
+SEEDS = {
+    "chunk_first": 2,
+    "ends_in_chunk_then_continues": 2,
+    "chunk_that_begins_another": 4,
+    "same_text_after_other_chunks": 2,
+    "far_offset": 2,
+}
 
 
-def build_scenario(name: str, seed: int = 0) -> list[Step]:
+def build_scenario(name: str, seed: int | None = None) -> list[Step]:
     """The steps of one scenario. Different names and seeds draw different tokens."""
-    return SCENARIOS[name](Dice(f"{name}/{seed}"))
+    return SCENARIOS[name](Dice(f"{name}/{SEEDS.get(name, 0) if seed is None else seed}"))
 
 
 def resolve(step: Step, prompts: list[list[Segment]], answers: list[list[int]]) -> list[Segment]:
