@@ -14,7 +14,7 @@ from sgl_kernel_lazy.triton.common import LOG2E, accumulator, block_sizes, opera
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 
-FLOAT_POINTERS = ("lse", "partial_acc", "partial_state", "cos_sin_cache")
+FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "out")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -28,7 +28,9 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name in FLOAT_POINTERS or (name == "out" and constants.get("SPLIT")):
+        if name == "partial_lse" or (name == "lse" and constants.get("SPLIT")):
+            signature[name] = f"*{constants['ACC'].name}"
+        elif name in FLOAT_POINTERS or (name == "out" and constants.get("SPLIT")):
             signature[name] = "*fp32"
         elif name in INPUT_POINTERS:
             signature[name] = f"*{dtype}"
@@ -48,7 +50,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
 
 
 def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
-    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype]), LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128)
+    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0], LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128)
     shared |= block_sizes(head_dim, DTYPES[dtype], decode.TILE_BYTES)
     block_h, _, _ = decode._plan(8 * group, 8, torch.device("cpu"))
     main = compile_kernel(
@@ -59,7 +61,7 @@ def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
 
 
 def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split):
-    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype]))
+    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
     blocks = block_sizes(head_dim, DTYPES[dtype], extend.TILE_BYTES)
     row_bytes = head_dim * operand_size(DTYPES[dtype])
     block_m, _ = extend._plan(1, group, 8, extend_len, row_bytes, torch.device("cpu"))

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 LOG2E = 1.4426950408889634
-LN2 = tl.constexpr(0.6931471805599453)
 # Arguments whose value or alignment changes from batch to batch and would each time compile a variant of no use.
 VARYING = ("bs", "fill", "fine", "nnz_qo", "num_splits", "stride_ends", "stride_offsets")
 UNALIGNED = (
@@ -22,9 +21,11 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def accumulator(dtype: torch.dtype) -> tl.dtype:
-    """ACC, the type of scores, weights and sums: wider than the inputs, so that only results are rounded to theirs."""
-    return tl.float64 if dtype == torch.float32 else tl.float32
+def accumulator(dtype: torch.dtype) -> tuple[tl.dtype, torch.dtype]:
+    """ACC, the type of scores, weights and sums, and the same in PyTorch: wider than the inputs' type, so that only
+    results are rounded to that.
+    """
+    return (tl.float64, torch.float64) if dtype == torch.float32 else (tl.float32, torch.float32)
 
 
 def operand_size(dtype: torch.dtype) -> int:
@@ -91,58 +92,56 @@ def rotate_back(
 def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr):
     """One online-softmax step, in base 2: the state (acc, row_max, row_sum) after also seeing keys k and values v.
 
-    The state stands for the output acc / row_sum and the lse row_max + log2(row_sum). row_max is float32 even where the
-    scores are float64: any shift near the maximum serves, as long as all use the same, and this one can be stored.
     visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype) * SCALE_LOG2
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1).to(tl.float32))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
     # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(row_max.to(acc.dtype) - shift)
+    decay = tl.exp2(row_max - shift)
     acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_max, row_sum * decay + tl.sum(weights, 1)
 
 
 @triton.jit
 def finish(acc, row_max, row_sum):
-    """The normalised output and its natural-log lse; zeros and -inf for a row that saw nothing."""
+    """The normalised output and its base-2 lse; zeros and -inf for a row that saw nothing."""
     seen = row_sum > 0
     total = tl.where(seen, row_sum, 1.0)
-    return acc / total[:, None], tl.where(seen, (row_max + tl.log2(total)) * LN2, float("-inf"))
+    return acc / total[:, None], tl.where(seen, row_max + tl.log2(total), float("-inf"))
 
 
 @triton.jit
 def merge_splits(
-    partial_acc, partial_state, first, count, stride, head_dim,
+    partial_out, partial_lse, first, count, stride, head_dim,
     ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Merge the states first, first + stride, ... (count of them) into one output row and its natural-log lse.
+    """Merge the partial rows first, first + stride, ... (count of them) into one output row and its natural-log lse.
 
-    partial_acc: [rows, head_dim] fp32; a row whose row_max is -inf is not read.
-    partial_state: [rows, 2] fp32, row_max and row_sum. BLOCK_S rows are taken at a time.
+    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] ACC, base 2. A row whose lse is -inf is not
+    read. BLOCK_S of them are taken at a time.
     """
+    LN2: tl.constexpr = 0.6931471805599453
     dim = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], ACC)
-    row_max = tl.full([], float("-inf"), tl.float32)
+    row_max = tl.full([], float("-inf"), ACC)
     row_sum = tl.zeros([], ACC)
     for start in range(0, count, BLOCK_S):
         split = start + tl.arange(0, BLOCK_S)
         row = first.to(tl.int64) + split * stride
-        split_max = tl.load(partial_state + 2 * row, mask=split < count, other=float("-inf"))
-        seen = split_max > float("-inf")
-        split_sum = tl.load(partial_state + 2 * row + 1, mask=seen, other=0.0)
+        lse = tl.load(partial_lse + row, mask=split < count, other=float("-inf"))
+        seen = lse > float("-inf")
         mask = seen[:, None] & (dim < head_dim)[None, :]
-        part = tl.load(partial_acc + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(split_max, 0))
+        part = tl.load(partial_out + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(split_max.to(ACC) - shift)
-        decay = tl.exp2(row_max.to(ACC) - shift)
+        weights = tl.exp2(lse - shift)
+        decay = tl.exp2(row_max - shift)
         acc = acc * decay + tl.sum(part * weights[:, None], 0)
-        row_sum = row_sum * decay + tl.sum(split_sum * weights, 0)
+        row_sum = row_sum * decay + tl.sum(weights, 0)
         row_max = new_max
     total = tl.where(row_sum > 0, row_sum, 1.0)
     lse = tl.where(row_sum > 0, (row_max + tl.log2(total)) * LN2, float("-inf"))

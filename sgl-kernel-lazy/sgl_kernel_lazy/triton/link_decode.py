@@ -9,6 +9,7 @@ from sgl_kernel_lazy.triton.common import (
     accumulate,
     accumulator,
     block_sizes,
+    finish,
     jit,
     merge_splits,
     num_multiprocessors,
@@ -44,7 +45,7 @@ def _splits(kv_indptr, bs, fill, fine, LONG_SPLIT: tl.constexpr, BLOCK_N: tl.con
 
 @jit
 def _link_decode_kernel(
-    q, k_cache, v_cache, partial_acc, partial_state,
+    q, k_cache, v_cache, partial_out, partial_lse,
     kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
     bs, fill, fine,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
@@ -56,7 +57,7 @@ def _link_decode_kernel(
 ):  # fmt: skip
     """One piece of one request's row, for up to BLOCK_H query heads of one kv head.
 
-    Writes partial_acc[piece, head] and partial_state[piece, head]: row_max, row_sum; see `accumulate`.
+    Writes partial_out[piece, head] (normalised) and partial_lse[piece, head] (base 2).
     """
     TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     piece = tl.program_id(1)
@@ -89,7 +90,7 @@ def _link_decode_kernel(
     last_segment = tl.sum((table < high).to(tl.int32), 0)
 
     acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
-    row_max = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_H], float("-inf"), ACC)
     row_sum = tl.zeros([BLOCK_H], ACC)
     segment_begin = low
     for s in range(first_segment, last_segment + 1):
@@ -109,15 +110,15 @@ def _link_decode_kernel(
             acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, SCALE_LOG2)
         segment_begin = segment_end
 
+    out, lse = finish(acc, row_max, row_sum)
     row = piece.to(tl.int64) * (GROUP * tl.num_programs(0) // TILES) + head
-    tl.store(partial_acc + row[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
-    tl.store(partial_state + 2 * row, row_max, mask=head_in_group < GROUP)
-    tl.store(partial_state + 2 * row + 1, row_sum, mask=head_in_group < GROUP)
+    tl.store(partial_out + row[:, None] * HEAD_DIM + dim[None, :], out, mask=q_mask)
+    tl.store(partial_lse + row, lse, mask=head_in_group < GROUP)
 
 
 @jit
 def _merge_kernel(
-    partial_acc, partial_state, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
+    partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, LONG_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -129,7 +130,7 @@ def _merge_kernel(
     first = tl.max(tl.where(request < b, ends, 0), 0)
     count = tl.sum(tl.where(request == b, ends, 0), 0) - first
     merged, merged_lse = merge_splits(
-        partial_acc, partial_state, first * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
+        partial_out, partial_lse, first * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
     )
     dim = tl.arange(0, BLOCK_D)
     row = out + b.to(tl.int64) * stride_out_row + head * stride_out_head
@@ -181,25 +182,28 @@ def link_decode(
     rows = pieces * num_qo_heads
     if workspace.numel() < rows * (head_dim + 2):
         raise ValueError(f"workspace: expected at least {rows * (head_dim + 2)} elements, got {workspace.numel()}")
-    partial_acc, partial_state = workspace[: rows * head_dim], workspace[rows * head_dim :]
+    acc, acc_dtype = accumulator(q.dtype)
+    # An lse takes two elements of the workspace where it is float64, else one.
+    partial_out, partial_lse = workspace[: rows * (head_dim + 2)].split([rows * head_dim, rows * 2])
+    partial_lse = partial_lse.view(acc_dtype)
 
     blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
     block_bs = table_block(bs, least=128)
     _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), pieces)](
-        q, k_cache, v_cache, partial_acc, partial_state,
+        q, k_cache, v_cache, partial_out, partial_lse,
         kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
         bs, fill, fine,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=accumulator(q.dtype), LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
+        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
         BLOCK_BS=block_bs, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
-        partial_acc, partial_state, out, lse, kv_indptr, bs, fill, fine,
+        partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-        HEAD_DIM=head_dim, ACC=accumulator(q.dtype), LONG_SPLIT=LONG_SPLIT, **blocks,
+        HEAD_DIM=head_dim, ACC=acc, LONG_SPLIT=LONG_SPLIT, **blocks,
         BLOCK_BS=block_bs, BLOCK_S=16, num_warps=4,
     )  # fmt: skip
     return out

@@ -79,9 +79,10 @@ def _link_extend_kernel(
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
 
-    Without SPLIT, num_splits is 1 and out and lse are the results; else they are the state that `accumulate` describes:
-    out[split, token, head] is acc, lse[split, token, head] is row_max and row_sum.
+    Without SPLIT, num_splits is 1 and out and lse are the results; else out[split, token, head] (normalised) and
+    lse[split, token, head] (base 2, ACC) are partial.
     """
+    LN2: tl.constexpr = 0.6931471805599453
     kv_head = tl.program_id(1)
     b = tl.program_id(2) // num_splits
     split = tl.program_id(2) % num_splits
@@ -122,7 +123,7 @@ def _link_extend_kernel(
     last_run += ((last_run == segments) & (high > row_length - qo_length)).to(tl.int32)
 
     acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), ACC)
     row_sum = tl.zeros([BLOCK_M], ACC)
     run_begin = low
     for run in range(first_run, last_run + 1):
@@ -152,29 +153,25 @@ def _link_extend_kernel(
             )  # fmt: skip
         run_begin = run_end
 
+    result, result_lse = finish(acc, row_max, row_sum)
     token = token.to(tl.int64) + split * nnz_qo
     out_rows = out + token[:, None] * stride_out_row + head[:, None] * stride_out_head
-    if SPLIT:
-        tl.store(out_rows + dim[None, :], acc, mask=q_mask)
-        state = lse + token * stride_lse_row + 2 * head
-        tl.store(state, row_max, mask=row_mask)
-        tl.store(state + 1, row_sum, mask=row_mask)
-    else:
-        result, result_lse = finish(acc, row_max, row_sum)
-        tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
-        if lse is not None:
-            tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
+    tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
+    if lse is not None:
+        if not SPLIT:
+            result_lse *= LN2
+        tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
 
 
 @jit
 def _merge_kernel(
-    partial_acc, partial_state, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
+    partial_out, partial_lse, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """out[token, head] and lse[token, head] from the states [num_splits, nnz_qo, num_qo_heads]."""
+    """out[token, head] and lse[token, head] from partial rows [num_splits, nnz_qo, num_qo_heads]."""
     token, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     merged, merged_lse = merge_splits(
-        partial_acc, partial_state, token * num_heads + head, num_splits, nnz_qo * num_heads,
+        partial_out, partial_lse, token * num_heads + head, num_splits, nnz_qo * num_heads,
         HEAD_DIM, ACC, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     dim = tl.arange(0, BLOCK_D)
@@ -210,11 +207,12 @@ def link_extend(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
+    acc, acc_dtype = accumulator(q.dtype)
     block_m, num_splits = _plan(bs, group, num_kv_heads, max_extend_len, head_dim * operand_size(q.dtype), q.device)
     target, target_lse = out, lse
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
-        target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, 2, dtype=torch.float32, device=q.device)
+        target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)
     blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
     _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
         q, k_cache, v_cache, target, target_lse,
@@ -225,7 +223,7 @@ def link_extend(
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=accumulator(q.dtype), SPLIT=num_splits > 1, MIN_SPLIT=MIN_SPLIT,
+        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, SPLIT=num_splits > 1, MIN_SPLIT=MIN_SPLIT,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=8 if block_m == 128 or head_dim > 128 else 4, num_stages=NUM_STAGES,
     )  # fmt: skip
@@ -233,6 +231,6 @@ def link_extend(
         _merge_kernel[(nnz_qo, num_qo_heads)](
             target, target_lse, out, lse, nnz_qo, num_splits,
             out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-            HEAD_DIM=head_dim, ACC=accumulator(q.dtype), BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
+            HEAD_DIM=head_dim, ACC=acc, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
         )  # fmt: skip
     return out
