@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 IMPLEMENTATIONS = {
     "torch": "sgl_kernel_lazy.torch_impl",
+    "flashinfer": "sgl_kernel_lazy.stock",
     "triton": "sgl_kernel_lazy.triton",
 }
 

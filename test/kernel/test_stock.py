@@ -1,0 +1,120 @@
+"""Linked attention on stock FlashInfer kernels: on a GPU; without one, its entries and merge around a stand-in."""
+
+import dataclasses
+import importlib
+import math
+
+import pytest
+import torch
+from cases import CASES, all_cases
+from ragged import DEVICE, NAN, check, naive, random_batch, relative_error, run
+
+pytest.importorskip("flashinfer")
+
+import sgl_kernel_lazy.stock as stock
+from sgl_kernel_lazy.stock import common
+
+ops = pytest.mark.parametrize("op", ["decode", "extend"])
+on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="FlashInfer's kernels need a GPU")
+HALVES = [torch.float16, torch.bfloat16]
+
+
+class StandIn:
+    """FlashInfer's interface in PyTorch: rows of an entry over its slots, causal from the end, base-2 lse."""
+
+    def __init__(self, backend, q, num_kv_heads, qo_indptr, kv_indptr, *, causal, split=True):
+        self.causal = causal
+
+    def run(self, q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, sm_scale):
+        group = q.shape[1] // k_cache.shape[1]
+        for i in range(len(qo_indptr) - 1):
+            rows = slice(int(qo_indptr[i]), int(qo_indptr[i + 1]))
+            slots = kv_indices[int(kv_indptr[i]) : int(kv_indptr[i + 1])].long()
+            num_rows, num_slots = rows.stop - rows.start, len(slots)
+            if num_rows == 0 or num_slots == 0:
+                continue  # what FlashInfer writes here must not matter
+            keys, values = (c[slots].double().repeat_interleave(group, 1) for c in (k_cache, v_cache))
+            scores = torch.einsum("qhd,khd->qhk", q[rows].double(), keys) * sm_scale
+            if self.causal:
+                seen = torch.ones(num_rows, num_slots, dtype=torch.bool).tril(num_slots - num_rows)
+                scores.masked_fill_(~seen[:, None], -torch.inf)
+            out[rows] = torch.einsum("qhk,khd->qhd", scores.softmax(-1), values).to(out.dtype)
+            lse[rows] = (scores.logsumexp(-1) / math.log(2)).float()
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    for name in ("link_decode", "link_extend"):
+        module = importlib.import_module(f"sgl_kernel_lazy.stock.{name}")
+        monkeypatch.setattr(module, "Kernel", StandIn)
+        monkeypatch.setattr(module, "check_supported", lambda q: None)
+
+
+@ops
+@all_cases
+def test_entries_and_merge(stand_in, op, case):
+    """In float32: partial results are rounded to it once more, so the budget is some roundings, not plain PyTorch's."""
+    if DEVICE != "cpu":
+        pytest.skip("the kernels themselves run on a GPU")
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, shape, layout)
+    out, lse = run(op, stock, batch)
+    exact, exact_lse = naive(op, batch, torch.float64)
+    assert relative_error(out, exact) <= 1e-5
+    assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
+    assert ((lse - exact_lse)[exact_lse != -torch.inf].abs() < 1e-5).all()
+
+
+@on_gpu
+@ops
+@pytest.mark.parametrize("dtype", HALVES, ids=["float16", "bfloat16"])
+@all_cases
+def test_cases(op, dtype, case):
+    seed, shape, layout = CASES[case]
+    if shape.head_dim not in common.HEAD_DIMS:
+        pytest.skip(f"FlashInfer's kernels are compiled for head_dim {common.HEAD_DIMS}")
+    check(op, stock, random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+
+
+@on_gpu
+@ops
+@pytest.mark.parametrize("seed", range(4))
+def test_head_dim_128_and_long_rows(op, seed):
+    shape = dataclasses.replace(
+        CASES["head_dim 128"][1], num_qo_heads=32, num_kv_heads=8, dtype=torch.bfloat16, max_chunk_len=700,
+        max_segments=9, max_text_len=300, max_position=16384,
+    )  # fmt: skip
+    check(op, stock, random_batch(seed, shape))
+
+
+@on_gpu
+def test_graph_replay_follows_the_plan():
+    """A graph captured over one batch, replayed after planning others of its size, gives their answers."""
+    shape = dataclasses.replace(CASES["ragged"][1], bs=4, dtype=torch.bfloat16, max_segments=6)
+    batches = [random_batch(seed, shape) for seed in range(3)]
+    static = {}
+    for key, tensor in batches[0].decode.items():
+        size = [max(d) for d in zip(*(b.decode[key].shape for b in batches), strict=True)]
+        static[key] = tensor.new_zeros(size, dtype=torch.int32 if key == "kv_indices" else tensor.dtype)
+    names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+    workspace = stock.decode_workspace(4, 4, 2, 64, DEVICE)
+    options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
+    stock.plan_decode(workspace, **{name: static[name] for name in names})
+    stock.link_decode(**static, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stock.link_decode(**static, **options)
+    for batch in batches:
+        for key, tensor in batch.decode.items():
+            static[key][tuple(slice(n) for n in tensor.shape)] = tensor
+        stock.plan_decode(workspace, **{name: static[name] for name in names})
+        graph.replay()
+        exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
+        assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)
+
+
+@ops
+def test_an_unsupported_type_is_named(op):
+    with pytest.raises(ValueError, match="^q: expected dtype torch.float16 or torch.bfloat16, got torch.float32"):
+        run(op, stock, random_batch(0))
