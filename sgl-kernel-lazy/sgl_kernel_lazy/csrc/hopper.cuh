@@ -9,7 +9,7 @@
 #include <cstdint>
 #include <type_traits>
 
-namespace sgl_kernel_lazy::hopper {
+namespace lazy::hopper {
 
 __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -77,11 +77,7 @@ __device__ __forceinline__ void named_arrive(int barrier, int threads) {
 }
 
 // Orders shared memory that cp.async or ordinary stores wrote before the tensor cores' reads of it.
-__device__ __forceinline__ void fence_tensor_cores() {
-#ifdef NO_FENCE
-  return;
-#endif
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_tensor_cores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 template <int REGISTERS>
 __device__ __forceinline__ void grow_registers() {
@@ -129,11 +125,13 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
 
 // Descriptor of a B tile in 128-byte-swizzled shared memory: rows of 128 bytes, whose 16-byte chunk c of row r lies at
 // chunk c ^ (r % 8), in groups of 8 rows that follow each other. Tiles wider than 128 bytes are blocks of such columns.
-// smem: byte address of the first row, itself 1024-byte aligned apart from a 32-byte step along K in a K-major tile.
-// column_stride: bytes between column blocks, read for MN-major tiles only.
-__device__ __forceinline__ uint64_t tile_descriptor(uint32_t smem, uint32_t column_stride) {
-  constexpr uint64_t SWIZZLE_128B = uint64_t(1) << 62, GROUP_OF_8_ROWS = uint64_t(1024 >> 4) << 32;
-  return SWIZZLE_128B | GROUP_OF_8_ROWS | uint64_t(column_stride >> 4) << 16 | uint64_t((smem & 0x3ffff) >> 4);
+// This is the descriptor's low word: the address, and for MN-major tiles the bytes between column blocks. Steps within the
+// tile are added as bytes / 16 (32 bytes along K in a K-major tile, rows in an MN-major one), one instruction each.
+// The high word: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
+constexpr uint32_t SWIZZLED_ROWS = 1u << 30 | 1024 >> 4;
+
+__device__ __forceinline__ uint32_t tile_descriptor(uint32_t smem, uint32_t column_stride) {
+  return column_stride >> 4 << 16 | smem >> 4;
 }
 
 __device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -165,24 +163,31 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"  \
   "%58,%59,%60,%61,%62,%63"
 #define SGL_MMA_64(type)                                                                              \
-  asm volatile("{.reg .pred accumulate; setp.ne.b32 accumulate, %37, 0;\n"                            \
+  asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %37, 0; mov.b64 b, {%36, %39};\n"                            \
                "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SGL_R32_0 "},"         \
-               " {%32, %33, %34, %35}, %36, accumulate, 1, 1, %38;}\n"                                  \
+               " {%32, %33, %34, %35}, b, accumulate, 1, 1, %38;}\n"                                  \
                : SGL_D32(d, 0)                                                                        \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(MN_MAJOR))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
+#define SGL_R16_32 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define SGL_MMA_96(type)                                                                                 \
+  asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %53, 0; mov.b64 b, {%52, %55};\n"                               \
+               "wgmma.mma_async.sync.aligned.m64n96k16.f32." type "." type " {" SGL_R32_0 "," SGL_R16_32  \
+               "}, {%48, %49, %50, %51}, b, accumulate, 1, 1, %54;}\n"                                  \
+               : SGL_D32(d, 0), SGL_D8(d, 32), SGL_D8(d, 40)                                             \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
 #define SGL_MMA_128(type)                                                                               \
-  asm volatile("{.reg .pred accumulate; setp.ne.b32 accumulate, %69, 0;\n"                              \
+  asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %69, 0; mov.b64 b, {%68, %71};\n"                              \
                "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" SGL_R32_0 "," SGL_R32_1 \
-               "}, {%64, %65, %66, %67}, %68, accumulate, 1, 1, %70;}\n"                                  \
+               "}, {%64, %65, %66, %67}, b, accumulate, 1, 1, %70;}\n"                                  \
                : SGL_D32(d, 0), SGL_D32(d, 32)                                                          \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(MN_MAJOR))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
 
 // d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous.
 // A thread holds, of its warp's 16 rows, rows g and g + 8 with g = lane / 4: d[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
 // + 0, 1 of row g and d[4 j + 2, 3] those of row g + 8; a[0], a[1] are columns 2 (lane % 4) + 0, 1 of rows g and g + 8,
 // and a[2], a[3] the same 8 columns on. So products become the next product's a by packing pairs.
 template <typename T, bool MN_MAJOR>
-__device__ __forceinline__ void mma(float (&d)[32], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma(float (&d)[32], const uint32_t (&a)[4], uint32_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     SGL_MMA_64("bf16");
   } else {
@@ -190,7 +195,15 @@ __device__ __forceinline__ void mma(float (&d)[32], const uint32_t (&a)[4], uint
   }
 }
 template <typename T, bool MN_MAJOR>
-__device__ __forceinline__ void mma(float (&d)[64], const uint32_t (&a)[4], uint64_t b, int accumulate) {
+__device__ __forceinline__ void mma(float (&d)[48], const uint32_t (&a)[4], uint32_t b, int accumulate) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    SGL_MMA_96("bf16");
+  } else {
+    SGL_MMA_96("f16");
+  }
+}
+template <typename T, bool MN_MAJOR>
+__device__ __forceinline__ void mma(float (&d)[64], const uint32_t (&a)[4], uint32_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     SGL_MMA_128("bf16");
   } else {
@@ -202,7 +215,9 @@ __device__ __forceinline__ void mma(float (&d)[64], const uint32_t (&a)[4], uint
 #undef SGL_D32
 #undef SGL_R32_0
 #undef SGL_R32_1
+#undef SGL_R16_32
 #undef SGL_MMA_64
+#undef SGL_MMA_96
 #undef SGL_MMA_128
 
-}  // namespace sgl_kernel_lazy::hopper
+}  // namespace lazy::hopper

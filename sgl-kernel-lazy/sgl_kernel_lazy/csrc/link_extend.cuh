@@ -20,7 +20,7 @@
 
 #include "hopper.cuh"
 
-namespace sgl_kernel_lazy {
+namespace lazy::extend {
 
 // Everything is counted in elements, not bytes. `wide_*`: int64 instead of int32.
 struct LinkExtendParams {
@@ -253,15 +253,15 @@ struct Ring {
 template <typename Traits>
 __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkItem& item, const Run* runs, int num_tiles,
                                         SharedMemory<Traits> smem, int thread) {
-  using namespace hopper;
+  using namespace lazy::hopper;
   using T = typename Traits::T;
   constexpr int BLOCK_N = Traits::BLOCK_N;
   constexpr int CHUNKS = Traits::HEAD_DIM / 8;      // of 16 bytes in a row
   constexpr int ROWS_PER_WARP = 32 / CHUNKS;        // in one copy instruction
   constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;  // a multiple of 8, or the swizzle would depend on the step
-  static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N == 128);
+  static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N % ROWS_PER_STEP == 0 && BLOCK_N <= 128);
   const int warp = thread / 32, lane = thread % 32, chunk = lane % CHUNKS;
-  // Each lane knows the slot of one of its warp's 32 rows.
+  // Each lane knows the slot of at most one of its warp's rows.
   const int own_row = lane / ROWS_PER_WARP * ROWS_PER_STEP + warp * ROWS_PER_WARP + lane % ROWS_PER_WARP;
   const int copied_row = warp * ROWS_PER_WARP + lane / CHUNKS;
   const uint32_t copied_to = chunk / 8 * Traits::COLUMN_BYTES + copied_row * 128 + (chunk % 8 ^ copied_row % 8) * 16;
@@ -272,7 +272,7 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
 
   auto slot_of = [&](const TileCursor& tile) {
     const int entry = tile.run.begin + own_row;
-    return entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : -1;
+    return own_row < BLOCK_N && entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : -1;
   };
   auto copy_tile = [&](uint32_t to, const char* rows, int stride, int own_slot) {
 #pragma unroll
@@ -298,7 +298,7 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
       if (turned && thread < Traits::ROTARY_DIM / 4) {
         copy_async_16(smem.table(k_ring.stage) + thread * 16, p.cos_sin_cache + run.offset * p.stride_position + thread * 4, true);
       }
-      if (masked) {
+      if (masked && own_row < BLOCK_N) {
         const int entry = min(run.begin + own_row, run.end - 1);
         copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + entry, true);
       }
@@ -322,7 +322,7 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
 template <typename Traits>
 __device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem, uint32_t table, bool turned,
                                              int lane) {
-  using namespace hopper;
+  using namespace lazy::hopper;
   using T = typename Traits::T;
   constexpr int UNITS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
   const int row = lane % 16;
@@ -364,7 +364,7 @@ __device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16
 template <typename Traits>
 __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkItem& item, const Run* runs, int num_tiles,
                                         SharedMemory<Traits> smem, int warpgroup, int thread) {
-  using namespace hopper;
+  using namespace lazy::hopper;
   using T = typename Traits::T;
   constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_N = Traits::BLOCK_N, NUM_CONSUMERS = Traits::NUM_CONSUMERS;
   const int warp = thread / 32, lane = thread % 32;
@@ -386,17 +386,17 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
   }
 
   auto issue_scores = [&](int stage) {
+    const uint32_t tile = tile_descriptor(smem.k(stage), 0);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      mma<T, false>(s, q[k], tile_descriptor(smem.k(stage) + k / 4 * Traits::COLUMN_BYTES + k % 4 * 32, 0), k > 0);
+      mma<T, false>(s, q[k], tile + (k / 4 * Traits::COLUMN_BYTES + k % 4 * 32) / 16, k > 0);
     }
     mma_commit();
   };
   auto issue_output = [&](int stage) {
+    const uint32_t tile = tile_descriptor(smem.v(stage), Traits::COLUMN_BYTES);
 #pragma unroll
-    for (int k = 0; k < BLOCK_N / 16; ++k) {
-      mma<T, true>(o, weights[k], tile_descriptor(smem.v(stage) + k * 16 * 128, Traits::COLUMN_BYTES), 1);
-    }
+    for (int k = 0; k < BLOCK_N / 16; ++k) mma<T, true>(o, weights[k], tile + k * 16 * 128 / 16, 1);
     mma_commit();
   };
   auto mask = [&](int stage, int entries) {
@@ -411,30 +411,44 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       }
     }
   };
-  // Scores to unnormalised weights; correction is the factor of everything summed so far.
+  // Scores to unnormalised weights; correction is the factor of everything summed so far. Maxima and sums go through four
+  // partial ones, since one warp of a scheduler at a time does this and would wait for its own results.
   auto soften = [&] {
+    float highest[2][4], sum[2][4] = {}, zero[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float highest = row_max[r];
 #pragma unroll
-      for (int j = 0; j < BLOCK_N / 8; ++j) highest = fmaxf(highest, fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
-      // A row that has seen nothing yet keeps weights of exp2(-inf) = 0.
-      const float zero = highest == -INFINITY ? 0.0f : highest * p.scale_log2;
-      correction[r] = exp2_approx(row_max[r] * p.scale_log2 - zero);
-      row_max[r] = highest;
-      float sum = 0.0f;
+      for (int i = 0; i < 4; ++i) highest[r][i] = fmaxf(s[4 * i + 2 * r], s[4 * i + 2 * r + 1]);
+    }
 #pragma unroll
-      for (int j = 0; j < BLOCK_N / 8; ++j) {
+    for (int j = 4; j < BLOCK_N / 8; ++j) {
 #pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& x = s[4 * j + 2 * r + c];
-          x = exp2_approx(x * p.scale_log2 - zero);
-          sum += x;
-        }
+      for (int r = 0; r < 2; ++r) {
+        highest[r][j % 4] = fmaxf(highest[r][j % 4], fmaxf(s[4 * j + 2 * r], s[4 * j + 2 * r + 1]));
       }
-      row_sum[r] = row_sum[r] * correction[r] + sum;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float all = fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]));
+      all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
+      all = fmaxf(row_max[r], fmaxf(all, __shfl_xor_sync(~0u, all, 2)));
+      // A row that has seen nothing yet keeps weights of exp2(-inf) = 0.
+      zero[r] = all == -INFINITY ? 0.0f : all * p.scale_log2;
+      correction[r] = exp2_approx(row_max[r] * p.scale_log2 - zero[r]);
+      row_max[r] = all;
+    }
+#pragma unroll
+    for (int j = 0; j < BLOCK_N / 8; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = s[4 * j + i];
+        x = exp2_approx(x * p.scale_log2 - zero[i / 2]);
+        sum[i / 2][j % 2 * 2 + i % 2] += x;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      row_sum[r] = row_sum[r] * correction[r] + ((sum[r][0] + sum[r][1]) + (sum[r][2] + sum[r][3]));
     }
   };
   auto round_weights = [&] {
@@ -477,11 +491,15 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
         load_queries<Traits>(q, q_smem, smem.table(k_ring.stage), q_offset != 0, lane);
       }
       if (NUM_CONSUMERS == 2) named_sync(1 + warpgroup, 256);
-      pin(s), pin(o);
+      pin(s);
       mma_fence();
       issue_scores(k_ring.stage);
+#pragma unroll
+      for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
       wait(smem.v_full(v_ring.stage), v_ring.phase);
       fence_tensor_cores();
+      pin(o);
+      mma_fence();
       issue_output(v_ring.stage);
       if (NUM_CONSUMERS == 2 && (warpgroup == 0 || n + 1 < num_tiles)) named_arrive(2 - warpgroup, 256);
       mma_wait<1>();
@@ -490,16 +508,17 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       release(smem.k_empty(k_ring.stage));
       k_ring.advance();
       soften();
+      if (row_sum[0] == -1.0f) __nanosleep(1);  // never; without a branch here the softmax is moved behind the wait
       mma_wait<0>();
       pin(o);
       release(smem.v_empty(v_ring.stage));
       v_ring.advance();
-#pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
       round_weights();
     }
     wait(smem.v_full(v_ring.stage), v_ring.phase);
     fence_tensor_cores();
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
     pin(o);
     mma_fence();
     issue_output(v_ring.stage);
@@ -562,7 +581,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
-  using namespace hopper;
+  using namespace lazy::hopper;
   using T = typename Traits::T;
   extern __shared__ char dynamic_smem[];
   const uint32_t unaligned = smem_address(dynamic_smem);
@@ -684,4 +703,4 @@ cudaError_t launch_link_extend(const LinkExtendParams& p, int num_items, cudaStr
   return cudaGetLastError();
 }
 
-}  // namespace sgl_kernel_lazy
+}  // namespace lazy::extend

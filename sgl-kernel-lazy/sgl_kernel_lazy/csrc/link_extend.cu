@@ -1,0 +1,77 @@
+// Binding of link_extend.cuh.
+#include "link_extend.cuh"
+
+#include "binding.h"
+
+namespace {
+
+using lazy::check_aligned;
+using lazy::data;
+using tvm::ffi::Optional;
+using tvm::ffi::TensorView;
+
+template <int NUM_CONSUMERS>
+using Traits = lazy::extend::LinkExtendTraits<LAZY_DTYPE, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0, NUM_CONSUMERS>;
+
+bool is_wide(TensorView t) { return t.dtype().bits == 64; }
+
+// partial_out and partial_lse are given when there is more than one split; num_items bounds the number of work items.
+void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr, TensorView q_positions,
+                 TensorView kv_indptr, TensorView kv_indices, TensorView kv_positions, TensorView num_segments,
+                 TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache, TensorView out,
+                 Optional<TensorView> lse, Optional<TensorView> partial_out, Optional<TensorView> partial_lse,
+                 int64_t block_m, int64_t num_splits, int64_t num_items, double sm_scale) {
+  check_aligned("q", q, 16);
+  check_aligned("k_cache", k_cache, 16);
+  check_aligned("v_cache", v_cache, 16);
+  check_aligned("cos_sin_cache", cos_sin_cache, 16);
+  check_aligned("out", out, 16);
+  lazy::extend::LinkExtendParams params{};
+  params.q = q.data_ptr();
+  params.k_cache = k_cache.data_ptr();
+  params.v_cache = v_cache.data_ptr();
+  params.out = out.data_ptr();
+  params.lse = lse ? data<float>(*lse) : nullptr;
+  params.partial_out = partial_out ? data<float>(*partial_out) : nullptr;
+  params.partial_lse = partial_lse ? data<float>(*partial_lse) : nullptr;
+  params.qo_indptr = data<int>(qo_indptr);
+  params.q_positions = q_positions.data_ptr();
+  params.kv_indptr = data<int>(kv_indptr);
+  params.kv_indices = kv_indices.data_ptr();
+  params.kv_positions = data<int>(kv_positions);
+  params.num_segments = data<int>(num_segments);
+  params.segment_ends = data<int>(segment_ends);
+  params.segment_offsets = data<int>(segment_offsets);
+  params.cos_sin_cache = data<float>(cos_sin_cache);
+  params.stride_q_row = q.stride(0);
+  params.stride_q_head = q.stride(1);
+  params.stride_k_slot = k_cache.stride(0);
+  params.stride_k_head = k_cache.stride(1);
+  params.stride_v_slot = v_cache.stride(0);
+  params.stride_v_head = v_cache.stride(1);
+  params.stride_out_row = out.stride(0);
+  params.stride_out_head = out.stride(1);
+  params.stride_lse_row = lse ? (*lse).stride(0) : 0;
+  params.stride_ends = segment_ends.stride(0);
+  params.stride_offsets = segment_offsets.stride(0);
+  params.stride_position = cos_sin_cache.stride(0);
+  params.bs = num_segments.size(0);
+  params.nnz_qo = q.size(0);
+  params.num_kv_heads = k_cache.size(1);
+  params.group = q.size(1) / params.num_kv_heads;
+  params.max_segments = segment_ends.size(1);
+  params.num_splits = num_splits;
+  params.wide_indices = is_wide(kv_indices);
+  params.wide_positions = is_wide(q_positions);
+  params.scale_log2 = sm_scale * 1.4426950408889634;
+  tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
+  const cudaStream_t stream = get_stream(q.device());
+  const cudaError_t error = block_m == Traits<1>::BLOCK_M
+                                ? lazy::extend::launch_link_extend<Traits<1>>(params, num_items, stream)
+                                : lazy::extend::launch_link_extend<Traits<2>>(params, num_items, stream);
+  TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "link_extend: " << cudaGetErrorString(error);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(link_extend, link_extend);

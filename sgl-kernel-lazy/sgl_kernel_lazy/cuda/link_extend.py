@@ -1,0 +1,85 @@
+"""Prefill of new text over cached chunks in CUDA."""
+
+import functools
+
+import torch
+
+from sgl_kernel_lazy.cuda.jit import load_module
+from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+
+CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+HEAD_DIMS = (64, 128)
+# Packed rows of a work item, and entries of a tile.
+BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, 128
+# The runs of a request, 16 bytes each, share a block's shared memory with its tiles.
+MAX_SEGMENTS, MAX_SPLITS = 4000, 128
+# Microseconds on an H200: per tile, to begin and end a work item, and to merge, as measured, and bytes merged in one.
+TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.2, 4.0, 4.0, 3e6
+
+
+def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int = 0) -> bool:
+    """Whether `link_extend` takes these; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
+    return dtype in CTYPES and head_dim in HEAD_DIMS and rotary_dim % 16 == 0 and max_segments <= MAX_SEGMENTS
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors):
+    """(block_m, num_splits, num_items): the cheapest split by a model of the time, from what the host knows.
+
+    nnz_kv may be an upper bound, and requests may differ in length: that costs time only.
+    """
+    group = num_qo_heads // num_kv_heads
+    block_m = SMALL_BLOCK_M if max_extend_len * group <= SMALL_BLOCK_M else BLOCK_M
+    row_tiles = min(bs * -(-max_extend_len * group // block_m), (nnz_qo * group + bs * (block_m - 1)) // block_m)
+    tiles = max(1, -(-nnz_kv // (bs * BLOCK_N)))
+
+    def time(num_splits):
+        waves = -(-row_tiles * num_kv_heads * num_splits // num_multiprocessors)
+        merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
+        return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
+
+    num_splits = min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
+    return block_m, num_splits, row_tiles * num_kv_heads * num_splits
+
+
+def link_extend(
+    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    *, max_extend_len, is_neox, sm_scale, out=None, lse=None,
+):  # fmt: skip
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for what `supports` says; never waits for the device.
+
+    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes; sm_scale is positive.
+    """
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
+    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    nnz_qo, num_qo_heads, head_dim = q.shape
+    num_kv_heads, rotary_dim, max_segments = k_cache.shape[1], cos_sin_cache.shape[1], segment_ends.shape[1]
+    if k_cache.dtype != q.dtype or not supports(q.dtype, head_dim, rotary_dim, max_segments):
+        raise ValueError(
+            f"q: expected fp16 or bf16, as the caches, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at most "
+            f"{MAX_SEGMENTS} segments, got {q.dtype}, {k_cache.dtype}, {head_dim}, {rotary_dim} and {max_segments}"
+        )
+    if not sm_scale > 0:
+        raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if nnz_qo == 0 or max_extend_len == 0:
+        return out
+    block_m, num_splits, num_items = _plan(
+        num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
+        torch.cuda.get_device_properties(q.device).multi_processor_count,
+    )  # fmt: skip
+    partial_out = partial_lse = None
+    if num_splits > 1:
+        partial_out = torch.empty(num_splits, nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(num_splits, nnz_qo, num_qo_heads, dtype=torch.float32, device=q.device)
+    module = load_module(
+        "link_extend", dtype=CTYPES[q.dtype], head_dim=head_dim, rotary_dim=rotary_dim, is_neox=int(is_neox)
+    )
+    module.link_extend(
+        q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
+        segment_offsets, cos_sin_cache, out, lse, partial_out, partial_lse, block_m, num_splits, num_items, sm_scale,
+    )  # fmt: skip
+    return out

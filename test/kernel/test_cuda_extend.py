@@ -1,0 +1,100 @@
+"""link_extend in CUDA against the formula in fp64, on the shapes of every implementation and on its own edges."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from cases import CASES, all_cases
+from ragged import DEVICE, NAN, Shape, check, random_batch, relative_error, run
+
+from sgl_kernel_lazy.naive import naive_link_extend
+
+if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+pytest.importorskip("flashinfer", reason="its JIT builds the CUDA modules")
+module = importlib.import_module("sgl_kernel_lazy.cuda.link_extend")
+
+CONFIGURATIONS = {
+    "bf16": dict(dtype=torch.bfloat16, head_dim=128, rotary_dim=128, is_neox=True),
+    "fp16, interleaved": dict(dtype=torch.float16, head_dim=128, rotary_dim=128, is_neox=False),
+    "head_dim 64": dict(dtype=torch.bfloat16, head_dim=64, rotary_dim=64, is_neox=True),
+    "partial": dict(dtype=torch.float16, head_dim=64, rotary_dim=48, is_neox=True),
+}
+all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
+
+
+@all_configurations
+@all_cases
+def test_link_extend(configuration, case):
+    seed, shape, layout = CASES[case]
+    check("extend", module, random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout))
+
+
+@all_configurations
+@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
+def test_many_tiles(configuration, heads):
+    """Chunks and texts of several tiles; with 150 new tokens a request has several work items per kv head."""
+    shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
+    check("extend", module, random_batch(heads[0], shape))
+
+
+@pytest.mark.parametrize("block_m, num_splits", [(64, 1), (64, 7), (128, 2), (128, 40)])
+def test_any_number_of_splits(monkeypatch, block_m, num_splits):
+    """Splits end inside segments and texts; with more splits than tiles some are empty."""
+    shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
+    linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 209)]
+    late = CASES["cached text behind new text"][2][0]
+    batch = random_batch(0, shape, [linked, late, [("new", 200)], []])
+    items = (3 * -(-212 * 2 // block_m) + 1) * shape.num_kv_heads * num_splits
+    monkeypatch.setattr(module, "_plan", lambda *sizes: (block_m, num_splits, items))
+    check("extend", module, batch)
+
+
+def test_positions_out_of_order():
+    """Query positions need not ascend, and a row that sees nothing gives zeros and -inf."""
+    shape = Shape(**CONFIGURATIONS["bf16"], bs=1, max_chunk_len=300)
+    batch = random_batch(0, shape, [[("gap", 5), ("chunk", 2), ("new", 6)]])
+    batch.extend["q_positions"][[0, 3]] = torch.tensor([0, 100], device=DEVICE, dtype=batch.extend["q_positions"].dtype)
+    check("extend", module, batch)
+    out, lse = run("extend", module, batch)
+    assert (out[0] == 0).all() and (lse[0] == -torch.inf).all()
+
+
+def test_strided_rows():
+    batch = random_batch(5, Shape(**CONFIGURATIONS["bf16"]))
+    expected, _ = run("extend", module, batch)
+    wide = torch.full((len(expected), 8, 128), NAN, dtype=torch.bfloat16, device=DEVICE)
+    wide[:, :4] = batch.extend["q"]
+    out = torch.full_like(wide, NAN)
+    inputs = dict(batch.extend, q=wide[:, :4])
+    module.link_extend(**inputs, **batch.options, max_extend_len=batch.max_extend_len, out=out[:, :4])
+    assert torch.equal(out[:, :4], expected)
+    assert out[:, 4:].isnan().all()
+
+
+def test_replays_in_a_graph():
+    """Captured once and replayed over other queries and segments: nothing about them is read on the host."""
+    shape = Shape(**CONFIGURATIONS["bf16"], bs=1, max_chunk_len=300)
+    batch = random_batch(0, shape, [[("chunk", 2), ("new", 9), ("chunk", 2), ("new", 40)]])
+    out = torch.full_like(batch.extend["q"], NAN)
+    options = dict(batch.options, max_extend_len=49, out=out)
+    module.link_extend(**batch.extend, **options)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        module.link_extend(**batch.extend, **options)
+    for segments in ([300, 600], [123, 456], [200]):
+        batch.extend["q"].normal_()
+        batch.extend["num_segments"].fill_(len(segments))
+        batch.extend["segment_ends"][0, : len(segments)] = torch.tensor(segments, dtype=torch.int32, device=DEVICE)
+        graph.replay()
+        exact = naive_link_extend(**batch.extend, **batch.options)[0]
+        assert relative_error(out, exact) < 2e-2
+
+
+@pytest.mark.parametrize("head_dim, rotary_dim", [(96, 96), (128, 24)])
+def test_refuses_what_it_cannot_do(head_dim, rotary_dim):
+    batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=head_dim, rotary_dim=rotary_dim))
+    with pytest.raises(ValueError, match="head_dim in"):
+        run("extend", module, batch)
