@@ -97,9 +97,10 @@ def test_graph_replay_follows_the_plan():
         size = [max(d) for d in zip(*(b.decode[key].shape for b in batches), strict=True)]
         static[key] = tensor.new_zeros(size, dtype=torch.int32 if key == "kv_indices" else tensor.dtype)
     names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-    workspace = stock.decode_workspace(4, 4, 2, 64, DEVICE)
+    sizes = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    workspace = stock.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
-    stock.plan_decode(workspace, **{name: static[name] for name in names})
+    stock.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
     stock.link_decode(**static, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -108,7 +109,7 @@ def test_graph_replay_follows_the_plan():
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
-        stock.plan_decode(workspace, **{name: static[name] for name in names})
+        stock.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
         graph.replay()
         exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
         assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)

@@ -49,16 +49,17 @@ def parse(arguments=None) -> argparse.Namespace:
     return parsed
 
 
-def measure(candidate, reference, stock: bool, repetitions: int) -> dict:
+def measure(kind, name: str, reference: Reference, repetitions: int) -> dict:
     """One row: the check, then the times; `failed` says why there are none."""
-    problem = candidate.problem
+    problem = reference.problem
     row = dict(
         family=problem.shape.family, shape=problem.shape.name, op=problem.shape.op, bs=problem.bs,
-        implementation=candidate.name, stock=stock, bytes=problem.bytes, caches=len(problem.caches),
+        implementation=name, stock=kind is Stock, bytes=problem.bytes, caches=len(problem.caches),
     )  # fmt: skip
     out = torch.full_like(problem.q, float("nan"))
     lse = torch.full(out.shape[:2], float("nan"), dtype=torch.float32, device=out.device)
     try:
+        candidate = kind(name, problem)
         candidate.plan()
         candidate.call(0, out, lse)
         row |= check(out, lse, reference, candidate.rotated)
@@ -100,8 +101,8 @@ def main(arguments=None) -> int:
     for shape in shapes(given.shapes, tiny=device.type == "cpu", seed=given.seed):
         problem = build(shape, dims, given.seed, timing.cold_bytes(device))
         reference = Reference(problem)
-        rows = [measure(Stock(name, problem), reference, True, repetitions) for name in stock.get("names", [])]
-        rows += [measure(Link(name, problem), reference, False, repetitions) for name in implementations]
+        rows = [measure(Stock, name, reference, repetitions) for name in stock.get("names", [])]
+        rows += [measure(Link, name, reference, repetitions) for name in implementations]
         report.finish_rows(rows, result["bandwidth"])
         report.print_rows(rows)
         result["rows"] += rows

@@ -1,13 +1,13 @@
 """What is measured, behind one interface: plan once per step, call once per layer."""
 
-import inspect
-
 import torch
 
 from sgl_kernel_lazy import get_implementation
 
 # These wait for the device or copy from it in every call, which a CUDA graph cannot hold.
 NOT_CAPTURABLE = ("torch",)
+# These take a plan of the batch in link_extend, which is made on the host.
+PLANNED_EXTEND = ("flashinfer",)
 
 
 class Link:
@@ -22,15 +22,19 @@ class Link:
         dims = problem.dims
         self.options = dict(is_neox=True, sm_scale=dims.head_dim**-0.5)
         if problem.shape.op == "decode":
-            self.options["workspace"] = decode_workspace(self.ops, problem)
+            self.sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
+            max_segments = problem.tables["segment_ends"].shape[1]
+            self.options["workspace"] = self.ops.decode_workspace(
+                max_bs=problem.bs, max_segments=max_segments, **self.sizes, device=dims.device
+            )
         else:
             self.options["max_extend_len"] = int(problem.tables["qo_indptr"].diff().max())
 
     def plan(self) -> None:
         """What happens once per batch, before the layers."""
         if self.problem.shape.op == "decode":
-            plan_decode(self.ops, self.options["workspace"], self.problem)
-        elif hasattr(self.ops, "plan_extend"):
+            self.ops.plan_decode(self.options["workspace"], **self.problem.segments, **self.sizes)
+        elif self.name in PLANNED_EXTEND:
             self.options["plan"] = self.ops.plan_extend(
                 self.problem.q, self.problem.caches[0][0], **self.problem.tables
             )
@@ -42,22 +46,3 @@ class Link:
             self.problem.q, k_cache, v_cache, **self.problem.tables, cos_sin_cache=self.problem.cos_sin_cache,
             out=out, lse=lse, **self.options,
         )  # fmt: skip
-
-
-def decode_workspace(ops, problem):
-    """The workspace for this problem's batch; max_segments only where the implementation asks for it."""
-    dims = problem.dims
-    sizes = dict(
-        max_bs=problem.bs, max_segments=problem.tables["segment_ends"].shape[1],
-        num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim, device=dims.device,
-    )  # fmt: skip
-    return ops.decode_workspace(**{n: sizes[n] for n in inspect.signature(ops.decode_workspace).parameters})
-
-
-def plan_decode(ops, workspace, problem) -> None:
-    """The step's plan, where the implementation has one; with the model's sizes where it asks for them."""
-    if hasattr(ops, "plan_decode"):
-        dims = problem.dims
-        sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
-        asked = inspect.signature(ops.plan_decode).parameters
-        ops.plan_decode(workspace, **problem.segments, **{n: size for n, size in sizes.items() if n in asked})

@@ -121,8 +121,8 @@ def _shared(rng, tiny):
             gen = torch.Generator().manual_seed(rng.randrange(2**31))
             weights = torch.arange(1, pool + 1).double().pow(-alpha)
             drawn = [torch.multinomial(weights, count, generator=gen).tolist() for _ in range(bs)]
-            for ids in drawn:
-                rng.shuffle(ids)
+        for ids in drawn:
+            rng.shuffle(ids)
         requests = [[*(("chunk", i, length) for i in ids), ("text", 4 if tiny else 64)] for ids in drawn]
         yield Shape(f"{count}x{length}, {kind}, batch {bs}", "shared", "decode", requests)
 

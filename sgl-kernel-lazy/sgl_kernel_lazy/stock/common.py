@@ -12,6 +12,8 @@ from sgl_kernel_lazy.triton.common import jit, partner_dim
 
 DTYPES, HEAD_DIMS = (torch.float16, torch.bfloat16), (64, 128, 256)
 INT_WORKSPACE_BYTES = 8 << 20
+# Heads and warps of a program that turns a row.
+TURNED_HEADS, TURN_WARPS = 16, 4
 NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 
 
@@ -102,11 +104,11 @@ def rotate(q, rows, offsets, cos_sin_cache, is_neox) -> torch.Tensor:
     """R(-offsets[i]) q[rows[i]] for every i, as [len(rows), num_qo_heads, head_dim]."""
     _, heads, head_dim = q.shape
     turned = torch.empty(len(rows), heads, head_dim, dtype=q.dtype, device=q.device)
-    block_h = min(16, triton.next_power_of_2(heads))
+    block_h = min(TURNED_HEADS, triton.next_power_of_2(heads))
     _rotate_kernel[(len(rows), triton.cdiv(heads, block_h))](
         q, turned, rows, offsets, cos_sin_cache, q.stride(0), q.stride(1), cos_sin_cache.stride(0),
         HEADS=heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=4,
+        BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=TURN_WARPS,
     )  # fmt: skip
     return turned
 
@@ -150,11 +152,11 @@ def _merge_kernel(
         tl.store(lse + row * stride_lse_row + head, row_lse)
 
 
-def merge(partial_out, partial_lse, first, parts, out, lse) -> None:
-    """Merge FlashInfer's partial rows into out, and into lse where given; see `_merge_kernel`."""
+def merge(partial_out, partial_lse, first, parts, out, lse, *, at_once: int) -> None:
+    """Merge FlashInfer's partial rows, at_once at a time, into out, and into lse where given; see `_merge_kernel`."""
     rows, heads, head_dim = out.shape
     _merge_kernel[(rows, heads)](
         partial_out, partial_lse, first, parts, out, lse,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_S=8, num_warps=1,
+        HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_S=at_once, num_warps=1,
     )  # fmt: skip

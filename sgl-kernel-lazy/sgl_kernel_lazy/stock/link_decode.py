@@ -12,6 +12,7 @@ from sgl_kernel_lazy.validation import check_link_inputs
 
 # Pieces of a short batch per multiprocessor and kv head, and the fewest tokens that a piece is worth.
 FILL, MIN_PIECE = 2, 128
+MERGED = 32
 
 
 @dataclasses.dataclass
@@ -77,7 +78,9 @@ def _entries_kernel(
     end = tl.where(is_chunk, end, row_end - row_begin)
     length = tl.where(within & (s <= segments), end - begin, 0)
     offset = tl.load(segment_offsets + b * stride_offsets + s, mask=is_chunk, other=0)
-    size = tl.maximum(tl.cdiv(tl.sum(length, 0), pieces), MIN_PIECE)
+    # Every segment's last piece is short: where segments are few, that many pieces are kept for it.
+    wanted = tl.maximum(pieces - tl.sum((length > 0).to(tl.int32), 0), tl.cdiv(pieces, 2))
+    size = tl.maximum(tl.cdiv(tl.sum(length, 0), wanted), MIN_PIECE)
     number = tl.cdiv(length, size)
     step = tl.cdiv(length, tl.maximum(number, 1))
     ends = tl.cumsum(number, 0)
@@ -97,12 +100,15 @@ def _entries_kernel(
         tl.store(entry_rows + rest, tl.full([BLOCK], -1, tl.int32), mask=rest < count)
 
 
-def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device) -> Workspace:
+def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device) -> Workspace:
     """A workspace for `plan_decode` and `link_decode`; what it holds grows with the batch sizes that are planned."""
     return Workspace(num_kv_heads, torch.device(device))
 
 
-def plan_decode(workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets) -> None:
+def plan_decode(
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    *, num_qo_heads, num_kv_heads, head_dim,
+):  # fmt: skip
     """List a batch's entries in the workspace, on the device: one launch per step, before all layers."""
     bs, width = segment_ends.shape
     entries = workspace.entries(bs, width)
@@ -135,9 +141,13 @@ def link_decode(
     if bs == 0:
         return out
     num_kv_heads = k_cache.shape[1]
-    workspace = decode_workspace(bs, num_qo_heads, num_kv_heads, head_dim, q.device) if workspace is None else workspace
+    if workspace is None:
+        workspace = Workspace(num_kv_heads, q.device)
     if workspace.planned is None:
-        plan_decode(workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)
+        plan_decode(
+            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        )  # fmt: skip
     entries = workspace.planned
     if entries.kernel is None:
         # A tile per entry whatever its length, so the plan made of lengths 1 serves them all.
@@ -150,5 +160,5 @@ def link_decode(
         turned, k_cache, v_cache, entries.qo_indptr, entries.kv_indptr, kv_indices.to(torch.int32),
         partial_out, partial_lse, sm_scale,
     )  # fmt: skip
-    merge(partial_out, partial_lse, entries.first, None, out, lse)
+    merge(partial_out, partial_lse, entries.first, None, out, lse, at_once=MERGED)
     return out

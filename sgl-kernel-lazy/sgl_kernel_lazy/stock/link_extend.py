@@ -1,15 +1,20 @@
 """Prefill on stock FlashInfer: an entry is a stretch of keys, with the query rows from the first that sees it on."""
 
 import dataclasses
+import functools
 
 import numpy
 import torch
 
 from sgl_kernel_lazy.stock.common import Kernel, check_supported, merge, rotate
+from sgl_kernel_lazy.stock.entries import cut_entries, list_entries
+from sgl_kernel_lazy.triton.common import num_multiprocessors
 from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
 
 # fa3 has tiles of 128 rows of one head, fa2 packs the heads of a group: short entries suit fa2.
 FA3_ROWS = 64
+# Partial rows that are merged at a time: a row has about as many as its prompt has chunks.
+MERGED = 8
 
 
 @dataclasses.dataclass
@@ -42,9 +47,12 @@ def plan_extend(
     """The plan of a batch, made on the host, which waits for the device; arguments as for `link_extend`."""
     host = [t.cpu().numpy() for t in (qo_indptr, q_positions, kv_indptr, kv_positions)]
     tables = [t.tolist() for t in (num_segments, segment_ends, segment_offsets)]
-    entries, order = _entries(*host, *tables)
-    # (first row, rows, slots, offset) per entry; both launches list all slots, so that either list is an indptr.
-    first_row, rows, slots, offset, causal = numpy.array(entries, dtype=numpy.int32).reshape(-1, 5).T
+    entries, order = list_entries(*host, *tables)
+    # Both launches list all slots, so that either list is an indptr.
+    entries = numpy.array(entries, dtype=numpy.int32).reshape(-1, 5)
+    backends = [_backend(q, entries[(entries[:, 1] > 0) & (entries[:, 4] == causal), 1]) for causal in (0, 1)]
+    entries = cut_entries(entries, backends[0], q.shape[1], k_cache.shape[1], num_multiprocessors(q.device))
+    first_row, rows, slots, offset, causal = entries.T
     counts = [numpy.where(causal == 1, 0, rows), numpy.where(causal == 1, rows, 0)]
     kv = _indptr(slots)
     launches, begin = [], 0
@@ -52,8 +60,7 @@ def plan_extend(
         total = int(count.sum())
         if total:
             qo = _indptr(count)
-            backend = _backend(q, total / numpy.count_nonzero(count))
-            kernel = Kernel(backend, q, k_cache.shape[1], qo, kv, causal=bool(is_causal))
+            kernel = Kernel(backends[is_causal], q, k_cache.shape[1], qo, kv, causal=bool(is_causal), split=False)
             device = (t.to(q.device, non_blocking=True) for t in (qo, kv))
             launches.append(Launch(kernel, slice(begin, begin + total), *device))
             begin += total
@@ -69,58 +76,18 @@ def plan_extend(
     return Plan(launches, expanded, offset[entry], first, parts.to(torch.int32))
 
 
-def _entries(qo_indptr, q_positions, kv_indptr, kv_positions, num_segments, segment_ends, segment_offsets):
-    """[(first row, rows, slots, offset, causal)] in the order of kv_indices, and the query rows by position.
-
-    A stretch is what becomes visible to one row, and so to all later ones, in one segment, in the cached text or in the
-    new text. Rows count in the order of their positions. The new text is one causal entry, with the cached text where
-    every row sees all of that.
-    """
-    entries, order = [], []
-    for b, count in enumerate(num_segments):
-        begin, end = int(qo_indptr[b]), int(qo_indptr[b + 1])
-        by_position = numpy.argsort(q_positions[begin:end], kind="stable")
-        order.append(begin + by_position)
-        asked = q_positions[begin:end][by_position]
-        positions = kv_positions[kv_indptr[b] : kv_indptr[b + 1]]
-        cached = len(positions) - (end - begin)
-        bounds = [0, *segment_ends[b][:count]]
-        text = bounds[-1]
-        for low, high, offset in zip(bounds, bounds[1:], segment_offsets[b], strict=False):
-            entries += _stretches(positions[low:high], asked, begin, offset)
-        new_seen = numpy.searchsorted(positions[cached:], asked, side="right")
-        causal = len(asked) > 0 and numpy.array_equal(new_seen, numpy.arange(1, len(asked) + 1))
-        if causal and (cached == text or positions[cached - 1] <= asked[0]):
-            entries.append((begin, len(asked), len(positions) - text, 0, 1))
-            continue
-        entries += _stretches(positions[text:cached], asked, begin, 0)
-        if causal:
-            entries.append((begin, len(asked), len(asked), 0, 1))
-        else:
-            entries += _stretches(positions[cached:], asked, begin, 0)
-    return entries, numpy.concatenate([*order, numpy.zeros(0)]).astype(numpy.int32)
-
-
-def _stretches(positions, asked, begin, offset):
-    """The stretches of ascending positions by the rows, ascending in `asked`, that see them; the last may see none."""
-    seen = numpy.searchsorted(positions, asked, side="right")
-    levels, first = numpy.unique(seen, return_index=True)
-    low = 0
-    for level, row in zip(levels.tolist(), first.tolist(), strict=True):
-        if level > low:
-            yield begin + row, len(asked) - row, level - low, offset, 0
-            low = level
-    if low < len(positions):
-        yield begin, 0, len(positions) - low, offset, 0
-
-
 def _indptr(lengths) -> torch.Tensor:
     return torch.from_numpy(numpy.concatenate([[0], numpy.cumsum(lengths)]).astype(numpy.int32))
 
 
-def _backend(q, rows_per_entry: float) -> str:
+def _backend(q, rows) -> str:
     hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
-    return "fa3" if hopper and rows_per_entry >= FA3_ROWS else "fa2"
+    return "fa3" if hopper and len(rows) and rows.mean() >= FA3_ROWS else "fa2"
+
+
+@functools.cache
+def _side_stream(device):
+    return torch.cuda.Stream(device)
 
 
 def link_extend(
@@ -143,20 +110,32 @@ def link_extend(
     if plan is None:
         tables = (num_segments, segment_ends, segment_offsets)
         plan = plan_extend(q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, *tables)
-    partial_out = partial_lse = None
-    if plan.launches:
-        turned = rotate(q, plan.rows, plan.offsets, cos_sin_cache, is_neox)
-        partial_out = torch.empty_like(turned)
-        partial_lse = torch.empty(turned.shape[:2], dtype=torch.float32, device=q.device)
-        slots = kv_indices.to(torch.int32)
-        for launch in plan.launches:
-            launch.kernel.run(
-                turned[launch.rows], k_cache, v_cache, launch.qo_indptr, launch.kv_indptr, slots,
-                partial_out[launch.rows], partial_lse[launch.rows], sm_scale,
-            )  # fmt: skip
-        merge(partial_out, partial_lse, plan.first, plan.parts, out, lse)
+    if not plan.launches:  # no row sees anything
+        out.zero_()
+        if lse is not None:
+            lse.fill_(-torch.inf)
         return out
-    out.zero_()
-    if lse is not None:
-        lse.fill_(-torch.inf)
+    turned = rotate(q, plan.rows, plan.offsets, cos_sin_cache, is_neox)
+    partial_out = torch.empty_like(turned)
+    partial_lse = torch.empty(turned.shape[:2], dtype=torch.float32, device=q.device)
+    slots = kv_indices.to(torch.int32)
+
+    def run(launch):
+        launch.kernel.run(
+            turned[launch.rows], k_cache, v_cache, launch.qo_indptr, launch.kv_indptr, slots,
+            partial_out[launch.rows], partial_lse[launch.rows], sm_scale,
+        )  # fmt: skip
+
+    if q.is_cuda and len(plan.launches) == 2:
+        # The new text among itself is short: it runs beside the rest.
+        stream, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            run(plan.launches[1])
+        run(plan.launches[0])
+        stream.wait_stream(side)
+    else:
+        for launch in plan.launches:
+            run(launch)
+    merge(partial_out, partial_lse, plan.first, plan.parts, out, lse, at_once=MERGED)
     return out
