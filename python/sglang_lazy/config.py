@@ -9,7 +9,7 @@ from typing import Literal, get_args
 ENV_VAR = "SGLANG_LAZY"
 """Holds the configuration as JSON; its presence is what asks for the plugin."""
 
-LinkBackend = Literal["auto", "torch", "triton"]
+LinkBackend = Literal["auto", "torch", "triton", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-link-backend",
         choices=get_args(LinkBackend),
         default=LazyConfig.link_backend,
-        help="Implementation of attention over cached chunks. 'auto': triton on a GPU, torch elsewhere.",
+        help="Implementation of attention over cached chunks. 'auto': cuda on Hopper (compiled on first use), "
+        "triton on other GPUs, torch elsewhere.",
     )
     group.add_argument(
         "--lazy-max-chunks",

@@ -8,13 +8,14 @@ __version__ = "0.1.0"
 
 IMPLEMENTATIONS = {
     "torch": "sgl_kernel_lazy.torch_impl",
+    "cuda": "sgl_kernel_lazy.cuda",
     "flashinfer": "sgl_kernel_lazy.stock",
     "triton": "sgl_kernel_lazy.triton",
 }
 
 
 def get_implementation(name: str) -> ModuleType:
-    """The module that implements `link_decode`, `link_extend` and `decode_workspace` under this name."""
+    """The module that implements `link_decode`, `link_extend`, `plan_decode` and `decode_workspace` under this name."""
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
     return importlib.import_module(IMPLEMENTATIONS[name])

@@ -9,9 +9,19 @@ from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
 MAX_SCORES = 1 << 24
 
 
-def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device):
-    """This implementation needs no workspace."""
+def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
+    """What `plan_decode` and `link_decode` need for batches of up to max_bs requests of up to max_segments segments.
+
+    This implementation needs no workspace and no plan.
+    """
     return None
+
+
+def plan_decode(
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    *, num_qo_heads, num_kv_heads, head_dim,
+):  # fmt: skip
+    """Prepare the workspace for a batch, once per step and before all layers; arguments as for `link_decode`."""
 
 
 def link_decode(

@@ -192,13 +192,21 @@ def run(op: str, implementation, batch: Batch, **given):
     out = torch.full_like(inputs["q"], NAN)
     lse = torch.full(out.shape[:2], NAN, dtype=torch.float32, device=DEVICE)
     if op == "decode":
-        heads = (batch.shape.num_qo_heads, batch.shape.num_kv_heads)
-        workspace = implementation.decode_workspace(len(out), *heads, batch.shape.head_dim, DEVICE)
+        dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
+        width = inputs["segment_ends"].shape[1]
+        workspace = implementation.decode_workspace(len(out), width, **dims, device=torch.device(DEVICE))
         options["workspace"] = workspace.fill_(NAN) if workspace is not None else None
+        tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+        implementation.plan_decode(workspace, *(inputs[name] for name in tables), **dims)
     else:
         options["max_extend_len"] = batch.max_extend_len
     result = getattr(implementation, f"link_{op}")(**inputs, **options, **{"out": out, "lse": lse, **given})
     return result, lse
+
+
+def sizes(batch: Batch) -> tuple[int, int, int]:
+    """num_qo_heads, num_kv_heads and head_dim."""
+    return batch.shape.num_qo_heads, batch.shape.num_kv_heads, batch.shape.head_dim
 
 
 def relative_error(out, reference) -> float:

@@ -89,7 +89,7 @@ def test_strided_rows(name):
 def test_workspace_of_a_larger_batch_serves_every_smaller_one():
     implementation = get_implementation("triton")
     batch = random_batch(6)
-    workspace = implementation.decode_workspace(64, 4, 2, 64, DEVICE).fill_(NAN)
+    workspace = implementation.decode_workspace(64, 8, 4, 2, 64, DEVICE).fill_(NAN)
     out = implementation.link_decode(**batch.decode, **batch.options, workspace=workspace)
     assert torch.equal(out, run("decode", implementation, batch)[0])
 
@@ -114,7 +114,7 @@ def test_graph_replay_follows_its_inputs():
         k: t.new_zeros(size[k], dtype=torch.int64 if k == "kv_indices" else t.dtype)
         for k, t in batches[0].decode.items()
     }
-    options = dict(batches[0].options, workspace=implementation.decode_workspace(4, 4, 2, 64, DEVICE).fill_(NAN))
+    options = dict(batches[0].options, workspace=implementation.decode_workspace(4, 8, 4, 2, 64, DEVICE).fill_(NAN))
     options |= dict(out=torch.full_like(static["q"], NAN), lse=torch.empty(4, 4, device=DEVICE))
     implementation.link_decode(**static, **options)
     torch.cuda.synchronize()

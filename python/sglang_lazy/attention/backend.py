@@ -69,12 +69,40 @@ class LinkAttention(AttentionBackend):
         self.link_rows = runner.req_to_token_pool
         self.link_table = table_of(runner.req_to_token_pool)
         attn, _ = next(attention_layers(runner.model))
+        self.link_dims = dict(
+            num_qo_heads=attn.tp_q_head_num, num_kv_heads=attn.tp_k_head_num, head_dim=attn.qk_head_dim
+        )
+        max_bs, max_segments = self.link_rows.req_to_token.shape[0], self.link_table.ends.shape[1]
         self.link_workspace = self.link_ops.decode_workspace(
-            self.link_rows.req_to_token.shape[0],
-            attn.tp_q_head_num,
-            attn.tp_k_head_num,
-            attn.qk_head_dim,
-            torch.device(runner.device),
+            max_bs, max_segments, **self.link_dims, device=torch.device(runner.device)
+        )
+        for layer_id in {id(rope): layer_id for layer_id, rope in self.link_ropes.items()}.values():
+            self._compile_extend(layer_id, attn, runner)
+
+    def _compile_extend(self, layer_id: int, attn, runner) -> None:
+        """One row over one entry, so that a kernel is compiled before the first request needs it."""
+
+        def ints(*values):
+            return torch.tensor(values, dtype=torch.int32, device=runner.device)
+
+        k_cache, v_cache = self.link_pool.get_kv_buffer(layer_id)
+        rope = self.link_ropes[layer_id]
+        self.link_ops.link_extend(
+            torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
+            k_cache,
+            v_cache,
+            ints(0, 1),
+            ints(0),
+            ints(0, 1),
+            ints(0),
+            ints(0),
+            ints(0),
+            self.link_table.ends[:1],
+            self.link_table.offsets[:1],
+            rope.cos_sin_cache,
+            max_extend_len=1,
+            is_neox=rope.is_neox,
+            sm_scale=attn.scaling,
         )
 
     # Metadata
@@ -99,6 +127,7 @@ class LinkAttention(AttentionBackend):
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_metadata = self.link_graph_metadata.first(forward_batch.batch_size)
         self._fill(self.link_metadata, forward_batch)
+        self._plan_decode(self.link_metadata)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
         if self.link_metadata is None:
@@ -110,7 +139,9 @@ class LinkAttention(AttentionBackend):
         num_kv = int(forward_batch.seq_lens_cpu.sum())
         metadata = LinkMetadata.allocate(forward_batch.batch_size, num_kv, self.link_table.ends.shape[1], device)
         self._fill(metadata, forward_batch)
-        if current.kv_positions is not None:
+        if current.kv_positions is None:
+            self._plan_decode(metadata)
+        else:
             metadata.qo_indptr = torch.nn.functional.pad(
                 forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
             )
@@ -140,6 +171,17 @@ class LinkAttention(AttentionBackend):
         else:
             pieces = [req_to_token[row, :n] for row, n in zip(rows, forward_batch.seq_lens, strict=True)]
             torch.cat(pieces, out=metadata.kv_indices)
+
+    def _plan_decode(self, metadata: LinkMetadata) -> None:
+        self.link_ops.plan_decode(
+            self.link_workspace,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.num_segments,
+            metadata.segment_ends,
+            metadata.segment_offsets,
+            **self.link_dims,
+        )
 
     # Attention
 

@@ -4,7 +4,9 @@ import logging
 
 import torch
 
+from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.backend import with_link_path
+from sglang_lazy.attention.rope import attention_layers
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of
 from sglang_lazy.compat import Unfit, unfit_flags, unfit_model
 from sglang_lazy.config import LazyConfig
@@ -29,11 +31,23 @@ def wrap_backend(factory):
         pool = runner.req_to_token_pool
         if table_of(pool) is None:
             pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
-        on_gpu = torch.device(runner.device).type == "cuda"
-        link_backend = {"auto": "triton" if on_gpu else "torch"}.get(config.link_backend, config.link_backend)
+        link_backend = config.link_backend if config.link_backend != "auto" else best_link_backend(runner)
         return with_link_path(backend, runner, link_backend)
 
     return create
+
+
+def best_link_backend(runner) -> str:
+    """The fastest implementation that can serve this model on this machine."""
+    device = torch.device(runner.device)
+    if device.type != "cuda":
+        return "torch"
+    attn, rope = next(attention_layers(runner.model))
+    dims = (attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim, rope.rotary_dim)
+    if reason := get_implementation("cuda").unsupported(device, runner.dtype, *dims):
+        logger.warning("Chunks are linked by the triton kernels instead of the CUDA ones: %s", reason)
+        return "triton"
+    return "cuda"
 
 
 def forward_batch_generation(original, worker, batch=None, *args, **kwargs):

@@ -59,8 +59,8 @@ def link_extend(
     num_kv_heads, rotary_dim, max_segments = k_cache.shape[1], cos_sin_cache.shape[1], segment_ends.shape[1]
     if k_cache.dtype != q.dtype or not supports(q.dtype, head_dim, rotary_dim, max_segments):
         raise ValueError(
-            f"q: expected fp16 or bf16, as the caches, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at most "
-            f"{MAX_SEGMENTS} segments, got {q.dtype}, {k_cache.dtype}, {head_dim}, {rotary_dim} and {max_segments}"
+            f"q: expected fp16 or bf16, as the caches, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at "
+            f"most {MAX_SEGMENTS} segments, got {q.dtype}, {k_cache.dtype}, {head_dim}, {rotary_dim} and {max_segments}"
         )
     if not sm_scale > 0:
         raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")

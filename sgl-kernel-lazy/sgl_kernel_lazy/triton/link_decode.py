@@ -148,10 +148,17 @@ def _plan(num_qo_heads, num_kv_heads, device):
     return block_h, triton.cdiv(FILL * slots, programs_per_piece), triton.cdiv(FINE * slots, programs_per_piece)
 
 
-def decode_workspace(max_bs, num_qo_heads, num_kv_heads, head_dim, device):
+def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
     """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter."""
     _, _, fine = _plan(num_qo_heads, num_kv_heads, torch.device(device))
     return torch.empty((fine + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
+
+
+def plan_decode(
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    *, num_qo_heads, num_kv_heads, head_dim,
+):  # fmt: skip
+    """Nothing: every program finds its piece by itself."""
 
 
 def link_decode(
@@ -177,7 +184,7 @@ def link_decode(
     block_h, fill, fine = _plan(num_qo_heads, num_kv_heads, q.device)
     pieces = fine + bs
     if workspace is None:
-        workspace = decode_workspace(bs, num_qo_heads, num_kv_heads, head_dim, q.device)
+        workspace = decode_workspace(bs, segment_ends.shape[1], num_qo_heads, num_kv_heads, head_dim, q.device)
     check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
     rows = pieces * num_qo_heads
     if workspace.numel() < rows * (head_dim + 2):

@@ -1,0 +1,38 @@
+"""Builds and loads the CUDA modules through FlashInfer's JIT; nvcc takes some seconds the first time."""
+
+import functools
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+CSRC = Path(__file__).parent.parent / "csrc"
+
+
+def missing(device: torch.device) -> str | None:
+    """What this machine lacks for these modules, or None."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "the kernels need a Hopper GPU"
+    if importlib.util.find_spec("flashinfer") is None:
+        return "FlashInfer, whose JIT builds the kernels, is not installed"
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
+    if shutil.which("nvcc") is None and not (Path(home) / "bin" / "nvcc").exists():
+        return "nvcc, which compiles the kernels, was not found"
+    return None
+
+
+@functools.cache
+def load_module(op: str, **macros):
+    """The module of csrc/<op>.cu compiled for Hopper with these macros, each as LAZY_<NAME>."""
+    from flashinfer.jit import env, gen_jit_spec
+    from flashinfer.jit.core import sm90a_nvcc_flags
+
+    spec = gen_jit_spec(
+        "_".join(["lazy", op, *(str(value).strip("_") for value in macros.values())]),
+        [CSRC / f"{op}.cu"],
+        extra_cuda_cflags=[*sm90a_nvcc_flags, *(f"-DLAZY_{name.upper()}={value}" for name, value in macros.items())],
+        extra_include_paths=[env.FLASHINFER_CSRC_DIR],
+    )
+    return spec.build_and_load()

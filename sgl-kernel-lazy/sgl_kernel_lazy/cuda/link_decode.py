@@ -1,0 +1,100 @@
+"""Decode over cached chunks in CUDA; a chunk that several requests share is read once for all of them."""
+
+import functools
+
+import torch
+
+from sgl_kernel_lazy.cuda.jit import load_module
+from sgl_kernel_lazy.validation import check_link_inputs
+
+# A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
+MIN_SAVED_TOKENS = 64
+# Keys are read in pieces of this many tiles of 64, or 0: as the plan finds best.
+PIECE = 0
+CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+HEAD_DIMS = (64, 128, 256)
+
+
+def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, group_size: int) -> bool:
+    """Whether `link_decode` takes these; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
+    return (
+        dtype in CTYPES
+        and head_dim in HEAD_DIMS
+        and rotary_dim % 16 == 0
+        and group_size <= (64 if head_dim <= 128 else 32)
+    )
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
+    """A float32 buffer for `plan_decode` and `link_decode`, for every batch of at most max_bs requests of at most
+    max_segments segments (the width of the segment tables); its contents never matter."""
+    device = torch.device(device)
+    words = load_module("decode_plan").workspace_words(
+        max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(device)
+    )
+    return torch.empty(words, dtype=torch.float32, device=device)
+
+
+def plan_decode(
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    *, num_qo_heads, num_kv_heads, head_dim,
+):  # fmt: skip
+    """Write the schedule of a batch into the workspace, on the device: one launch per step, before all layers.
+
+    Arguments as for `link_decode`. Segments that end in the same slot are taken for the same
+    cached chunk, so each must hold a chunk from its first token on.
+    """
+    load_module("decode_plan").plan_decode(
+        workspace, kv_indptr, kv_indices.to(torch.int32), num_segments, segment_ends, segment_offsets,
+        num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(workspace.device), MIN_SAVED_TOKENS, PIECE,
+    )  # fmt: skip
+
+
+def link_decode(
+    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+):  # fmt: skip
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
+
+    workspace: from `decode_workspace`, into which `plan_decode` has written this batch; allocated and planned here
+        when not given. With it and `out` given nothing is allocated and the device is never waited for, so the call can
+        be captured in a CUDA graph, the plan inside or outside of it.
+    """
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
+    bs, num_qo_heads, head_dim = q.shape
+    if bs != num_segments.shape[0]:
+        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    if bs == 0:
+        return out
+    num_kv_heads, max_segments, rotary_dim = k_cache.shape[1], segment_ends.shape[1], cos_sin_cache.shape[1]
+    group_size = num_qo_heads // num_kv_heads
+    if not supports(q.dtype, head_dim, rotary_dim, group_size):
+        raise ValueError(
+            f"q: expected fp16 or bf16, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at most 64 query "
+            f"heads per kv head (32 for head_dim 256), got {q.dtype}, {head_dim}, {rotary_dim} and {group_size}"
+        )
+    kv_indices = kv_indices.to(torch.int32)
+    if workspace is None:
+        workspace = decode_workspace(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
+        plan_decode(
+            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+            num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+        )  # fmt: skip
+    module = load_module(
+        "link_decode",
+        dtype=CTYPES[q.dtype], kv_fp8=0, head_dim=head_dim, rotary_dim=rotary_dim,
+        is_neox=int(is_neox),
+    )  # fmt: skip
+    module.link_decode(
+        q, k_cache, v_cache, kv_indices, num_segments, max_segments, cos_sin_cache, workspace, out, lse,
+        sm_scale, 1.0, num_multiprocessors(q.device),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,126 @@
+"""link_decode in CUDA against the formula in fp64: every implementation's shapes, shared chunks, every schedule."""
+
+import dataclasses
+import importlib
+
+import pytest
+import torch
+from cases import CASES, all_cases
+from ragged import DEVICE, NAN, Shape, check, naive, random_batch, relative_error, run, sizes
+
+if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("needs a Hopper GPU", allow_module_level=True)
+pytest.importorskip("flashinfer", reason="its JIT builds the CUDA modules")
+module = importlib.import_module("sgl_kernel_lazy.cuda.link_decode")
+
+CONFIGURATIONS = {
+    "bf16": dict(dtype=torch.bfloat16, head_dim=128, rotary_dim=128, is_neox=True),
+    "fp16, interleaved": dict(dtype=torch.float16, head_dim=128, rotary_dim=128, is_neox=False),
+    "head_dim 64": dict(dtype=torch.bfloat16, head_dim=64, rotary_dim=64, is_neox=True),
+    "partial": dict(dtype=torch.float16, head_dim=64, rotary_dim=48, is_neox=True),
+    "head_dim 256": dict(dtype=torch.bfloat16, head_dim=256, rotary_dim=64, is_neox=True),
+}
+all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
+# Reads saved from which a chunk is shared: always, as served, never.
+sharing = pytest.mark.parametrize("min_saved_tokens", [1, module.MIN_SAVED_TOKENS, 1 << 30])
+
+
+@all_configurations
+@all_cases
+def test_link_decode(configuration, case):
+    seed, shape, layout = CASES[case]
+    check("decode", module, random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout))
+
+
+@sharing
+@all_configurations
+@pytest.mark.parametrize("heads", [(32, 8), (8, 1), (12, 4), (5, 5), (32, 1)], ids=str)
+def test_many_users_of_few_chunks(monkeypatch, heads, configuration, min_saved_tokens):
+    """Groups of every size, from two rows to several items' worth, over chunks of one token to many tiles."""
+    monkeypatch.setattr(module, "MIN_SAVED_TOKENS", min_saved_tokens)
+    shape = Shape(*heads, **CONFIGURATIONS[configuration], bs=40, max_segments=9, max_chunk_len=300, max_position=8192)
+    check("decode", module, random_batch(heads[0], shape))
+
+
+@pytest.mark.parametrize("piece", [1, 2, 5, 64])
+@sharing
+def test_any_piece(monkeypatch, piece, min_saved_tokens):
+    """Pieces begin inside runs, at their ends, and span several."""
+    monkeypatch.setattr(module, "PIECE", piece)
+    monkeypatch.setattr(module, "MIN_SAVED_TOKENS", min_saved_tokens)
+    shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=7, max_segments=12, max_chunk_len=400, max_position=8192)
+    check("decode", module, random_batch(piece, shape))
+
+
+def test_more_sharing_than_the_workspace_holds(monkeypatch):
+    """Groups that find no room are read by each of their users."""
+    monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
+    monkeypatch.setattr(module, "PIECE", 1)
+    shape = Shape(8, 8, **CONFIGURATIONS["head_dim 64"], bs=96, max_segments=100, max_chunk_len=500, max_position=60000)
+    layout = [[("chunk", i % 4) for i in range(100)] + [("new", 1)] for _ in range(96)]
+    check("decode", module, random_batch(0, shape, layout))
+
+
+def test_same_result_every_time():
+    """Where things are placed is decided by atomics; what is added up, and in which order, is not."""
+    batch = random_batch(3, Shape(32, 8, **CONFIGURATIONS["bf16"], bs=40, max_chunk_len=300, max_position=8192))
+    first = run("decode", module, batch)
+    for _ in range(5):
+        for one, other in zip(first, run("decode", module, batch), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_workspace_of_a_larger_batch_serves_every_smaller_one():
+    batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
+    dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
+    workspace = module.decode_workspace(64, 16, **dims, device=DEVICE).fill_(NAN)
+    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+    module.plan_decode(workspace, *(batch.decode[name] for name in tables), **dims)
+    out = module.link_decode(**batch.decode, **batch.options, workspace=workspace)
+    assert torch.equal(out, run("decode", module, batch)[0])
+
+
+def test_workspace_too_small_is_refused():
+    batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
+    workspace = torch.zeros(1000, device=DEVICE)
+    with pytest.raises(ValueError, match="workspace: expected at least"):
+        module.link_decode(**batch.decode, **batch.options, workspace=workspace)
+
+
+@pytest.mark.parametrize("shape", [Shape(dtype=torch.float32), Shape(dtype=torch.bfloat16, head_dim=96, rotary_dim=96)])
+def test_what_is_not_supported_is_refused(shape):
+    batch = random_batch(0, shape)
+    with pytest.raises(ValueError, match="q: expected fp16 or bf16"):
+        module.link_decode(**batch.decode, **batch.options)
+
+
+def test_graph_replay_follows_its_inputs():
+    """A graph captured over one batch, the plan inside, gives the right answer for another of the same shape."""
+    shape = Shape(32, 8, **CONFIGURATIONS["bf16"], bs=6, max_segments=6, max_chunk_len=200)
+    batches = [random_batch(seed, shape) for seed in range(3)]
+    size = {k: [max(d) for d in zip(*(b.decode[k].shape for b in batches), strict=True)] for k in batches[0].decode}
+    static = {
+        k: t.new_zeros(size[k], dtype=torch.int32 if k == "kv_indices" else t.dtype)
+        for k, t in batches[0].decode.items()
+    }
+    dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batches[0]), strict=True))
+    workspace = module.decode_workspace(6, static["segment_ends"].shape[1], **dims, device=DEVICE).fill_(NAN)
+    options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
+    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+
+    def step():
+        module.plan_decode(workspace, *(static[name] for name in tables), **dims)
+        for _ in range(3):  # layers
+            module.link_decode(**static, **options)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for batch in batches:
+        for key, tensor in batch.decode.items():
+            static[key][tuple(slice(n) for n in tensor.shape)] = tensor
+        graph.replay()
+        exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
+        assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)
