@@ -18,6 +18,10 @@ __device__ __forceinline__ uint32_t smem_address(const void* pointer) {
 // ---- copies ----
 
 // 16 bytes from global to shared memory past L1; zeros where not valid, without reading.
+__device__ __forceinline__ void copy_async_16(uint32_t smem, const void* global) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem), "l"(global) : "memory");
+}
+
 __device__ __forceinline__ void copy_async_16(uint32_t smem, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(valid ? 16 : 0)
                : "memory");

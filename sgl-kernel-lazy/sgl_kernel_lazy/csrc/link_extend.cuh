@@ -6,7 +6,7 @@
 // straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in full need no mask.
 //
 //   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies into
-//                        swizzled shared memory, NUM_STAGES deep; beside K the positions (masked tiles) and the cos/sin row
+//                        swizzled shared memory, two or three deep; beside K the positions (masked tiles) and the cos/sin row
 //                        (a run's first tile). The copies themselves arrive on the tile's mbarrier.
 //   consumer warpgroups  own 64 rows each. The queries R(-offset) q are the register operand of S = Q K^T: rotated from
 //                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. While the
@@ -46,19 +46,20 @@ struct LinkExtendTraits {
   static constexpr bool IS_NEOX = IS_NEOX_;
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128);
   static_assert(ROTARY_DIM % 16 == 0 && ROTARY_DIM <= HEAD_DIM);
-  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS, BLOCK_N = 128, NUM_STAGES = 2;
+  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS, BLOCK_N = 128, K_STAGES = 2, V_STAGES = 3;
   static constexpr int WARPGROUP = 128, NUM_THREADS = WARPGROUP * (1 + NUM_CONSUMERS);
-  static constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
+  static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
 
   static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
   static constexpr int COLUMN_BYTES = BLOCK_N * 128;  // one block of 64 columns of a K or V tile
   static constexpr int K_OFFSET = BLOCK_M * HEAD_DIM * 2;
-  static constexpr int V_OFFSET = K_OFFSET + NUM_STAGES * TILE_BYTES;
-  static constexpr int POSITIONS_OFFSET = V_OFFSET + NUM_STAGES * TILE_BYTES;
-  static constexpr int TABLE_OFFSET = POSITIONS_OFFSET + NUM_STAGES * BLOCK_N * 4;
-  static constexpr int BARRIERS_OFFSET = TABLE_OFFSET + NUM_STAGES * ROTARY_DIM * 4;
-  static constexpr int WORK_OFFSET = BARRIERS_OFFSET + NUM_STAGES * 4 * 8;
-  static constexpr int RUNS_OFFSET = WORK_OFFSET + 16;
+  static constexpr int V_OFFSET = K_OFFSET + K_STAGES * TILE_BYTES;
+  static constexpr int POSITIONS_OFFSET = V_OFFSET + V_STAGES * TILE_BYTES;
+  static constexpr int TABLE_OFFSET = POSITIONS_OFFSET + K_STAGES * BLOCK_N * 4;
+  static constexpr int BARRIERS_OFFSET = TABLE_OFFSET + K_STAGES * ROTARY_DIM * 4;
+  static constexpr int WORK_OFFSET = BARRIERS_OFFSET + 2 * (K_STAGES + V_STAGES) * 8;
+  static constexpr int ROWS_OFFSET = WORK_OFFSET + 16;
+  static constexpr int RUNS_OFFSET = ROWS_OFFSET + WARPGROUP * 4;
   static constexpr int ALIGNMENT = 1024;
 
   static int smem_bytes(int max_segments) { return ALIGNMENT + RUNS_OFFSET + (max_segments + 2) * 16; }
@@ -135,7 +136,8 @@ __device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkI
   int num_runs = 0, num_tiles = 0, carried_end = 0;
   for (int base = 0; base < segments + 2; base += 32) {
     const int i = base + lane;
-    int end = i < segments ? ends[i] : row_length;
+    const int listed_end = i < p.max_segments ? ends[i] : 0;  // loaded beside num_segments, used within it
+    int end = i < segments ? listed_end : row_length;
     // The text is two runs, cached and new; the new tokens close the row.
     if (i == segments) end = row_length - item.qo_length;
     int begin = __shfl_up_sync(~0u, end, 1);
@@ -215,13 +217,13 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t table(int stage) const {
     return base + Traits::TABLE_OFFSET + stage * Traits::ROTARY_DIM * 4;
   }
-  __device__ __forceinline__ uint32_t barrier(int kind, int stage) const {
-    return base + Traits::BARRIERS_OFFSET + (kind * Traits::NUM_STAGES + stage) * 8;
+  __device__ __forceinline__ uint32_t barrier(int i) const { return base + Traits::BARRIERS_OFFSET + i * 8; }
+  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(stage); }
+  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(Traits::K_STAGES + stage); }
+  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(2 * Traits::K_STAGES + stage); }
+  __device__ __forceinline__ uint32_t v_empty(int stage) const {
+    return barrier(2 * Traits::K_STAGES + Traits::V_STAGES + stage);
   }
-  __device__ __forceinline__ uint32_t k_full(int stage) const { return barrier(0, stage); }
-  __device__ __forceinline__ uint32_t v_full(int stage) const { return barrier(1, stage); }
-  __device__ __forceinline__ uint32_t k_empty(int stage) const { return barrier(2, stage); }
-  __device__ __forceinline__ uint32_t v_empty(int stage) const { return barrier(3, stage); }
 };
 
 __device__ __forceinline__ float2 load_float2(uint32_t smem) {
@@ -268,27 +270,61 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   const int64_t row_begin = p.kv_indptr[item.b];
   const char* k_rows = reinterpret_cast<const char*>(static_cast<const T*>(p.k_cache) + item.kv_head * p.stride_k_head + chunk * 8);
   const char* v_rows = reinterpret_cast<const char*>(static_cast<const T*>(p.v_cache) + item.kv_head * p.stride_v_head + chunk * 8);
-  const int k_stride = p.stride_k_slot * sizeof(T), v_stride = p.stride_v_slot * sizeof(T);
+  // Offsets count 16 bytes, so that 32 bits of them reach 64 GiB and an address is one multiply-add, as long as the
+  // compiler does not see through the base.
+  asm("" : "+l"(k_rows), "+l"(v_rows));
+  const uint32_t k_stride = p.stride_k_slot / 8, v_stride = p.stride_v_slot / 8;
 
   auto slot_of = [&](const TileCursor& tile) {
     const int entry = tile.run.begin + own_row;
-    return own_row < BLOCK_N && entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : -1;
+    return own_row < BLOCK_N && entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : 0;
   };
-  auto copy_tile = [&](uint32_t to, const char* rows, int stride, int own_slot) {
+  // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long as
+  // the copies.
+  constexpr int STEPS = BLOCK_N / ROWS_PER_STEP;
+  static_assert(STEPS % 4 == 0 && STEPS * ROWS_PER_WARP == 32);
+  const uint32_t own_slot_at = smem.base + Traits::ROWS_OFFSET + (warp * 32 + lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
+  const uint32_t slots_at = smem.base + Traits::ROWS_OFFSET + (warp * 32 + lane / CHUNKS * STEPS) * 4;
+  auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries, auto whole) {
+    __syncwarp();
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_slot_at), "r"(own_offset) : "memory");
+    __syncwarp();
+    uint32_t offset[STEPS];
 #pragma unroll
-    for (int i = 0; i < BLOCK_N / ROWS_PER_STEP; ++i) {
-      const int slot = __shfl_sync(~0u, own_slot, i * ROWS_PER_WARP + lane / CHUNKS);
-      copy_async_16(to + copied_to + i * ROWS_PER_STEP * 128, rows + static_cast<int64_t>(max(slot, 0)) * stride, slot >= 0);
+    for (int i = 0; i < STEPS; i += 4) {
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(offset[i]), "=r"(offset[i + 1]), "=r"(offset[i + 2]), "=r"(offset[i + 3])
+                   : "r"(slots_at + i * 4)
+                   : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) {
+      const char* from = rows + static_cast<uint64_t>(offset[i]) * 16;
+      const uint32_t row_to = to + copied_to + i * ROWS_PER_STEP * 128;
+      if constexpr (decltype(whole)::value) {
+        copy_async_16(row_to, from);
+      } else {
+        copy_async_16(row_to, from, copied_row + i * ROWS_PER_STEP < entries);
+      }
+    }
+  };
+  auto copy_tile = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries) {
+    if (entries >= BLOCK_N) {
+      copy_rows(to, rows, own_offset, entries, std::true_type());
+    } else {
+      copy_rows(to, rows, own_offset, entries, std::false_type());
     }
   };
 
-  Ring<Traits::NUM_STAGES> k_ring, v_ring;
+  Ring<Traits::K_STAGES> k_ring;
+  Ring<Traits::V_STAGES> v_ring;
   TileCursor tile(runs);
-  int slot = slot_of(tile), last_slot = 0;
+  int slot = slot_of(tile), entries = 0, last_slot = 0, last_entries = 0;
   for (int n = 0; n <= num_tiles; ++n) {
     int next_slot = 0;
     if (n < num_tiles) {
       const Run run = tile.run;
+      entries = run.end - run.begin;
       const bool masked = tile.masked<BLOCK_N>(), turned = tile.first_of_run && run.offset != 0;
       if (n + 1 < num_tiles) {
         tile.advance<BLOCK_N>();
@@ -302,17 +338,17 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
         const int entry = min(run.begin + own_row, run.end - 1);
         copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + entry, true);
       }
-      copy_tile(smem.k(k_ring.stage), k_rows, k_stride, slot);
+      copy_tile(smem.k(k_ring.stage), k_rows, slot * k_stride, entries);
       arrive_after_copies(smem.k_full(k_ring.stage));
       k_ring.advance();
     }
     if (n > 0) {
       wait(smem.v_empty(v_ring.stage), v_ring.phase ^ 1);
-      copy_tile(smem.v(v_ring.stage), v_rows, v_stride, last_slot);
+      copy_tile(smem.v(v_ring.stage), v_rows, last_slot * v_stride, last_entries);
       arrive_after_copies(smem.v_full(v_ring.stage));
       v_ring.advance();
     }
-    last_slot = slot;
+    last_slot = slot, last_entries = entries;
     slot = next_slot;
   }
   wait_copies();
@@ -463,7 +499,8 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
   };
 
   if (num_tiles > 0) {
-    Ring<Traits::NUM_STAGES> k_ring, v_ring;
+    Ring<Traits::K_STAGES> k_ring;
+    Ring<Traits::V_STAGES> v_ring;
     TileCursor tile(runs);
     int q_offset = tile.run.offset;
 
@@ -600,10 +637,12 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(con
     const int2 listed = list_runs<Traits::BLOCK_N>(p, item, item.qo_begin + first / p.group, item.qo_begin + last / p.group, runs, lane);
     if (lane == 0) *shared_tiles = listed.y;
   } else if (warp == 1 && lane == 0) {
-    for (int stage = 0; stage < Traits::NUM_STAGES; ++stage) {
+    for (int stage = 0; stage < Traits::K_STAGES; ++stage) {
       init_barrier(smem.k_full(stage), Traits::WARPGROUP);
-      init_barrier(smem.v_full(stage), Traits::WARPGROUP);
       init_barrier(smem.k_empty(stage), 4 * Traits::NUM_CONSUMERS);
+    }
+    for (int stage = 0; stage < Traits::V_STAGES; ++stage) {
+      init_barrier(smem.v_full(stage), Traits::WARPGROUP);
       init_barrier(smem.v_empty(stage), 4 * Traits::NUM_CONSUMERS);
     }
     fence_barrier_init();

@@ -12,9 +12,9 @@ HEAD_DIMS = (64, 128)
 # Packed rows of a work item, and entries of a tile.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, 128
 # The runs of a request, 16 bytes each, share a block's shared memory with its tiles.
-MAX_SEGMENTS, MAX_SPLITS = 4000, 128
+MAX_SEGMENTS, MAX_SPLITS = 2000, 128
 # Microseconds on an H200: per tile, to begin and end a work item, and to merge, as measured, and bytes merged in one.
-TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.2, 4.0, 4.0, 3e6
+TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.0, 4.0, 4.0, 3e6
 
 
 def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int = 0) -> bool:
