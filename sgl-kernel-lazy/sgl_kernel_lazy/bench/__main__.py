@@ -49,12 +49,13 @@ def parse(arguments=None) -> argparse.Namespace:
     return parsed
 
 
-def measure(kind, name: str, reference: Reference, repetitions: int) -> dict:
-    """One row: the check, then the times; `failed` says why there are none."""
+def checked(kind, name: str, reference: Reference) -> tuple:
+    """A row and what it is timed with, (launch, step), once its result is right; else a row whose `failed` says why."""
     problem = reference.problem
+    caches = len(problem.caches)
     row = dict(
         family=problem.shape.family, shape=problem.shape.name, op=problem.shape.op, bs=problem.bs,
-        implementation=name, stock=kind is Stock, bytes=problem.bytes, caches=len(problem.caches),
+        implementation=name, stock=kind is Stock, bytes=problem.bytes, caches=caches,
     )  # fmt: skip
     out = torch.full_like(problem.q, float("nan"))
     lse = torch.full(out.shape[:2], float("nan"), dtype=torch.float32, device=out.device)
@@ -63,17 +64,32 @@ def measure(kind, name: str, reference: Reference, repetitions: int) -> dict:
         candidate.plan()
         candidate.call(0, out, lse)
         row |= check(out, lse, reference, candidate.rotated)
+
+        def call(i):
+            candidate.call(i, out)
+
+        launch = timing.launches(call, caches, graph=candidate.graph)
+        if problem.shape.op == "decode" and candidate.stepped:
+            return row, launch, timing.steps(candidate.plan, call, caches, graph=candidate.graph)
+        return row, launch, lambda: (timing.wall_ms(candidate.plan), None)
     except Exception as error:  # whatever went wrong, the others can still be measured
-        return row | dict(failed=f"{type(error).__name__}: {error}"[:300])
+        return row | dict(failed=f"{type(error).__name__}: {error}"[:300]), None, None
 
-    def call(i):
-        candidate.call(i, out)
 
-    sizes = dict(graph=candidate.graph, repetitions=repetitions)
-    row |= timing.time_launches(call, len(problem.caches), **sizes)
-    if problem.shape.op == "decode":
-        return row | timing.time_step(candidate.plan, call, len(problem.caches), **sizes)
-    return row | timing.time_plan(candidate.plan, repetitions)
+def measure(shape, dims: Dims, seed: int, kinds: list, repetitions: int) -> list:
+    """The rows of one shape. What is compared is timed in turns."""
+    problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
+    reference = Reference(problem)
+    prepared = [checked(kind, name, reference) for kind, name in kinds]
+    right = [each for each in prepared if "failed" not in each[0]]
+    times = timing.in_turns([launch for _, launch, _ in right], repetitions)
+    steps = timing.in_turns([step for _, _, step in right], repetitions)
+    for (row, _, _), launch_ms, step_ms in zip(right, times, steps, strict=True):
+        row |= timing.quantiles(launch_ms)
+        for name, values in zip(("plan_ms", "step_ms"), zip(*step_ms, strict=True), strict=True):
+            if values[0] is not None:
+                row[name] = timing.quantiles(values)["p50"]
+    return [row for row, _, _ in prepared]
 
 
 def main(arguments=None) -> int:
@@ -96,19 +112,16 @@ def main(arguments=None) -> int:
     for name, reason in result["skipped"].items():
         print(f"skipped: {name}: {reason}")
 
+    kinds = [(Stock, name) for name in stock.get("names", [])] + [(Link, name) for name in implementations]
     size = {} if device.type == "cuda" else dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
     dims = Dims(DTYPES[given.dtype], device, **size)
     for shape in shapes(given.shapes, tiny=device.type == "cpu", seed=given.seed):
-        problem = build(shape, dims, given.seed, timing.cold_bytes(device))
-        reference = Reference(problem)
-        rows = [measure(Stock, name, reference, repetitions) for name in stock.get("names", [])]
-        rows += [measure(Link, name, reference, repetitions) for name in implementations]
+        rows = measure(shape, dims, given.seed, kinds, repetitions)
         report.finish_rows(rows, result["bandwidth"])
         report.print_rows(rows)
         result["rows"] += rows
         if given.out:
             report.write_json(given.out / "bench.json", result)
-        del problem, reference
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if given.plot:

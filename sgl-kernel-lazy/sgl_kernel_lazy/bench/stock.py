@@ -12,7 +12,7 @@ class Stock:
     Where new text lies in several spans, the kernel takes it for one span at the end.
     """
 
-    rotated, graph = False, True
+    rotated, graph, stepped = False, True, True
 
     def __init__(self, backend: str, problem):
         import flashinfer

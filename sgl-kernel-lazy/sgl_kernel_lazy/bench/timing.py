@@ -1,4 +1,4 @@
-"""Measures calls: CUDA-graph replays over rotated caches, wall time of a step, and the memory's own bandwidth."""
+"""Measures calls: CUDA-graph replays over rotated caches, wall time of steps, and the memory's own bandwidth."""
 
 import time
 
@@ -27,45 +27,58 @@ def captured(calls):
     return graph.replay
 
 
-def time_launches(call, num_caches: int, *, graph: bool, repetitions: int, least_ms: float = 2.0) -> dict:
-    """p20, p50, p80 in milliseconds of call(i), i going round the caches.
+def launches(call, num_caches: int, *, graph: bool, least_ms: float = 2.0):
+    """A function that makes one repetition and returns its milliseconds per call(i), i going round the caches.
 
-    One repetition is all caches at least once and at least least_ms; its time is divided by its launches.
+    One repetition is all caches at least once and at least least_ms.
     """
     if not torch.cuda.is_available():
-        return quantiles([wall_ms(lambda i=i: call(i % num_caches)) for i in range(repetitions)])
+        return lambda: wall_ms(lambda: call(0))
     for i in range(num_caches):
         call(i)
     torch.cuda.synchronize()
     rough = event_ms(lambda: [call(i) for i in range(num_caches)]) / num_caches
     rounds = max(1, min(200, round(least_ms / rough / num_caches)))
-    launches = [lambda i=i: call(i) for i in range(num_caches)] * rounds
-    replay = captured(launches) if graph else lambda: [launch() for launch in launches]
+    calls = [lambda i=i: call(i) for i in range(num_caches)] * rounds
+    replay = captured(calls) if graph else lambda: [one() for one in calls]
     replay()
-    return quantiles([event_ms(replay) / len(launches) for _ in range(repetitions)])
+    return lambda: event_ms(replay) / len(calls)
 
 
-def time_step(plan, call, num_caches: int, *, graph: bool, repetitions: int) -> dict:
-    """plan_ms: host time until plan() returns. step_ms: wall time of plan() and LAYERS layers, to the last result."""
+def steps(plan, call, num_caches: int, *, graph: bool):
+    """A function that makes one decode step of LAYERS layers and returns (plan_ms, step_ms).
+
+    plan_ms is host time until plan() returns, step_ms wall time from its beginning to the last layer's result.
+    """
     layers = [lambda i=i: call(i % num_caches) for i in range(LAYERS)]
-    plan()
     run = captured(layers) if graph else lambda: [layer() for layer in layers]
-    plans, steps = [], []
-    for _ in range(repetitions + 1):
+
+    def step():
         synchronize()
         begin = time.perf_counter()
         plan()
         planned = time.perf_counter()
         run()
         synchronize()
-        plans.append((planned - begin) * 1e3)
-        steps.append((time.perf_counter() - begin) * 1e3)
-    return dict(plan_ms=quantiles(plans[1:])["p50"], step_ms=quantiles(steps[1:])["p50"])
+        return (planned - begin) * 1e3, (time.perf_counter() - begin) * 1e3
+
+    step()
+    return step
 
 
-def time_plan(plan, repetitions: int) -> dict:
-    """plan_ms: host time until plan() returns."""
-    return dict(plan_ms=quantiles([wall_ms(plan) for _ in range(repetitions + 1)][1:])["p50"])
+def in_turns(functions: list, repetitions: int, longest_ms: float = 500.0) -> list:
+    """The results of each function, called in turns, so that a change of clocks meets them all.
+
+    A slow one is called at least three times, and not again after longest_ms of wall time.
+    """
+    results, spent = [[] for _ in functions], [0.0] * len(functions)
+    for turn in range(repetitions):
+        for i, function in enumerate(functions):
+            if turn < 3 or spent[i] < longest_ms:
+                begin = time.perf_counter()
+                results[i].append(function())
+                spent[i] += (time.perf_counter() - begin) * 1e3
+    return results
 
 
 def event_ms(function) -> float:
