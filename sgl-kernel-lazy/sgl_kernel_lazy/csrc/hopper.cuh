@@ -157,33 +157,26 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-#define SGL_D8(d, i) \
+#define LAZY_D8(d, i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define SGL_D32(d, i) SGL_D8(d, i), SGL_D8(d, i + 8), SGL_D8(d, i + 16), SGL_D8(d, i + 24)
-#define SGL_R32_0                                                                                      \
+#define LAZY_D32(d, i) LAZY_D8(d, i), LAZY_D8(d, i + 8), LAZY_D8(d, i + 16), LAZY_D8(d, i + 24)
+#define LAZY_R32_0                                                                                      \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
   "%27,%28,%29,%30,%31"
-#define SGL_R32_1                                                                                             \
+#define LAZY_R32_1                                                                                             \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"  \
   "%58,%59,%60,%61,%62,%63"
-#define SGL_MMA_64(type)                                                                              \
+#define LAZY_MMA_64(type)                                                                              \
   asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %37, 0; mov.b64 b, {%36, %39};\n"                            \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" SGL_R32_0 "},"         \
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" LAZY_R32_0 "},"         \
                " {%32, %33, %34, %35}, b, accumulate, 1, 1, %38;}\n"                                  \
-               : SGL_D32(d, 0)                                                                        \
+               : LAZY_D32(d, 0)                                                                        \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
-#define SGL_R16_32 "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define SGL_MMA_96(type)                                                                                 \
-  asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %53, 0; mov.b64 b, {%52, %55};\n"                               \
-               "wgmma.mma_async.sync.aligned.m64n96k16.f32." type "." type " {" SGL_R32_0 "," SGL_R16_32  \
-               "}, {%48, %49, %50, %51}, b, accumulate, 1, 1, %54;}\n"                                  \
-               : SGL_D32(d, 0), SGL_D8(d, 32), SGL_D8(d, 40)                                             \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
-#define SGL_MMA_128(type)                                                                               \
+#define LAZY_MMA_128(type)                                                                               \
   asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %69, 0; mov.b64 b, {%68, %71};\n"                              \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" SGL_R32_0 "," SGL_R32_1 \
+               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" LAZY_R32_0 "," LAZY_R32_1 \
                "}, {%64, %65, %66, %67}, b, accumulate, 1, 1, %70;}\n"                                  \
-               : SGL_D32(d, 0), SGL_D32(d, 32)                                                          \
+               : LAZY_D32(d, 0), LAZY_D32(d, 32)                                                          \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
 
 // d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous.
@@ -193,35 +186,25 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
 template <typename T, bool MN_MAJOR>
 __device__ __forceinline__ void mma(float (&d)[32], const uint32_t (&a)[4], uint32_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    SGL_MMA_64("bf16");
+    LAZY_MMA_64("bf16");
   } else {
-    SGL_MMA_64("f16");
-  }
-}
-template <typename T, bool MN_MAJOR>
-__device__ __forceinline__ void mma(float (&d)[48], const uint32_t (&a)[4], uint32_t b, int accumulate) {
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    SGL_MMA_96("bf16");
-  } else {
-    SGL_MMA_96("f16");
+    LAZY_MMA_64("f16");
   }
 }
 template <typename T, bool MN_MAJOR>
 __device__ __forceinline__ void mma(float (&d)[64], const uint32_t (&a)[4], uint32_t b, int accumulate) {
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    SGL_MMA_128("bf16");
+    LAZY_MMA_128("bf16");
   } else {
-    SGL_MMA_128("f16");
+    LAZY_MMA_128("f16");
   }
 }
 
-#undef SGL_D8
-#undef SGL_D32
-#undef SGL_R32_0
-#undef SGL_R32_1
-#undef SGL_R16_32
-#undef SGL_MMA_64
-#undef SGL_MMA_96
-#undef SGL_MMA_128
+#undef LAZY_D8
+#undef LAZY_D32
+#undef LAZY_R32_0
+#undef LAZY_R32_1
+#undef LAZY_MMA_64
+#undef LAZY_MMA_128
 
 }  // namespace lazy::hopper

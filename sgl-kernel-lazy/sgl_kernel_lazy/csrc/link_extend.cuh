@@ -1,17 +1,17 @@
 // Prefill of new text over cached chunks (link_extend) for Hopper; framework-free.
 //
 // A block of threads owns one work item: BLOCK_M packed rows (token, query head of the group) of one request and one kv
-// head, over one split of the entries that these rows can see. The entries of a request are runs: its chunk segments, its
-// cached text, its new text. A run is cut to what the newest row sees and walked in tiles of BLOCK_N entries; a tile never
-// straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in full need no mask.
+// head, over one split of the entries that these rows can see. The entries of a request are runs: its chunk segments,
+// its cached text, its new text. A run is cut to what the newest row sees and walked in tiles of BLOCK_N entries; a tile
+// never straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in full need no mask.
 //
-//   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies into
-//                        swizzled shared memory, two or three deep; beside K the positions (masked tiles) and the cos/sin row
-//                        (a run's first tile). The copies themselves arrive on the tile's mbarrier.
+//   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies
+//                        into swizzled shared memory, two or three tiles deep; beside K the positions (masked tiles) and
+//                        the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier.
 //   consumer warpgroups  own 64 rows each. The queries R(-offset) q are the register operand of S = Q K^T: rotated from
-//                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. While the
-//                        tensor cores work on S of this tile and on O += P V of the last, and while the other warpgroup's
-//                        softmax runs, nothing waits: two named barriers let the warpgroups take turns issuing.
+//                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. A
+//                        warpgroup's softmax runs while its O += P V of the tile before does, and while the other
+//                        warpgroup has the tensor cores: two named barriers make them take turns.
 //
 // With splits, normalised partial rows and base-2 lse go to fp32 buffers, which merge_kernel combines.
 #pragma once
@@ -190,14 +190,12 @@ __device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkI
 struct TileCursor {
   const Run* next;
   Run run;  // run.begin moves on to the current tile
-  bool first_of_run;
 
-  __device__ __forceinline__ explicit TileCursor(const Run* runs) : next(runs + 1), run(*runs), first_of_run(true) {}
+  __device__ __forceinline__ explicit TileCursor(const Run* runs) : next(runs + 1), run(*runs) {}
   template <int BLOCK_N>
   __device__ __forceinline__ void advance() {
     run.begin += BLOCK_N;
-    first_of_run = run.begin >= run.end;
-    if (first_of_run) run = *next++;
+    if (run.begin >= run.end) run = *next++;
   }
   template <int BLOCK_N>
   __device__ __forceinline__ bool masked() const {
@@ -268,8 +266,8 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   const int copied_row = warp * ROWS_PER_WARP + lane / CHUNKS;
   const uint32_t copied_to = chunk / 8 * Traits::COLUMN_BYTES + copied_row * 128 + (chunk % 8 ^ copied_row % 8) * 16;
   const int64_t row_begin = p.kv_indptr[item.b];
-  const char* k_rows = reinterpret_cast<const char*>(static_cast<const T*>(p.k_cache) + item.kv_head * p.stride_k_head + chunk * 8);
-  const char* v_rows = reinterpret_cast<const char*>(static_cast<const T*>(p.v_cache) + item.kv_head * p.stride_v_head + chunk * 8);
+  const char* k_rows = static_cast<const char*>(p.k_cache) + (item.kv_head * p.stride_k_head + chunk * 8) * sizeof(T);
+  const char* v_rows = static_cast<const char*>(p.v_cache) + (item.kv_head * p.stride_v_head + chunk * 8) * sizeof(T);
   // Offsets count 16 bytes, so that 32 bits of them reach 64 GiB and an address is one multiply-add, as long as the
   // compiler does not see through the base.
   asm("" : "+l"(k_rows), "+l"(v_rows));
@@ -283,18 +281,19 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   // the copies.
   constexpr int STEPS = BLOCK_N / ROWS_PER_STEP;
   static_assert(STEPS % 4 == 0 && STEPS * ROWS_PER_WARP == 32);
-  const uint32_t own_slot_at = smem.base + Traits::ROWS_OFFSET + (warp * 32 + lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
-  const uint32_t slots_at = smem.base + Traits::ROWS_OFFSET + (warp * 32 + lane / CHUNKS * STEPS) * 4;
+  const uint32_t warp_offsets = smem.base + Traits::ROWS_OFFSET + warp * 32 * 4;
+  const uint32_t own_offset_at = warp_offsets + (lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
+  const uint32_t offsets_at = warp_offsets + lane / CHUNKS * STEPS * 4;
   auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries, auto whole) {
     __syncwarp();
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_slot_at), "r"(own_offset) : "memory");
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_offset_at), "r"(own_offset) : "memory");
     __syncwarp();
     uint32_t offset[STEPS];
 #pragma unroll
     for (int i = 0; i < STEPS; i += 4) {
       asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                    : "=r"(offset[i]), "=r"(offset[i + 1]), "=r"(offset[i + 2]), "=r"(offset[i + 3])
-                   : "r"(slots_at + i * 4)
+                   : "r"(offsets_at + i * 4)
                    : "memory");
     }
 #pragma unroll
@@ -319,20 +318,23 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   Ring<Traits::K_STAGES> k_ring;
   Ring<Traits::V_STAGES> v_ring;
   TileCursor tile(runs);
+  int table_offset = 0;  // by which the consumers have rotated
   int slot = slot_of(tile), entries = 0, last_slot = 0, last_entries = 0;
   for (int n = 0; n <= num_tiles; ++n) {
     int next_slot = 0;
     if (n < num_tiles) {
       const Run run = tile.run;
       entries = run.end - run.begin;
-      const bool masked = tile.masked<BLOCK_N>(), turned = tile.first_of_run && run.offset != 0;
+      const bool masked = tile.masked<BLOCK_N>(), turned = run.offset != table_offset && run.offset != 0;
+      table_offset = run.offset;
       if (n + 1 < num_tiles) {
         tile.advance<BLOCK_N>();
         next_slot = slot_of(tile);
       }
       wait(smem.k_empty(k_ring.stage), k_ring.phase ^ 1);
       if (turned && thread < Traits::ROTARY_DIM / 4) {
-        copy_async_16(smem.table(k_ring.stage) + thread * 16, p.cos_sin_cache + run.offset * p.stride_position + thread * 4, true);
+        const float* row = p.cos_sin_cache + run.offset * p.stride_position;
+        copy_async_16(smem.table(k_ring.stage) + thread * 16, row + thread * 4);
       }
       if (masked && own_row < BLOCK_N) {
         const int entry = min(run.begin + own_row, run.end - 1);
@@ -356,8 +358,8 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
 
 // The stored queries of a warp's 16 rows as register operands, rotated back by the table row unless offset is 0.
 template <typename Traits>
-__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem, uint32_t table, bool turned,
-                                             int lane) {
+__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem,
+                                             uint32_t table, bool turned, int lane) {
   using namespace lazy::hopper;
   using T = typename Traits::T;
   constexpr int UNITS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
@@ -373,7 +375,8 @@ __device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16
   if constexpr (Traits::IS_NEOX) {
 #pragma unroll
     for (int u = 0; u < UNITS / 2; ++u) {
-      const float2 c = load_float2(table + (8 * u + 2 * pair) * 4), s = load_float2(table + (HALF + 8 * u + 2 * pair) * 4);
+      const float2 c = load_float2(table + (8 * u + 2 * pair) * 4);
+      const float2 s = load_float2(table + (HALF + 8 * u + 2 * pair) * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int partner = u + UNITS / 2;
@@ -609,9 +612,13 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     if (packed < num_packed) {
       uint4 v;
       const uint32_t at = q_smem + row * HEAD_DIM * 2 + (chunk ^ row % 8) * 16;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                   : "r"(at)
+                   : "memory");
       const int64_t token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
-      *reinterpret_cast<uint4*>(static_cast<T*>(p.out) + token * p.stride_out_row + head * p.stride_out_head + chunk * 8) = v;
+      T* to = static_cast<T*>(p.out) + token * p.stride_out_row + head * p.stride_out_head + chunk * 8;
+      *reinterpret_cast<uint4*>(to) = v;
     }
   }
 }
@@ -634,7 +641,8 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(con
   const int num_packed = item.qo_length * p.group;
   if (warp == 0) {
     const int first = item.tile * Traits::BLOCK_M, last = min(first + Traits::BLOCK_M, num_packed) - 1;
-    const int2 listed = list_runs<Traits::BLOCK_N>(p, item, item.qo_begin + first / p.group, item.qo_begin + last / p.group, runs, lane);
+    const int2 listed = list_runs<Traits::BLOCK_N>(p, item, item.qo_begin + first / p.group,
+                                                   item.qo_begin + last / p.group, runs, lane);
     if (lane == 0) *shared_tiles = listed.y;
   } else if (warp == 1 && lane == 0) {
     for (int stage = 0; stage < Traits::K_STAGES; ++stage) {
