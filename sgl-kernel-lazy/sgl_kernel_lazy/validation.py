@@ -26,15 +26,19 @@ def check_dense(name, tensor):
 
 
 def check_link_inputs(
-    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-):
-    """Check the arguments that `link_decode` and `link_extend` have in common; see their docstrings."""
+    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse,
+    kv_dtypes=(),
+):  # fmt: skip
+    """Check the arguments that `link_decode` and `link_extend` have in common; see their docstrings.
+
+    kv_dtypes: what the caches may hold besides q's dtype.
+    """
     device = q.device
     check_tensor("q", q, (None, None, None), FLOATS, device)
     nnz_qo, num_qo_heads, head_dim = q.shape
-    check_tensor("k_cache", k_cache, (None, None, head_dim), (q.dtype,), device)
+    check_tensor("k_cache", k_cache, (None, None, head_dim), (q.dtype, *kv_dtypes), device)
     num_slots, num_kv_heads, _ = k_cache.shape
-    check_tensor("v_cache", v_cache, (num_slots, num_kv_heads, head_dim), (q.dtype,), device)
+    check_tensor("v_cache", v_cache, (num_slots, num_kv_heads, head_dim), (k_cache.dtype,), device)
     if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")
     if not 32 <= head_dim <= 256 or head_dim % 8:

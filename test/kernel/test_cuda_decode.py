@@ -61,8 +61,23 @@ def test_more_sharing_than_the_workspace_holds(monkeypatch):
     check("decode", module, random_batch(0, shape, layout))
 
 
-def test_same_result_every_time():
+@pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+@pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
+@pytest.mark.parametrize("heads", [(32, 8), (5, 5), (32, 1)], ids=str)
+def test_fp8_caches(heads, configuration, fp8):
+    """Against the formula on the quantised values, and no further from it than twice plain PyTorch on them."""
+    shape = Shape(*heads, **CONFIGURATIONS[configuration], bs=20, max_segments=9, max_chunk_len=300, max_position=8192)
+    batch = random_batch(heads[0], shape)
+    quantised = {name: batch.extend[name].to(fp8) for name in ("k_cache", "v_cache")}
+    batch.extend |= {name: cache.to(shape.dtype) for name, cache in quantised.items()}
+    exact, plain = naive("decode", batch, torch.float64), naive("decode", batch, shape.dtype)
+    out = module.link_decode(**(batch.decode | quantised), **batch.options)
+    assert relative_error(out, exact[0]) <= 2 * max(torch.finfo(shape.dtype).eps, relative_error(plain[0], exact[0]))
+
+
+def test_same_result_every_time_without_sharing(monkeypatch):
     """Where things are placed is decided by atomics; what is added up, and in which order, is not."""
+    monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1 << 30)
     batch = random_batch(3, Shape(32, 8, **CONFIGURATIONS["bf16"], bs=40, max_chunk_len=300, max_position=8192))
     first = run("decode", module, batch)
     for _ in range(5):

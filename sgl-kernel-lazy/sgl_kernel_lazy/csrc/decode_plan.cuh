@@ -8,9 +8,8 @@
 // for one kv head: a span of tiles, of one request's private runs or of one group for some of its users. Each item
 // writes one partial result per user and head; the merge kernel combines those of a request.
 //
-// Where an item or a partial result is placed is decided by atomics and varies; which keys are summed together, and
-// the order in which a request's results merge, is not. Only when a batch shares more than the workspace holds do
-// atomics also decide which groups stay private.
+// Where an item, a user or a partial result is placed is decided by atomics and varies from step to step. A result can
+// vary with it in its last bit, since an item divides the keys of a tile by how many users it has.
 #pragma once
 
 #include <cooperative_groups.h>

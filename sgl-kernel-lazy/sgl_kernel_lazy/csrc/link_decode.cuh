@@ -124,7 +124,9 @@ constexpr int stages(bool wide) { return HEAD_DIM <= 128 && !wide ? 2 : 3; }
 constexpr int shared_bytes(bool wide) { return stages(wide) * (STAGE_BYTES + ROTATION_BYTES); }
 constexpr int blocks_per_multiprocessor(bool wide) { return HEAD_DIM > 128 ? 1 : wide ? 2 : NARROW_BLOCKS; }
 static_assert(NUM_THREADS % ROW_COPIES == 0 && TILE % ROWS_PER_PASS == 0);
-static_assert(STAGE_BYTES >= NUM_WARPS * 8 * WIDE * HEAD_DIM * 4);  // the partial outputs of all warps fit into a stage
+// The partial outputs of all warps fit into the ring.
+static_assert(stages(false) * STAGE_BYTES >= NUM_WARPS * 8 * HEAD_DIM * 4);
+static_assert(stages(true) * STAGE_BYTES >= NUM_WARPS * 8 * WIDE * HEAD_DIM * 4);
 static_assert(ROTARY_DIM % (FP8 ? 32 : 16) == 0 && ROTARY_DIM <= HEAD_DIM && HEAD_DIM % 32 == 0);
 
 // The dimension that a thread holds in element `half` (0, 1) of register `r` (0, 1) at depth step `step`. With fp8 a
@@ -252,7 +254,9 @@ struct State {
           float most = fmaxf(s[n][c], s[n][c + 2]);
 #pragma unroll
           for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-          most = fmaxf(most * scale_log2, reference[n][c]);
+          // A column follows its own scores alone, whatever rows it shares the warp with.
+          most *= scale_log2;
+          if (most <= reference[n][c] + 8.f) continue;
           float decay = exp2_fast(reference[n][c] - most);
           reference[n][c] = most;
           sum[n][c] *= decay;

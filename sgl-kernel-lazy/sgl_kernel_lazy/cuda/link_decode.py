@@ -12,6 +12,7 @@ MIN_SAVED_TOKENS = 64
 # Keys are read in pieces of this many tiles of 64, or 0: as the plan finds best.
 PIECE = 0
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+KV_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 HEAD_DIMS = (64, 128, 256)
 
 
@@ -61,13 +62,17 @@ def link_decode(
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
+    k_cache, v_cache: in q's dtype, or both in fp8 (e4m3fn, e5m2), widened without loss; for head_dim 64 and 128 and
+        rotary_dim a multiple of 32. Keys stored after division by a scale ask for sm_scale times that scale.
+
     workspace: from `decode_workspace`, into which `plan_decode` has written this batch; allocated and planned here
         when not given. With it and `out` given nothing is allocated and the device is never waited for, so the call can
         be captured in a CUDA graph, the plan inside or outside of it.
     """
     check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        out, lse, kv_dtypes=tuple(KV_FP8),
+    )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
@@ -81,6 +86,8 @@ def link_decode(
             f"q: expected fp16 or bf16, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at most 64 query "
             f"heads per kv head (32 for head_dim 256), got {q.dtype}, {head_dim}, {rotary_dim} and {group_size}"
         )
+    if k_cache.dtype in KV_FP8 and (head_dim > 128 or rotary_dim % 32):
+        raise ValueError(f"k_cache: fp8 needs head_dim 64 or 128 and rotary_dim in 32s, got {head_dim}, {rotary_dim}")
     kv_indices = kv_indices.to(torch.int32)
     if workspace is None:
         workspace = decode_workspace(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
@@ -90,7 +97,7 @@ def link_decode(
         )  # fmt: skip
     module = load_module(
         "link_decode",
-        dtype=CTYPES[q.dtype], kv_fp8=0, head_dim=head_dim, rotary_dim=rotary_dim,
+        dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
         is_neox=int(is_neox),
     )  # fmt: skip
     module.link_decode(
