@@ -32,13 +32,21 @@ class Stock:
             self.wrapper.plan(*kv, *heads, **types)
             # As servers plan from the second step on: lengths are known on the host, tables stay on the device.
             device_kv = (tables["kv_indptr"], tables["kv_indices"], self.last_page_len)
-            self.plan = lambda: flashinfer.fast_decode_plan(
+            self.replan = lambda: flashinfer.fast_decode_plan(
                 self.wrapper, *device_kv, *heads, **types, global_override_indptr_cpu=self.indptr_host
             )
         else:
             self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, backend=backend)
             qo_indptr = torch.arange(problem.bs + 1, dtype=torch.int32) if self.decode else tables["qo_indptr"].cpu()
-            self.plan = lambda: self.wrapper.plan(qo_indptr, *kv, *heads, **types, causal=not self.decode)
+            self.replan = lambda: self.wrapper.plan(qo_indptr, *kv, *heads, **types, causal=not self.decode)
+
+        self.planned = []
+
+    def plan(self) -> None:
+        # A new plan lets go of the last one's tensors, which graphs captured under it still read: the first few are kept.
+        if len(self.planned) < 4:
+            self.planned.append([value for value in vars(self.wrapper).values() if isinstance(value, torch.Tensor)])
+        self.replan()
 
     def call(self, i: int, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         self.wrapper.run(self.problem.q, self.caches[i], out=out)
