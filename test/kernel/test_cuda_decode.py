@@ -61,6 +61,24 @@ def test_more_sharing_than_the_workspace_holds(monkeypatch):
     check("decode", module, random_batch(0, shape, layout))
 
 
+def test_padding_rows_with_stale_segments(monkeypatch):
+    """Rows that pad a graph's batch have one entry, and segments of whatever request had the row before."""
+    monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
+    shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=4, max_chunk_len=300)
+    linked = [("chunk", 2), ("text", 3), ("chunk", 1), ("new", 2)]
+    batch = random_batch(0, shape, [linked, [("new", 1)], linked, [("new", 1)]])
+    exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
+    for name in ("num_segments", "segment_ends", "segment_offsets"):
+        batch.extend[name][[1, 3]] = batch.extend[name][0]
+    # The padding's one entry is the last of a chunk that the others have.
+    chunk_end = batch.extend["segment_ends"][0, 0] - 1
+    first = batch.extend["kv_indptr"][[1, 3]].long()
+    batch.extend["kv_indices"][first] = batch.extend["kv_indices"][chunk_end]
+    out, _ = run("decode", module, batch)
+    assert out.isfinite().all()
+    assert relative_error(out[[0, 2]], exact[[0, 2]]) <= 2 * relative_error(plain[[0, 2]], exact[[0, 2]])
+
+
 @pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
 @pytest.mark.parametrize("heads", [(32, 8), (5, 5), (32, 1)], ids=str)

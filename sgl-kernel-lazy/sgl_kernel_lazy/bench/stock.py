@@ -43,7 +43,7 @@ class Stock:
         self.planned = []
 
     def plan(self) -> None:
-        # A new plan lets go of the last one's tensors, which graphs captured under it still read: the first few are kept.
+        # A new plan lets go of the last one's tensors, which graphs captured under it still read: keep the first few.
         if len(self.planned) < 4:
             self.planned.append([value for value in vars(self.wrapper).values() if isinstance(value, torch.Tensor)])
         self.replan()

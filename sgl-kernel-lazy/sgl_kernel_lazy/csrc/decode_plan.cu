@@ -1,5 +1,5 @@
-// Binding of decode_plan.cuh.
-#include "decode_plan.cuh"
+// Binding of decode_planner.cuh.
+#include "decode_planner.cuh"
 
 #include "binding.h"
 

@@ -4,8 +4,8 @@
 // Scores are computed transposed, S^T = K Q^T and O^T = V^T P^T with mma.m16n8k16, so that keys (or head dimensions)
 // fill the 16 rows and only the 8 columns are query rows: four query heads waste half a tile, not three quarters. The
 // four warps divide an item's rows (up to 16 each, 8 for wide heads) and, where rows are few, the keys of each tile.
-// Keys and values stream through a ring of STAGES tiles by cp.async, with the cos/sin row of each run that begins; what
-// bounds a block is the number of instructions per tile, so blocks share a multiprocessor and do no more than they must.
+// Keys and values stream through a ring of STAGES tiles by cp.async, with the cos/sin row of each run that begins. What
+// bounds a block is how many instructions a tile takes, so blocks share a multiprocessor and do no more than they must.
 //
 // Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2, 0: as q), LAZY_HEAD_DIM,
 // LAZY_ROTARY_DIM, LAZY_IS_NEOX.
@@ -495,7 +495,8 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Item& item, 
 }
 
 // A resident grid, whose blocks take (item, kv head) after (item, kv head). The kv heads of an item come one after
-// another and are read at the same time, since their keys are neighbours in memory. Narrow items have up to 8 query rows.
+// another and are read at the same time, since their keys are neighbours in memory. Narrow items have up to NARROW_ROWS
+// query rows.
 template <bool IS_WIDE>
 __global__ void __launch_bounds__(NUM_THREADS, blocks_per_multiprocessor(IS_WIDE))
     link_decode_kernel(DecodeArgs a, Plan plan) {
@@ -607,7 +608,9 @@ static cudaError_t link_decode(const DecodeArgs& args, int* workspace, const Pla
   const bool has_wide = args.max_segments > 0 || args.num_qo_heads > 8 * args.num_kv_heads;
   if (has_wide) {
     dim3 grid(num_multiprocessors * blocks_per_multiprocessor(true));
-    if (auto error = launch(link_decode_kernel<true>, grid, shared_bytes(true), false, stream, args, plan)) return error;
+    if (auto error = launch(link_decode_kernel<true>, grid, shared_bytes(true), false, stream, args, plan)) {
+      return error;
+    }
   }
   dim3 grid(num_multiprocessors * blocks_per_multiprocessor(false));
   if (auto error = launch(link_decode_kernel<false>, grid, shared_bytes(false), has_wide, stream, args, plan)) {

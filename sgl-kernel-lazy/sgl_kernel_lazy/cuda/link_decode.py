@@ -47,8 +47,8 @@ def plan_decode(
 ):  # fmt: skip
     """Write the schedule of a batch into the workspace, on the device: one launch per step, before all layers.
 
-    Arguments as for `link_decode`. Segments that end in the same slot are taken for the same
-    cached chunk, so each must hold a chunk from its first token on.
+    Arguments as for `link_decode`. Segments of one length that end in the same slot are taken for the same cached
+    chunk, so each must hold a chunk from its first token on.
     """
     load_module("decode_plan").plan_decode(
         workspace, kv_indptr, kv_indices.to(torch.int32), num_segments, segment_ends, segment_offsets,
