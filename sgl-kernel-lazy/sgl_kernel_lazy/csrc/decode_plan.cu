@@ -38,7 +38,9 @@ void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView kv_indic
   args.num_blocks = layout.num_blocks;
   int* space = lazy::checked_workspace(workspace, layout.num_words);
   tvm::ffi::CUDADeviceGuard guard(workspace.device().device_id);
-  cudaError_t error = lazy::plan_decode(args, space, layout, get_stream(workspace.device()));
+  lazy::plan_kernel<<<lazy::PLAN_BLOCKS, lazy::PLAN_THREADS, 0, get_stream(workspace.device())>>>(
+      args, lazy::Plan(space, layout), layout);
+  cudaError_t error = cudaGetLastError();
   TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "plan_decode: " << cudaGetErrorString(error);
 }
 

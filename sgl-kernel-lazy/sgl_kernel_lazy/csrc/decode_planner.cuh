@@ -1,4 +1,4 @@
-// Builds the plan of a decode batch; decode_plan.cuh says what it is.
+// Builds the plan of a decode batch, in one cluster of PLAN_BLOCKS blocks; decode_plan.cuh says what it is.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -234,11 +234,6 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
                              partial + p};
     }
   }
-}
-
-static cudaError_t plan_decode(const PlanArgs& args, int* workspace, const PlanLayout& layout, cudaStream_t stream) {
-  plan_kernel<<<PLAN_BLOCKS, PLAN_THREADS, 0, stream>>>(args, Plan(workspace, layout), layout);
-  return cudaGetLastError();
 }
 
 }  // namespace lazy

@@ -1,0 +1,92 @@
+// Enough of CUDA to run a kernel of one cluster on the host: a thread per CUDA thread, warps in step by barriers.
+#pragma once
+
+#include <algorithm>
+#include <barrier>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+
+constexpr int NUM_THREADS = 128;
+struct Index {
+  int x;
+};
+inline thread_local Index threadIdx;
+struct float2 {
+  float x, y;
+};
+using std::max;
+using std::min;
+
+inline std::barrier<>& cluster_barrier() {
+  static std::barrier<> barrier(NUM_THREADS);
+  return barrier;
+}
+
+struct Warp {
+  std::barrier<> barrier{32};
+  int values[32];
+};
+inline Warp& warp() {
+  static Warp warps[NUM_THREADS / 32];
+  return warps[threadIdx.x / 32];
+}
+inline int lane() { return threadIdx.x % 32; }
+inline void __syncwarp() { warp().barrier.arrive_and_wait(); }
+inline int exchange(int x, int from) {
+  warp().values[lane()] = x;
+  __syncwarp();
+  int y = from < 0 ? x : warp().values[from % 32];
+  __syncwarp();
+  return y;
+}
+inline int __shfl_sync(unsigned, int x, int from) { return exchange(x, from); }
+inline int __shfl_xor_sync(unsigned, int x, int mask) { return exchange(x, lane() ^ mask); }
+inline int __shfl_up_sync(unsigned, int x, int by) { return exchange(x, lane() - by); }
+inline unsigned __ballot_sync(unsigned, bool here) {
+  warp().values[lane()] = here;
+  __syncwarp();
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= unsigned(warp().values[i]) << i;
+  __syncwarp();
+  return bits;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+using Word = unsigned long long;
+inline int atomicAdd(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST); }
+inline Word atomicCAS(Word* at, Word expected, Word x) {
+  __atomic_compare_exchange_n(at, &expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
+}
+inline void atomicMin(Word* at, Word x) {
+  Word now = __atomic_load_n(at, __ATOMIC_SEQ_CST);
+  while (x < now && !__atomic_compare_exchange_n(at, &now, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
+  }
+}
+
+// Runs kernel(arguments...) in NUM_THREADS threads.
+template <typename Kernel, typename... Arguments>
+void run(Kernel kernel, Arguments... arguments) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < NUM_THREADS; ++i) {
+    threads.emplace_back([=] {
+      threadIdx.x = i;
+      kernel(arguments...);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}

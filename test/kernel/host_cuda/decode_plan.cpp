@@ -1,0 +1,139 @@
+// Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of its
+// entries once, rotated by its own offset, and nothing else. Usage: decode_plan FIRST_SEED NUM_SEEDS
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <random>
+#include <set>
+#include <utility>
+
+#include "decode_planner.cuh"
+
+using namespace lazy;
+using Entry = std::pair<int, int>;  // slot, rotation
+
+struct Batch {
+  int bs, max_segments;
+  std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets;
+  std::vector<std::multiset<Entry>> expected;
+};
+
+#define CHECK(condition, ...)     \
+  if (!(condition)) {             \
+    std::printf("seed %d: ", seed); \
+    std::printf(__VA_ARGS__);     \
+    std::puts("");                \
+    std::exit(1);                 \
+  }
+
+Batch random_batch(std::mt19937& rng, auto&& between) {
+  Batch batch{between(1, 40), between(1, 40)};
+  int next_slot = 1;
+  std::vector<std::vector<int>> chunks(between(1, 12));
+  for (auto& chunk : chunks) {
+    chunk.resize(between(1, between(0, 1) ? 5 : 500));
+    for (int& slot : chunk) slot = next_slot++;
+  }
+  const int width = batch.max_segments, stale = 123456;
+  batch.segment_ends.resize(batch.bs * width, stale);
+  batch.segment_offsets.resize(batch.bs * width, stale);
+  for (int b = 0; b < batch.bs; ++b) {
+    const int num_segments = between(0, 3) ? between(0, width) : 0;
+    std::vector<int> row;
+    std::vector<Entry> entries;
+    for (int s = 0; s < num_segments; ++s) {
+      const auto& chunk = chunks[between(0, chunks.size() - 1)];
+      const int offset = between(0, 1000);
+      for (int slot : chunk) row.push_back(slot), entries.push_back({slot, offset});
+      batch.segment_ends[b * width + s] = row.size();
+      batch.segment_offsets[b * width + s] = offset;
+    }
+    for (int text = between(0, 4) ? between(0, 200) : 0; text; --text) {
+      row.push_back(next_slot), entries.push_back({next_slot++, 0});
+    }
+    if (between(0, 5) == 0) {  // a row that pads a graph's batch: one entry, segments of an earlier request
+      row = {between(0, 1) ? chunks[between(0, chunks.size() - 1)].back() : between(1, next_slot)};
+      entries = {{row[0], num_segments ? batch.segment_offsets[b * width] : 0}};
+    }
+    batch.kv_indices.insert(batch.kv_indices.end(), row.begin(), row.end());
+    batch.kv_indptr.push_back(batch.kv_indices.size());
+    batch.num_segments.push_back(num_segments);
+    batch.expected.emplace_back(entries.begin(), entries.end());
+  }
+  batch.kv_indices.resize(batch.kv_indices.size() + 600, 77);
+  return batch;
+}
+
+void test(int seed) {
+  std::mt19937 rng(seed);
+  auto between = [&](int low, int high) { return low + int(rng() % unsigned(high - low + 1)); };
+  auto one_of = [&](auto... values) { return std::vector<int>{values...}[between(0, sizeof...(values) - 1)]; };
+  Batch batch = random_batch(rng, between);
+  const int head_dim = one_of(64, 128, 256), num_kv_heads = between(1, 8);
+  const int group_size = std::min(one_of(1, 4, 7, 8, 16, 64), max_rows(head_dim));
+  PlanArgs args{};
+  args.kv_indptr = batch.kv_indptr.data(), args.kv_indices = batch.kv_indices.data();
+  args.num_segments = batch.num_segments.data();
+  args.segment_ends = batch.segment_ends.data(), args.segment_offsets = batch.segment_offsets.data();
+  args.bs = batch.bs, args.max_segments = args.stride_ends = args.stride_offsets = batch.max_segments;
+  args.num_qo_heads = group_size * num_kv_heads, args.num_kv_heads = num_kv_heads;
+  args.piece = one_of(0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
+  const auto layout =
+      PlanLayout::make(args.bs, args.max_segments, args.num_qo_heads, num_kv_heads, head_dim, between(1, 132));
+  args.users_per_item = layout.users_per_item, args.num_blocks = layout.num_blocks;
+  std::vector<int> workspace(layout.num_words, -1234567);
+  const Plan plan(workspace.data(), layout);
+  run(plan_kernel, args, plan, layout);
+
+  struct Partial {
+    int request;
+    std::multiset<Entry> seen;
+  };
+  std::map<int, Partial> partials;
+  auto follow = [&](const Item& item, bool wide) {
+    CHECK(wide == (item.num_users * group_size > NARROW_ROWS), "an item of %d users", item.num_users);
+    CHECK(item.num_users > 0 && item.num_users <= layout.users_per_item && item.num_tiles > 0, "a bad item");
+    int begin = item.begin, end = item.end, offset = item.offset, run = item.run;
+    for (int tile = 0; tile < item.num_tiles; ++tile) {
+      if (tile && (begin += TILE) >= end) {
+        begin = plan.runs[run].begin, end = plan.runs[run].end, offset = plan.runs[run].offset, ++run;
+      }
+      CHECK(begin < end, "an empty tile");
+      for (int i = 0; i < item.num_users; ++i) {
+        const User user = plan.users[item.user + i];
+        CHECK(item.partial + i < layout.max_partials, "no room for partial result %d", item.partial + i);
+        CHECK(!offset || !user.offset, "two rotations");
+        Partial& partial = partials.try_emplace(item.partial + i, Partial{user.request}).first->second;
+        CHECK(partial.request == user.request, "a partial result of two requests");
+        for (int at = begin; at < std::min(begin + TILE, end); ++at) {
+          partial.seen.insert({batch.kv_indices[at], offset + user.offset});
+        }
+      }
+    }
+  };
+  CHECK(std::max(plan.header->num_items, plan.header->num_wide_items) <= layout.max_items, "too many items");
+  for (int i = 0; i < plan.header->num_items; ++i) follow(plan.items[i], false);
+  for (int i = 0; i < plan.header->num_wide_items; ++i) follow(plan.wide_items[i], true);
+
+  size_t merged = 0;
+  for (int b = 0; b < batch.bs; ++b) {
+    std::multiset<Entry> seen;
+    auto merge = [&](const Pieces& pieces) {
+      for (int i = 0; i < pieces.count; ++i, ++merged) {
+        const auto found = partials.find(pieces.first + i * pieces.stride);
+        CHECK(found != partials.end() && found->second.request == b, "request %d merges what is not its own", b);
+        seen.insert(found->second.seen.begin(), found->second.seen.end());
+      }
+    };
+    for (int s = 0; s < batch.num_segments[b]; ++s) merge(plan.segment_pieces[b * batch.max_segments + s]);
+    merge(plan.private_pieces[b]);
+    CHECK(seen == batch.expected[b], "request %d sees %zu entries, not its %zu", b, seen.size(),
+          batch.expected[b].size());
+  }
+  CHECK(merged == partials.size(), "%zu partial results, %zu merged", partials.size(), merged);
+}
+
+int main(int, char** argv) {
+  const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
+  for (int seed = first; seed < first + count; ++seed) test(seed);
+}
