@@ -44,8 +44,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-link-backend",
         choices=get_args(LinkBackend),
         default=LazyConfig.link_backend,
-        help="Implementation of attention over cached chunks. 'auto': cuda on Hopper (compiled on first use), "
-        "triton on other GPUs, torch elsewhere.",
+        help="Implementation of attention over cached chunks. 'auto': triton on a GPU, torch elsewhere. "
+        "'cuda', for Hopper, is compiled at the first start.",
     )
     group.add_argument(
         "--lazy-max-chunks",

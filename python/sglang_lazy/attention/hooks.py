@@ -23,7 +23,8 @@ def wrap_backend(factory):
     def create(runner):
         backend = factory(runner)
         config = LazyConfig.from_env()
-        if reasons := unfit_flags(runner.server_args) + unfit_model(runner):
+        reasons = unfit_flags(runner.server_args) + unfit_model(runner)
+        if reasons := reasons or unfit_link_backend(config.link_backend, runner):
             if not config.fallback:
                 raise Unfit(reasons)
             logger.warning("Serving without chunk reuse: %s", "; ".join(reasons))
@@ -31,23 +32,21 @@ def wrap_backend(factory):
         pool = runner.req_to_token_pool
         if table_of(pool) is None:
             pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
-        link_backend = config.link_backend if config.link_backend != "auto" else best_link_backend(runner)
+        on_gpu = torch.device(runner.device).type == "cuda"
+        link_backend = {"auto": "triton" if on_gpu else "torch"}.get(config.link_backend, config.link_backend)
         return with_link_path(backend, runner, link_backend)
 
     return create
 
 
-def best_link_backend(runner) -> str:
-    """The fastest implementation that can serve this model on this machine."""
-    device = torch.device(runner.device)
-    if device.type != "cuda":
-        return "torch"
+def unfit_link_backend(name: str, runner) -> list[str]:
+    """Why the implementation that was asked for cannot serve this model on this machine; the model fits otherwise."""
+    if name != "cuda":
+        return []
     attn, rope = next(attention_layers(runner.model))
     dims = (attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim, rope.rotary_dim)
-    if reason := get_implementation("cuda").unsupported(device, runner.dtype, *dims):
-        logger.warning("Chunks are linked by the triton kernels instead of the CUDA ones: %s", reason)
-        return "triton"
-    return "cuda"
+    reason = get_implementation("cuda").unsupported(torch.device(runner.device), runner.dtype, *dims)
+    return [f"--lazy-link-backend cuda: {reason}"] if reason else []
 
 
 def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
