@@ -16,8 +16,7 @@ int64_t workspace_words(int64_t bs, int64_t max_segments, int64_t num_qo_heads, 
 
 void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView kv_indices, TensorView num_segments,
                  TensorView segment_ends, TensorView segment_offsets, int64_t num_qo_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t num_multiprocessors, int64_t min_saved_tokens,
-                 int64_t piece) {
+                 int64_t head_dim, int64_t num_multiprocessors, int64_t min_saved_tokens, int64_t span) {
   lazy::PlanArgs args{};
   args.kv_indptr = data<int>(kv_indptr);
   args.kv_indices = data<int>(kv_indices);
@@ -28,14 +27,10 @@ void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView kv_indic
   args.max_segments = segment_ends.size(1);
   args.stride_ends = segment_ends.stride(0);
   args.stride_offsets = segment_offsets.stride(0);
-  args.num_qo_heads = num_qo_heads;
-  args.num_kv_heads = num_kv_heads;
-  args.piece = piece;
+  args.span = span;
   args.min_saved_tokens = min_saved_tokens;
   auto layout =
       lazy::PlanLayout::make(args.bs, args.max_segments, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors);
-  args.users_per_item = layout.users_per_item;
-  args.num_blocks = layout.num_blocks;
   int* space = lazy::checked_workspace(workspace, layout.num_words);
   tvm::ffi::CUDADeviceGuard guard(workspace.device().device_id);
   lazy::plan_kernel<<<lazy::PLAN_BLOCKS, lazy::PLAN_THREADS, 0, get_stream(workspace.device())>>>(

@@ -2,14 +2,20 @@
 // the device and once per step, from nothing but the arguments of the op.
 //
 // A "run" is a stretch of a request's row in kv_indices with one rotation: a chunk segment, or the text. Runs are cut
-// into tiles of TILE keys; no tile straddles two runs. Segments of one length that end in the same slot are the
-// same cached chunk (a segment begins where its chunk begins, and what leads to a slot never changes); if reading it
-// once for all its users saves enough, they form a "group". What is left of a request are its private runs. An "item" is what one block does
-// for one kv head: a span of tiles, of one request's private runs or of one group for some of its users. Each item
-// writes one partial result per user and head; the merge kernel combines those of a request.
+// into tiles; no tile straddles two runs. Segments of one length that end in the same slot are the same cached chunk (a
+// segment begins where its chunk begins, and what leads to a slot never changes); if reading it once for all its users
+// saves enough, they form a "group". What is left of a request are its private runs. An "item" is a span of tiles of one
+// request's private runs, or of one group for as many of its users as fit. It writes one partial result per user and
+// head; the merge kernel combines those of a request.
 //
-// Where an item, a user or a partial result is placed is decided by atomics and varies from step to step. A result can
-// vary with it in its last bit, since an item divides the keys of a tile by how many users it has.
+// A "unit" is what a block does before it asks for more: one or several items. The private runs and the groups whose users
+// fit into one item are laid out on a line, which is cut into as many equal spans as blocks run at once, one unit each: so
+// that few items are cut, since each cut costs a partial result of every user. Groups with more users than fit are
+// "crowded". They come first, as units of one item; those of the same keys are neighbours, so that only one of them reads
+// these from memory. The line is then cut into shorter spans, for blocks that come to it at different times.
+//
+// Where an item, a user or a partial result is placed is decided by atomics and varies from step to step, and with it
+// the order in which partial results are added: a result can differ in its last bit where chunks are shared.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,9 +25,8 @@
 
 namespace lazy {
 
-constexpr int TILE = 64;
-constexpr int NARROW_ROWS = 8, NARROW_BLOCKS = 3;  // query rows of a narrow item; blocks per multiprocessor
 constexpr int EMPTY = -1;
+constexpr int NARROW_ROWS = 8;  // query rows of one kv head that a narrow item can have
 
 struct Run {
   int begin, end;  // positions in kv_indices
@@ -34,6 +39,13 @@ struct User {
   int offset;  // rotation on top of the run's
 };
 
+struct Unit {
+  int first, count;  // items
+};
+struct Span {
+  int first, count, filled;  // items: where they begin, how many, how many are there already
+};
+
 struct Item {
   int begin, end, offset;  // what is left of the run that its first tile lies in
   int run;                 // the run after that
@@ -42,9 +54,14 @@ struct Item {
   int partial;  // place of its first user's result; the next user's follows
 };
 
-struct Pieces {
-  int first, stride, count;  // partial results first, first + stride, ...
-  int unused;
+struct Use {
+  int entry, rank;  // of a segment: its chunk in the hash table, and its place among the chunk's users
+};
+
+struct Parts {
+  int first, count;  // of a request: the entries of part_ids that name its partial results
+  int tiles, runs;   // private ones
+  int place, unused[3];  // on the line
 };
 
 struct Group {
@@ -52,49 +69,85 @@ struct Group {
   int num_users;
   int begin, end;             // one user's run
   int partial, pieces, user;  // where its results and users begin
+  int place;                  // on the line
   int shared;
 };
 constexpr unsigned long long NO_KEY = ~0ull;
 
 struct PlanHeader {
-  int num_items, num_wide_items, next_unit, next_wide_unit;  // units: (item, kv head) that no block has taken
-  int num_groups, num_shared_users, num_shared_partials, num_private_partials;
-  int private_tiles, unused[3];
-  unsigned long long best_piece;  // cost and length of the best pieces
+  int num_units, next_unit;  // next: that no block has taken yet; (unit, group of heads) pairs
+  int is_wide;               // whether any item has more than NARROW_ROWS query rows
+  int num_items, num_groups, num_shared_users, num_shared_partials, num_private_partials, num_parts;
+  int line;              // tiles, and what stands for fixed costs
+  int crowded, crowded_units;  // tiles of groups with more users than fit, times items; their units
 };
 
 struct PlanArgs {
   const int *kv_indptr, *kv_indices, *num_segments, *segment_ends, *segment_offsets;
   int bs, max_segments, stride_ends, stride_offsets;
-  int num_qo_heads, num_kv_heads, users_per_item, num_blocks;  // blocks: resident at once
-  int piece;             // tiles of a piece, or 0 for the best
+  int span;              // tiles of a unit, or 0 for the best
   int min_saved_tokens;  // (users - 1) * tokens from which a chunk is read once for all
 };
 
 __host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Query rows (user, head in group) that one item can hold.
-__host__ __device__ inline int max_rows(int head_dim) { return head_dim <= 128 ? 64 : 32; }
+// How the warps of a block divide its work: each has one kv head, some query rows of it, and some keys of every tile. A
+// block has several heads, since those of a key are neighbours in memory. For wide items half as many heads as for narrow
+// ones, where it has the warps for those, and for each head two warps with half of the rows; and twice as many keys to a
+// warp, so that it has more to do at a time.
+struct Geometry {
+  int num_warps;       // that compute, at most
+  int key_groups;      // warps with the same head and rows
+  int heads[2];        // of a block, where all items are narrow, and where not
+  int head_groups[2];  // blocks that it takes for all heads
+  int tile[2];         // keys
+
+  static constexpr int warps(int head_dim) { return head_dim <= 128 ? 8 : 4; }
+  // Query rows of one kv head that a wide item can have: what the registers of two warps hold.
+  static constexpr int max_rows(int head_dim) { return head_dim <= 128 ? 32 : 16; }
+
+  static Geometry make(int num_kv_heads, int head_dim) {
+    Geometry g{warps(head_dim)};
+    int heads = std::min(num_kv_heads, g.num_warps / 2);
+    while (num_kv_heads % heads) --heads;
+    g.key_groups = g.num_warps / 2 / heads;
+    g.heads[0] = num_kv_heads % (2 * heads) ? heads : 2 * heads;
+    g.heads[1] = heads;
+    for (int i = 0; i < 2; ++i) {
+      g.head_groups[i] = num_kv_heads / g.heads[i];
+      g.tile[i] = 16 * (1 + i) * g.key_groups;
+    }
+    return g;
+  }
+};
 
 // Sizes and places of everything in the workspace, from static shapes. Places are offsets in 4-byte words.
 struct PlanLayout {
-  static constexpr int MOST_WAVES = 12;
+  static constexpr int SPANS_PER_BLOCK = 8;  // at most
 
-  int users_per_item, num_blocks, most_pieces, max_shared_users, max_shared_partials, max_items, max_partials;
-  int64_t users, items, wide_items, runs, segment_pieces, private_pieces, groups, shared_groups, states, outs;
+  int tile[2], head_groups[2];  // as in Geometry
+  int group_size, users_per_item;
+  int num_blocks;  // resident at once
+  int max_spans, max_shared_users, max_shared_partials, max_units, max_items, max_partials;
+  int64_t users, units, spans, items, runs, uses, parts, part_ids, groups, shared_groups, states, outs;
   int64_t num_words;
 
   static PlanLayout make(int bs, int max_segments, int num_qo_heads, int num_kv_heads, int head_dim,
                          int num_multiprocessors) {
     PlanLayout p;
+    const Geometry g = Geometry::make(num_kv_heads, head_dim);
     int64_t segments = int64_t(bs) * max_segments;
-    p.users_per_item = max_rows(head_dim) / (num_qo_heads / num_kv_heads);
-    p.num_blocks = num_multiprocessors * (head_dim <= 128 ? NARROW_BLOCKS : 1);
-    p.most_pieces = MOST_WAVES * ceil_div(p.num_blocks, num_kv_heads);
+    p.group_size = num_qo_heads / num_kv_heads;
+    p.users_per_item = Geometry::max_rows(head_dim) / p.group_size;
+    p.num_blocks = num_multiprocessors;
+    for (int i = 0; i < 2; ++i) p.tile[i] = g.tile[i], p.head_groups[i] = g.head_groups[i];
+    p.max_spans = SPANS_PER_BLOCK * p.num_blocks;
     p.max_shared_users = int(std::min<int64_t>(segments, 8192));
-    p.max_shared_partials = segments ? p.users_per_item * p.most_pieces + p.max_shared_users : 0;
-    p.max_partials = p.max_shared_partials + p.most_pieces + bs;
-    p.max_items = 2 * p.most_pieces + p.max_shared_users + bs;
+    // Every cut adds an item, and a partial result for each of its users. Crowded groups are cut as often as spans.
+    p.max_shared_partials = segments ? p.max_shared_users + 2 * p.max_spans * p.users_per_item : 0;
+    p.max_partials = p.max_shared_partials + bs + p.max_spans;
+    p.max_units = 2 * p.max_spans + p.max_shared_users;
+    p.max_items = p.max_units + p.max_shared_users + bs;
     int64_t table_size = 32;
     while (table_size < 2 * segments) table_size *= 2;
     int64_t at = (sizeof(PlanHeader) / 4 + 3) / 4 * 4;  // everything lies at multiples of 16 bytes
@@ -104,15 +157,18 @@ struct PlanLayout {
       return begin;
     };
     p.users = take(bs + p.max_shared_users, sizeof(User));
+    p.units = take(p.max_units, sizeof(Unit));
+    p.spans = take(p.max_spans, sizeof(Span));
     p.items = take(p.max_items, sizeof(Item));
-    p.wide_items = take(p.max_items, sizeof(Item));
     p.runs = take(segments + bs, sizeof(Run));
-    p.segment_pieces = take(segments, sizeof(Pieces));
-    p.private_pieces = take(bs, sizeof(Pieces));
+    p.uses = take(segments, sizeof(Use));
+    p.parts = take(bs, sizeof(Parts));
+    p.part_ids = take(p.max_partials, sizeof(int));
     p.groups = take(table_size, sizeof(Group));
     p.shared_groups = take(segments / 2 + 1, sizeof(int));
-    p.states = take(int64_t(p.max_partials) * num_qo_heads, 2 * sizeof(float));
-    p.outs = take(int64_t(p.max_partials) * num_qo_heads * head_dim, sizeof(float));
+    int64_t results = int64_t(p.max_partials) * g.key_groups * num_qo_heads;
+    p.states = take(results, 2 * sizeof(float));
+    p.outs = take(results * head_dim, sizeof(float));
     p.num_words = at;
     return p;
   }
@@ -122,24 +178,28 @@ struct PlanLayout {
 struct Plan {
   PlanHeader* header;
   User* users;  // of the private items, one per request; then of the groups
-  Item* items;  // of up to NARROW_ROWS query rows
-  Item* wide_items;
-  Run* runs;  // max_segments + 1 per request
-  Pieces* segment_pieces;  // [bs, max_segments]; count 0 for a private segment
-  Pieces* private_pieces;  // [bs]
-  Group* groups;           // open-addressed hash table
-  int* shared_groups;      // entries of it, header->num_groups of them
-  float2* states;          // [partials, num_qo_heads]: maximum in base 2, sum of weights
-  float* outs;             // [partials, num_qo_heads, head_dim], not normalised
+  Unit* units;
+  Span* spans;  // of the line
+  Item* items;
+  Run* runs;      // max_segments + 1 per request
+  Use* uses;      // [bs, max_segments]
+  Parts* parts;   // [bs]
+  int* part_ids;  // partial results, those of a request together
+  Group* groups;  // open-addressed hash table
+  int* shared_groups;  // entries of it, header->num_groups of them
+  float2* states;      // [partials, key_groups, num_qo_heads]: maximum in base 2, sum of weights
+  float* outs;         // [partials, key_groups, num_qo_heads, head_dim], not normalised
 
   Plan(int* workspace, const PlanLayout& at)
       : header(reinterpret_cast<PlanHeader*>(workspace)),
         users(reinterpret_cast<User*>(workspace + at.users)),
+        units(reinterpret_cast<Unit*>(workspace + at.units)),
+        spans(reinterpret_cast<Span*>(workspace + at.spans)),
         items(reinterpret_cast<Item*>(workspace + at.items)),
-        wide_items(reinterpret_cast<Item*>(workspace + at.wide_items)),
         runs(reinterpret_cast<Run*>(workspace + at.runs)),
-        segment_pieces(reinterpret_cast<Pieces*>(workspace + at.segment_pieces)),
-        private_pieces(reinterpret_cast<Pieces*>(workspace + at.private_pieces)),
+        uses(reinterpret_cast<Use*>(workspace + at.uses)),
+        parts(reinterpret_cast<Parts*>(workspace + at.parts)),
+        part_ids(workspace + at.part_ids),
         groups(reinterpret_cast<Group*>(workspace + at.groups)),
         shared_groups(workspace + at.shared_groups),
         states(reinterpret_cast<float2*>(workspace + at.states)),

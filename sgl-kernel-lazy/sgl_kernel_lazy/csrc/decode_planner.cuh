@@ -8,7 +8,6 @@
 namespace lazy {
 
 constexpr int PLAN_BLOCKS = 8, PLAN_THREADS = 1024;  // one cluster
-constexpr int MAX_PIECE = 64;                        // tiles
 
 __device__ inline int warp_sum(int x) {
 #pragma unroll
@@ -44,12 +43,12 @@ __device__ inline int find_or_enter(Group* groups, int table_size, int length, i
   }
 }
 
-// What it costs to run `units` pieces of `length` tiles, in the time that a tile takes while all blocks are busy. A
-// piece has a fixed cost, and beyond one wave the last ones run alone.
-__device__ inline float cost_of(int units, int num_blocks, float length) {
-  const float PER_PIECE = 2.f, ALONE = 0.5f;
-  const float waves = float(units) / num_blocks;
-  return (waves <= 1.f ? 1.f : waves + ALONE) * (length + PER_PIECE);
+// What an item costs besides its tiles, in tiles: loading and rotating queries, writing results.
+__device__ inline int fixed_cost(int num_users) { return 1 + num_users / 4; }
+
+// Tiles that each block gets of all there are.
+__device__ inline int share_of(const PlanHeader& header, const PlanLayout& layout) {
+  return max(ceil_div(header.line + header.crowded, max(layout.num_blocks / layout.head_groups[header.is_wide], 1)), 1);
 }
 
 // One cluster. A warp takes a request, its lanes the segments.
@@ -58,9 +57,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   const auto cluster = cooperative_groups::this_cluster();
   const int thread = cluster.thread_rank(), num_threads = cluster.num_threads();
   const int lane = thread % 32, warp = thread / 32, num_warps = num_threads / 32;
-  const int group_size = a.num_qo_heads / a.num_kv_heads;
   PlanHeader& header = *plan.header;
-  if (thread == 0) header = PlanHeader{0, 0, 0, 0, 0, 0, 0, 0, 0, {}, ~0ull};
+  if (thread == 0) header = PlanHeader{0, 0, layout.group_size > NARROW_ROWS};
   int sum = 0;  // every block by itself, so that none waits
   for (int b = lane; b < a.bs; b += 32) sum += a.num_segments[b];
   sum = warp_sum(sum);
@@ -75,93 +73,43 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     const int num_segments = a.num_segments[b], row = a.kv_indptr[b], length = a.kv_indptr[b + 1] - row;
     for (int s = lane; s < num_segments; s += 32) {
       int begin = segment_end(ends, num_segments, s - 1, length), end = segment_end(ends, num_segments, s, length);
-      Pieces entry{EMPTY, 0, 0, 0};  // until the groups are known: table entry, rank among its users
+      Use use{EMPTY, 0};
       if (end > begin) {
-        entry.first = find_or_enter(plan.groups, table_size, end - begin, a.kv_indices[row + end - 1]);
-        Group& group = plan.groups[entry.first];
-        entry.stride = atomicAdd(&group.num_users, 1);
-        if (entry.stride == 0) group.begin = row + begin, group.end = row + end;
+        use.entry = find_or_enter(plan.groups, table_size, end - begin, a.kv_indices[row + end - 1]);
+        Group& group = plan.groups[use.entry];
+        use.rank = atomicAdd(&group.num_users, 1);
+        if (use.rank == 0) group.begin = row + begin, group.end = row + end;
       }
-      plan.segment_pieces[int64_t(b) * a.max_segments + s] = entry;
+      plan.uses[int64_t(b) * a.max_segments + s] = use;
     }
   }
   cluster.sync();
 
-  // Which of them are worth sharing.
+  // Which of them are worth sharing, while the workspace has room.
   for (int i = thread; i < table_size; i += num_threads) {
     Group& group = plan.groups[i];
-    int users = group.num_users, tokens = group.end - group.begin;
-    if (users >= 2 && (users - 1) * tokens >= a.min_saved_tokens) {
-      group.shared = 1;
-      plan.shared_groups[atomicAdd(&header.num_groups, 1)] = i;
-    }
+    const int users = group.num_users, tokens = group.end - group.begin;
+    if (users < 2 || (users - 1) * tokens < a.min_saved_tokens) continue;
+    const int user = atomicAdd(&header.num_shared_users, users);
+    if (user + users > layout.max_shared_users) continue;
+    group.shared = 1;
+    group.user = a.bs + user;
+    plan.shared_groups[atomicAdd(&header.num_groups, 1)] = i;
+    if (min(users, layout.users_per_item) * layout.group_size > NARROW_ROWS) header.is_wide = 1;
   }
   cluster.sync();
-  for (int b = warp; b < a.bs; b += num_warps) {
-    const int* ends = a.segment_ends + int64_t(b) * a.stride_ends;
-    const int num_segments = a.num_segments[b], length = a.kv_indptr[b + 1] - a.kv_indptr[b];
-    int tiles = 0;
-    for (int s = lane; s <= num_segments; s += 32) {  // the text comes last
-      int begin = segment_end(ends, num_segments, s - 1, length), end = segment_end(ends, num_segments, s, length);
-      int entry = s < num_segments ? plan.segment_pieces[int64_t(b) * a.max_segments + s].first : EMPTY;
-      if (end > begin && (entry == EMPTY || !plan.groups[entry].shared)) tiles += ceil_div(end - begin, TILE);
-    }
-    tiles = warp_sum(tiles);
-    if (lane == 0) plan.private_pieces[b].first = tiles;
-  }
-  cluster.sync();
-
-  // The best length of a piece: each warp tries some.
-  for (int piece = warp + 1; piece <= MAX_PIECE; piece += num_warps) {
-    int pieces = 0;
-    for (int b = lane; b < a.bs; b += 32) pieces += ceil_div(plan.private_pieces[b].first, piece);
-    for (int i = lane; i < header.num_groups; i += 32) {
-      const Group& group = plan.groups[plan.shared_groups[i]];
-      pieces += ceil_div(ceil_div(group.end - group.begin, TILE), piece) * ceil_div(group.num_users, a.users_per_item);
-    }
-    pieces = warp_sum(pieces);
-    if (lane == 0 && pieces <= layout.most_pieces) {
-      float cost = cost_of(pieces * a.num_kv_heads, a.num_blocks, piece);
-      atomicMin(&header.best_piece, (unsigned long long)(__float_as_uint(cost)) << 32 | unsigned(piece));
-    }
-  }
-  cluster.sync();
-  int piece = a.piece ? a.piece : header.best_piece == ~0ull ? MAX_PIECE : int(header.best_piece & 0xffffffff);
-
-  // The groups' items, while the workspace has room.
+  const int tile = layout.tile[header.is_wide];
   for (int i = thread; i < header.num_groups; i += num_threads) {
     Group& group = plan.groups[plan.shared_groups[i]];
-    const int users = group.num_users, tiles = ceil_div(group.end - group.begin, TILE);
-    const int length = ceil_div(tiles, ceil_div(tiles, piece)), pieces = ceil_div(tiles, length);
-    const int user = atomicAdd(&header.num_shared_users, users);
-    const int partial = atomicAdd(&header.num_shared_partials, users * pieces);
-    group.shared = user + users <= layout.max_shared_users && partial + users * pieces <= layout.max_shared_partials;
-    if (!group.shared) continue;
-    group.user = a.bs + user;
-    group.partial = partial;
-    group.pieces = pieces;
-    const int full = users / a.users_per_item, rest = users % a.users_per_item;
-    const bool narrow_rest = rest * group_size <= NARROW_ROWS;
-    int narrow = 0, wide = 0;
-    if (rest && narrow_rest) narrow = atomicAdd(&header.num_items, pieces);
-    if (full || !narrow_rest) wide = atomicAdd(&header.num_wide_items, pieces * (full + !narrow_rest));
-    for (int p = 0; p < pieces; ++p) {
-      for (int first = 0; first < users; first += a.users_per_item) {
-        Item& item = first / a.users_per_item == full && narrow_rest ? plan.items[narrow++] : plan.wide_items[wide++];
-        item = Item{group.begin + p * length * TILE,
-                    group.end,
-                    0,
-                    0,
-                    min(length, tiles - p * length),
-                    group.user + first,
-                    min(a.users_per_item, users - first),
-                    partial + p * users + first};
-      }
+    const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
+    if (users <= layout.users_per_item) {
+      group.place = atomicAdd(&header.line, fixed_cost(users) + tiles) + fixed_cost(users);
+    } else {
+      atomicAdd(&header.crowded, ceil_div(users, layout.users_per_item) * tiles);
     }
   }
-  cluster.sync();
 
-  // Private runs, and where each shared segment finds its results.
+  // Private runs.
   for (int b = warp; b < a.bs; b += num_warps) {
     const int* ends = a.segment_ends + int64_t(b) * a.stride_ends;
     const int* offsets = a.segment_offsets + int64_t(b) * a.stride_offsets;
@@ -173,18 +121,18 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       if (s <= num_segments) {
         begin = segment_end(ends, num_segments, s - 1, length);
         end = segment_end(ends, num_segments, s, length);
-        if (s < num_segments) {
+        if (s < num_segments) {  // the text comes last
           offset = offsets[s];
-          Pieces& entry = plan.segment_pieces[int64_t(b) * a.max_segments + s];
-          if (entry.first != EMPTY && plan.groups[entry.first].shared) {
-            const Group& group = plan.groups[entry.first];
-            plan.users[group.user + entry.stride] = User{b, offset};
-            entry = Pieces{group.partial + entry.stride, group.num_users, group.pieces, 0};
+          Use& use = plan.uses[int64_t(b) * a.max_segments + s];
+          if (use.entry != EMPTY && plan.groups[use.entry].shared) {
+            plan.users[plan.groups[use.entry].user + use.rank] = User{b, offset};
             end = begin;
+          } else {
+            use.entry = EMPTY;
           }
         }
       }
-      int tiles = end > begin ? ceil_div(end - begin, TILE) : 0;
+      int tiles = end > begin ? ceil_div(end - begin, tile) : 0;
       unsigned present = __ballot_sync(~0u, tiles > 0);
       int up_to = warp_inclusive_scan(tiles);
       if (tiles) {
@@ -195,43 +143,134 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       num_tiles += __shfl_sync(~0u, up_to, 31);
     }
     if (lane == 0) {
-      plan.private_pieces[b] = Pieces{num_tiles, num_runs, 0, 0};
-      atomicAdd(&header.private_tiles, num_tiles);
+      plan.users[b] = User{b, 0};
+      const int place = num_tiles ? atomicAdd(&header.line, fixed_cost(1) + num_tiles) + fixed_cost(1) : 0;
+      plan.parts[b] = Parts{0, 0, num_tiles, num_runs, place};
     }
   }
   cluster.sync();
-  piece = max(piece, ceil_div(header.private_tiles, layout.most_pieces));
+
+  // The units of crowded groups, and how many pieces of the others every span holds.
+  const int share = share_of(header, layout);
+  const int span = max(a.span ? a.span : header.crowded ? ceil_div(share, 4) : share, ceil_div(header.line, layout.max_spans));
+  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_spans));
+  const int num_spans = ceil_div(header.line, span);
+  Span* spans = plan.spans;
+  for (int i = thread; i < num_spans; i += num_threads) spans[i] = Span{0, 0, 0};
+  cluster.sync();
+  auto count = [&](int place, int tiles) {  // of pieces
+    const int first = place / span, last = (place + tiles - 1) / span;
+    for (int i = first; i <= last; ++i) atomicAdd(&spans[i].count, 1);
+    return last - first + 1;
+  };
+  for (int i = thread; i < header.num_groups; i += num_threads) {
+    Group& group = plan.groups[plan.shared_groups[i]];
+    const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
+    if (users <= layout.users_per_item) {
+      group.pieces = count(group.place, tiles);
+      group.partial = atomicAdd(&header.num_shared_partials, users * group.pieces);
+      continue;
+    }
+    const int length = ceil_div(tiles, ceil_div(tiles, crowded_piece)), pieces = ceil_div(tiles, length);
+    group.pieces = pieces;
+    group.partial = atomicAdd(&header.num_shared_partials, users * pieces);
+    const int items = pieces * ceil_div(users, layout.users_per_item);
+    int item = atomicAdd(&header.num_items, items), unit = atomicAdd(&header.crowded_units, items);
+    for (int p = 0; p < pieces; ++p) {
+      for (int first = 0; first < users; first += layout.users_per_item) {
+        plan.units[unit++] = Unit{item, 1};
+        plan.items[item++] = Item{group.begin + p * length * tile,
+                                  group.end,
+                                  0,
+                                  0,
+                                  min(length, tiles - p * length),
+                                  group.user + first,
+                                  min(layout.users_per_item, users - first),
+                                  group.partial + p * users + first};
+      }
+    }
+  }
   for (int b = warp; b < a.bs; b += num_warps) {
-    const int tiles = plan.private_pieces[b].first, num_runs = plan.private_pieces[b].stride;
-    __syncwarp();
-    const int length = tiles ? ceil_div(tiles, ceil_div(tiles, piece)) : 1, pieces = ceil_div(tiles, length);
-    int item = 0, partial = 0;
+    Parts& parts = plan.parts[b];
+    int num_parts = 0;
+    if (parts.tiles) {
+      const int first = parts.place / span, last = (parts.place + parts.tiles - 1) / span;
+      for (int i = first + lane; i <= last; i += 32) atomicAdd(&spans[i].count, 1), ++num_parts;
+    }
+    num_parts = warp_sum(num_parts);
+    if (lane == 0) parts.count = num_parts;
+  }
+  cluster.sync();
+  for (int i = thread; i < num_spans; i += num_threads) {
+    const int first = atomicAdd(&header.num_items, spans[i].count);
+    spans[i].first = first;
+    plan.units[header.crowded_units + i] = Unit{first, spans[i].count};
+  }
+  if (thread == 0) header.num_units = header.crowded_units + num_spans;
+  cluster.sync();
+
+  // The items of the spans, and the list of each request's results.
+  for (int i = thread; i < header.num_groups; i += num_threads) {
+    const Group& group = plan.groups[plan.shared_groups[i]];
+    const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
+    if (users > layout.users_per_item) continue;
+    for (int p = 0; p < group.pieces; ++p) {
+      const int at = group.place / span + p;
+      const int begin = max(at * span - group.place, 0), end = min((at + 1) * span - group.place, tiles);
+      plan.items[spans[at].first + atomicAdd(&spans[at].filled, 1)] =
+          Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
+               group.partial + p * users};
+    }
+  }
+  for (int b = warp; b < a.bs; b += num_warps) {
+    const Parts parts = plan.parts[b];
+    const int num_segments = a.num_segments[b], pieces = parts.count;
+    int num_shared = 0;
+    for (int s = lane; s < num_segments; s += 32) {
+      const int entry = plan.uses[int64_t(b) * a.max_segments + s].entry;
+      if (entry != EMPTY) num_shared += plan.groups[entry].pieces;
+    }
+    num_shared = warp_sum(num_shared);
+    int partial = 0, part = 0;
     if (lane == 0) {
-      // Groups that found no room have counted beyond theirs.
       partial = layout.max_shared_partials + atomicAdd(&header.num_private_partials, pieces);
-      item = atomicAdd(group_size <= NARROW_ROWS ? &header.num_items : &header.num_wide_items, pieces);
-      plan.users[b] = User{b, 0};
-      plan.private_pieces[b] = Pieces{partial, 1, pieces, 0};
+      part = atomicAdd(&header.num_parts, pieces + num_shared);
+      plan.parts[b].first = part;
+      plan.parts[b].count = pieces + num_shared;
     }
     partial = __shfl_sync(~0u, partial, 0);
-    item = __shfl_sync(~0u, item, 0);
+    part = __shfl_sync(~0u, part, 0);
     for (int p = lane; p < pieces; p += 32) {
+      const int at = parts.place / span + p;
+      const int begin = max(at * span - parts.place, 0), end = min((at + 1) * span - parts.place, parts.tiles);
       // The run that holds the first tile: the last that does not begin after it.
       const Run* run = plan.runs + int64_t(b) * (a.max_segments + 1);
-      for (int runs = num_runs; runs > 1;) {
+      for (int runs = parts.runs; runs > 1;) {
         int half = runs / 2;
-        if (run[half].first_tile <= p * length) run += half, runs -= half;
+        if (run[half].first_tile <= begin) run += half, runs -= half;
         else runs = half;
       }
-      Item* items = group_size <= NARROW_ROWS ? plan.items : plan.wide_items;
-      items[item + p] = Item{run->begin + (p * length - run->first_tile) * TILE,
-                             run->end,
-                             run->offset,
-                             int(run + 1 - plan.runs),
-                             min(length, tiles - p * length),
-                             b,
-                             1,
-                             partial + p};
+      plan.items[spans[at].first + atomicAdd(&spans[at].filled, 1)] =
+          Item{run->begin + (begin - run->first_tile) * tile,
+               run->end,
+               run->offset,
+               int(run + 1 - plan.runs),
+               end - begin,
+               b,
+               1,
+               partial + p};
+      plan.part_ids[part + p] = partial + p;
+    }
+    part += pieces;
+    for (int base = 0; base < num_segments; base += 32) {
+      const int s = base + lane;
+      const Use use = s < num_segments ? plan.uses[int64_t(b) * a.max_segments + s] : Use{EMPTY, 0};
+      const int count = use.entry == EMPTY ? 0 : plan.groups[use.entry].pieces, up_to = warp_inclusive_scan(count);
+      for (int p = 0; p < count; ++p) {
+        const Group& group = plan.groups[use.entry];
+        plan.part_ids[part + up_to - count + p] = group.partial + p * group.num_users + use.rank;
+      }
+      part += __shfl_sync(~0u, up_to, 31);
     }
   }
 }

@@ -2,6 +2,7 @@
 // named barriers, register reallocation, and warpgroup matrix products with A in registers and B in shared memory.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -31,10 +32,26 @@ __device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(global), "r"(valid ? 4 : 0) : "memory");
 }
 
+// A box of a three-dimensional tensor, by the copy engine; its bytes count towards what the barrier expects.
+__device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tensor, int x, int y, int z, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+          "r"(smem),
+      "l"(tensor), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t smem) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(smem)
                : "memory");
@@ -50,6 +67,11 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives, and lets the barrier wait for this many bytes of copied boxes too.
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
 // Arrives once all earlier cp.async of this thread have landed; the thread goes on at once.

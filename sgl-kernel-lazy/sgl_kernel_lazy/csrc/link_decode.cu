@@ -10,33 +10,56 @@ using lazy::data;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indices, TensorView num_segments,
-                 int64_t max_segments, TensorView cos_sin_cache, TensorView workspace, TensorView out,
+// A cache for the copy engine, [slots, lines, bytes of a line]; what it copies is swizzled by line.
+CUtensorMap tensor_map(const char* name, TensorView cache, int heads_at_once) {
+  constexpr int ELEMENT = lazy::ROW_BYTES / lazy::HEAD_DIM;
+  check_aligned(name, cache, 16);
+  TVM_FFI_CHECK(cache.size(1) == 1 || cache.stride(1) == lazy::HEAD_DIM, ValueError)
+      << name << ": expected the heads of a slot one after another";
+  TVM_FFI_CHECK(heads_at_once * lazy::ROW_BYTES % lazy::LINE == 0, ValueError)
+      << name << ": expected a slot's heads to take a multiple of 128 bytes";
+  static const auto encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  TVM_FFI_CHECK(encode, RuntimeError) << "link_decode: the CUDA driver knows no cuTensorMapEncodeTiled";
+  const cuuint64_t sizes[] = {lazy::LINE, cuuint64_t(cache.size(1) * lazy::ROW_BYTES / lazy::LINE),
+                              cuuint64_t(cache.size(0))};
+  const cuuint64_t strides[] = {lazy::LINE, cuuint64_t(cache.stride(0) * ELEMENT)};
+  const cuuint32_t box[] = {lazy::LINE, cuuint32_t(heads_at_once * lazy::ROW_BYTES / lazy::LINE), 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 3, cache.data_ptr(), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                 CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  TVM_FFI_CHECK(result == CUDA_SUCCESS, RuntimeError) << name << ": no tensor map, error " << int(result);
+  return map;
+}
+
+void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indices, int64_t max_segments,
+                 TensorView cos_sin_cache, TensorView workspace, TensorView out,
                  Optional<TensorView> lse, double sm_scale, double v_scale, int64_t num_multiprocessors) {
   check_aligned("q", q, 4);
-  check_aligned("k_cache", k_cache, 16);
-  check_aligned("v_cache", v_cache, 16);
   check_aligned("cos_sin_cache", cos_sin_cache, 8);
   check_aligned("out", out, 8);
   lazy::DecodeArgs args{};
   args.q = q.data_ptr();
-  args.k_cache = k_cache.data_ptr();
-  args.v_cache = v_cache.data_ptr();
+  const lazy::Geometry geometry = lazy::Geometry::make(k_cache.size(1), lazy::HEAD_DIM);
+  for (int wide = 0; wide < 2; ++wide) {
+    args.modes[wide].k_cache = tensor_map("k_cache", k_cache, geometry.heads[wide]);
+    args.modes[wide].v_cache = tensor_map("v_cache", v_cache, geometry.heads[wide]);
+  }
   args.out = out.data_ptr();
   args.lse = lse ? data<float>(*lse) : nullptr;
   args.kv_indices = data<int>(kv_indices);
   args.cos_sin_cache = data<float>(cos_sin_cache);
-  args.num_segments = data<int>(num_segments);
   args.bs = q.size(0);
-  args.max_segments = max_segments;
   args.num_qo_heads = q.size(1);
   args.num_kv_heads = k_cache.size(1);
   args.stride_q_row = q.stride(0);
   args.stride_q_head = q.stride(1);
-  args.stride_k_slot = k_cache.stride(0);
-  args.stride_k_head = k_cache.stride(1);
-  args.stride_v_slot = v_cache.stride(0);
-  args.stride_v_head = v_cache.stride(1);
   args.stride_out_row = out.stride(0);
   args.stride_out_head = out.stride(1);
   args.stride_lse_row = lse ? (*lse).stride(0) : 0;

@@ -101,7 +101,7 @@ def link_decode(
         is_neox=int(is_neox),
     )  # fmt: skip
     module.link_decode(
-        q, k_cache, v_cache, kv_indices, num_segments, max_segments, cos_sin_cache, workspace, out, lse,
+        q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, out, lse,
         sm_scale, 1.0, num_multiprocessors(q.device),
     )  # fmt: skip
     return out

@@ -69,18 +69,16 @@ void test(int seed) {
   auto between = [&](int low, int high) { return low + int(rng() % unsigned(high - low + 1)); };
   auto one_of = [&](auto... values) { return std::vector<int>{values...}[between(0, sizeof...(values) - 1)]; };
   Batch batch = random_batch(rng, between);
-  const int head_dim = one_of(64, 128, 256), num_kv_heads = between(1, 8);
-  const int group_size = std::min(one_of(1, 4, 7, 8, 16, 64), max_rows(head_dim));
+  const int head_dim = one_of(64, 128, 256), num_kv_heads = one_of(1, 2, 3, 4, 5, 8, 12, 32);
+  const int group_size = std::min(one_of(1, 4, 7, 8, 16, 32), Geometry::max_rows(head_dim));
   PlanArgs args{};
   args.kv_indptr = batch.kv_indptr.data(), args.kv_indices = batch.kv_indices.data();
   args.num_segments = batch.num_segments.data();
   args.segment_ends = batch.segment_ends.data(), args.segment_offsets = batch.segment_offsets.data();
   args.bs = batch.bs, args.max_segments = args.stride_ends = args.stride_offsets = batch.max_segments;
-  args.num_qo_heads = group_size * num_kv_heads, args.num_kv_heads = num_kv_heads;
-  args.piece = one_of(0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
+  args.span = one_of(0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
   const auto layout =
-      PlanLayout::make(args.bs, args.max_segments, args.num_qo_heads, num_kv_heads, head_dim, between(1, 132));
-  args.users_per_item = layout.users_per_item, args.num_blocks = layout.num_blocks;
+      PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim, between(1, 132));
   std::vector<int> workspace(layout.num_words, -1234567);
   const Plan plan(workspace.data(), layout);
   run(plan_kernel, args, plan, layout);
@@ -90,12 +88,11 @@ void test(int seed) {
     std::multiset<Entry> seen;
   };
   std::map<int, Partial> partials;
-  auto follow = [&](const Item& item, bool wide) {
-    CHECK(wide == (item.num_users * group_size > NARROW_ROWS), "an item of %d users", item.num_users);
+  auto follow = [&](const Item& item) {
     CHECK(item.num_users > 0 && item.num_users <= layout.users_per_item && item.num_tiles > 0, "a bad item");
     int begin = item.begin, end = item.end, offset = item.offset, run = item.run;
     for (int tile = 0; tile < item.num_tiles; ++tile) {
-      if (tile && (begin += TILE) >= end) {
+      if (tile && (begin += layout.tile[plan.header->is_wide]) >= end) {
         begin = plan.runs[run].begin, end = plan.runs[run].end, offset = plan.runs[run].offset, ++run;
       }
       CHECK(begin < end, "an empty tile");
@@ -105,32 +102,38 @@ void test(int seed) {
         CHECK(!offset || !user.offset, "two rotations");
         Partial& partial = partials.try_emplace(item.partial + i, Partial{user.request}).first->second;
         CHECK(partial.request == user.request, "a partial result of two requests");
-        for (int at = begin; at < std::min(begin + TILE, end); ++at) {
+        for (int at = begin; at < std::min(begin + layout.tile[plan.header->is_wide], end); ++at) {
           partial.seen.insert({batch.kv_indices[at], offset + user.offset});
         }
       }
     }
   };
-  CHECK(std::max(plan.header->num_items, plan.header->num_wide_items) <= layout.max_items, "too many items");
-  for (int i = 0; i < plan.header->num_items; ++i) follow(plan.items[i], false);
-  for (int i = 0; i < plan.header->num_wide_items; ++i) follow(plan.wide_items[i], true);
+  CHECK(plan.header->num_items <= layout.max_items, "too many items");
+  CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
+  CHECK(plan.header->num_units <= layout.max_units, "too many units");
+  std::set<int> done;
+  for (int u = 0; u < plan.header->num_units; ++u) {
+    for (int i = 0; i < plan.units[u].count; ++i) {
+      CHECK(done.insert(plan.units[u].first + i).second, "an item twice");
+      follow(plan.items[plan.units[u].first + i]);
+    }
+  }
+  CHECK(int(done.size()) == plan.header->num_items, "%d items, %zu done", plan.header->num_items, done.size());
 
-  size_t merged = 0;
+  std::set<int> merged;
   for (int b = 0; b < batch.bs; ++b) {
     std::multiset<Entry> seen;
-    auto merge = [&](const Pieces& pieces) {
-      for (int i = 0; i < pieces.count; ++i, ++merged) {
-        const auto found = partials.find(pieces.first + i * pieces.stride);
-        CHECK(found != partials.end() && found->second.request == b, "request %d merges what is not its own", b);
-        seen.insert(found->second.seen.begin(), found->second.seen.end());
-      }
-    };
-    for (int s = 0; s < batch.num_segments[b]; ++s) merge(plan.segment_pieces[b * batch.max_segments + s]);
-    merge(plan.private_pieces[b]);
+    for (int i = 0; i < plan.parts[b].count; ++i) {
+      const int partial = plan.part_ids[plan.parts[b].first + i];
+      const auto found = partials.find(partial);
+      CHECK(found != partials.end() && found->second.request == b, "request %d merges what is not its own", b);
+      CHECK(merged.insert(partial).second, "partial result %d merged twice", partial);
+      seen.insert(found->second.seen.begin(), found->second.seen.end());
+    }
     CHECK(seen == batch.expected[b], "request %d sees %zu entries, not its %zu", b, seen.size(),
           batch.expected[b].size());
   }
-  CHECK(merged == partials.size(), "%zu partial results, %zu merged", partials.size(), merged);
+  CHECK(merged.size() == partials.size(), "%zu partial results, %zu merged", partials.size(), merged.size());
 }
 
 int main(int, char** argv) {
