@@ -39,9 +39,6 @@ struct User {
   int offset;  // rotation on top of the run's
 };
 
-struct Unit {
-  int first, count;  // items
-};
 struct Span {
   int first, count, filled;  // items: where they begin, how many, how many are there already
 };
@@ -52,6 +49,12 @@ struct Item {
   int num_tiles;
   int user, num_users;
   int partial;  // place of its first user's result; the next user's follows
+};
+
+struct Unit {
+  Item item;           // the first, none if it has no tiles
+  int others, count;   // the items after it: where they begin, how many
+  int unused[2];
 };
 
 struct Use {

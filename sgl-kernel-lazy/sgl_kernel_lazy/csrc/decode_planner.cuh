@@ -152,7 +152,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
 
   // The units of crowded groups, and how many pieces of the others every span holds.
   const int share = share_of(header, layout);
-  const int span = max(a.span ? a.span : header.crowded ? ceil_div(share, 4) : share, ceil_div(header.line, layout.max_spans));
+  const int span = max(a.span ? a.span : header.crowded ? ceil_div(share, 6) : share, ceil_div(header.line, layout.max_spans));
   const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_spans));
   const int num_spans = ceil_div(header.line, span);
   Span* spans = plan.spans;
@@ -175,18 +175,12 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     group.pieces = pieces;
     group.partial = atomicAdd(&header.num_shared_partials, users * pieces);
     const int items = pieces * ceil_div(users, layout.users_per_item);
-    int item = atomicAdd(&header.num_items, items), unit = atomicAdd(&header.crowded_units, items);
+    int unit = atomicAdd(&header.crowded_units, items);
     for (int p = 0; p < pieces; ++p) {
       for (int first = 0; first < users; first += layout.users_per_item) {
-        plan.units[unit++] = Unit{item, 1};
-        plan.items[item++] = Item{group.begin + p * length * tile,
-                                  group.end,
-                                  0,
-                                  0,
-                                  min(length, tiles - p * length),
-                                  group.user + first,
-                                  min(layout.users_per_item, users - first),
-                                  group.partial + p * users + first};
+        plan.units[unit++] = Unit{{group.begin + p * length * tile, group.end, 0, 0, min(length, tiles - p * length),
+                                   group.user + first, min(layout.users_per_item, users - first),
+                                   group.partial + p * users + first}};
       }
     }
   }
@@ -204,12 +198,17 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   for (int i = thread; i < num_spans; i += num_threads) {
     const int first = atomicAdd(&header.num_items, spans[i].count);
     spans[i].first = first;
-    plan.units[header.crowded_units + i] = Unit{first, spans[i].count};
+    plan.units[header.crowded_units + i] = Unit{{}, first, max(spans[i].count - 1, 0)};
   }
   if (thread == 0) header.num_units = header.crowded_units + num_spans;
   cluster.sync();
 
   // The items of the spans, and the list of each request's results.
+  auto add = [&](int span, const Item& item) {
+    const int place = atomicAdd(&spans[span].filled, 1);
+    if (place == 0) plan.units[header.crowded_units + span].item = item;
+    else plan.items[spans[span].first + place - 1] = item;
+  };
   for (int i = thread; i < header.num_groups; i += num_threads) {
     const Group& group = plan.groups[plan.shared_groups[i]];
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
@@ -217,9 +216,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     for (int p = 0; p < group.pieces; ++p) {
       const int at = group.place / span + p;
       const int begin = max(at * span - group.place, 0), end = min((at + 1) * span - group.place, tiles);
-      plan.items[spans[at].first + atomicAdd(&spans[at].filled, 1)] =
-          Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
-               group.partial + p * users};
+      add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users, group.partial + p * users});
     }
   }
   for (int b = warp; b < a.bs; b += num_warps) {
@@ -250,15 +247,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
         if (run[half].first_tile <= begin) run += half, runs -= half;
         else runs = half;
       }
-      plan.items[spans[at].first + atomicAdd(&spans[at].filled, 1)] =
-          Item{run->begin + (begin - run->first_tile) * tile,
-               run->end,
-               run->offset,
-               int(run + 1 - plan.runs),
-               end - begin,
-               b,
-               1,
-               partial + p};
+      add(at, Item{run->begin + (begin - run->first_tile) * tile, run->end, run->offset, int(run + 1 - plan.runs),
+                   end - begin, b, 1, partial + p});
       plan.part_ids[part + p] = partial + p;
     }
     part += pieces;

@@ -95,13 +95,16 @@ __device__ inline int held_dim(int step, int r) {
   return 16 * step + (FP8 ? 4 * quad + 2 * r : 8 * r + 2 * quad);
 }
 
-// A query row's registers, rotated back by the position whose cos/sin row is `table` (null: not at all), in float32 and
-// rounded once.
-__device__ inline void load_query(uint32_t (&regs)[DEPTH][2], const QType* row, bool valid, const float* table) {
+// A query row's registers as they are in memory, zeros if it is not valid.
+__device__ inline void load_query(uint32_t (&regs)[DEPTH][2], const QType* row, bool valid) {
 #pragma unroll
   for (int i = 0; i < 2 * DEPTH; ++i) {
     regs[i / 2][i % 2] = valid ? *reinterpret_cast<const uint32_t*>(row + held_dim(i / 2, i % 2)) : 0;
   }
+}
+
+// The registers rotated back by the position whose cos/sin row is `table` (null: not at all), in float32 and rounded once.
+__device__ inline void rotate_query(uint32_t (&regs)[DEPTH][2], const float* table) {
   if (table) {
     if constexpr (IS_NEOX) {
       constexpr int HALF = ROTARY_DIM / 2, APART = HALF / 8;  // registers i and i + APART hold the pairs
@@ -173,7 +176,7 @@ struct State {
   }
 
   // The state after also seeing the `count` (at least 1) first of 16 H keys and values, from `key` on in their tiles, at
-  // byte `byte` of their rows.
+  // byte `byte` of their rows; the values behind the last must be numbers, of which the weights are zero.
   __device__ void see(uint32_t keys, uint32_t values, int key_lines, int key, int byte, int count, float scale_log2) {
     const int lane = threadIdx.x % 32;
     uint32_t blocks[H][LINES];  // this thread's first block in each line of the row
@@ -245,7 +248,7 @@ struct State {
         }
       }
     }
-    uint32_t p[H][N][2], low[H], high[H];
+    uint32_t p[H][N][2];
 #pragma unroll
     for (int h = 0; h < H; ++h) {
 #pragma unroll
@@ -258,10 +261,6 @@ struct State {
         p[h][n][0] = transpose_matrix(pack<MmaType>(s[h][n][0], s[h][n][1]));
         p[h][n][1] = transpose_matrix(pack<MmaType>(s[h][n][2], s[h][n][3]));
       }
-      // What lies behind the last key is left over from other tiles: a weight of zero would not hide it.
-      const int first = 16 * h + 2 * (lane % 4);
-      low[h] = (first < count ? 0xffffu : 0) | (first + 1 < count ? 0xffff0000u : 0);
-      high[h] = (first + 8 < count ? 0xffffu : 0) | (first + 9 < count ? 0xffff0000u : 0);
       // Matrices: keys 0-7 and 8-15, of two blocks. With fp8 a transposed unit is a pair of neighbouring dimensions.
       const int value = key + 16 * h + (FP8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8), block = lane >> (FP8 ? 4 : 3) & 1;
 #pragma unroll
@@ -273,8 +272,7 @@ struct State {
       for (int h = 0; h < H; ++h) {
         uint32_t loaded[4];
         load_matrices_transposed(loaded, blocks[h][i / 4] ^ i % 4 * 32);
-        auto add = [&](int d, uint32_t (&v)[4]) {
-          v[0] &= low[h], v[1] &= low[h], v[2] &= high[h], v[3] &= high[h];
+        auto add = [&](int d, const uint32_t (&v)[4]) {
 #pragma unroll
           for (int n = 0; n < N; ++n) mma_16x8<MmaType>(acc[n][d], v, p[h][n]);
         };
@@ -282,8 +280,7 @@ struct State {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const uint32_t a = __byte_perm(loaded[2 * half], 0, 0x3120), b = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
-            uint32_t v[4] = {widen(a & 0xffff), widen(a >> 16), widen(b & 0xffff), widen(b >> 16)};
-            add(2 * i + half, v);
+            add(2 * i + half, {widen(a & 0xffff), widen(a >> 16), widen(b & 0xffff), widen(b >> 16)});
           }
         } else {
           add(i, loaded);
@@ -324,7 +321,7 @@ constexpr int MAX_USERS = MAX_ROWS;
 struct Header {
   Tile tiles[MAX_STAGES];
   User users[MAX_STAGES][MAX_USERS];  // of the item that begins with a tile
-  uint64_t full[MAX_STAGES], empty[MAX_STAGES];  // barriers
+  uint64_t announced[MAX_STAGES], full[MAX_STAGES], empty[MAX_STAGES];  // barriers
   int next_unit;
 };
 constexpr int HEADER_BYTES = (sizeof(Header) + 1023) / 1024 * 1024;  // what swizzling repeats after
@@ -338,6 +335,8 @@ struct Ring {
   static __device__ Header& header() { return *reinterpret_cast<Header*>(shared_memory); }
   __device__ Tile& tile() const { return header().tiles[stage]; }
   __device__ User* users() const { return header().users[stage]; }
+  // Barriers: what is to come is known; it is here; it has been read.
+  __device__ uint32_t announced() const { return smem_address(header().announced) + 8 * stage; }
   __device__ uint32_t full() const { return smem_address(header().full) + 8 * stage; }
   __device__ uint32_t empty() const { return smem_address(header().empty) + 8 * stage; }
   __device__ uint32_t keys() const { return smem_address(shared_memory) + HEADER_BYTES + 2 * stage * tile_bytes; }
@@ -359,6 +358,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   const int row = place / 2, is_value = place % 2, group_bytes = mode.heads * ROW_BYTES;
   const int num_units = plan.header->num_units * mode.head_groups;
   constexpr int ROWS = WARPGROUP / 2;  // of a tile at once; a tile has at most twice as many
+  constexpr int NO_SLOT = -1;          // outside of the cache, for which the copy engine writes zeros
   Ring ring(mode);
   int& next_unit = ring.header().next_unit;
 
@@ -368,7 +368,8 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     int slots[2];
     User user;
   };
-  int unit = -1, head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
+  int unit = blockIdx.x, head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
+  bool is_new = true;  // unit
   Item item{};
   auto ask = [&](Asked& next) {
     bool begins = false;
@@ -379,29 +380,31 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
         item.begin = run.begin, item.end = run.end, item.offset = run.offset;
       }
     } else {
-      while (left_items == 0) {
-        if (unit == -1) {
-          unit = blockIdx.x;
+      while (left_tiles == 0) {
+        if (left_items) {
+          item = plan.items[at_item++];
+          --left_items;
         } else {
-          if (thread == 0) next_unit = gridDim.x + atomicAdd(&plan.header->next_unit, 1);
-          named_sync(1, WARPGROUP);
-          unit = next_unit;
-          named_sync(1, WARPGROUP);
+          if (!is_new) {
+            if (thread == 0) next_unit = gridDim.x + atomicAdd(&plan.header->next_unit, 1);
+            named_sync(1, WARPGROUP);
+            unit = next_unit;
+            named_sync(1, WARPGROUP);
+          }
+          is_new = false;
+          if (unit >= num_units) return false;
+          head_group = unit % mode.head_groups;
+          const Unit& taken = plan.units[unit / mode.head_groups];
+          item = taken.item, at_item = taken.others, left_items = taken.count;
         }
-        if (unit >= num_units) return false;
-        head_group = unit % mode.head_groups;
-        const Unit taken = plan.units[unit / mode.head_groups];
-        at_item = taken.first, left_items = taken.count;
+        left_tiles = item.num_tiles;
       }
-      item = plan.items[at_item++];
-      left_tiles = item.num_tiles;
-      --left_items;
       begins = true;
     }
     const int count = min(mode.tile, item.end - item.begin);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      next.slots[i] = row + i * ROWS < count ? a.kv_indices[item.begin + row + i * ROWS] : 0;
+      next.slots[i] = row + i * ROWS < count ? a.kv_indices[item.begin + row + i * ROWS] : NO_SLOT;
     }
     if (begins && thread < item.num_users) next.user = plan.users[item.user + thread];
     next.tile = Tile{item.offset,           item.partial, short(count), short(head_group),
@@ -416,11 +419,12 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     }
     if (thread == 0) {
       ring.tile() = asked.tile;
-      arrive_expecting(ring.full(), 2 * asked.tile.count * group_bytes);
+      arrive(ring.announced());
+      arrive_expecting(ring.full(), asked.tile.count ? 2 * mode.tile * group_bytes : 0);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (row + i * ROWS < asked.tile.count) {
+      if (asked.tile.count && row + i * ROWS < mode.tile) {
         copy_box((is_value ? ring.values() : ring.keys()) + (row + i * ROWS) * mode.key_lines * LINE,
                  is_value ? &mode.v_cache : &mode.k_cache, 0, asked.tile.head_group * group_bytes / LINE, asked.slots[i],
                  ring.full());
@@ -430,7 +434,9 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   };
   // What is asked for has come when it is copied, after the next has been asked for.
   Asked one{}, other{};
-  for (bool more = ask(one); more;) {
+  bool more = ask(one);
+  wait_for_prerequisites();  // the plan was there before; keys and values may not have been
+  while (more) {
     more = ask(other);
     copy(one);
     if (!more) break;
@@ -440,7 +446,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   copy(Asked{});
 }
 
-// Computes one item, whose first tile is at hand, for 8 N of its query rows and 16 H keys of every tile; leaves the ring
+// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile; leaves the ring
 // at its last tile.
 template <int N, int H>
 __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, Ring& ring, int head, int first_row,
@@ -450,23 +456,31 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
   const int first_head = (item.head_group * mode.heads + head) * group_size;
   const int num_rows = item.num_users * group_size;
   State<N, H> state;
-  state.clear();
   User users[N];  // of the rows of which this thread holds queries
 #pragma unroll
   for (int n = 0; n < N; ++n) users[n] = ring.users()[min(first_row + 8 * n + lane / 4, num_rows - 1) / group_size];
-  int rotated_by = -1;
+  auto rotate = [&](int offset) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int row = first_row + 8 * n + lane / 4;
+      load_query(state.q[n], static_cast<const QType*>(a.q) + users[n].request * a.stride_q_row +
+                                 (first_head + row % group_size) * a.stride_q_head, row < num_rows);
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      const int position = offset + users[n].offset;  // one of them is 0
+      rotate_query(state.q[n], position ? a.cos_sin_cache + position * a.stride_position : nullptr);
+    }
+  };
+  int rotated_by = item.offset;
+  rotate(rotated_by);
+  state.clear();  // not sooner: its registers serve the loads
+  wait(ring.full(), ring.phase);
   for (;;) {
     const Tile tile = ring.tile();
     if (tile.offset != rotated_by) {
       rotated_by = tile.offset;
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-        const int row = first_row + 8 * n + lane / 4;
-        const int offset = tile.offset + users[n].offset;  // one of them is 0
-        const QType* q = static_cast<const QType*>(a.q) + users[n].request * a.stride_q_row +
-                         (first_head + row % group_size) * a.stride_q_head;
-        load_query(state.q[n], q, row < num_rows, offset ? a.cos_sin_cache + offset * a.stride_position : nullptr);
-      }
+      rotate(rotated_by);
     }
     const int count = tile.count - 16 * H * key_group;
     if (count > 0 && first_row < num_rows) {
@@ -498,8 +512,9 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
 
 __device__ void consume(const DecodeArgs& a, const Plan& plan, const Mode& mode, bool is_wide) {
   const int warp = threadIdx.x / 32, head = warp % mode.heads, group = warp / mode.heads;
+  wait_for_prerequisites();  // queries may not have been there
   for (Ring ring(mode);; ring.step()) {
-    wait(ring.full(), ring.phase);
+    wait(ring.announced(), ring.phase);
     if (ring.tile().num_users == 0) return;
     if (is_wide) {
       attend<WIDE, 2>(a, plan, mode, ring, head, group % 2 * 8 * WIDE, group / 2);
@@ -514,10 +529,12 @@ __device__ void consume(const DecodeArgs& a, const Plan& plan, const Mode& mode,
 __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < MAX_STAGES; ++i) init_barrier(smem_address(Ring::header().full + i), 1);
+    for (int i = 0; i < MAX_STAGES; ++i) {
+      init_barrier(smem_address(Ring::header().announced + i), 1);
+      init_barrier(smem_address(Ring::header().full + i), 1);
+    }
   }
   launch_dependents();
-  wait_for_prerequisites();
   const bool is_wide = plan.header->is_wide;
   const Mode& mode = a.modes[is_wide];
   const int num_computing = mode.heads * mode.row_groups * a.key_groups;
@@ -527,8 +544,10 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __gri
   }
   __syncthreads();
   if (warp >= NUM_WARPS) {
+    if constexpr (NUM_WARPS == 8) shrink_registers<56>();
     produce(a, plan, mode);
   } else {
+    if constexpr (NUM_WARPS == 8) grow_registers<224>();
     if (warp < num_computing) consume(a, plan, mode, is_wide);
   }
 }
