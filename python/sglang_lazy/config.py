@@ -44,8 +44,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-link-backend",
         choices=get_args(LinkBackend),
         default=LazyConfig.link_backend,
-        help="Implementation of attention over cached chunks. 'auto': triton on a GPU, torch elsewhere. "
-        "'cuda', for Hopper, is compiled at the first start.",
+        help="Implementation of attention over cached chunks. 'auto': cuda on Hopper (compiled at the first start), "
+        "triton on other GPUs, torch elsewhere.",
     )
     group.add_argument(
         "--lazy-max-chunks",

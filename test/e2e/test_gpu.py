@@ -1,4 +1,4 @@
-"""Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the Triton link kernels."""
+"""Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
 import gc
 
@@ -17,18 +17,19 @@ NUM_TOKENS = 12
 HEAD_DIM = 128
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "glm4"])
+@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "glm4", "llama triton"])
 def served(request, model_dir):
-    """An engine in bf16 and the oracle of the same model."""
+    """An engine in bf16, with the best link kernels for the GPU or those named, and the oracle of the same model."""
     from sglang_lazy import Engine
 
-    spec = MODELS[request.param]
+    name, _, link_backend = request.param.partition(" ")
+    spec = MODELS[name]
     wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, "head_dim": HEAD_DIM}})
     MODELS[wide.name] = wide
     path = build(wide.name, model_dir)
     engine = Engine(
         model_path=path, dtype="bfloat16", attention_backend="triton", max_total_tokens=20000, mem_fraction_static=0.2,
-        cuda_graph_max_bs_decode=16, log_level="error",
+        cuda_graph_max_bs_decode=16, log_level="error", lazy_link_backend=link_backend or "auto",
     )  # fmt: skip
     try:
         yield engine, path

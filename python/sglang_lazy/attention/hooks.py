@@ -32,21 +32,32 @@ def wrap_backend(factory):
         pool = runner.req_to_token_pool
         if table_of(pool) is None:
             pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
-        on_gpu = torch.device(runner.device).type == "cuda"
-        link_backend = {"auto": "triton" if on_gpu else "torch"}.get(config.link_backend, config.link_backend)
+        link_backend = best_link_backend(runner) if config.link_backend == "auto" else config.link_backend
         return with_link_path(backend, runner, link_backend)
 
     return create
 
 
+def best_link_backend(runner) -> str:
+    """The fastest implementation that can serve this model on this machine."""
+    if torch.device(runner.device).type != "cuda":
+        return "torch"
+    if reason := unfit_for_cuda(runner):
+        logger.info("Chunks are linked by the triton kernels instead of the CUDA ones: %s", reason)
+        return "triton"
+    return "cuda"
+
+
 def unfit_link_backend(name: str, runner) -> list[str]:
     """Why the implementation that was asked for cannot serve this model on this machine; the model fits otherwise."""
-    if name != "cuda":
-        return []
+    reason = unfit_for_cuda(runner) if name == "cuda" else None
+    return [f"--lazy-link-backend cuda: {reason}"] if reason else []
+
+
+def unfit_for_cuda(runner) -> str | None:
     attn, rope = next(attention_layers(runner.model))
     dims = (attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim, rope.rotary_dim)
-    reason = get_implementation("cuda").unsupported(torch.device(runner.device), runner.dtype, *dims)
-    return [f"--lazy-link-backend cuda: {reason}"] if reason else []
+    return get_implementation("cuda").unsupported(torch.device(runner.device), runner.dtype, *dims)
 
 
 def forward_batch_generation(original, worker, batch=None, *args, **kwargs):

@@ -1,21 +1,21 @@
 // The schedule of a decode batch: which block reads which keys for which query rows. decode_planner.cuh builds it, on
 // the device and once per step, from nothing but the arguments of the op.
 //
-// A "run" is a stretch of a request's row in kv_indices with one rotation: a chunk segment, or the text. Runs are cut
-// into tiles; no tile straddles two runs. Segments of one length that end in the same slot are the same cached chunk (a
-// segment begins where its chunk begins, and what leads to a slot never changes); if reading it once for all its users
-// saves enough, they form a "group". What is left of a request are its private runs. An "item" is a span of tiles of one
+// A "run" is a stretch of a request's row in kv_indices with one rotation: a chunk segment, or the text. Runs are cut into
+// tiles; no tile straddles two runs. Segments of one length that end in the same slot are the same cached chunk (a segment
+// begins where its chunk begins, and what leads to a slot never changes); if reading it once for all its users saves
+// enough, they form a "group". What is left of a request are its private runs. An "item" is a span of tiles of one
 // request's private runs, or of one group for as many of its users as fit. It writes one partial result per user and
 // head; the merge kernel combines those of a request.
 //
-// A "unit" is what a block does before it asks for more: one or several items. The private runs and the groups whose users
-// fit into one item are laid out on a line, which is cut into as many equal spans as blocks run at once, one unit each: so
-// that few items are cut, since each cut costs a partial result of every user. Groups with more users than fit are
-// "crowded". They come first, as units of one item; those of the same keys are neighbours, so that only one of them reads
-// these from memory. The line is then cut into shorter spans, for blocks that come to it at different times.
+// A "unit" is what a block does before it asks for more: one or several items. The private runs and the groups whose
+// users fit into one item are laid out on a line, which is cut into as many equal spans as blocks run at once, one unit
+// each: so that few items are cut, since each cut costs a partial result of every user. Groups with more users than fit
+// are "crowded". They come first, as units of one item; those of the same keys are neighbours, so that only one of them
+// reads these from memory. The line is then cut into shorter spans, for blocks that come to it at different times.
 //
-// Where an item, a user or a partial result is placed is decided by atomics and varies from step to step, and with it
-// the order in which partial results are added: a result can differ in its last bit where chunks are shared.
+// Where a group comes on the line is decided by atomics and varies from step to step, and with it where items are cut: a
+// result can differ in its last bit where chunks are shared.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -81,7 +81,7 @@ struct PlanHeader {
   int num_units, next_unit;  // next: that no block has taken yet; (unit, group of heads) pairs
   int is_wide;               // whether any item has more than NARROW_ROWS query rows
   int num_items, num_groups, num_shared_users, num_shared_partials, num_private_partials, num_parts;
-  int line;              // tiles, and what stands for fixed costs
+  int line, private_line;      // of the groups, then of the requests: tiles, and what stands for fixed costs
   int crowded, crowded_units;  // tiles of groups with more users than fit, times items; their units
 };
 
@@ -95,9 +95,9 @@ struct PlanArgs {
 __host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // How the warps of a block divide its work: each has one kv head, some query rows of it, and some keys of every tile. A
-// block has several heads, since those of a key are neighbours in memory. For wide items half as many heads as for narrow
-// ones, where it has the warps for those, and for each head two warps with half of the rows; and twice as many keys to a
-// warp, so that it has more to do at a time.
+// block has several heads, since those of a key are neighbours in memory. Where items are wide, a block has half as many
+// heads (if it has the warps for all of them otherwise), two warps with half of the rows for each, and twice as many keys
+// to a warp, so that a warp has more to do at a time.
 struct Geometry {
   int num_warps;       // that compute, at most
   int key_groups;      // warps with the same head and rows
@@ -126,12 +126,12 @@ struct Geometry {
 
 // Sizes and places of everything in the workspace, from static shapes. Places are offsets in 4-byte words.
 struct PlanLayout {
-  static constexpr int SPANS_PER_BLOCK = 8;  // at most
+  static constexpr int SPANS_PER_BLOCK = 6, CROWDED_PER_BLOCK = 2;  // cuts, at most
 
   int tile[2], head_groups[2];  // as in Geometry
   int group_size, users_per_item;
   int num_blocks;  // resident at once
-  int max_spans, max_shared_users, max_shared_partials, max_units, max_items, max_partials;
+  int max_spans, max_crowded, max_shared_users, max_shared_partials, max_units, max_items, max_partials;
   int64_t users, units, spans, items, runs, uses, parts, part_ids, groups, shared_groups, states, outs;
   int64_t num_words;
 
@@ -145,11 +145,12 @@ struct PlanLayout {
     p.num_blocks = num_multiprocessors;
     for (int i = 0; i < 2; ++i) p.tile[i] = g.tile[i], p.head_groups[i] = g.head_groups[i];
     p.max_spans = SPANS_PER_BLOCK * p.num_blocks;
+    p.max_crowded = CROWDED_PER_BLOCK * p.num_blocks;
     p.max_shared_users = int(std::min<int64_t>(segments, 8192));
-    // Every cut adds an item, and a partial result for each of its users. Crowded groups are cut as often as spans.
-    p.max_shared_partials = segments ? p.max_shared_users + 2 * p.max_spans * p.users_per_item : 0;
+    // Every cut adds an item, and a partial result for each of its users.
+    p.max_shared_partials = segments ? p.max_shared_users + (p.max_spans + p.max_crowded) * p.users_per_item : 0;
     p.max_partials = p.max_shared_partials + bs + p.max_spans;
-    p.max_units = 2 * p.max_spans + p.max_shared_users;
+    p.max_units = p.max_spans + p.max_crowded + p.max_shared_users;
     p.max_items = p.max_units + p.max_shared_users + bs;
     int64_t table_size = 32;
     while (table_size < 2 * segments) table_size *= 2;

@@ -25,8 +25,8 @@ __device__ inline int warp_inclusive_scan(int x) {
   return x;
 }
 
-// Where segment s of a row of `length` entries ends; the text, which comes last, ends with the row. Rows that pad a batch
-// may have segments beyond their end: those are cut.
+// Where segment s of a row of `length` entries ends; the text, which comes last, ends with the row. Rows that pad a
+// batch may have segments beyond their end: those are cut.
 __device__ inline int segment_end(const int* ends, int num_segments, int s, int length) {
   return s < 0 ? 0 : s < num_segments ? min(ends[s], length) : length;
 }
@@ -46,9 +46,9 @@ __device__ inline int find_or_enter(Group* groups, int table_size, int length, i
 // What an item costs besides its tiles, in tiles: loading and rotating queries, writing results.
 __device__ inline int fixed_cost(int num_users) { return 1 + num_users / 4; }
 
-// Tiles that each block gets of all there are.
-__device__ inline int share_of(const PlanHeader& header, const PlanLayout& layout) {
-  return max(ceil_div(header.line + header.crowded, max(layout.num_blocks / layout.head_groups[header.is_wide], 1)), 1);
+// What each block gets of so many tiles.
+__device__ inline int share_of(int tiles, const PlanHeader& header, const PlanLayout& layout) {
+  return max(ceil_div(tiles, max(layout.num_blocks / layout.head_groups[header.is_wide], 1)), 1);
 }
 
 // One cluster. A warp takes a request, its lanes the segments.
@@ -144,17 +144,18 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     }
     if (lane == 0) {
       plan.users[b] = User{b, 0};
-      const int place = num_tiles ? atomicAdd(&header.line, fixed_cost(1) + num_tiles) + fixed_cost(1) : 0;
-      plan.parts[b] = Parts{0, 0, num_tiles, num_runs, place};
+      plan.parts[b] = Parts{0, 0, num_tiles, num_runs};
+      if (num_tiles) atomicAdd(&header.private_line, fixed_cost(1) + num_tiles);
     }
   }
   cluster.sync();
 
   // The units of crowded groups, and how many pieces of the others every span holds.
-  const int share = share_of(header, layout);
-  const int span = max(a.span ? a.span : header.crowded ? ceil_div(share, 6) : share, ceil_div(header.line, layout.max_spans));
-  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_spans));
-  const int num_spans = ceil_div(header.line, span);
+  const int line = header.line + header.private_line, share = share_of(line + header.crowded, header, layout);
+  const int wanted = a.span ? a.span : header.crowded ? ceil_div(share, layout.SPANS_PER_BLOCK) : share;
+  const int span = max(wanted, ceil_div(line, layout.max_spans));
+  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_crowded));
+  const int num_spans = ceil_div(line, span);
   Span* spans = plan.spans;
   for (int i = thread; i < num_spans; i += num_threads) spans[i] = Span{0, 0, 0};
   cluster.sync();
@@ -186,7 +187,12 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   }
   for (int b = warp; b < a.bs; b += num_warps) {
     Parts& parts = plan.parts[b];
-    int num_parts = 0;
+    // Requests come behind the groups and in their order, so that without groups every step is the same.
+    int before = 0, num_parts = 0;
+    for (int i = lane; i < b; i += 32) before += plan.parts[i].tiles ? fixed_cost(1) + plan.parts[i].tiles : 0;
+    before = warp_sum(before);
+    if (lane == 0) parts.place = header.line + before + fixed_cost(1);
+    __syncwarp();
     if (parts.tiles) {
       const int first = parts.place / span, last = (parts.place + parts.tiles - 1) / span;
       for (int i = first + lane; i <= last; i += 32) atomicAdd(&spans[i].count, 1), ++num_parts;
@@ -216,7 +222,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     for (int p = 0; p < group.pieces; ++p) {
       const int at = group.place / span + p;
       const int begin = max(at * span - group.place, 0), end = min((at + 1) * span - group.place, tiles);
-      add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users, group.partial + p * users});
+      add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
+                   group.partial + p * users});
     }
   }
   for (int b = warp; b < a.bs; b += num_warps) {

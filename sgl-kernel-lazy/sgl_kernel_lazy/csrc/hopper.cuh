@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, 
 }
 
 // A box of a three-dimensional tensor, by the copy engine; its bytes count towards what the barrier expects.
-__device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tensor, int x, int y, int z, uint32_t barrier) {
+__device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tensor, int x, int y, int z,
+                                         uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
           "r"(smem),

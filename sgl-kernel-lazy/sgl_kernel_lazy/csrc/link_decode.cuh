@@ -5,14 +5,14 @@
 //                   in the cache, so one instruction of the copy engine moves all of a block's (2 KB for 8 heads of 128
 //                   in 16 bits). Four warps share the copies, since a warp issues them one by one and slowly. They run
 //                   ahead of the others, across items, by as many tiles as the ring holds.
-//   computing warps have one kv head each, and 16 keys of every tile: nothing is exchanged between them. For items of many
-//                   query rows, two warps share them, and a block has half as many heads. Scores are
-//                   computed transposed, S^T = K Q^T and O^T = V^T P^T with mma.m16n8k16, so that keys (or head
-//                   dimensions) fill the 16 rows and only the 8 columns are query rows: four query heads waste half a
-//                   tile, not three quarters.
+//   computing warps have one kv head each, and their keys of every tile: nothing is exchanged between them. Wide items, of
+//                   many query rows, are shared by two warps per head, of half as many heads. Scores are computed
+//                   transposed, S^T = K Q^T and O^T = V^T P^T with mma.m16n8k16, so that keys (or head dimensions) fill
+//                   the 16 rows and only the 8 columns are query rows: four query heads waste half a tile, not three
+//                   quarters.
 //
-// A tile takes the memory much longer than it takes a warp, so what a warp does when an item or a run begins (loading
-// and rotating queries) or ends (writing results) is hidden by the ring.
+// The memory takes longer for a tile than a warp does, so what a warp does when an item or a run begins (loading and
+// rotating queries) or ends (writing results) is hidden by the ring.
 //
 // Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2, 0: as q), LAZY_HEAD_DIM,
 // LAZY_ROTARY_DIM, LAZY_IS_NEOX.
@@ -306,7 +306,7 @@ __device__ inline int out_dim(int d, int i) {
   return 16 * d + (FP8 ? 2 * row + i / 2 : row + 8 * (i / 2));
 }
 
-// What the producer tells the others about a tile.
+// What the producers tell the others about a tile.
 struct __align__(16) Tile {
   int offset;                   // rotation of the keys
   int partial;                  // of the item
@@ -386,6 +386,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
           --left_items;
         } else {
           if (!is_new) {
+            wait_for_prerequisites();  // for the counter, which the kernel before resets
             if (thread == 0) next_unit = gridDim.x + atomicAdd(&plan.header->next_unit, 1);
             named_sync(1, WARPGROUP);
             unit = next_unit;
@@ -446,8 +447,8 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   copy(Asked{});
 }
 
-// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile; leaves the ring
-// at its last tile.
+// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile; leaves
+// the ring at its last tile.
 template <int N, int H>
 __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, Ring& ring, int head, int first_row,
                        int key_group) {

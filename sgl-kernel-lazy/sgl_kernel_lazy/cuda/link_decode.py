@@ -9,20 +9,21 @@ from sgl_kernel_lazy.validation import check_link_inputs
 
 # A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
-# Keys are read in pieces of this many tiles of 64, or 0: as the plan finds best.
-PIECE = 0
+# Tiles of what a block does before it asks for more, or 0: as the plan finds best.
+SPAN = 0
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 KV_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-HEAD_DIMS = (64, 128, 256)
+# head_dim: query heads per kv head, at most
+MAX_GROUP_SIZES = {64: 32, 128: 32, 256: 16}
 
 
 def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, group_size: int) -> bool:
     """Whether `link_decode` takes these; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
     return (
         dtype in CTYPES
-        and head_dim in HEAD_DIMS
+        and head_dim in MAX_GROUP_SIZES
         and rotary_dim % 16 == 0
-        and group_size <= (64 if head_dim <= 128 else 32)
+        and group_size <= MAX_GROUP_SIZES[head_dim]
     )
 
 
@@ -52,7 +53,7 @@ def plan_decode(
     """
     load_module("decode_plan").plan_decode(
         workspace, kv_indptr, kv_indices.to(torch.int32), num_segments, segment_ends, segment_offsets,
-        num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(workspace.device), MIN_SAVED_TOKENS, PIECE,
+        num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(workspace.device), MIN_SAVED_TOKENS, SPAN,
     )  # fmt: skip
 
 
@@ -62,8 +63,9 @@ def link_decode(
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
-    k_cache, v_cache: in q's dtype, or both in fp8 (e4m3fn, e5m2), widened without loss; for head_dim 64 and 128 and
-        rotary_dim a multiple of 32. Keys stored after division by a scale ask for sm_scale times that scale.
+    k_cache, v_cache: the heads of a slot one after another; in q's dtype, or both in fp8 (e4m3fn, e5m2), widened
+        without loss; fp8 for head_dim 64 and 128 and rotary_dim a multiple of 32. Keys stored after division by a scale
+        ask for sm_scale times that scale.
 
     workspace: from `decode_workspace`, into which `plan_decode` has written this batch; allocated and planned here
         when not given. With it and `out` given nothing is allocated and the device is never waited for, so the call can
@@ -83,8 +85,8 @@ def link_decode(
     group_size = num_qo_heads // num_kv_heads
     if not supports(q.dtype, head_dim, rotary_dim, group_size):
         raise ValueError(
-            f"q: expected fp16 or bf16, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at most 64 query "
-            f"heads per kv head (32 for head_dim 256), got {q.dtype}, {head_dim}, {rotary_dim} and {group_size}"
+            f"q: expected fp16 or bf16, head_dim in {tuple(MAX_GROUP_SIZES)}, rotary_dim a multiple of 16 and at most "
+            f"32 query heads per kv head (16 for head_dim 256), got {q.dtype}, {head_dim}, {rotary_dim}, {group_size}"
         )
     if k_cache.dtype in KV_FP8 and (head_dim > 128 or rotary_dim % 32):
         raise ValueError(f"k_cache: fp8 needs head_dim 64 or 128 and rotary_dim in 32s, got {head_dim}, {rotary_dim}")
