@@ -172,7 +172,7 @@ struct PlanLayout {
     p.shared_groups = take(segments / 2 + 1, sizeof(int));
     int64_t results = int64_t(p.max_partials) * g.key_groups * num_qo_heads;
     p.states = take(results, 2 * sizeof(float));
-    p.outs = take(results * head_dim, sizeof(float));
+    p.outs = take(results * head_dim, 2);
     p.num_words = at;
     return p;
   }
@@ -192,7 +192,7 @@ struct Plan {
   Group* groups;  // open-addressed hash table
   int* shared_groups;  // entries of it, header->num_groups of them
   float2* states;      // [partials, key_groups, num_qo_heads]: maximum in base 2, sum of weights
-  float* outs;         // [partials, key_groups, num_qo_heads, head_dim], not normalised
+  void* outs;          // [partials, key_groups, num_qo_heads, head_dim]: averages in q's type
 
   Plan(int* workspace, const PlanLayout& at)
       : header(reinterpret_cast<PlanHeader*>(workspace)),
@@ -207,7 +207,7 @@ struct Plan {
         groups(reinterpret_cast<Group*>(workspace + at.groups)),
         shared_groups(workspace + at.shared_groups),
         states(reinterpret_cast<float2*>(workspace + at.states)),
-        outs(reinterpret_cast<float*>(workspace + at.outs)) {}
+        outs(workspace + at.outs) {}
 };
 
 }  // namespace lazy

@@ -300,12 +300,6 @@ struct State {
   }
 };
 
-// The dimension of element i of acc[.][d].
-__device__ inline int out_dim(int d, int i) {
-  int row = threadIdx.x % 32 / 4;
-  return 16 * d + (FP8 ? 2 * row + i / 2 : row + 8 * (i / 2));
-}
-
 // What the producers tell the others about a tile.
 struct __align__(16) Tile {
   int offset;                   // rotation of the keys
@@ -448,7 +442,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
 }
 
 // Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile; leaves
-// the ring at its last tile.
+// the ring behind its last tile.
 template <int N, int H>
 __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, Ring& ring, int head, int first_row,
                        int key_group) {
@@ -487,26 +481,44 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
     if (count > 0 && first_row < num_rows) {
       state.see(ring.keys(), ring.values(), mode.key_lines, 16 * H * key_group, head * ROW_BYTES, count, a.scale_log2);
     }
-    if (tile.is_last) break;
     ring.release();
     ring.step();
+    if (tile.is_last) break;
     wait(ring.full(), ring.phase);
   }
   state.finish();
+  // Written as averages in q's type, rows of them, while the registers hold columns.
+  QType* outs = static_cast<QType*>(plan.outs);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
+    auto place_of = [&](int row) {
+      const int64_t partial = int64_t(item.partial + row / group_size) * a.key_groups + key_group;
+      return partial * a.num_qo_heads + first_head + row % group_size;
+    };
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = first_row + 8 * n + 2 * (lane % 4) + c;
-      if (row >= num_rows) continue;
-      const int64_t partial = int64_t(item.partial + row / group_size) * a.key_groups + key_group;
-      const int64_t place = partial * a.num_qo_heads + first_head + row % group_size;
-#pragma unroll
-      for (int d = 0; d < DEPTH; ++d) {
-        plan.outs[place * HEAD_DIM + out_dim(d, c)] = state.acc[n][d][c];
-        plan.outs[place * HEAD_DIM + out_dim(d, c + 2)] = state.acc[n][d][c + 2];
+      if (lane < 4 && row < num_rows) {
+        plan.states[place_of(row)] = make_float2(state.reference[n][c], state.sum[n][c]);
       }
-      if (lane < 4) plan.states[place] = make_float2(state.reference[n][c], state.sum[n][c]);
+    }
+    const float share[2] = {state.sum[n][0] > 0.f ? 1.f / state.sum[n][0] : 0.f,
+                            state.sum[n][1] > 0.f ? 1.f / state.sum[n][1] : 0.f};
+    const int row = first_row + 8 * n + lane / 4;
+    QType* to = outs + (row < num_rows ? place_of(row) * HEAD_DIM : 0);
+#pragma unroll
+    for (int d = 0; d < DEPTH; ++d) {
+      const float* acc = state.acc[n][d];
+      const uint32_t low = transpose_matrix(pack<QType>(acc[0] * share[0], acc[1] * share[1]));
+      const uint32_t high = transpose_matrix(pack<QType>(acc[2] * share[0], acc[3] * share[1]));
+      if (row >= num_rows) continue;
+      if constexpr (FP8) {  // even and odd dimensions
+        *reinterpret_cast<uint2*>(to + 16 * d + 4 * (lane % 4)) =
+            make_uint2(__byte_perm(low, high, 0x5410), __byte_perm(low, high, 0x7632));
+      } else {
+        *reinterpret_cast<uint32_t*>(to + 16 * d + 2 * (lane % 4)) = low;
+        *reinterpret_cast<uint32_t*>(to + 16 * d + 8 + 2 * (lane % 4)) = high;
+      }
     }
   }
 }
@@ -514,7 +526,7 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
 __device__ void consume(const DecodeArgs& a, const Plan& plan, const Mode& mode, bool is_wide) {
   const int warp = threadIdx.x / 32, head = warp % mode.heads, group = warp / mode.heads;
   wait_for_prerequisites();  // queries may not have been there
-  for (Ring ring(mode);; ring.step()) {
+  for (Ring ring(mode);;) {
     wait(ring.announced(), ring.phase);
     if (ring.tile().num_users == 0) return;
     if (is_wide) {
@@ -522,7 +534,6 @@ __device__ void consume(const DecodeArgs& a, const Plan& plan, const Mode& mode,
     } else {
       attend<1, 1>(a, plan, mode, ring, head, 0, group);
     }
-    ring.release();
   }
 }
 
@@ -564,15 +575,14 @@ __global__ void merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
   float4* outs = reinterpret_cast<float4*>(shared_memory);                         // [teams, LANES]
   float2* states = reinterpret_cast<float2*>(outs + num_teams * LANES);  // [teams]
   launch_dependents();
-  wait_for_prerequisites();
-  if (head == 0 && b == 0 && threadIdx.x == 0) plan.header->next_unit = 0;  // for the next layer
   float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
   float most = LOWEST, sum = 0.f;
-  auto add = [&](float2 state, float4 part) {
+  auto add = [&](float2 state, float4 part) {  // part: an average
     float higher = fmaxf(most, state.x);
     float decay = exp2_approx(most - higher), weight = exp2_approx(state.x - higher);
     most = higher;
-    sum = sum * decay + weight * state.y;
+    weight *= state.y;
+    sum = sum * decay + weight;
     out.x = out.x * decay + weight * part.x;
     out.y = out.y * decay + weight * part.y;
     out.z = out.z * decay + weight * part.z;
@@ -584,25 +594,30 @@ __global__ void merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
   for (int first = team; first < count; first += AT_ONCE * num_teams) {
     int64_t at[AT_ONCE];
     float2 partial_states[AT_ONCE];
-    float4 partial_outs[AT_ONCE];
+    uint2 partial_outs[AT_ONCE];
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       const int part = min(first + i * num_teams, count - 1);
       const int64_t partial = int64_t(plan.part_ids[parts.first + part / key_groups]) * key_groups + part % key_groups;
       at[i] = partial * a.num_qo_heads + head;
     }
+    wait_for_prerequisites();  // for the results; the plan was there before
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       partial_states[i] = plan.states[at[i]];
-      partial_outs[i] = reinterpret_cast<const float4*>(plan.outs)[at[i] * LANES + lane];
+      partial_outs[i] = static_cast<const uint2*>(plan.outs)[at[i] * LANES + lane];
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; ++i) {
       if (first + i * num_teams >= count) partial_states[i] = make_float2(-INFINITY, 0.f);
-      add(partial_states[i], partial_outs[i]);
+      const float2 low = unpack<QType>(partial_outs[i].x), high = unpack<QType>(partial_outs[i].y);
+      add(partial_states[i], make_float4(low.x, low.y, high.x, high.y));
     }
   }
-  outs[team * LANES + lane] = out;
+  wait_for_prerequisites();
+  if (head == 0 && b == 0 && threadIdx.x == 0) plan.header->next_unit = 0;  // for the next layer
+  const float average = sum > 0.f ? 1.f / sum : 0.f;
+  outs[team * LANES + lane] = make_float4(out.x * average, out.y * average, out.z * average, out.w * average);
   if (lane == 0) states[team] = make_float2(most, sum);
   __syncthreads();
   if (team) return;
