@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo test lint setup key
+.PHONY: demo test lint bench-smoke setup key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -18,6 +18,14 @@ test: $(READY)
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+SMOKE := $(VENV)/bench-smoke
+
+bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of it works
+	rm -rf $(SMOKE)
+	$(BIN)/python benchmark/serving/bench.py --model tiny --kv-pool-gb 0.1 --contenders lazy,stock \
+		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
+	$(BIN)/python benchmark/serving/plots.py $(SMOKE) --out $(SMOKE)
 
 setup: $(READY)
 

@@ -10,59 +10,24 @@ streamed token. Flags after `--` go to the server.
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
-import os
-import platform
 import random
-import shlex
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+import examples_path  # noqa: F401
 import requests
-import torch
+from environment import describe_environment
+from models import model_flags, model_path
+from prompts import as_chunks, as_plain, chunk, random_tokens, text
+from sample import load_sample, to_segments, without_chunks
+from serving import Client, Generation, ServerError, device_flags, log_tail, running_server
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from sample import all_texts, load_sample, to_segments, without_chunks
-from serving import Client, Generation, ServerError, device_flags, log_tail, running_server
-from tiny_model import train_tokenizer
-
-LLAMA_3_1_8B = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "attention_bias": False,
-    "bos_token_id": 128000,
-    "eos_token_id": [128001, 128008, 128009],
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 8.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-TOKENIZER_VOCAB = 4096
-ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
 QUESTION_TOKENS = 32
 TTFT_TOKENS = 8
 DECODE_TOKENS = 128
@@ -143,28 +108,13 @@ class SyntheticPrompts:
 
     def __init__(self, num_chunks: int, chunk_len: int, rng: random.Random):
         self.rng = rng
-        self.chunks = [self.tokens(chunk_len) for _ in range(num_chunks)]
-
-    def tokens(self, count: int) -> list[int]:
-        return self.rng.choices(ORDINARY_TOKENS, k=count)
+        self.chunks = [random_tokens(rng, chunk_len) for _ in range(num_chunks)]
 
     def segments(self, *, reordered: bool = False) -> list[dict]:
         chunks = self.chunks
         while reordered and chunks[0] is self.chunks[0]:  # another first chunk leaves no common prefix
             chunks = self.rng.sample(self.chunks, len(self.chunks))
-        return [
-            *({"type": "chunk", "input_ids": chunk} for chunk in chunks),
-            {"type": "text", "input_ids": self.tokens(QUESTION_TOKENS)},
-        ]
-
-
-def as_chunks(segments: list[dict]) -> dict:
-    return {"segments": segments}
-
-
-def as_plain(segments: list[dict]) -> dict:
-    """The prompt for a server that knows no segments."""
-    return {"input_ids": [token for segment in segments for token in segment["input_ids"]]}
+        return [*map(chunk, chunks), text(random_tokens(self.rng, QUESTION_TOKENS))]
 
 
 def measure_synthetic(client: Client, results: Results, name: str, rng: random.Random, repetitions: int) -> None:
@@ -217,40 +167,9 @@ def check(client: Client, results: Results, rng: random.Random) -> None:
     # One chunk at offset 0 sees what it would see as plain text, so the stock path must say the same.
     leading = [segments[0], segments[-1]]
     client.flush_cache()
-    chunk = client.generate(as_chunks(leading), DECODE_TOKENS)
+    alone = client.generate(as_chunks(leading), DECODE_TOKENS)
     client.flush_cache()
-    results.agree("one leading chunk and plain", chunk, client.generate(as_plain(leading), DECODE_TOKENS))
-
-
-def build_model(directory: Path) -> Path:
-    """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights."""
-    (directory / "config.json").write_text(json.dumps(LLAMA_3_1_8B, indent=2))
-    train_tokenizer(all_texts(load_sample()), TOKENIZER_VOCAB).save_pretrained(directory)
-    return directory
-
-
-def version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def describe_environment(args: argparse.Namespace, server_flags: list[str]) -> dict:
-    gpu = torch.cuda.is_available()
-    power = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
-    return {
-        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
-        "gpu": torch.cuda.get_device_name() if gpu else None,
-        "driver, power limit": subprocess.run(power, capture_output=True, text=True).stdout.strip() if gpu else None,
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in ("sglang", "torch", "triton", "flashinfer-python")},
-        "commit": args.commit,
-        "command": shlex.join(sys.argv),
-        "server_flags": shlex.join(server_flags),
-        "seed": args.seed,
-    }
+    results.agree("one leading chunk and plain", alone, client.generate(as_plain(leading), DECODE_TOKENS))
 
 
 def parse_args() -> argparse.Namespace:
@@ -258,11 +177,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--attention-backend", help="for the server; without it SGLang chooses")
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--log", type=Path, required=True, help="file for the server's output")
-    parser.add_argument("--commit", default="unknown", help="recorded in the results")
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
     parser.add_argument("--workloads", nargs="+", default=["5x2048", "20x128", "10x512"], help="chunks x tokens")
     parser.add_argument("--repetitions", type=int, default=10, help="samples per synthetic row")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model-path", help="serve this model instead of a random-weight Llama-3.1-8B")
+    parser.add_argument("--model-path", default="llama-3.1-8b", help="to serve; that shape has random weights")
     parser.add_argument("--start-timeout", type=float, default=300, help="seconds to wait for the server")
     parser.add_argument("--self-check", action="store_true", help="only compare answers, measure nothing")
     parser.add_argument("server_flags", nargs="*", help="flags for the server, after `--`")
@@ -274,15 +193,12 @@ def main() -> None:
     args = parse_args()
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory() as scratch:
-        flags = [*device_flags()]
-        if args.model_path:
-            flags += ["--model-path", args.model_path]
-        else:
-            flags += ["--model-path", str(build_model(Path(scratch))), "--load-format", "dummy"]
+        path = model_path(args.model_path, Path(scratch))
+        flags = [*device_flags(), *model_flags(args.model_path, path)]
         if args.attention_backend:
             flags += ["--attention-backend", args.attention_backend]
         flags += args.server_flags
-        results = Results(describe_environment(args, flags))
+        results = Results(describe_environment(commit=args.commit, seed=args.seed, server_flags=flags))
         error = "interrupted"
         try:
             start = time.monotonic()

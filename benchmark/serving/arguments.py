@@ -1,0 +1,53 @@
+"""Command-line arguments that the benchmarks of servers have in common."""
+
+import argparse
+
+from contenders import CONTENDERS, parse_contenders
+from models import SHAPES, TINY, model_name
+
+
+def typed(parse):
+    """`parse` for argparse, so that the message of its ValueError is what the user reads."""
+
+    def convert(value: str):
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
+
+
+def positive(value: str) -> int:
+    """A number of at least 1."""
+    number = int(value)
+    if number < 1:
+        raise ValueError(f"at least 1 is needed, got {number}")
+    return number
+
+
+def positive_float(value: str) -> float:
+    """A number above 0, infinity included."""
+    number = float(value)
+    if not number > 0:
+        raise ValueError(f"more than 0 is needed, got {number:g}")
+    return number
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--contenders",
+        type=typed(parse_contenders),
+        default="lazy,stock",
+        help=f"comma-separated, of: {', '.join(CONTENDERS)}; default: %(default)s",
+    )
+    parser.add_argument(
+        "--model",
+        type=typed(model_name),
+        default="llama-3.1-8b",
+        help=f"{' and '.join(SHAPES)} have random weights; or {TINY}, a path or a hub name; default: %(default)s",
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--start-timeout", type=float, default=600, help="seconds to wait for a server")
+    parser.add_argument("server_flags", nargs="*", help="flags for every server, after `--`")

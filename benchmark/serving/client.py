@@ -1,0 +1,75 @@
+"""Streams `/generate` requests and keeps the time at which every token arrived.
+
+SGLang's own client is not used: it takes a text that is not empty for the first token, which a token that ends within a
+character or has no text does not give. Tokens are counted here by what the server says it has generated.
+"""
+
+import dataclasses
+import time
+
+import aiohttp
+import examples_path  # noqa: F401
+import orjson
+from serving import ServerError
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """One finished request as the client saw it; times in seconds of `time.perf_counter`."""
+
+    sent: float
+    arrivals: list[tuple[float, int]]  # when an event came, output tokens so far: both strictly increasing
+    output_ids: list[int]
+    prompt_tokens: int
+    cached_tokens: int  # all reuse, prefixes and chunks
+    chunk_tokens: int
+
+    @property
+    def output_tokens(self) -> int:
+        return self.arrivals[-1][1]
+
+
+def new_session() -> aiohttp.ClientSession:
+    """For any number of concurrent requests, each as long as it takes."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=None, sock_read=600),
+        read_bufsize=1 << 22,  # an event repeats the answer so far, and is read as one line
+    )
+
+
+def encode(prompt: dict, max_new_tokens: int) -> bytes:
+    """The body of a streamed greedy request for exactly `max_new_tokens` tokens, encoded before the clock starts.
+
+    prompt: the fields of `/generate` that hold the prompt.
+    """
+    sampling = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    return orjson.dumps({**prompt, "stream": True, "sampling_params": sampling})
+
+
+async def stream(session: aiohttp.ClientSession, url: str, body: bytes) -> Timeline:
+    """Send one encoded request and read its answer to the end. Raises ServerError where there is none."""
+    arrivals: list[tuple[float, int]] = []
+    event: dict = {"meta_info": {}}
+    sent = time.perf_counter()
+    try:
+        async with session.post(f"{url}/generate", data=body, headers={"Content-Type": "application/json"}) as response:
+            if response.status != 200:
+                raise ServerError(f"the server answered {response.status}: {(await response.text())[:500]}")
+            async for line in response.content:
+                now = time.perf_counter()
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                event = orjson.loads(line[len(b"data: ") :])
+                if "error" in event:
+                    raise ServerError(f"the server answered: {event['error']}")
+                tokens = event["meta_info"]["completion_tokens"]
+                if tokens > (arrivals[-1][1] if arrivals else 0):
+                    arrivals.append((now, tokens))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        raise ServerError(f"the connection failed: {error!r}") from error
+    meta = event["meta_info"]
+    if not arrivals or (meta["finish_reason"] or {}).get("type") != "length":
+        raise ServerError(f"the server broke off: {meta.get('finish_reason')}")
+    chunk_tokens = (meta.get("cached_tokens_details") or {}).get("chunk", 0)
+    return Timeline(sent, arrivals, event["output_ids"], meta["prompt_tokens"], meta["cached_tokens"], chunk_tokens)

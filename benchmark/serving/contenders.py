@@ -1,0 +1,89 @@
+"""The servers that are compared, as data, and how one is started."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import examples_path  # noqa: F401
+import torch
+from prompts import as_chunks, as_plain
+from serving import running_server
+
+STOCK = "sglang.launch_server"
+LAZY = "sglang_lazy.launch_server"
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """A launcher and the flags that set it apart from the others'."""
+
+    module: str
+    flags: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """A server and the form in which it is sent prompts: `as_chunks`, or `as_plain`."""
+
+    server: Server
+    form: Callable[[list[dict]], dict]
+
+
+CONTENDERS = {
+    "stock": Contender(Server(STOCK), as_plain),
+    "stock-flashinfer": Contender(Server(STOCK, ("--attention-backend", "flashinfer")), as_plain),
+    "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
+    "lazy": Contender(Server(LAZY), as_chunks),
+    "lazy-cuda": Contender(Server(LAZY, ("--lazy-link-backend", "cuda")), as_chunks),
+    "lazy-plain": Contender(Server(LAZY), as_plain),
+}
+
+
+def parse_contenders(names: str) -> list[str]:
+    """The names in a comma-separated list, those of one server side by side so that it is started once.
+
+    Raises ValueError for a name that is not in CONTENDERS.
+    """
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in CONTENDERS]:
+        raise ValueError(f"no contender {', '.join(map(repr, unknown))}: there are {', '.join(CONTENDERS)}")
+    servers = [CONTENDERS[name].server for name in wanted]
+    return sorted(dict.fromkeys(wanted), key=lambda name: servers.index(CONTENDERS[name].server))
+
+
+@contextlib.contextmanager
+def running(server: Server, flags: list[str], log: Path, timeout: float) -> Iterator[str]:
+    """Run `server` with `flags` for the length of a `with` block; yields its URL. timeout: seconds to be ready in."""
+    usual = 90 if torch.cuda.is_available() else 25
+    with _rotary_stand_in():
+        stack = contextlib.ExitStack()
+        url = stack.enter_context(
+            running_server([*flags, *server.flags], log, module=server.module, timeout=timeout, usual=usual)
+        )
+    with stack:
+        yield url
+
+
+@contextlib.contextmanager
+def _rotary_stand_in() -> Iterator[None]:
+    """Off CUDA, stock SGLang imports a vLLM kernel that it never calls: let servers started here find an empty one."""
+    if torch.cuda.is_available():
+        yield
+        return
+    before = os.environ.get("PYTHONPATH")
+    with tempfile.TemporaryDirectory() as scratch:
+        package = Path(scratch) / "vllm"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (scratch, before)))
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["PYTHONPATH"]
+            else:
+                os.environ["PYTHONPATH"] = before

@@ -1,0 +1,56 @@
+"""What a reader needs to judge or repeat a measurement: machine, versions, commit, command, seed."""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+
+def describe_environment(*, commit: str | None, seed: int, server_flags: list[str]) -> dict:
+    """commit: where given, the one to record; a machine that measures may have a copy of the tree without git."""
+    gpu = torch.cuda.is_available()
+    power = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
+    return {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",
+        "gpu": torch.cuda.get_device_name() if gpu else None,
+        "driver, power limit": _output(power) if gpu else None,
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("sglang", "torch", "triton", "flashinfer-python")},
+        "commit": commit or _git_commit(),
+        "command": shlex.join(sys.argv),
+        "server_flags": shlex.join(server_flags),
+        "seed": seed,
+    }
+
+
+def version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git_commit() -> str:
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = _output([*git, "rev-parse", "HEAD"])
+    if not commit:
+        return "unknown"
+    return (
+        f"{commit} and changes not committed"
+        if _output([*git, "status", "--porcelain", "--untracked-files=no"])
+        else commit
+    )
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    except OSError:  # the program is not installed
+        return ""

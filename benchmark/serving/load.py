@@ -1,0 +1,53 @@
+"""Sends the conversations of a stage as a Poisson process and collects what the client saw."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import numpy as np
+from client import Timeline, encode, new_session, stream
+from prompts import text
+from sglang_bench import get_request
+from workloads import Conversation
+
+
+def send(
+    url: str,
+    conversations: list[Conversation],
+    form: Callable[[list[dict]], dict],
+    *,
+    request_rate: float,
+    max_concurrency: int | None,
+    seed: int,
+) -> list[Timeline]:
+    """One timeline for each turn. Raises ServerError if any request fails; the others are then given up.
+
+    form: makes the prompt fields of `/generate` from segments.
+    request_rate: conversations that arrive per second, exponentially spaced; infinity sends all of them at once.
+    max_concurrency: most requests under way at a time. Those held back are not yet sent, so no clock runs for them.
+    """
+    np.random.seed(seed)  # SGLang's arrivals draw from NumPy's global generator
+    return asyncio.run(_send(url, conversations, form, request_rate, max_concurrency))
+
+
+async def _send(url, conversations, form, request_rate, max_concurrency) -> list[Timeline]:
+    limit = asyncio.Semaphore(max_concurrency) if max_concurrency else contextlib.nullcontext()
+    async with new_session() as session:
+
+        async def converse(conversation: Conversation) -> list[Timeline]:
+            prompt, timelines = [], []
+            for turn in conversation:
+                prompt += turn.segments
+                async with limit:
+                    timelines.append(await stream(session, url, encode(form(prompt), turn.output_len)))
+                prompt.append(text(timelines[-1].output_ids))
+            return timelines
+
+        tasks = []
+        async for conversation in get_request(conversations, request_rate):
+            tasks.append(asyncio.create_task(converse(conversation)))
+        try:
+            return [timeline for timelines in await asyncio.gather(*tasks) for timeline in timelines]
+        finally:
+            for task in tasks:
+                task.cancel()

@@ -1,0 +1,112 @@
+"""Models to serve by name: real shapes with random weights, and the tiny model for machines without a GPU."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import examples_path  # noqa: F401
+import torch
+from sample import all_texts, load_sample
+from serving import device_options
+from tiny_model import tiny_model, train_tokenizer
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "attention_bias": False,
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
+TINY = "tiny"
+TOKENIZER_VOCAB = 4096
+ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
+"""Token ids that mean the same to every model here, beyond the special ones."""
+
+
+def build_model(directory: Path, shape: dict) -> Path:
+    """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights."""
+    (directory / "config.json").write_text(json.dumps(shape, indent=2))
+    train_tokenizer(all_texts(load_sample()), TOKENIZER_VOCAB).save_pretrained(directory)
+    return directory
+
+
+def model_name(name: str) -> str:
+    """`name`, if it can be one. Raises ValueError for a misspelt shape."""
+    if name not in (*SHAPES, TINY) and "/" not in name:
+        raise ValueError(f"no model {name!r}: give one of {', '.join([*SHAPES, TINY])}, a path or a hub name")
+    return name
+
+
+def model_path(model: str, scratch: Path) -> str:
+    """Where SGLang finds `model`: a name of SHAPES (built in `scratch`), "tiny", or what stands for itself."""
+    if model == TINY:
+        return str(tiny_model())
+    return str(build_model(scratch, SHAPES[model])) if model in SHAPES else model
+
+
+def model_flags(model: str, path: str) -> list[str]:
+    """The server flags that load `model`, which is at `path`."""
+    return ["--model-path", path, *(["--load-format", "dummy"] if model in SHAPES else [])]
+
+
+def kv_bytes_per_token(path: str) -> int:
+    """Bytes of keys and values that a server here keeps of a token, for the model at `path`."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    bytes_per_value = torch.finfo(getattr(torch, device_options()["dtype"])).bits // 8
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * bytes_per_value
+
+
+def load_tokenizer(path: str) -> Callable[[str], list[int]]:
+    """The tokenizer of the model at `path`: from a text to its token ids, no special ones added."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return lambda text: tokenizer.encode(text, add_special_tokens=False)

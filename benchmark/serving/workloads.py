@@ -1,0 +1,279 @@
+"""The workloads: each turns its parameters and a seed into stages of conversations, the same for every contender.
+
+Lengths are in tokens. Synthetic text is random tokens, so nothing is reused by accident.
+"""
+
+import dataclasses
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import examples_path  # noqa: F401
+from prompts import chunk, random_tokens, text
+from sample import INSTRUCTION, document_text, question_text
+
+Encode = Callable[[str], list[int]]
+"""A tokenizer's: text to token ids, no special tokens added."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """What a conversation adds to its prompt before the next answer, and how long that answer is."""
+
+    segments: list[dict]
+    output_len: int
+
+
+Conversation = list[Turn]
+"""One turn is an ordinary request. Later turns follow the answer of the one before, and repeat everything so far."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """Conversations that are sent together and reported under the name of a phase."""
+
+    phase: str
+    conversations: list[Conversation]
+
+
+def option(help: str, default=dataclasses.MISSING, *, least=None):
+    """A field with a command-line flag of its name, no smaller than `least`. Without a default the flag is required."""
+    return dataclasses.field(default=default, metadata={"help": help, "least": least})
+
+
+def zipf_weights(count: int, alpha: float) -> list[float]:
+    """Cumulative weights of ranks 1 to `count`, each rank^-alpha."""
+    return list(itertools.accumulate(rank**-alpha for rank in range(1, count + 1)))
+
+
+def draw_distinct(rng: random.Random, cumulative: list[float], count: int) -> list[int]:
+    """`count` distinct indices, drawn one after another by weight without replacement, then shuffled.
+
+    Drawing again whatever has come before is the same as renormalising the weights that are left.
+    """
+    drawn: dict[int, None] = {}
+    while len(drawn) < count:
+        drawn[rng.choices(range(len(cumulative)), cum_weights=cumulative)[0]] = None
+    order = list(drawn)
+    rng.shuffle(order)
+    return order
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Parameters, each with a flag. Raises ValueError if one is out of range."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), field.metadata["least"]
+            if least is not None and value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+
+    def stages(self, seed: int, encode: Encode) -> list[Stage]:
+        """What is sent, stage after stage, beginning with an empty cache.
+
+        Raises ValueError if there are fewer conversations than asked for, or the data are not what they should be.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traffic(Workload):
+    """Conversations that arrive over time: the first ones (phase `cold`), then those that follow (`steady`)."""
+
+    num_prompts: int = option("conversations measured as steady state", 100, least=1)
+    cold_prompts: int = option("conversations before these, from the empty cache", 20, least=0)
+    warm: bool = option("then measure the steady conversations a second time, as phase `warm`", False)
+
+    def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
+        raise NotImplementedError
+
+    def stages(self, seed: int, encode: Encode) -> list[Stage]:
+        wanted = self.cold_prompts + self.num_prompts
+        found = list(itertools.islice(self.conversations(random.Random(seed), encode), wanted))
+        if len(found) < wanted:
+            raise ValueError(f"{wanted} conversations are asked for, there are {len(found)}")
+        cold, steady = found[: self.cold_prompts], found[self.cold_prompts :]
+        stages = [Stage("cold", cold), Stage("steady", steady), Stage("warm", steady if self.warm else [])]
+        return [stage for stage in stages if stage.conversations]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Synthetic(Traffic):
+    """A pool of chunks; each request has distinct ones, drawn by a Zipf distribution, in random order."""
+
+    pool: int = option("chunks in the pool", 100, least=1)
+    chunk_len: int = option("tokens of a chunk", 2048, least=1)
+    chunks: int = option("chunks of a request", 5, least=1)
+    alpha: float = option("exponent of the Zipf distribution; 0 is uniform", 1.1, least=0)
+    question_len: int = option("tokens after the chunks", 32, least=1)
+    output_len: int = option("tokens of the answer", 16, least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chunks > self.pool:
+            raise ValueError(f"{self.chunks} distinct chunks cannot be drawn from a pool of {self.pool}")
+
+    def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
+        pool = [chunk(random_tokens(rng, self.chunk_len)) for _ in range(self.pool)]
+        cumulative = zipf_weights(self.pool, self.alpha)
+        while True:
+            drawn = [pool[index] for index in draw_distinct(rng, cumulative, self.chunks)]
+            yield [Turn([*drawn, text(random_tokens(rng, self.question_len))], self.output_len)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retrieval(Traffic):
+    """Real questions with their documents as chunks, in the order of the file. Earlier turns are left out."""
+
+    data: Path = option("JSON lines, each with `docs` (`title` and `text`) and `question`")
+    output_len: int = option("tokens of the answer", 16, least=1)
+
+    def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
+        instruction = text(encode(INSTRUCTION))
+        for number, request in read_json_lines(self.data):
+            try:
+                documents = [chunk(encode(document_text(doc))) for doc in request["docs"]]
+                question = text(encode(question_text(request)))
+            except (KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{self.data}, line {number}: not a request with docs and question: {error!r}"
+                ) from None
+            yield [Turn([instruction, *documents, question], self.output_len)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace(Traffic):
+    """What a retriever returned for the questions of a corpus: the documents' identities and lengths, random text."""
+
+    data: Path = option("JSON lines, each with `dataset`, `requests` (lists of document numbers) and `doc_words`")
+    dataset: str = option("which of the file's traces")
+    tokens_per_word: float = option("a document of n words gets this many times n tokens", 1.3, least=0)
+    question_len: int = option("tokens after the documents", 32, least=1)
+    output_len: int = option("tokens of the answer", 16, least=1)
+
+    def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
+        traces = {trace.get("dataset"): trace for _, trace in read_json_lines(self.data)}
+        if self.dataset not in traces:
+            raise ValueError(f"{self.data} has no trace {self.dataset!r}, but {', '.join(map(str, traces))}")
+        trace = traces[self.dataset]
+        if missing := {"requests", "doc_words"} - trace.keys():
+            raise ValueError(f"{self.data}, trace {self.dataset!r}: there is no {', '.join(sorted(missing))}")
+        lengths = [max(1, round(words * self.tokens_per_word)) for words in trace["doc_words"]]
+        documents: dict[int, dict] = {}
+        for request in trace["requests"]:
+            for number in request:
+                if number not in documents:
+                    documents[number] = chunk(random_tokens(rng, lengths[number]))
+            retrieved = [documents[number] for number in request]
+            yield [Turn([*retrieved, text(random_tokens(rng, self.question_len))], self.output_len)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Agent(Traffic):
+    """Growing conversations: each turn adds a message and tool outputs, which recur within and across conversations."""
+
+    turns: int = option("answers of a conversation", 6, least=1)
+    pool: int = option("different tool outputs", 200, least=1)
+    chunk_len: int = option("tokens of a tool output", 1024, least=1)
+    chunks: int = option("tool outputs of a turn", 1, least=1)
+    alpha: float = option("exponent of the Zipf distribution of tool outputs", 1.0, least=0)
+    system_len: int = option("tokens of the system prompt, the same for all", 512, least=0)
+    message_len: int = option("tokens of a message", 64, least=1)
+    output_len: int = option("tokens of an answer", 64, least=1)
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.chunks > self.pool:
+            raise ValueError(f"{self.chunks} distinct tool outputs cannot be drawn from a pool of {self.pool}")
+
+    def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
+        pool = [chunk(random_tokens(rng, self.chunk_len)) for _ in range(self.pool)]
+        cumulative = zipf_weights(self.pool, self.alpha)
+        system = random_tokens(rng, self.system_len)
+        while True:
+            conversation = []
+            for turn in range(self.turns):
+                message = random_tokens(rng, self.message_len)
+                outputs = [pool[index] for index in draw_distinct(rng, cumulative, self.chunks)]
+                # The prompt ends with text: a model is told what to do with what the tools gave.
+                ending = text(random_tokens(rng, self.message_len))
+                segments = [text(message if turn else system + message), *outputs, ending]
+                conversation.append(Turn(segments, self.output_len))
+            yield conversation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(Traffic):
+    """Plain prompts without chunks, log-normal in length: about what ShareGPT's first turns look like."""
+
+    input_median: int = option("tokens", 90, least=1)
+    input_sigma: float = option("standard deviation of the logarithm", 1.4, least=0)
+    output_median: int = option("tokens", 120, least=1)
+    output_sigma: float = option("standard deviation of the logarithm", 1.0, least=0)
+    max_input: int = option("longest prompt, tokens; the shortest has 4", 1024, least=4)
+    max_output: int = option("longest answer, tokens; the shortest has 4", 1024, least=4)
+
+    def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
+        while True:
+            prompt = log_normal(rng, self.input_median, self.input_sigma, self.max_input)
+            answer = log_normal(rng, self.output_median, self.output_sigma, self.max_output)
+            yield [Turn([text(random_tokens(rng, prompt))], answer)]
+
+
+def log_normal(rng: random.Random, median: float, sigma: float, most: int) -> int:
+    return min(most, max(4, round(median * rng.lognormvariate(0, sigma))))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Latency(Workload):
+    """One request at a time: chunks not seen before (`cold`), the same again (`same order`), and in another order
+    (`reordered`), each time with a new question."""
+
+    chunk_len: int = option("tokens of a chunk", 2048, least=1)
+    chunks: int = option("chunks of a request", 5, least=2)
+    question_len: int = option("tokens after the chunks", 32, least=1)
+    output_len: int = option("tokens of the answer", 8, least=1)
+    num_prompts: int = option("samples of each phase", 10, least=1)
+
+    def stages(self, seed: int, encode: Encode) -> list[Stage]:
+        rng = random.Random(seed)
+        stages = []
+        for _ in range(self.num_prompts):
+            first = [chunk(random_tokens(rng, self.chunk_len)) for _ in range(self.chunks)]
+            # Another first chunk leaves no common prefix.
+            start = rng.randrange(1, self.chunks)
+            rest = first[:start] + first[start + 1 :]
+            other = [first[start], *rng.sample(rest, len(rest))]
+            for phase, chunks in (("cold", first), ("same order", first), ("reordered", other)):
+                turn = Turn([*chunks, text(random_tokens(rng, self.question_len))], self.output_len)
+                stages.append(Stage(phase, [[turn]]))
+        return stages
+
+
+WORKLOADS: dict[str, type[Workload]] = {
+    "synthetic": Synthetic,
+    "retrieval": Retrieval,
+    "trace": Trace,
+    "agent": Agent,
+    "chat": Chat,
+    "latency": Latency,
+}
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict]]:
+    """Line numbers from 1, and the objects on these lines. Raises ValueError that names the file and the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}, line {number}: an object is needed, got {type(value).__name__}")
+        yield number, value
