@@ -270,6 +270,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       part += __shfl_sync(~0u, up_to, 31);
     }
   }
+  // The decode kernel may be launched as soon as this one exits, and reads the plan before it waits for anything.
+  __threadfence();
 }
 
 }  // namespace lazy

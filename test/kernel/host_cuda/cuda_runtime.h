@@ -59,6 +59,7 @@ inline unsigned __ballot_sync(unsigned, bool here) {
   __syncwarp();
   return bits;
 }
+inline void __threadfence() {}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline unsigned __float_as_uint(float x) {
   unsigned bits;
