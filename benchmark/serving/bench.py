@@ -26,7 +26,7 @@ from pathlib import Path
 import examples_path  # noqa: F401
 import requests
 from arguments import add_server_arguments, positive_float, typed
-from cases import parse_case, read_plan
+from case import parse_case, read_plan
 from contenders import CONTENDERS, Server, running
 from environment import describe_environment
 from models import kv_bytes_per_token, load_tokenizer, model_flags, model_path

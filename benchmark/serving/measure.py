@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 import examples_path  # noqa: F401
-from cases import Run
+from case import Run
 from contenders import CONTENDERS
 from load import send
 from metrics import ServerGauges, is_saturated, summarise

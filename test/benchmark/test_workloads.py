@@ -7,7 +7,7 @@ import random
 import statistics
 
 import pytest
-from cases import parse_case, read_plan
+from case import parse_case, read_plan
 from workloads import Agent, Chat, Latency, Retrieval, Synthetic, Trace, Traffic, draw_distinct, zipf_weights
 
 
