@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 import requests
 from arguments import add_server_arguments, positive_float, typed
 from case import parse_case, read_plan

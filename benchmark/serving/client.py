@@ -8,7 +8,7 @@ import dataclasses
 import time
 
 import aiohttp
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 import orjson
 from serving import ServerError
 

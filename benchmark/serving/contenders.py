@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 import torch
 from prompts import as_chunks, as_plain
 from serving import running_server

@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 import requests
 from arguments import add_server_arguments, positive, typed
 from client import Timeline, encode, new_session, stream

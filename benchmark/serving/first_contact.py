@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 import requests
 from environment import describe_environment
 from models import model_flags, model_path

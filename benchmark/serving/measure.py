@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Iterator
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 from case import Run
 from contenders import CONTENDERS
 from load import send

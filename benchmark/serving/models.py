@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 import torch
 from sample import all_texts, load_sample
 from serving import device_options

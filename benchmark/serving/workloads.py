@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401
+import examples_path  # noqa: F401 - puts examples on the path
 from prompts import chunk, random_tokens, text
 from sample import INSTRUCTION, document_text, question_text
 
