@@ -38,6 +38,7 @@ CONTENDERS = {
     "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
     "lazy": Contender(Server(LAZY), as_chunks),
     "lazy-cuda": Contender(Server(LAZY, ("--lazy-link-backend", "cuda")), as_chunks),
+    "materialize": Contender(Server(LAZY, ("--lazy-link", "materialize")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),
 }
 

@@ -10,19 +10,22 @@ ENV_VAR = "SGLANG_LAZY"
 """Holds the configuration as JSON; its presence is what asks for the plugin."""
 
 LinkBackend = Literal["auto", "torch", "triton", "cuda"]
+LinkMethod = Literal["attention", "materialize"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyConfig:
     """What `--lazy-*` flags can set. Every field has a flag of the same name."""
 
+    link: LinkMethod = "attention"
     link_backend: LinkBackend = "auto"
     max_chunks: int = 256
     fallback: bool = False
 
     def __post_init__(self):
-        if self.link_backend not in get_args(LinkBackend):
-            raise ValueError(f"link_backend must be one of {get_args(LinkBackend)}, got {self.link_backend!r}")
+        for name, choices in (("link", get_args(LinkMethod)), ("link_backend", get_args(LinkBackend))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.max_chunks < 1:
             raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
 
@@ -40,6 +43,13 @@ class LazyConfig:
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add our flags, with help texts, to `parser`."""
     group = parser.add_argument_group("sglang-lazy", "chunk reuse at any position")
+    group.add_argument(
+        "--lazy-link",
+        choices=get_args(LinkMethod),
+        default=LazyConfig.link,
+        help="How a prompt uses cached chunks. 'attention': in place, with their positions applied inside attention. "
+        "'materialize': each request gets a copy turned to its positions, as Block-Attention does; for comparison.",
+    )
     group.add_argument(
         "--lazy-link-backend",
         choices=get_args(LinkBackend),

@@ -3,7 +3,7 @@
 import torch
 
 from sgl_kernel_lazy.rope import rotate_queries
-from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+from sgl_kernel_lazy.validation import check_copy_inputs, check_extend_inputs, check_link_inputs
 
 # Elements of the score matrix of one step: 64 MiB of float32, or 128 of float64.
 MAX_SCORES = 1 << 24
@@ -139,3 +139,19 @@ def _attend(q, keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale):
     out = (weights @ values / row_sum.masked_fill(row_sum == 0, 1.0)).view(num_kv_heads, num_rows, -1, head_dim)
     lse = (row_max + row_sum.log()).view(num_kv_heads, num_rows, -1)
     return out.transpose(0, 1).reshape(q.shape).to(q.dtype), lse.transpose(0, 1).reshape(num_rows, num_qo_heads)
+
+
+def copy_rotated(k_caches, v_caches, source, target, offsets, cos_sin_cache, *, is_neox):
+    """Copy cached entries to other slots, in every layer, their keys turned on: k[target] = R(offset) k[source].
+
+    k_caches, v_caches: a cache of each layer, [num_slots, num_kv_heads, head_dim], all alike; entries contiguous.
+    source, target: [n] int32 or int64, slots; no slot is in both, none twice in target.
+    offsets: [n] int32 or int64, by how many positions each key is turned.
+    cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
+    Keys are turned in float32 and rounded once to the caches' dtype.
+    Raises ValueError on a shape, dtype, device or stride mismatch.
+    """
+    check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache)
+    for k_cache, v_cache in zip(k_caches, v_caches, strict=True):
+        k_cache[target] = rotate_queries(k_cache[source], offsets, cos_sin_cache, is_neox=is_neox)
+        v_cache[target] = v_cache[source]

@@ -74,3 +74,30 @@ def check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num
         check_dense(name, tensor)
     if not isinstance(max_extend_len, int) or max_extend_len < 0:
         raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
+
+
+def check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache):
+    """Check the arguments of `copy_rotated`."""
+    if not k_caches or len(k_caches) != len(v_caches):
+        raise ValueError(f"k_caches, v_caches: expected as many, at least one, got {len(k_caches)} and {len(v_caches)}")
+    like = k_caches[0]
+    check_tensor("k_caches[0]", like, (None, None, None), FLOATS, source.device)
+    head_dim = like.shape[2]
+    for name, caches in dict(k_caches=k_caches, v_caches=v_caches).items():
+        for layer, cache in enumerate(caches):
+            check_tensor(f"{name}[{layer}]", cache, like.shape, (like.dtype,), like.device)
+            if cache.stride() != like.stride() or cache.stride()[1:] != (head_dim, 1):
+                raise ValueError(
+                    f"{name}[{layer}]: expected contiguous entries at the strides of k_caches[0], "
+                    f"{list(like.stride())}, got {list(cache.stride())}"
+                )
+    check_tensor("source", source, (None,), INTEGERS, like.device)
+    check_tensor("target", target, source.shape, INTEGERS, like.device)
+    check_tensor("offsets", offsets, source.shape, INTEGERS, like.device)
+    check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), like.device)
+    rotary_dim = cos_sin_cache.shape[1]
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
+    vectors = dict(source=source, target=target, offsets=offsets, cos_sin_cache=cos_sin_cache)
+    for name, tensor in vectors.items():
+        check_dense(name, tensor)

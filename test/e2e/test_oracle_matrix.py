@@ -39,6 +39,8 @@ VARIANTS = {
     "qwen2": {"chunked_prefill_size": 64},
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
     "stablelm": {"schedule_policy": "fcfs", "max_running_requests": 4},
+    # The pool has room for a prompt and the chunks that are copied into it.
+    "glm4 copies": {"lazy_link": "materialize", "max_total_tokens": 3072},
 }
 
 Waves = list[list[tuple[list[Segment], dict]]]  # batch by batch, the prompts and their outputs
@@ -154,10 +156,11 @@ def check_counts(waves: Waves) -> None:
         seen += [prompt for prompt, _ in wave]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=[*NAMES, "glm4 copies"])
 def served(request, model_dir):
     """One engine for all tests of a model; pytest runs them together and stops it before the next."""
-    served = Served(request.param, model_dir, **VARIANTS.get(request.param, {}))
+    name, _, _ = request.param.partition(" ")
+    served = Served(name, model_dir, **VARIANTS.get(request.param, {}))
     yield served
     served.engine.shutdown()
     gc.collect()

@@ -10,6 +10,7 @@ from oracle.segments import chunk, text, token_ids
 from serving import device_flags, running_server
 
 POOL = 600
+POOL_WITH_COPIES = 1100
 NUM_REQUESTS = 200
 NUM_PROMPTS = 24
 MAX_NEW_TOKENS = 4
@@ -33,15 +34,20 @@ def make_prompts(rng: random.Random) -> list[list]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=["overlap", "no-overlap", "retraction"])
+@pytest.fixture(scope="module", params=["overlap", "no-overlap", "retraction", "copies"])
 def small_server(request, tiny_model, tmp_path_factory):
-    """retraction: SGLang takes running requests back every third step, whether memory is short or not."""
+    """retraction: SGLang takes running requests back every third step, whether memory is short or not.
+
+    copies: the same where every request gets a copy of its chunks.
+    """
     log = tmp_path_factory.mktemp("stress") / "server.log"
-    flags = ["--model-path", tiny_model, "--max-total-tokens", str(POOL), "--chunked-prefill-size", "64"]
+    pool = POOL_WITH_COPIES if request.param == "copies" else POOL
+    flags = ["--model-path", tiny_model, "--max-total-tokens", str(pool), "--chunked-prefill-size", "64"]
     flags += ["--max-running-requests", "6", *device_flags()]
     flags += ["--disable-overlap-schedule"] if request.param == "no-overlap" else []
+    flags += ["--lazy-link", "materialize"] if request.param == "copies" else []
     with pytest.MonkeyPatch.context() as environment:
-        if request.param == "retraction":
+        if request.param in ("retraction", "copies"):
             environment.setenv("SGLANG_TEST_RETRACT", "true")
             environment.setenv("SGLANG_TEST_RETRACT_INTERVAL", "3")
         with running_server(flags, log) as url:
@@ -65,7 +71,7 @@ async def ask(session, url, prompt, disconnect_after=None):
 
 async def storm(url, prompts, rng):
     """All requests at once; a quarter of the clients leave early, some ask for more than the pool holds."""
-    too_long = [chunk([20 + i % 400 for i in range(POOL)]), text([11, 12])]
+    too_long = [chunk([20 + i % 400 for i in range(POOL_WITH_COPIES)]), text([11, 12])]
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         jobs = []
         for i in range(NUM_REQUESTS):

@@ -13,9 +13,10 @@ from sgl_kernel_lazy.triton.common import LOG2E, accumulator, block_sizes, opera
 
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
+copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
 
 FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache")
-INPUT_POINTERS = ("q", "k_cache", "v_cache", "out")
+INPUT_POINTERS = ("q", "k_cache", "v_cache", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MAX_SHARED = 227 * 1024
@@ -36,11 +37,11 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
             signature[name] = f"*{dtype}"
         elif name in INDEX_POINTERS:
             signature[name] = "*i32"
-        elif name in ("kv_indices", "q_positions"):
+        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets"):
             signature[name] = "*i64"
         else:
             signature[name] = "i32"
-        if "*" in signature[name] or re.match("stride_([qkv]|out|position)", name):
+        if "*" in signature[name] or re.match("stride_([qkv]|out|position|slot)", name):
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = dict(num_warps=num_warps, num_stages=num_stages)
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
@@ -74,6 +75,16 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
     return (main, merge) if split else (main,)
 
 
+def compile_copy(dtype, num_heads, head_dim, rotary_dim, is_neox):
+    blocks = dict(
+        BLOCK_T=copies.BLOCK_T,
+        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_HALF=triton.next_power_of_2(rotary_dim // 2),
+    )
+    heads = dict(NUM_HEADS=num_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox)
+    return (compile_kernel(copies._copy_rotated_kernel, dtype, copies.NUM_WARPS, 3, **heads, **blocks),)
+
+
 # dtype, group, head_dim, rotary_dim, is_neox
 HEADS = [
     ("bf16", 4, 128, 128, True),
@@ -88,5 +99,6 @@ QUICK = HEADS[:1]
 
 if __name__ == "__main__":
     for heads in QUICK if "--quick" in sys.argv else HEADS:
-        for kernel in (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True)):
+        links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
+        for kernel in (*links, *compile_copy(*heads)):
             print(*heads, kernel.metadata.name, kernel.metadata.shared, flush=True)

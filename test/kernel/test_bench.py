@@ -7,7 +7,7 @@ import torch
 from ragged import DEVICE
 
 from sgl_kernel_lazy import torch_impl
-from sgl_kernel_lazy.bench import verify
+from sgl_kernel_lazy.bench import copies, verify
 from sgl_kernel_lazy.bench.__main__ import main, parse
 from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, Dims, build, shapes
 
@@ -26,6 +26,15 @@ def test_every_family_is_checked_and_timed(tmp_path, capsys):
     assert result["header"]["commit"] == "abc" and result["header"]["torch"] == torch.__version__
     assert "stock" in result["skipped"]
     assert f"{len(result['rows'])} measured, 0 failed" in capsys.readouterr().out
+
+
+@without_gpu
+def test_copies_are_timed(capsys):
+    copies.main(["--quick", "--commit", "abc"])
+    output = capsys.readouterr().out
+    row = output.splitlines()[-1].split()
+    assert row[:2] == ["2048", "2"] and float(row[3]) > 0
+    assert "commit: abc" in output
 
 
 @without_gpu

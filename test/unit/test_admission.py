@@ -52,10 +52,10 @@ class Scheduler:
     log: what each step launched, as ids.
     """
 
-    def __init__(self, pool_size=100, chunked_prefill_size=64, overlap=False, max_chunks=8):
-        self.pools = Pools(pool_size)
+    def __init__(self, pool_size=100, chunked_prefill_size=64, overlap=False, max_chunks=8, materialize=False):
+        self.pools = Pools(pool_size, materialize=materialize)
         self.tree_cache = self.pools.cache
-        self.tree_cache.admission = self.admission = ChunkAdmission(self, self.tree_cache, max_chunks)
+        self.tree_cache.admission = self.admission = ChunkAdmission(self, self.tree_cache, max_chunks, materialize)
         self.waiting_queue, self.running_batch, self.last_batch = [], Batch(), None
         self.chunked_req, self.chunked_abort = None, None
         self.chunked_prefill_size, self.overlap, self.results = chunked_prefill_size, overlap, []
@@ -600,16 +600,30 @@ def test_bad_layouts_are_refused_alone(broken, monkeypatch):
     assert not is_linked(req)
 
 
+def test_prompt_that_does_not_fit_beside_its_chunks_is_refused(monkeypatch):
+    """Where chunks are copied, prompt and chunks are in the pool together for a moment; what cannot be is refused."""
+    monkeypatch.setattr(schedule_batch, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0))
+    scheduler = Scheduler(pool_size=4 + 5, materialize=True)
+    refused = new_request([A, QUESTION], rid="refused")
+    scheduler.admission.arrive(refused)
+    assert "the prompt's 5 tokens and the 4 tokens of its chunks" in refused.to_finish.message
+    scheduler = Scheduler(pool_size=4 + 5 + 1, materialize=True)
+    assert is_linked(scheduler.submit([A, QUESTION], "served", max_new_tokens=1))
+    scheduler.run()
+
+
 @both_loops
+@pytest.mark.parametrize("pool_size, materialize", [(34, False), (40, True)], ids=["in place", "copies"])
 @pytest.mark.parametrize("seed", range(6))
-def test_everything_is_answered_in_a_tight_pool(seed, overlap):
+def test_everything_is_answered_in_a_tight_pool(seed, overlap, pool_size, materialize):
     """Random requests and aborts in a barely sufficient pool: all others are answered, nothing fails or stays held."""
     dice = random.Random(seed)
-    scheduler = Scheduler(pool_size=34, chunked_prefill_size=dice.choice([3, 64]), overlap=overlap)
+    chunked_prefill_size = dice.choice([3, 64])
+    scheduler = Scheduler(pool_size, chunked_prefill_size, overlap, materialize=materialize)
     reqs, aborted = [], set()
     for i in range(40):
         parts = [dice.choice([A, B, C, D, QUESTION, (CHUNK, (1, 2))]) for _ in range(dice.randint(1, 5))]
-        room = 34 - sum(len(tokens) for _, tokens in parts) - 2
+        room = pool_size - sum(len(tokens) for _, tokens in parts) - 2
         salt = dice.choice([None, None, "salt"])
         reqs.append(scheduler.submit(parts, f"r{i}", salt=salt, max_new_tokens=dice.randint(1, min(room, 12))))
         for _ in range(dice.randint(0, 3)):
@@ -623,5 +637,5 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap):
     scheduler.run(2000)
     for req in reqs:
         assert req in aborted or len(req.output_ids) == req.sampling_params.max_new_tokens
-    scheduler.tree_cache.evict(EvictParams(num_tokens=34))
-    assert scheduler.pools.slots.available_size() == 34
+    scheduler.tree_cache.evict(EvictParams(num_tokens=pool_size))
+    assert scheduler.pools.slots.available_size() == pool_size

@@ -106,7 +106,8 @@ class Pools:
     paths: what stands before the text of each namespace, as far as prompts have named it.
     """
 
-    def __init__(self, size, num_rows=8, eviction_policy="lru"):
+    def __init__(self, size, num_rows=8, eviction_policy="lru", materialize=False):
+        self.materialize = materialize
         self.slots = Slots(size)
         self.rows = ReqToTokenPool(num_rows, MAX_LEN, "cpu", enable_memory_saver=False)
         self.cache = LazyRadixCache(
@@ -138,7 +139,7 @@ class Pools:
             prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
             if prompt.chunks:
                 reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
-                req.link = Link(prompt, reused)
+                req.link = Link(prompt, reused, self.materialize)
                 self.name_paths(req)
 
     def name_paths(self, req):
@@ -194,7 +195,9 @@ class Pools:
         """Compute up to `num_tokens` after the prefix; False if they do not fit."""
         start = len(req.prefix_indices)
         end = min(start + num_tokens, len(req.full_untruncated_fill_ids))
-        if not self.fits(end - start):
+        link = getattr(req, "link", None)
+        copies = link is not None and link.materialize and link.copy is None
+        if not self.fits(end - start + (link.prompt.num_chunk_tokens if copies else 0)):
             return False
         evict_from_tree_cache(self.cache, end - start)
         req.set_extend_range(start, end)
@@ -203,8 +206,19 @@ class Pools:
         row[:start] = req.prefix_indices
         row[start:end] = self.slots.alloc(end - start)
         req.kv = ReqKvInfo(kv_allocated_len=end, swa_evicted_seqlen=0)
+        if copies:
+            self.copy_chunks(req)
         self.compute(req, start, end)
         return True
+
+    def copy_chunks(self, req):
+        """What a batch that begins the request does about its chunks, where they are materialised."""
+        self.cache.allocate_copy(req)
+        copy = req.link.copy
+        for source, slot in zip(copy.source.tolist(), copy.slots.tolist(), strict=True):
+            assert self.slots.contents[slot] == "not computed"
+            self.slots.contents[slot] = self.slots.contents[source]
+        self.cache.end_copy(req)
 
     def compute(self, req, start, end):
         """Write the KV of row entries [start, end)."""
@@ -272,6 +286,8 @@ class Pools:
         for req in self.running:
             row = self.rows.req_to_token[req.req_pool_idx]
             places += row[req.cache_protected_len : req.kv_committed_len].tolist()
+            if hasattr(req, "link") and req.link.copy is not None:
+                places += req.link.copy.slots.tolist()
         assert sorted(places) == list(range(1, self.slots.size + 1))
 
     def check_locks(self, waiting_locks):
@@ -347,10 +363,11 @@ class CacheHistories(RuleBasedStateMachine):
 
     pool_size = 48
     eviction_policy = "lru"
+    materialize = False
 
     def __init__(self):
         super().__init__()
-        self.pools = Pools(self.pool_size, eviction_policy=self.eviction_policy)
+        self.pools = Pools(self.pool_size, eviction_policy=self.eviction_policy, materialize=self.materialize)
         self.retracted = []
         self.ended = []
 
@@ -502,12 +519,21 @@ class FrequencyHistories(CacheHistories):
     eviction_policy = "lfu"
 
 
+class CopyHistories(CacheHistories):
+    """The same where every request gets a copy of its chunks."""
+
+    pool_size = 64
+    materialize = True
+
+
 CacheHistories.TestCase.settings = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, stateful_step_count=40
 )
 FrequencyHistories.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
+CopyHistories.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
 TestCacheHistories = CacheHistories.TestCase
 TestFrequencyHistories = FrequencyHistories.TestCase
+TestCopyHistories = CopyHistories.TestCase
 
 
 def run(pools, req):
@@ -540,6 +566,23 @@ def test_cached_chunks_take_no_slots_at_new_offsets():
     assert run(pools, new_request(reordered, max_new_tokens=1)) == 8
     assert num_used(pools) == used + 8
     assert run(pools, new_request(reordered, max_new_tokens=1)) == 1, "only the last token of a known prompt"
+
+
+def test_copies_last_as_long_as_their_request():
+    """A copied chunk takes slots of the request's own, leaves the shared ones to eviction, and goes with it."""
+    pools = Pools(30, materialize=True)
+    req = new_request([(TEXT, (9,)), (CHUNK, (1, 2, 3)), (CHUNK, (4, 5)), (TEXT, (7,))], max_new_tokens=2)
+    pools.link(req)
+    assert pools.begin(req, MAX_LEN)
+    assert num_used(pools) == 5 + 5 + 2
+    assert pools.cache.evict(EvictParams(num_tokens=5)).num_tokens_evicted == 5
+    pools.check()
+    pools.end_extend(req)
+    assert pools.decode(req)
+    pools.check()
+    pools.release(req)
+    pools.check()
+    assert num_used(pools) == 3 and req.link.copy is None
 
 
 def test_duplicate_text_is_kept_once():

@@ -6,6 +6,7 @@ import torch
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.backend import with_link_path
+from sglang_lazy.attention.materialize import ChunkCopier, copier_of, write_copies
 from sglang_lazy.attention.rope import attention_layers
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of
 from sglang_lazy.compat import Unfit, unfit_flags, unfit_model
@@ -33,7 +34,10 @@ def wrap_backend(factory):
         if table_of(pool) is None:
             pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
         link_backend = best_link_backend(runner) if config.link_backend == "auto" else config.link_backend
-        return with_link_path(backend, runner, link_backend)
+        backend = with_link_path(backend, runner, link_backend)
+        if config.link == "materialize" and copier_of(pool) is None:
+            pool.chunk_copier = ChunkCopier(runner.token_to_kv_pool, backend.link_ops, backend.link_ropes)
+        return backend
 
     return create
 
@@ -63,7 +67,10 @@ def unfit_for_cuda(runner) -> str | None:
 def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
     """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
     table = table_of(worker.model_runner.req_to_token_pool)
-    if table is None or batch is None or (linked := LinkedBatch.of(batch)) is None:
+    if table is None or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    write_copies(batch)
+    if (linked := LinkedBatch.of(batch)) is None:
         return original(worker, batch, *args, **kwargs)
     with table.running(linked):
         return original(worker, batch, *args, **kwargs)
@@ -78,10 +85,13 @@ def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:
 
 
 def capture_one_shape(original, graph_runner, size, forward, stream_idx=None, variant_label=None):
-    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape a second time, for linked rows."""
+    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape a second time, for linked rows.
+
+    Rows whose chunks are copies decode like any other.
+    """
     original(graph_runner, size, forward, stream_idx, variant_label)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
-    if table is not None:
+    if table is not None and LazyConfig.from_env().link == "attention":
         with table.running(LinkedBatch()):
             original(graph_runner, size, forward, stream_idx, LINK_VARIANT)
 

@@ -22,18 +22,25 @@ class LinkedBatch(NamedTuple):
 
     @classmethod
     def of(cls, batch) -> "LinkedBatch | None":
-        """What a `ScheduleBatch` about to run needs, or None if none of its requests is linked."""
+        """What a `ScheduleBatch` about to run needs, or None if it is an ordinary one.
+
+        That is one without segments in which each row to compute sees all entries before it, and none after.
+        """
         links = [getattr(req, "link", None) for req in batch.reqs]
         if not any(links):
             return None
+        has_segments = any(link is not None and link.segments for link in links)
         if batch.forward_mode.is_decode_or_idle():
-            return cls()
-        rows, computed = [], []
+            return cls() if has_segments else None
+        rows, computed, in_order = [], [], True
         for link, prefix_len, extend_len in zip(links, batch.prefix_lens, batch.extend_lens, strict=True):
             end = prefix_len + extend_len
             positions = np.arange(end, dtype=np.int32) if link is None else link.row.positions_of(0, end)
             rows.append(positions)
             computed.append(positions[prefix_len:])
+            in_order = in_order and np.array_equal(computed[-1], np.arange(prefix_len, end))
+        if in_order and not has_segments:
+            return None
         return cls(np.concatenate(computed).astype(np.int64), np.concatenate(rows))
 
 

@@ -4,6 +4,7 @@ Every slot of the pool is free, in exactly one tree node, or owned by one runnin
 lists the slots of shared nodes; those are neither counted nor freed with the request.
 """
 
+import dataclasses
 import time
 from array import array
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.mem_cache.base_prefix_cache import (
     DecLockRefParams,
     DecLockRefResult,
@@ -33,6 +35,19 @@ class LinkHandle(NamedTuple):
 
     chunks: tuple[TreeNode, ...]
     spans: tuple[TreeNode, ...]
+
+
+@dataclasses.dataclass
+class ChunkCopy:
+    """Slots of a request's own that hold its chunks, turned to their positions.
+
+    source, slots: int64 [n], where each entry comes from and goes to.
+    written: whether the copying has been launched.
+    """
+
+    source: torch.Tensor
+    slots: torch.Tensor
+    written: bool = False
 
 
 class LazyRadixCache(RadixCache):
@@ -120,6 +135,9 @@ class LazyRadixCache(RadixCache):
             owned = self.req_to_token_pool.req_to_token[req.req_pool_idx, req.cache_protected_len : kv_len_to_handle]
             self.token_to_kv_pool_allocator.free(owned)
         self.dec_lock_ref(req.last_node)
+        if req.link.copy is not None:
+            self.token_to_kv_pool_allocator.free(req.link.copy.slots)
+            req.link.copy = None
 
     def _publish(self, req, row_len: int, chunked: bool) -> None:
         """Give the text in the first `row_len` entries of the row to the tree, and lock it there.
@@ -158,6 +176,26 @@ class LazyRadixCache(RadixCache):
         req.last_node = LinkHandle(handle.chunks, tuple(nodes))
         self.inc_lock_ref(req.last_node)
         self.dec_lock_ref(handle)
+
+    # Copies, of requests that do not attend to chunks in place
+
+    def allocate_copy(self, req) -> None:
+        """Put slots of the request's own in place of its chunks' into its row; what is to be copied is kept in `link`.
+
+        Raises RuntimeError where memory does not suffice, as SGLang does for a batch: admission has made sure it does.
+        """
+        num_tokens = req.link.prompt.num_chunk_tokens
+        entries = (req.req_pool_idx, slice(0, num_tokens))
+        source = self.req_to_token_pool.req_to_token[entries].to(torch.int64, copy=True)
+        slots = alloc_token_slots(self, num_tokens)
+        self.req_to_token_pool.write(entries, slots.to(torch.int32))
+        req.link.copy = ChunkCopy(source, slots)
+
+    def end_copy(self, req) -> None:
+        """The copying has been launched: what reuses the chunks' slots is launched later, so they need no lock."""
+        req.link.copy.written = True
+        chunks, req.last_node = req.last_node.chunks, LinkHandle((), req.last_node.spans)
+        self.dec_lock_ref(LinkHandle(chunks, ()))
 
     # Locks
 

@@ -38,14 +38,16 @@ class ChunkAdmission:
 
     holders: the admitted parents, in order of admission.
     fills: the chunks under way, by chunk key.
+    materialize: whether requests get copies of their chunks.
     forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
         ready; they join the queue after that.
     """
 
-    def __init__(self, scheduler: Any, cache: LazyRadixCache, max_chunks: int):
+    def __init__(self, scheduler: Any, cache: LazyRadixCache, max_chunks: int, materialize: bool = False):
         self.scheduler = scheduler
         self.cache = cache
         self.max_chunks = max_chunks
+        self.materialize = materialize
         self.holders: list[Req] = []
         self.fills: dict[tuple, Fill] = {}
         self._fill_ids = itertools.count()
@@ -64,13 +66,26 @@ class ChunkAdmission:
             if layout is None or not layout.chunks:
                 return
             check_request(req, layout, self.max_chunks)
+            prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
+            if self.materialize:
+                self._check_copy_fits(prompt)
         except ValueError as error:
             req.set_finish_with_abort(str(error))
             return
-        prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
         if prompt.chunks:
             reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
-            req.link = Link(prompt, reused)
+            req.link = Link(prompt, reused, self.materialize)
+
+    def _check_copy_fits(self, prompt: LinkedPrompt) -> None:
+        """Raise ValueError unless the pool holds the prompt beside the chunks that are copied into it."""
+        in_prompt = prompt.spans[-1].end
+        copied = sum(len(chunk.tokens) for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
+        size = self.cache.token_to_kv_pool_allocator.size
+        if in_prompt + copied + 1 > size:
+            raise ValueError(
+                f"the prompt's {in_prompt} tokens and the {copied} tokens of its chunks, which are copied, do not fit "
+                f"together into the KV pool of {size} tokens"
+            )
 
     # Batch formation
 
@@ -115,9 +130,9 @@ class ChunkAdmission:
 
     @staticmethod
     def _own_need(req: Req) -> int:
-        """Tokens that `req` itself will allocate, at most: its text and its answer."""
+        """Tokens that `req` itself will allocate, at most: its text, its answer and its copy of chunks."""
         link: Link | None = getattr(req, "link", None)
-        in_chunks = 0 if link is None else link.prompt.num_chunk_tokens
+        in_chunks = 0 if link is None or link.materialize else link.prompt.num_chunk_tokens
         new = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
         return len(req.origin_input_ids) - in_chunks + len(req.output_ids) + new + 1
 

@@ -17,8 +17,9 @@ def admission_of(scheduler) -> ChunkAdmission | None:
 def attach_admission(_result, scheduler, *_args, **_kwargs) -> None:
     """After `Scheduler.__init__`: put admission beside a cache that can hold chunks."""
     if isinstance(scheduler.tree_cache, LazyRadixCache):
+        config = LazyConfig.from_env()
         scheduler.tree_cache.admission = ChunkAdmission(
-            scheduler, scheduler.tree_cache, LazyConfig.from_env().max_chunks
+            scheduler, scheduler.tree_cache, config.max_chunks, materialize=config.link == "materialize"
         )
 
 
@@ -76,8 +77,12 @@ def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, 
 def prepare_for_extend(_result, batch) -> None:
     """After `ScheduleBatch.prepare_for_extend`, which assigns the rows: enter the segments of each row."""
     table = table_of(batch.req_to_token_pool)
-    if table is not None:
-        table.assign({req.req_pool_idx: req.link.prompt.chunks if is_linked(req) else () for req in batch.reqs})
+    if table is None:
+        return
+    for req in batch.reqs:
+        if is_linked(req) and req.link.materialize and req.link.copy is None:
+            batch.tree_cache.allocate_copy(req)
+    table.assign({req.req_pool_idx: req.link.segments if is_linked(req) else () for req in batch.reqs})
 
 
 def on_idle(_result, scheduler) -> None:

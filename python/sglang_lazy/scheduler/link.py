@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from sglang_lazy.cache.prompt import LinkedPrompt, Row
+from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt, Row
+from sglang_lazy.cache.radix import ChunkCopy
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
 
 
@@ -12,15 +13,20 @@ class Link:
     """State of one linked request.
 
     reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
+    materialize: whether the request gets a copy of its chunks, turned to their positions, instead of attending to the
+        shared ones in place.
     nodes: per chunk, the tree node locked for this request while it waits, None where the chunk is still missing;
         empty while the request holds nothing.
     row: the row's order, once the request has been matched for a batch.
+    copy: the copy of its chunks while the request has a row, if it gets one.
     """
 
     prompt: LinkedPrompt
     reused: list[bool]
+    materialize: bool = False
     nodes: list[Any] = dataclasses.field(default_factory=list)
     row: Row | None = None
+    copy: ChunkCopy | None = None
 
     @property
     def admitted(self) -> bool:
@@ -31,6 +37,11 @@ class Link:
     def ready(self) -> bool:
         """Whether all its chunks are resident and locked."""
         return self.admitted and None not in self.nodes
+
+    @property
+    def segments(self) -> tuple[ChunkRef, ...]:
+        """The chunks whose keys stand in the row as if each began at position 0."""
+        return () if self.materialize else self.prompt.chunks
 
     @property
     def num_reused_tokens(self) -> int:

@@ -5,8 +5,9 @@ import importlib
 from sgl_kernel_lazy.cuda.jit import missing
 from sgl_kernel_lazy.cuda.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.cuda.link_extend import link_extend
+from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 
-__all__ = ["decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
+__all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
 
 
 def unsupported(device, dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:

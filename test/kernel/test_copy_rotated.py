@@ -1,0 +1,108 @@
+"""Copies of cached entries with turned keys, against the formula in float64."""
+
+import pytest
+import torch
+from cases import DTYPES
+from ragged import DEVICE, NAN
+
+from sgl_kernel_lazy import get_implementation, rope_cos_sin
+
+MAX_POSITION = 3000
+# num_kv_heads, head_dim, rotary_dim, is_neox
+HEADS = [(2, 64, 64, True), (1, 128, 128, False), (3, 80, 20, True), (2, 96, 48, False)]
+
+all_names = pytest.mark.parametrize("name", ["torch", "triton"])
+
+
+def formula(k, offsets, inv_freq, is_neox):
+    """R(offset) k in float64, pair by pair."""
+    angles = torch.outer(offsets.double(), inv_freq).unsqueeze(1)
+    turned, half = k.double().clone(), len(inv_freq)
+    first = slice(0, half) if is_neox else slice(0, 2 * half, 2)
+    second = slice(half, 2 * half) if is_neox else slice(1, 2 * half, 2)
+    x, y = k.double()[..., first], k.double()[..., second]
+    turned[..., first] = x * angles.cos() - y * angles.sin()
+    turned[..., second] = x * angles.sin() + y * angles.cos()
+    return turned
+
+
+def make_caches(num_layers, num_slots, num_heads, head_dim, dtype, gen):
+    """Keys and values of each layer, in slots [num_slots]."""
+    shape = (num_slots, num_heads, head_dim)
+    return [[torch.randn(shape, generator=gen).to(dtype).to(DEVICE) for _ in range(num_layers)] for _ in "kv"]
+
+
+@all_names
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_copies_are_turned(name, dtype, heads):
+    """Copied keys are the formula's, rounded once; values are the same bits; all other slots stay as they were."""
+    num_heads, head_dim, rotary_dim, is_neox = heads
+    gen = torch.Generator().manual_seed(head_dim)
+    num_slots, n = 160, 37
+    k_caches, v_caches = make_caches(3, num_slots, num_heads, head_dim, dtype, gen)
+    slots = torch.randperm(num_slots, generator=gen).to(DEVICE)
+    source, target = slots[:n], slots[n : 2 * n]
+    source = torch.cat([source[:-3], source[:3]])  # a chunk that is used twice
+    offsets = torch.randint(0, MAX_POSITION, (n,), generator=gen, dtype=torch.int32).to(DEVICE)
+    offsets[0], offsets[1] = 0, MAX_POSITION - 1
+    for cache in (*k_caches, *v_caches):
+        cache[target] = NAN
+    before = [[cache.clone() for cache in caches] for caches in (k_caches, v_caches)]
+    inv_freq = 10000.0 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    table = rope_cos_sin(inv_freq, MAX_POSITION).to(DEVICE)
+
+    get_implementation(name).copy_rotated(k_caches, v_caches, source, target, offsets, table, is_neox=is_neox)
+
+    others = torch.ones(num_slots, dtype=torch.bool, device=DEVICE)
+    others[target] = False
+    # One rounding of the result, and float32 arithmetic with a float32 table before it.
+    bound = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
+    for layer in range(3):
+        k, v = k_caches[layer], v_caches[layer]
+        expected = formula(before[0][layer][source].cpu(), offsets.cpu(), inv_freq, is_neox).to(DEVICE)
+        norms = expected.norm(dim=-1, keepdim=True)
+        assert ((k[target].double() - expected).abs() <= bound * norms).all()
+        assert torch.equal(k[target][..., rotary_dim:], before[0][layer][source][..., rotary_dim:])
+        assert torch.equal(v[target], before[1][layer][source])
+        assert torch.equal(k[others], before[0][layer][others])
+        assert torch.equal(v[others], before[1][layer][others])
+
+
+@all_names
+def test_nothing_to_copy(name):
+    gen = torch.Generator().manual_seed(0)
+    k_caches, v_caches = make_caches(1, 4, 1, 64, torch.float32, gen)
+    before = k_caches[0].clone()
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    table = torch.ones(8, 64, device=DEVICE)
+    get_implementation(name).copy_rotated(k_caches, v_caches, none, none, none, table, is_neox=True)
+    assert torch.equal(k_caches[0], before)
+
+
+MISTAKES = {
+    "k_caches": lambda t: [],
+    r"k_caches\[1\]": lambda t: [t[0], t[1][:-1]],
+    r"v_caches\[1\]": lambda t: [t[0], t[1].transpose(0, 1).contiguous().transpose(0, 1)],
+    "source": lambda t: t.float(),
+    "target": lambda t: t[:-1],
+    "offsets": lambda t: t.double(),
+    "cos_sin_cache": lambda t: t[:, :-1],
+}
+
+
+@all_names
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_mistakes_are_named(name, argument):
+    """A wrong argument is refused by name before anything is launched."""
+    gen = torch.Generator().manual_seed(0)
+    k_caches, v_caches = make_caches(2, 8, 2, 64, torch.float32, gen)
+    slots = torch.arange(3, device=DEVICE)
+    arguments = dict(
+        k_caches=k_caches, v_caches=v_caches, source=slots, target=slots + 3, offsets=slots,
+        cos_sin_cache=torch.ones(8, 64, device=DEVICE),
+    )  # fmt: skip
+    field = argument.partition("\\")[0]
+    arguments[field] = MISTAKES[argument](arguments[field])
+    with pytest.raises(ValueError, match=argument):
+        get_implementation(name).copy_rotated(**arguments, is_neox=True)
