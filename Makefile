@@ -23,7 +23,7 @@ SMOKE := $(VENV)/bench-smoke
 
 bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of it works
 	rm -rf $(SMOKE)
-	$(BIN)/python benchmark/serving/bench.py --model tiny --kv-pool-gb 0.1 --contenders lazy,stock \
+	$(BIN)/python benchmark/serving/bench.py --model tiny --kv-pool-gb 0.1 --contenders lazy,materialize,stock \
 		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
 	$(BIN)/python benchmark/serving/plots.py $(SMOKE) --out $(SMOKE)
 
