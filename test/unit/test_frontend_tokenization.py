@@ -4,7 +4,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from sglang_lazy.frontend.tokenization import SegmentTokenizer
+from sglang_lazy.frontend.tokenization import RecentTokens, SegmentTokenizer
 from sglang_lazy.segments import Segment
 
 CORPUS = ["The river rises in the northern hills and flows south to the sea.", "Who built the bridge over it?"] * 4
@@ -78,14 +78,14 @@ def test_one_text_segment_is_what_stock_makes_of_it(tokenizer):
 
 
 def test_a_chunk_has_the_same_tokens_wherever_it_stands(tokenizer):
-    segment_tokenizer, seen = SegmentTokenizer(tokenizer), set()
+    seen = set()
     for segments in (
         [chunk("Who built it?")],
         [chunk("Who built it?"), text("the sea")],
         [text("The river"), chunk("Who built it?"), text(" the sea")],
         [text("The river "), chunk("the hills"), chunk("Who built it?")],
     ):
-        prompt = segment_tokenizer.encode(segments)
+        prompt = SegmentTokenizer(tokenizer).encode(segments)
         place = [segment for segment in segments if segment.is_chunk].index(chunk("Who built it?"))
         start, end = prompt.chunks[place]
         seen.add(tuple(prompt.input_ids[start:end]))
@@ -109,6 +109,32 @@ def test_special_tokens_come_once_and_belong_to_no_chunk(tokenizer):
         assert prompt.input_ids.count(special) == whole.count(special)
     assert prompt.chunks[0][0] == (1 if 1 in whole else 0)
     assert prompt.chunks[-1][1] == len(prompt.input_ids) - (1 if 2 in whole else 0)
+
+
+def test_a_chunk_that_was_seen_is_not_encoded_again(tokenizer, monkeypatch):
+    segments = [text("The river "), chunk("Who built it?"), chunk("the hills"), text("Who built it?")]
+    expected = SegmentTokenizer(tokenizer).encode(segments)
+    segment_tokenizer, encoded = SegmentTokenizer(tokenizer), []
+    encode_later = segment_tokenizer.encode_later
+    monkeypatch.setattr(
+        segment_tokenizer, "encode_later", lambda texts: encode_later([encoded.append(one) or one for one in texts])
+    )
+    segment_tokenizer.encode([chunk("Who built it?")]).input_ids.clear()
+    encoded.clear()
+    assert segment_tokenizer.encode(segments) == expected
+    assert encoded == ["the hills", "Who built it?"], "text is encoded, as is what is new"
+
+
+def test_recent_tokens_are_those_used_last():
+    recent = RecentTokens(capacity=6)
+    for one in ("aa", "bb", "cc"):
+        recent.add(one, [ord(one[0])])
+    assert recent.get("aa") == [97]
+    recent.add("cc", [99])
+    recent.add("d", [100])
+    assert [recent.get(one) for one in ("aa", "bb", "cc", "d")] == [[97], None, [99], [100]]
+    recent.add("longer than that", [1])
+    assert recent.get("longer than that") is None and recent.get("d") == [100]
 
 
 def test_token_ids_are_taken_as_they_are(tokenizer):

@@ -1,12 +1,15 @@
 """Tokenization by segment: the tokens of a segment never depend on its neighbours or its place in the prompt."""
 
 import json
+from array import array
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from sglang_lazy.segments import PromptLayout, Segment
 
 _SENTINELS = ("\n", ".", "x")
+_REMEMBERED_CHARACTERS = 1 << 25
 
 
 class TokenizedPrompt(NamedTuple):
@@ -36,6 +39,33 @@ def concatenate(
     return TokenizedPrompt(input_ids, tuple(chunks))
 
 
+class RecentTokens:
+    """The tokens of the texts that were used last, `capacity` characters in all.
+
+    To encode a document takes longer than to find its KV, and its tokens never change.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._tokens: OrderedDict[str, array] = OrderedDict()
+        self._characters = 0
+
+    def get(self, text: str) -> list[int] | None:
+        tokens = self._tokens.get(text)
+        if tokens is None:
+            return None
+        self._tokens.move_to_end(text)
+        return tokens.tolist()
+
+    def add(self, text: str, tokens: list[int]) -> None:
+        if text not in self._tokens and len(text) <= self.capacity:
+            self._tokens[text] = array("i", tokens)
+            self._characters += len(text)
+        while self._characters > self.capacity:
+            oldest, _ = self._tokens.popitem(last=False)
+            self._characters -= len(oldest)
+
+
 class SegmentTokenizer:
     """Encodes segments with a Hugging Face tokenizer.
 
@@ -51,6 +81,7 @@ class SegmentTokenizer:
         self.before, self.after = self._special_tokens()
         self._spaceless = _without_dummy_prefix(tokenizer) if getattr(tokenizer, "is_fast", False) else None
         self._adds_space = self._spaceless is None and _adds_dummy_prefix(tokenizer, self._no_specials)
+        self._recent_chunks = RecentTokens(_REMEMBERED_CHARACTERS)
 
     def _special_tokens(self) -> tuple[list[int], list[int]]:
         """The special tokens that the tokenizer puts before and after a text."""
@@ -75,8 +106,19 @@ class SegmentTokenizer:
 
     def tokens(self, segments: Sequence[Segment]) -> list[Sequence[int]]:
         """The tokens of each segment as it stands inside a prompt."""
-        encoded = iter(self.encode_later(segment.text for segment in segments if segment.text is not None))
-        return [next(encoded) if segment.text is not None else segment.input_ids for segment in segments]
+        pieces = [self._known_tokens(segment) for segment in segments]
+        missing = [index for index, piece in enumerate(pieces) if piece is None]
+        encoded = self.encode_later(segments[index].text for index in missing)
+        for index, tokens in zip(missing, encoded, strict=True):
+            pieces[index] = tokens
+            if segments[index].is_chunk:
+                self._recent_chunks.add(segments[index].text, tokens)
+        return pieces
+
+    def _known_tokens(self, segment: Segment) -> Sequence[int] | None:
+        if segment.text is None:
+            return segment.input_ids
+        return self._recent_chunks.get(segment.text) if segment.is_chunk else None
 
     def encode_later(self, texts: Iterable[str]) -> list[list[int]]:
         """The tokens of each text as it stands inside a prompt: no special tokens and no space before it."""
