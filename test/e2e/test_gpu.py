@@ -15,21 +15,32 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA 
 NUM_TOKENS = 12
 # SGLang's fused rotation-and-store, which Qwen3-MoE takes on CUDA, has no kernel for the small heads of the CPU tests.
 HEAD_DIM = 128
+WAYS = {
+    "": {},
+    "triton": {"lazy_link_backend": "triton"},
+    "copies": {"lazy_link": "materialize"},
+    "on two GPUs": {"tp_size": 2},
+}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3-moe", "glm4", "llama triton"])
+@pytest.fixture(
+    scope="module", params=["llama", "qwen3-moe", "glm4", "llama triton", "llama copies", "qwen3 on two GPUs"]
+)
 def served(request, model_dir):
-    """An engine in bf16, with the best link kernels for the GPU or those named, and the oracle of the same model."""
+    """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, and the model's path."""
     from sglang_lazy import Engine
 
-    name, _, link_backend = request.param.partition(" ")
+    name, _, way = request.param.partition(" ")
+    options = WAYS[way]
+    if torch.cuda.device_count() < options.get("tp_size", 1):
+        pytest.skip("tensor parallelism needs as many GPUs")
     spec = MODELS[name]
     wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, "head_dim": HEAD_DIM}})
     MODELS[wide.name] = wide
     path = build(wide.name, model_dir)
     engine = Engine(
         model_path=path, dtype="bfloat16", attention_backend="triton", max_total_tokens=20000, mem_fraction_static=0.2,
-        cuda_graph_max_bs_decode=16, log_level="error", lazy_link_backend=link_backend or "auto",
+        cuda_graph_max_bs_decode=16, log_level="error", **options,
     )  # fmt: skip
     try:
         yield engine, path
