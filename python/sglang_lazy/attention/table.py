@@ -66,9 +66,7 @@ class SegmentTable:
             line[2 : 2 + len(chunks)] = np.cumsum([chunk.used for chunk in chunks])
             line[2 + width : 2 + width + len(chunks)] = [chunk.start for chunk in chunks]
             (self._linked_rows.add if chunks else self._linked_rows.discard)(row)
-        fields = torch.from_numpy(fields)
-        if self.num_segments.is_cuda:
-            fields = fields.pin_memory().to(self.num_segments.device, non_blocking=True)
+        fields = to_device(fields, self.num_segments.device)
         index, values = fields[:, 0], fields[:, 1:].to(torch.int32)
         self.num_segments[index] = values[:, 0]
         self.ends[index, :width] = values[:, 1 : 1 + width]
@@ -82,6 +80,14 @@ class SegmentTable:
             yield
         finally:
             self.current = None
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `array` on `device`, in stream order; from pageable memory it could wait for what runs there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def table_of(req_to_token_pool) -> SegmentTable | None:
