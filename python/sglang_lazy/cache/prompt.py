@@ -5,6 +5,8 @@ position order, then the text to compute in position order. Generated tokens fol
 prompt's length has its index as position.
 """
 
+import dataclasses
+import functools
 import hashlib
 from array import array
 from typing import NamedTuple
@@ -17,7 +19,8 @@ CHUNK_NAMESPACE = "chunk"
 TEXT_NAMESPACE = "text"
 
 
-class ChunkRef(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ChunkRef:
     """One use of a chunk in a prompt.
 
     namespace: key of the tree's namespace that holds it: a tuple, which no client can name.
@@ -32,7 +35,7 @@ class ChunkRef(NamedTuple):
     start: int
     used: int
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple:
         """What makes two uses the same chunk."""
         return self.namespace, self.tokens.tobytes()
@@ -63,7 +66,7 @@ class LinkedPrompt(NamedTuple):
         really used, so that its KV is found again exactly where it is valid.
         """
         tenant = (extra_key, layout.salt)
-        path = hashlib.sha256()
+        path, ids = hashlib.sha256(), memoryview(input_ids)
         chunks, spans = [], []
         position = 0
 
@@ -72,7 +75,8 @@ class LinkedPrompt(NamedTuple):
             if position < end:
                 namespace = (TEXT_NAMESPACE, *tenant, path.digest()) if chunks else None
                 spans.append(TextSpan(namespace, position, end))
-                path.update(b"text %d " % (end - position) + input_ids[position:end].tobytes())
+                path.update(b"text %d " % (end - position))
+                path.update(ids[position:end])
                 position = end
 
         for start, end in layout.chunks:
@@ -80,7 +84,8 @@ class LinkedPrompt(NamedTuple):
             used = min(end, len(input_ids) - 1) - start
             if used > 0:
                 chunks.append(ChunkRef((CHUNK_NAMESPACE, *tenant), input_ids[start:end], start, used))
-                path.update(b"chunk %d " % used + input_ids[start : start + used].tobytes())
+                path.update(b"chunk %d " % used)
+                path.update(ids[start : start + used])
                 position = start + used
         add_text(len(input_ids))
         return cls(tuple(chunks), tuple(spans))
