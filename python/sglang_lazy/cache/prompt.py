@@ -110,19 +110,24 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        pieces = [np.arange(chunk.start, chunk.start + chunk.used, dtype=np.int32) for chunk in prompt.chunks]
+        self._ranges = [(chunk.start, chunk.start + chunk.used) for chunk in prompt.chunks]
         row_end = prompt.num_chunk_tokens
         for span, count in zip(prompt.spans, cached, strict=True):
             self.cached_start.append(row_end)
-            pieces.append(np.arange(span.start, span.start + count, dtype=np.int32))
+            self._ranges.append((span.start, span.start + count))
             row_end += count
         for i, (span, count) in enumerate(zip(prompt.spans, cached, strict=True)):
             end = num_tokens if i == len(prompt.spans) - 1 else span.end
             self.computed_start.append(row_end)
-            pieces.append(np.arange(span.start + count, end, dtype=np.int32))
+            self._ranges.append((span.start + count, end))
             row_end += end - span.start - count
         assert row_end == num_tokens, (row_end, num_tokens)
-        self.positions = np.concatenate(pieces)
+        self.positions = np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in self._ranges])
+
+    def permuted(self, ids: array) -> array:
+        """The tokens `ids`, by position, in the order of the row."""
+        view = memoryview(ids)
+        return array("q", b"".join([view[start:end] for start, end in self._ranges]))
 
     def available(self, i: int, row_len: int) -> int:
         """How many of the first tokens of span `i` stand in the first `row_len` entries of the row."""

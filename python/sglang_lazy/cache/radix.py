@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import (
     DecLockRefParams,
@@ -107,14 +106,13 @@ class LazyRadixCache(RadixCache):
         last = link.prompt.spans[-1]
         spans, cached = [], []
         for span in link.prompt.spans:
-            end = limit if span is last else span.end
-            found, node = self._find(ids[span.start : end], self._namespace(req, span))
+            tokens = self._tokens(req, span.start, limit if span is last else span.end)
+            found, node = self._find(tokens, self._namespace(req, span))
             pieces += found
             spans.append(node)
             cached.append(num_slots(found))
         link.row = Row(link.prompt, cached, len(ids))
-        permuted = np.frombuffer(ids, dtype=np.int64).take(link.row.positions)
-        req.full_untruncated_fill_ids = array("q", permuted.tobytes())
+        req.full_untruncated_fill_ids = link.row.permuted(ids)
         if not req.retracted_stain:
             # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
             req.already_computed = link.num_fresh_tokens
@@ -122,6 +120,13 @@ class LazyRadixCache(RadixCache):
         return MatchResult(
             device_indices=torch.cat(pieces), last_device_node=handle, last_host_node=handle, best_match_node=handle
         )
+
+    @staticmethod
+    def _tokens(req, start: int, end: int) -> array:
+        """The tokens at positions [start, end) of the prompt and its answer."""
+        answer_start = len(req.origin_input_ids)
+        answer = req.output_ids[max(0, start - answer_start) : max(0, end - answer_start)]
+        return req.origin_input_ids[start:end] + answer
 
     @staticmethod
     def _namespace(req, span) -> tuple | str | None:
@@ -153,18 +158,18 @@ class LazyRadixCache(RadixCache):
         with the tree's slots, so that afterwards every entry of those `row_len` belongs to the tree.
         """
         row, handle = req.link.row, req.last_node
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, :row_len].to(torch.int64)
-        ids = req.origin_input_ids + req.output_ids
+        text_start = row.prompt.num_chunk_tokens
+        text_slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
         nodes = list(handle.spans)
         for i, span in enumerate(row.prompt.spans):
             published, count = row.published[i], row.available(i, row_len)
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
-            value = slots[computed_start : computed_start + count - cached]
+            value = text_slots[computed_start - text_start :][: count - cached]
             if cached:
-                value = torch.cat([slots[row.cached_start[i] : row.cached_start[i] + cached], value])
-            key = RadixKey(ids[span.start : span.start + count], self._namespace(req, span))
+                value = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], value])
+            key = RadixKey(self._tokens(req, span.start, span.start + count), self._namespace(req, span))
             inserted = self.insert(InsertParams(key=key, value=value, chunked=chunked, priority=req.priority or 0))
             if inserted.prefix_len > published:
                 self.token_to_kv_pool_allocator.free(value[published : inserted.prefix_len])

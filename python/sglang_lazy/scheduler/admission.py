@@ -127,7 +127,7 @@ class ChunkAdmission:
         if link.ready:
             return link.nodes
         return [
-            self.cache.find_chunk(chunk) if node is None and chunk.key not in self.fills else node
+            self.cache.find_chunk(chunk) if node is None and not self._under_way(chunk) else node
             for chunk, node in zip(link.prompt.chunks, link.nodes or itertools.repeat(None), strict=False)
         ]
 
@@ -139,6 +139,9 @@ class ChunkAdmission:
         missing = {chunk.key: chunk for chunk, node in zip(link.prompt.chunks, nodes, strict=True) if node is None}
         to_fill = sum(len(chunk.tokens) + 1 for key, chunk in missing.items() if not self._launched(key))
         return to_fill + self.cache.unlocked_size(node for node in nodes if node is not None)
+
+    def _under_way(self, chunk: ChunkRef) -> bool:
+        return bool(self.fills) and chunk.key in self.fills  # a key is as long as its chunk: not hashed for nothing
 
     def _launched(self, key: tuple) -> bool:
         return key in self.fills and self.fills[key].launched
