@@ -53,10 +53,14 @@ class TextSpan(NamedTuple):
 
 
 class LinkedPrompt(NamedTuple):
-    """The chunks and text spans of a prompt, each in position order; the last token belongs to the last span."""
+    """The chunks and text spans of a prompt, each in position order; the last token belongs to the last span.
+
+    num_chunk_tokens: row entries that chunks take: the row's text starts there.
+    """
 
     chunks: tuple[ChunkRef, ...]
     spans: tuple[TextSpan, ...]
+    num_chunk_tokens: int
 
     @classmethod
     def build(cls, input_ids: array, layout: PromptLayout, extra_key: str | None) -> "LinkedPrompt":
@@ -66,6 +70,7 @@ class LinkedPrompt(NamedTuple):
         really used, so that its KV is found again exactly where it is valid.
         """
         tenant = (extra_key, layout.salt)
+        chunk_namespace = (CHUNK_NAMESPACE, *tenant)
         path, ids = hashlib.sha256(), memoryview(input_ids)
         chunks, spans = [], []
         position = 0
@@ -83,17 +88,12 @@ class LinkedPrompt(NamedTuple):
             add_text(start)
             used = min(end, len(input_ids) - 1) - start
             if used > 0:
-                chunks.append(ChunkRef((CHUNK_NAMESPACE, *tenant), input_ids[start:end], start, used))
+                chunks.append(ChunkRef(chunk_namespace, input_ids[start:end], start, used))
                 path.update(b"chunk %d " % used)
                 path.update(ids[start : start + used])
                 position = start + used
         add_text(len(input_ids))
-        return cls(tuple(chunks), tuple(spans))
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Row entries that chunks take: the row's text starts there."""
-        return sum(chunk.used for chunk in self.chunks)
+        return cls(tuple(chunks), tuple(spans), sum(chunk.used for chunk in chunks))
 
 
 class Row:

@@ -88,16 +88,15 @@ class ChunkAdmission:
         visible: dict[Req, None] = {}
         for req in waiting:
             need = self._own_need(req)
-            if is_linked(req):
+            if is_linked(req) and not req.link.ready:
                 link: Link = req.link
                 nodes = self._resident(link)
                 need += self._chunk_need(link, nodes)
                 alone = idle and not visible and not self.holders
                 if not link.admitted and need > budget and not alone:
                     break
-                if not link.ready:
-                    fills = self._admit(req, link, nodes)
-                    visible.update((fill.req, None) for fill in fills if not fill.launched)
+                fills = self._admit(req, link, nodes)
+                visible.update((fill.req, None) for fill in fills if not fill.launched)
                 if not link.ready:
                     budget -= need
                     continue
@@ -124,8 +123,6 @@ class ChunkAdmission:
 
     def _resident(self, link: Link) -> list[Any]:
         """Per chunk of a parent, the node at which it is resident, None where it is missing or under way."""
-        if link.ready:
-            return link.nodes
         return [
             self.cache.find_chunk(chunk) if node is None and not self._under_way(chunk) else node
             for chunk, node in zip(link.prompt.chunks, link.nodes or itertools.repeat(None), strict=False)
