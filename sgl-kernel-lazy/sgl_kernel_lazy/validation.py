@@ -7,22 +7,27 @@ INTEGERS = (torch.int32, torch.int64)
 
 
 def check_tensor(name, tensor, shape, dtypes, device):
-    """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes and this device."""
-    if len(tensor.shape) != len(shape) or any(
-        e is not None and e != a for e, a in zip(shape, tensor.shape, strict=True)
-    ):
+    """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes, this device and a
+    contiguous last dimension. Called a dozen times per layer: what fits is found out with few operations."""
+    actual = tensor.shape
+    if actual != shape and not _matches(actual, shape):
         expected = ["any" if e is None else e for e in shape]
-        raise ValueError(f"{name}: expected shape {expected}, got {list(tensor.shape)}")
+        raise ValueError(f"{name}: expected shape {expected}, got {list(actual)}")
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
-
-
-def check_dense(name, tensor):
-    """Raise ValueError unless the last dimension is contiguous."""
-    if tensor.dim() and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+    if tensor.stride(-1) != 1 and actual[-1] > 1:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
+
+
+def _matches(actual, shape):
+    if len(actual) != len(shape):
+        return False
+    for length, expected in zip(actual, shape, strict=True):
+        if expected is not None and length != expected:
+            return False
+    return True
 
 
 def check_link_inputs(
@@ -53,16 +58,10 @@ def check_link_inputs(
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
-    vectors = dict(kv_indptr=kv_indptr, kv_indices=kv_indices, num_segments=num_segments)
-    tables = dict(segment_ends=segment_ends, segment_offsets=segment_offsets, cos_sin_cache=cos_sin_cache)
-    for name, tensor in dict(q=q, k_cache=k_cache, v_cache=v_cache, **vectors, **tables).items():
-        check_dense(name, tensor)
     if out is not None:
         check_tensor("out", out, (nnz_qo, num_qo_heads, head_dim), (q.dtype,), device)
-        check_dense("out", out)
     if lse is not None:
         check_tensor("lse", lse, (nnz_qo, num_qo_heads), (torch.float32,), device)
-        check_dense("lse", lse)
 
 
 def check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len):
@@ -70,8 +69,6 @@ def check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num
     check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
     check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)
     check_tensor("kv_positions", kv_positions, (None,), (torch.int32,), q.device)
-    for name, tensor in dict(qo_indptr=qo_indptr, q_positions=q_positions, kv_positions=kv_positions).items():
-        check_dense(name, tensor)
     if not isinstance(max_extend_len, int) or max_extend_len < 0:
         raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
 
@@ -98,6 +95,3 @@ def check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
-    vectors = dict(source=source, target=target, offsets=offsets, cos_sin_cache=cos_sin_cache)
-    for name, tensor in vectors.items():
-        check_dense(name, tensor)

@@ -179,6 +179,8 @@ class Pools:
             self.cache.inc_lock_ref(node)
             held.append(node)
         else:
+            if hasattr(req, "link"):
+                req.link.nodes = held
             req.init_next_round_input(self.cache)
             self.cache.inc_lock_ref(req.last_node)
         begun = req.last_node is not None and self.extend(req, num_tokens)

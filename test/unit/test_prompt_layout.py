@@ -68,6 +68,8 @@ def test_row_is_a_permutation(row_case):
     ids, prompt, cached, generated = row_case
     row = Row(prompt, cached, len(ids) + generated)
     assert sorted(row.positions) == list(range(len(ids) + generated))
+    ids += array("q", range(generated))
+    assert list(row.permuted(ids)) == [ids[position] for position in row.positions]
     in_chunks, in_cached = prompt.num_chunk_tokens, sum(cached)
     chunk_positions = [p for chunk in prompt.chunks for p in range(chunk.start, chunk.start + chunk.used)]
     assert list(row.positions[:in_chunks]) == chunk_positions

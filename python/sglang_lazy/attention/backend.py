@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.probe import check_rotation
 from sglang_lazy.attention.rope import attention_layers, layer_ropes
-from sglang_lazy.attention.table import table_of
+from sglang_lazy.attention.table import table_of, to_device
 
 
 @dataclasses.dataclass
@@ -146,7 +146,7 @@ class LinkAttention(AttentionBackend):
                 forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
             )
             metadata.q_positions = forward_batch.positions
-            metadata.kv_positions = torch.from_numpy(current.kv_positions).to(device, non_blocking=True)
+            metadata.kv_positions = to_device(current.kv_positions, device)
             metadata.max_extend_len = max(forward_batch.extend_seq_lens_cpu)
         return metadata
 
@@ -154,9 +154,9 @@ class LinkAttention(AttentionBackend):
         """Copy the rows and segments of a batch out of the live tables, without a device synchronisation."""
         rows, table = forward_batch.req_pool_indices, self.link_table
         torch.cumsum(forward_batch.seq_lens, 0, dtype=torch.int32, out=metadata.kv_indptr[1:])
-        metadata.num_segments.copy_(table.num_segments[rows])
-        metadata.segment_ends.copy_(table.ends[rows])
-        metadata.segment_offsets.copy_(table.offsets[rows])
+        torch.index_select(table.num_segments, 0, rows, out=metadata.num_segments)
+        torch.index_select(table.ends, 0, rows, out=metadata.segment_ends)
+        torch.index_select(table.offsets, 0, rows, out=metadata.segment_offsets)
         req_to_token = self.link_rows.req_to_token
         if req_to_token.is_cuda:
             create_flashinfer_kv_indices_triton[(len(rows),)](

@@ -8,7 +8,7 @@ from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.backend import with_link_path
 from sglang_lazy.attention.materialize import ChunkCopier, copier_of, write_copies
 from sglang_lazy.attention.rope import attention_layers
-from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of
+from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of, to_device
 from sglang_lazy.compat import Unfit, unfit_flags, unfit_model
 from sglang_lazy.config import LazyConfig
 
@@ -80,8 +80,8 @@ def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:
     """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
     table = table_of(runner.req_to_token_pool)
     if table is not None and table.current is not None and table.current.q_positions is not None:
-        positions = torch.from_numpy(table.current.q_positions).to(forward_batch.positions.dtype)
-        forward_batch.positions = positions.to(forward_batch.positions.device, non_blocking=True)
+        positions = to_device(table.current.q_positions, forward_batch.positions.device)
+        forward_batch.positions = positions.to(forward_batch.positions.dtype)
 
 
 def capture_one_shape(original, graph_runner, size, forward, stream_idx=None, variant_label=None):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sglang_lazy.attention.rope import LayerRope
+from sglang_lazy.attention.table import to_device
 
 
 class ChunkCopier:
@@ -27,9 +28,7 @@ class ChunkCopier:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, offsets: np.ndarray) -> None:
         """source, target: int64 [n], slots on the device.  offsets: int64 [n], by how much each key is turned."""
-        offsets = torch.from_numpy(offsets)
-        if source.is_cuda:
-            offsets = offsets.pin_memory().to(source.device, non_blocking=True)
+        offsets = to_device(offsets, source.device)
         for rope, caches in self.groups:
             k_caches, v_caches = zip(*caches, strict=True)
             self.link_ops.copy_rotated(

@@ -1,6 +1,7 @@
 """The segments of each row of `req_to_token`, on the device, and what the forward pass under way needs of its batch."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -55,9 +56,10 @@ class SegmentTable:
     """
 
     def __init__(self, num_rows: int, max_segments: int, device: str):
-        self.num_segments = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        self.ends = torch.zeros(num_rows, max_segments, dtype=torch.int32, device=device)
-        self.offsets = torch.zeros_like(self.ends)
+        # One line for each row, so that a batch is written in one copy.
+        self._lines = torch.zeros(num_rows, 1 + 2 * max_segments, dtype=torch.int32, device=device)
+        self.num_segments = self._lines[:, 0]
+        self.ends, self.offsets = self._lines[:, 1:].chunk(2, dim=1)
         self.current: LinkedBatch | None = None
         self._linked_rows: set[int] = set()
 
@@ -66,20 +68,15 @@ class SegmentTable:
         changed = {row: chunks for row, chunks in rows.items() if chunks or row in self._linked_rows}
         if not changed:
             return
-        width = max(len(chunks) for chunks in changed.values())
-        fields = np.zeros((len(changed), 2 + 2 * width), dtype=np.int64)
-        for line, (row, chunks) in zip(fields, changed.items(), strict=True):
-            line[0], line[1] = row, len(chunks)
-            line[2 : 2 + len(chunks)] = np.cumsum([chunk.used for chunk in chunks])
-            line[2 + width : 2 + width + len(chunks)] = [chunk.start for chunk in chunks]
+        lines = np.zeros((len(changed), self._lines.shape[1]), dtype=np.int32)
+        max_segments = self.ends.shape[1]
+        for line, (row, chunks) in zip(lines, changed.items(), strict=True):
+            line[0] = len(chunks)
+            line[1 : 1 + len(chunks)] = [*itertools.accumulate(chunk.used for chunk in chunks)]
+            line[1 + max_segments : 1 + max_segments + len(chunks)] = [chunk.start for chunk in chunks]
             (self._linked_rows.add if chunks else self._linked_rows.discard)(row)
-        fields = torch.from_numpy(fields)
-        if self.num_segments.is_cuda:
-            fields = fields.pin_memory().to(self.num_segments.device, non_blocking=True)
-        index, values = fields[:, 0], fields[:, 1:].to(torch.int32)
-        self.num_segments[index] = values[:, 0]
-        self.ends[index, :width] = values[:, 1 : 1 + width]
-        self.offsets[index, :width] = values[:, 1 + width :]
+        index = np.fromiter(changed, dtype=np.int64, count=len(changed))
+        self._lines.index_copy_(0, to_device(index, self._lines.device), to_device(lines, self._lines.device))
 
     @contextlib.contextmanager
     def running(self, batch: LinkedBatch | None) -> Iterator[None]:
@@ -89,6 +86,14 @@ class SegmentTable:
             yield
         finally:
             self.current = None
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `array` on `device`, in stream order; from pageable memory it could wait for what runs there."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def table_of(req_to_token_pool) -> SegmentTable | None:

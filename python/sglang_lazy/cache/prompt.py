@@ -5,6 +5,8 @@ position order, then the text to compute in position order. Generated tokens fol
 prompt's length has its index as position.
 """
 
+import dataclasses
+import functools
 import hashlib
 from array import array
 from typing import NamedTuple
@@ -17,7 +19,8 @@ CHUNK_NAMESPACE = "chunk"
 TEXT_NAMESPACE = "text"
 
 
-class ChunkRef(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ChunkRef:
     """One use of a chunk in a prompt.
 
     namespace: key of the tree's namespace that holds it: a tuple, which no client can name.
@@ -32,7 +35,7 @@ class ChunkRef(NamedTuple):
     start: int
     used: int
 
-    @property
+    @functools.cached_property
     def key(self) -> tuple:
         """What makes two uses the same chunk."""
         return self.namespace, self.tokens.tobytes()
@@ -50,10 +53,14 @@ class TextSpan(NamedTuple):
 
 
 class LinkedPrompt(NamedTuple):
-    """The chunks and text spans of a prompt, each in position order; the last token belongs to the last span."""
+    """The chunks and text spans of a prompt, each in position order; the last token belongs to the last span.
+
+    num_chunk_tokens: row entries that chunks take: the row's text starts there.
+    """
 
     chunks: tuple[ChunkRef, ...]
     spans: tuple[TextSpan, ...]
+    num_chunk_tokens: int
 
     @classmethod
     def build(cls, input_ids: array, layout: PromptLayout, extra_key: str | None) -> "LinkedPrompt":
@@ -63,7 +70,8 @@ class LinkedPrompt(NamedTuple):
         really used, so that its KV is found again exactly where it is valid.
         """
         tenant = (extra_key, layout.salt)
-        path = hashlib.sha256()
+        chunk_namespace = (CHUNK_NAMESPACE, *tenant)
+        path, ids = hashlib.sha256(), memoryview(input_ids)
         chunks, spans = [], []
         position = 0
 
@@ -72,23 +80,20 @@ class LinkedPrompt(NamedTuple):
             if position < end:
                 namespace = (TEXT_NAMESPACE, *tenant, path.digest()) if chunks else None
                 spans.append(TextSpan(namespace, position, end))
-                path.update(b"text %d " % (end - position) + input_ids[position:end].tobytes())
+                path.update(b"text %d " % (end - position))
+                path.update(ids[position:end])
                 position = end
 
         for start, end in layout.chunks:
             add_text(start)
             used = min(end, len(input_ids) - 1) - start
             if used > 0:
-                chunks.append(ChunkRef((CHUNK_NAMESPACE, *tenant), input_ids[start:end], start, used))
-                path.update(b"chunk %d " % used + input_ids[start : start + used].tobytes())
+                chunks.append(ChunkRef(chunk_namespace, input_ids[start:end], start, used))
+                path.update(b"chunk %d " % used)
+                path.update(ids[start : start + used])
                 position = start + used
         add_text(len(input_ids))
-        return cls(tuple(chunks), tuple(spans))
-
-    @property
-    def num_chunk_tokens(self) -> int:
-        """Row entries that chunks take: the row's text starts there."""
-        return sum(chunk.used for chunk in self.chunks)
+        return cls(tuple(chunks), tuple(spans), sum(chunk.used for chunk in chunks))
 
 
 class Row:
@@ -105,19 +110,24 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        pieces = [np.arange(chunk.start, chunk.start + chunk.used, dtype=np.int32) for chunk in prompt.chunks]
+        self._ranges = [(chunk.start, chunk.start + chunk.used) for chunk in prompt.chunks]
         row_end = prompt.num_chunk_tokens
         for span, count in zip(prompt.spans, cached, strict=True):
             self.cached_start.append(row_end)
-            pieces.append(np.arange(span.start, span.start + count, dtype=np.int32))
+            self._ranges.append((span.start, span.start + count))
             row_end += count
         for i, (span, count) in enumerate(zip(prompt.spans, cached, strict=True)):
             end = num_tokens if i == len(prompt.spans) - 1 else span.end
             self.computed_start.append(row_end)
-            pieces.append(np.arange(span.start + count, end, dtype=np.int32))
+            self._ranges.append((span.start + count, end))
             row_end += end - span.start - count
         assert row_end == num_tokens, (row_end, num_tokens)
-        self.positions = np.concatenate(pieces)
+        self.positions = np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in self._ranges])
+
+    def permuted(self, ids: array) -> array:
+        """The tokens `ids`, by position, in the order of the row."""
+        view = memoryview(ids)
+        return array("q", b"".join([view[start:end] for start, end in self._ranges]))
 
     def available(self, i: int, row_len: int) -> int:
         """How many of the first tokens of span `i` stand in the first `row_len` entries of the row."""

@@ -7,10 +7,9 @@ lists the slots of shared nodes; those are neither counted nor freed with the re
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
 from sglang.srt.mem_cache.base_prefix_cache import (
@@ -50,6 +49,10 @@ class ChunkCopy:
     written: bool = False
 
 
+def num_slots(pieces: list[torch.Tensor]) -> int:
+    return sum(piece.numel() for piece in pieces)
+
+
 class LazyRadixCache(RadixCache):
     """The radix tree, grown into a DAG: many paths reach the one copy of a chunk.
 
@@ -69,11 +72,35 @@ class LazyRadixCache(RadixCache):
 
     def find_chunk(self, chunk: ChunkRef) -> TreeNode | None:
         """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use."""
-        match = self._match(chunk.tokens[: chunk.used], chunk.namespace)
-        return match.last_device_node if len(match.device_indices) == chunk.used else None
+        pieces, node = self._find(chunk.tokens[: chunk.used], chunk.namespace)
+        return node if num_slots(pieces) == chunk.used else None
 
-    def _match(self, tokens: array, namespace: tuple | str | None) -> MatchResult:
-        return super().match_prefix(MatchPrefixParams(key=RadixKey(tokens, namespace)))
+    def unlocked_size(self, nodes: Iterable[TreeNode]) -> int:
+        """How many tokens locking `nodes` would take from what is evictable."""
+        counted = set()
+        for node in nodes:
+            while node.lock_ref == 0 and node not in counted:  # whoever locks a node has locked all above it
+                counted.add(node)
+                node = node.parent
+        return sum(len(node.key) for node in counted)
+
+    def _find(self, tokens: array, namespace: tuple | str | None) -> tuple[list[torch.Tensor], TreeNode]:
+        """The longest beginning of `tokens` that is cached: its slots, in pieces, and the node where it ends.
+
+        Counts as a use. SGLang's `match_prefix` is this and a copy of the slots into one tensor.
+        """
+        if not tokens:
+            return [], self.root_node
+        return self._match_prefix_helper(self.root_node, RadixKey(tokens, namespace))
+
+    def _use(self, node: TreeNode) -> list[torch.Tensor]:
+        """The slots from the beginning of its namespace to the end of a locked node, in pieces. Counts as a use."""
+        pieces, now = [], time.monotonic()
+        while node is not self.root_node:
+            node.last_access_time = now
+            pieces.append(node.value)
+            node = node.parent
+        return pieces[::-1]
 
     # Linked requests
 
@@ -84,34 +111,37 @@ class LazyRadixCache(RadixCache):
     def _match_linked(self, req) -> MatchResult:
         """Lay out the request's row by what is cached, and give its cached entries as the prefix.
 
-        Sets `req.link.row` and permutes `req.full_untruncated_fill_ids` into row order. All chunks must be resident.
+        Sets `req.link.row` and permutes `req.full_untruncated_fill_ids` into row order. All chunks must be locked.
         """
         link = req.link
+        assert link.ready, f"request {req.rid} was scheduled before its chunks"
         ids = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(ids))
-        chunks = [self._match(chunk.tokens[: chunk.used], chunk.namespace) for chunk in link.prompt.chunks]
-        for chunk, match in zip(link.prompt.chunks, chunks, strict=True):
-            assert len(match.device_indices) == chunk.used, f"request {req.rid} was scheduled before its chunks"
+        pieces = [piece for node in link.nodes for piece in self._use(node)]
         last = link.prompt.spans[-1]
-        spans = [
-            self._match(ids[span.start : limit if span is last else span.end], self._namespace(req, span))
-            for span in link.prompt.spans
-        ]
-        link.row = Row(link.prompt, [len(match.device_indices) for match in spans], len(ids))
-        permuted = np.frombuffer(ids, dtype=np.int64)[link.row.positions]
-        req.full_untruncated_fill_ids = array("q", permuted.tobytes())
+        spans, cached = [], []
+        for span in link.prompt.spans:
+            tokens = self._tokens(req, span.start, limit if span is last else span.end)
+            found, node = self._find(tokens, self._namespace(req, span))
+            pieces += found
+            spans.append(node)
+            cached.append(num_slots(found))
+        link.row = Row(link.prompt, cached, len(ids))
+        req.full_untruncated_fill_ids = link.row.permuted(ids)
         if not req.retracted_stain:
             # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
             req.already_computed = link.num_fresh_tokens
-        handle = LinkHandle(
-            tuple(match.last_device_node for match in chunks), tuple(match.last_device_node for match in spans)
-        )
+        handle = LinkHandle(tuple(link.nodes), tuple(spans))
         return MatchResult(
-            device_indices=torch.cat([match.device_indices for match in chunks + spans]),
-            last_device_node=handle,
-            last_host_node=handle,
-            best_match_node=handle,
+            device_indices=torch.cat(pieces), last_device_node=handle, last_host_node=handle, best_match_node=handle
         )
+
+    @staticmethod
+    def _tokens(req, start: int, end: int) -> array:
+        """The tokens at positions [start, end) of the prompt and its answer."""
+        answer_start = len(req.origin_input_ids)
+        answer = req.output_ids[max(0, start - answer_start) : max(0, end - answer_start)]
+        return req.origin_input_ids[start:end] + answer
 
     @staticmethod
     def _namespace(req, span) -> tuple | str | None:
@@ -146,36 +176,29 @@ class LazyRadixCache(RadixCache):
         with the tree's slots, so that afterwards every entry of those `row_len` belongs to the tree.
         """
         row, handle = req.link.row, req.last_node
-        slots = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-        ids = req.origin_input_ids + req.output_ids
+        text_start = row.prompt.num_chunk_tokens
+        text_slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
         nodes = list(handle.spans)
         for i, span in enumerate(row.prompt.spans):
             published, count = row.published[i], row.available(i, row_len)
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
-            cached_start = row.cached_start[i]
-            value = torch.cat(
-                [slots[cached_start : cached_start + cached], slots[computed_start : computed_start + count - cached]]
-            ).to(torch.int64)
-            key = ids[span.start : span.start + count]
-            namespace = self._namespace(req, span)
-            inserted = self.insert(
-                InsertParams(key=RadixKey(key, namespace), value=value, chunked=chunked, priority=req.priority or 0)
-            )
-            match = self._match(key, namespace)
+            value = text_slots[computed_start - text_start :][: count - cached]
+            if cached:
+                value = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], value])
+            key = RadixKey(self._tokens(req, span.start, span.start + count), self._namespace(req, span))
+            inserted = self.insert(InsertParams(key=key, value=value, chunked=chunked, priority=req.priority or 0))
             if inserted.prefix_len > published:
                 self.token_to_kv_pool_allocator.free(value[published : inserted.prefix_len])
                 start, end = computed_start + published - cached, computed_start + inserted.prefix_len - cached
-                self.req_to_token_pool.write(
-                    (req.req_pool_idx, slice(start, end)),
-                    match.device_indices[published : inserted.prefix_len].to(torch.int32),
-                )
+                kept = torch.cat(self._find(key.token_ids, key.extra_key)[0])[published : inserted.prefix_len]
+                self.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), kept.to(torch.int32))
             row.published[i] = count
-            nodes[i] = match.last_device_node
+            nodes[i] = inserted.last_device_node
+            self.inc_lock_ref(nodes[i])
+            self.dec_lock_ref(handle.spans[i])
         req.last_node = LinkHandle(handle.chunks, tuple(nodes))
-        self.inc_lock_ref(req.last_node)
-        self.dec_lock_ref(handle)
 
     # Copies, of requests that do not attend to chunks in place
 
@@ -213,23 +236,28 @@ class LazyRadixCache(RadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()
-        num_evicted = 0
+        num_evicted, freed = 0, []
         while num_evicted < params.num_tokens:
             leaf = self._heap.pop(self.evictable_leaves)
             if leaf is None:
                 if self.release_waiting_lock():
                     continue
                 break
-            self.token_to_kv_pool_allocator.free(leaf.value)
-            num_evicted += len(leaf.value)
+            freed.append(leaf.value)
+            num_evicted += len(leaf.key)
             self._delete_leaf(leaf)
             self._record_remove_event(leaf)
+        if freed:
+            self.token_to_kv_pool_allocator.free(torch.cat(freed))
         self.update_eviction_metrics(num_evicted, start_time)
         return EvictResult(num_tokens_evicted=num_evicted)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
-        super()._update_leaf_status(node)
-        if node in self.evictable_leaves:
+        """A leaf that nobody holds may be evicted. SGLang looks for children with KV; here all of them have it."""
+        if node.lock_ref or node.children:
+            self.evictable_leaves.discard(node)
+        else:
+            self.evictable_leaves.add(node)
             self._heap.push(node)
 
     # Events: SGLang's name a block by its tokens alone, which in our namespaces would name other KV.

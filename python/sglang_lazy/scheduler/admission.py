@@ -103,15 +103,15 @@ class ChunkAdmission:
         visible: dict[Req, None] = {}
         for req in waiting:
             need = self._own_need(req)
-            if is_linked(req):
+            if is_linked(req) and not req.link.ready:
                 link: Link = req.link
-                need += self._chunk_need(link)
+                nodes = self._resident(link)
+                need += self._chunk_need(link, nodes)
                 alone = idle and not visible and not self.holders
                 if not link.admitted and need > budget and not alone:
                     break
-                if not link.ready:
-                    fills = self._admit(req, link)
-                    visible.update((fill.req, None) for fill in fills if not fill.launched)
+                fills = self._admit(req, link, nodes)
+                visible.update((fill.req, None) for fill in fills if not fill.launched)
                 if not link.ready:
                     budget -= need
                     continue
@@ -136,49 +136,53 @@ class ChunkAdmission:
         new = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
         return len(req.origin_input_ids) - in_chunks + len(req.output_ids) + new + 1
 
-    def _chunk_need(self, link: Link) -> int:
-        """Tokens that the chunks of a parent still take from what is free or evictable.
+    def _resident(self, link: Link) -> list[Any]:
+        """Per chunk of a parent, the node at which it is resident, None where it is missing or under way."""
+        return [
+            self.cache.find_chunk(chunk) if node is None and not self._under_way(chunk) else node
+            for chunk, node in zip(link.prompt.chunks, link.nodes or itertools.repeat(None), strict=False)
+        ]
+
+    def _chunk_need(self, link: Link, nodes: list[Any]) -> int:
+        """Tokens that the chunks of a parent, resident at `nodes`, still take from what is free or evictable.
 
         Missing chunks, unless their fill has started, and resident ones that nobody has locked yet.
         """
-        need = 0
-        for i, chunk in {chunk.key: (i, chunk) for i, chunk in enumerate(link.prompt.chunks)}.values():
-            node = link.nodes[i] if link.admitted else self.cache.find_chunk(chunk)
-            if node is None:
-                need += 0 if self._launched(chunk.key) else len(chunk.tokens) + 1
-            elif node.lock_ref == 0:
-                need += chunk.used
-        return need
+        missing = {chunk.key: chunk for chunk, node in zip(link.prompt.chunks, nodes, strict=True) if node is None}
+        to_fill = sum(len(chunk.tokens) + 1 for key, chunk in missing.items() if not self._launched(key))
+        return to_fill + self.cache.unlocked_size(node for node in nodes if node is not None)
+
+    def _under_way(self, chunk: ChunkRef) -> bool:
+        return bool(self.fills) and chunk.key in self.fills  # a key is as long as its chunk: not hashed for nothing
 
     def _launched(self, key: tuple) -> bool:
         return key in self.fills and self.fills[key].launched
 
-    def _admit(self, req: Req, link: Link) -> list[Fill]:
-        """Lock the resident chunks of a parent and have the others computed; returns the fills it waits for."""
+    def _admit(self, req: Req, link: Link, nodes: list[Any]) -> list[Fill]:
+        """Lock the chunks of a parent resident at `nodes` and have the others computed; returns the fills it awaits."""
         if not link.admitted:
-            link.nodes = [None] * len(link.prompt.chunks)
+            link.nodes = [None] * len(nodes)
             self.holders.append(req)
-        self._lock_resident(link)
+        self._lock(link, nodes)
         awaited = []
-        for i, chunk in enumerate(link.prompt.chunks):
-            if link.nodes[i] is not None:
+        for chunk, node in zip(link.prompt.chunks, nodes, strict=True):
+            if node is not None:
                 continue
-            link.reused[i] = False
             if chunk.key not in self.fills:
                 self.fills[chunk.key] = Fill(chunk, self._fill_request(chunk))
             fill = self.fills[chunk.key]
             if req not in fill.parents:
                 fill.parents.append(req)
             awaited.append(fill)
+        link.reused = [reused and node is not None for reused, node in zip(link.reused, nodes, strict=True)]
         return awaited
 
-    def _lock_resident(self, link: Link) -> None:
-        """Lock the chunks of an admitted parent that are resident and not locked for it yet."""
-        for i, chunk in enumerate(link.prompt.chunks):
-            if link.nodes[i] is None and chunk.key not in self.fills:
-                link.nodes[i] = self.cache.find_chunk(chunk)
-                if link.nodes[i] is not None:
-                    self.cache.inc_lock_ref(link.nodes[i])
+    def _lock(self, link: Link, nodes: list[Any]) -> None:
+        """Lock those of `nodes` that are not locked for this admitted parent yet."""
+        for node, held in zip(nodes, link.nodes, strict=True):
+            if node is not None and held is None:
+                self.cache.inc_lock_ref(node)
+        link.nodes = nodes
 
     def _fill_request(self, chunk: ChunkRef) -> Req:
         """A request that computes `chunk` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
@@ -209,12 +213,14 @@ class ChunkAdmission:
         whether there were any.
         """
         ended = [req for req in batch.reqs if is_fill(req) and req is not self.scheduler.chunked_req]
+        parents: dict[Req, None] = {}
         for req in ended:
             if not req.finished():
                 self.cache.cache_unfinished_req(req)
-            fill = self.fills.pop(req.fills.key, None)
-            for parent in fill.parents if fill is not None else ():
-                self._lock_resident(parent.link)
+            if (fill := self.fills.pop(req.fills.key, None)) is not None:
+                parents.update(dict.fromkeys(fill.parents))
+        for parent in parents:
+            self._lock(parent.link, self._resident(parent.link))
         if ended:
             batch.filter_batch(chunked_req_to_exclude=ended)
         return bool(ended)
@@ -241,13 +247,12 @@ class ChunkAdmission:
 
     def _release(self, req: Req) -> None:
         self.holders.remove(req)
-        for node in req.link.nodes:
+        for chunk, node in zip(req.link.prompt.chunks, req.link.nodes, strict=True):
             if node is not None:
                 self.cache.dec_lock_ref(node)
+            elif chunk.key in self.fills and req in self.fills[chunk.key].parents:
+                self.fills[chunk.key].parents.remove(req)
         req.link.nodes = []
-        for fill in self.fills.values():
-            if req in fill.parents:
-                fill.parents.remove(req)
 
     def requeue_fill(self, req: Req) -> None:
         """A fill came back (retracted): its parents' next admission starts it again."""

@@ -24,6 +24,11 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def load_module(op: str, **macros):
     """The module of csrc/<op>.cu compiled for Hopper with these macros, each as LAZY_<NAME>."""
     from flashinfer.jit import env, gen_jit_spec

@@ -1,10 +1,8 @@
 """Decode over cached chunks in CUDA; a chunk that several requests share is read once for all of them."""
 
-import functools
-
 import torch
 
-from sgl_kernel_lazy.cuda.jit import load_module
+from sgl_kernel_lazy.cuda.jit import load_module, num_multiprocessors
 from sgl_kernel_lazy.validation import check_link_inputs
 
 # A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
@@ -25,11 +23,6 @@ def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, group_size: int
         and rotary_dim % 16 == 0
         and group_size <= MAX_GROUP_SIZES[head_dim]
     )
-
-
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
@@ -78,7 +71,7 @@ def link_decode(
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if bs == 0:
         return out
     num_kv_heads, max_segments, rotary_dim = k_cache.shape[1], segment_ends.shape[1], cos_sin_cache.shape[1]

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from sgl_kernel_lazy.cuda.jit import load_module
+from sgl_kernel_lazy.cuda.jit import load_module, num_multiprocessors
 from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
 
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
@@ -64,12 +64,12 @@ def link_extend(
         )
     if not sm_scale > 0:
         raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
     block_m, num_splits, num_items = _plan(
         num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
-        torch.cuda.get_device_properties(q.device).multi_processor_count,
+        num_multiprocessors(q.device),
     )  # fmt: skip
     partial_out = partial_lse = None
     if num_splits > 1:

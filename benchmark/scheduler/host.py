@@ -1,0 +1,151 @@
+"""A scheduler without a model: SGLang's classes and our hooks take one request at a time from arrival to its end."""
+
+import contextlib
+import time
+import types
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import PrefillAdder
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from sglang_lazy import plugin
+from sglang_lazy.attention.table import LinkedBatch, SegmentTable
+from sglang_lazy.cache.radix import LazyRadixCache
+from sglang_lazy.scheduler import hooks
+from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill
+
+STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
+VOCAB_SIZE = 128256
+MAX_CHUNKS = 64
+
+
+@contextlib.contextmanager
+def published() -> Iterator[None]:
+    """SGLang's default flags for a CPU, which its modules ask a global configuration for."""
+    plugin._provide_rotary_import()
+    flags = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native")
+    runtime_context.publish(flags, role="scheduler")
+    try:
+        yield
+    finally:
+        runtime_context.reset_context()
+
+
+class Clock:
+    """Nanoseconds of this thread by step; a step within another counts for itself alone."""
+
+    def __init__(self):
+        self.steps: dict[str, int] = defaultdict(int)
+        self._inner = 0
+
+    @contextlib.contextmanager
+    def __call__(self, step: str) -> Iterator[None]:
+        outer, self._inner = self._inner, 0
+        begin = time.thread_time_ns()
+        yield
+        spent = time.thread_time_ns() - begin
+        self.steps[step] += spent - self._inner
+        self._inner = outer + spent
+
+
+class Host:
+    """What admission and hooks see of SGLang's scheduler, over real pools on the CPU.
+
+    evicted: leaves taken out of the tree so far.
+    """
+
+    def __init__(self, cache_class: type[RadixCache], pool_size: int, context_len: int):
+        self.rows = ReqToTokenPool(MAX_CHUNKS, context_len, "cpu", enable_memory_saver=False)
+        self.slots = TokenToKVPoolAllocator(pool_size, torch.bfloat16, "cpu", None, need_sort=False)
+        self.tree_cache = cache_class(
+            CacheInitParams(
+                disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.slots, page_size=1
+            )
+        )
+        self.waiting_queue: list[Req] = []
+        self.running_batch = ScheduleBatch(reqs=[])
+        self.chunked_req = self.tokenizer = None
+        self.model_config = types.SimpleNamespace(
+            vocab_size=VOCAB_SIZE, hf_eos_token_id=set(), is_encoder_decoder=False
+        )
+        self.new_token_ratio_tracker = types.SimpleNamespace(current=0.7)
+        if isinstance(self.tree_cache, LazyRadixCache):
+            self.tree_cache.admission = ChunkAdmission(self, self.tree_cache, MAX_CHUNKS)
+            self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, "cpu")
+        self.clock, self.evicted = Clock(), 0
+        evict, delete_leaf = self.tree_cache.evict, self.tree_cache._delete_leaf
+
+        def timed_evict(params):
+            with self.clock("eviction"):
+                return evict(params)
+
+        def counted_delete(leaf):
+            self.evicted += 1
+            delete_leaf(leaf)
+
+        self.tree_cache.evict, self.tree_cache._delete_leaf = timed_evict, counted_delete
+
+    def insert(self, tokens, namespace=None, known: torch.Tensor | None = None) -> torch.Tensor:
+        """Make `tokens` resident, the first of them in the slots `known`; returns all their slots."""
+        new = self.slots.alloc(len(tokens) - (0 if known is None else len(known)))
+        slots = new if known is None else torch.cat([known, new])
+        self.tree_cache.insert(InsertParams(key=RadixKey(tokens, namespace), value=slots))
+        return slots
+
+    def serve(self, req: Req) -> dict[str, int]:
+        """Take `req` to its first token and end it there; returns the nanoseconds of each step."""
+        self.clock.steps.clear()
+        with self.clock("arrival"):
+            hooks.add_request_to_queue(Host.enqueue, self, req)
+        while self.waiting_queue:
+            with self.clock("admission"):
+                batch, _ = hooks.get_new_batch_prefill_raw(Host.form_batch, self, None, self.running_batch)
+            reqs = list(batch.reqs)
+            with self.clock("segments"):
+                hooks.prepare_for_extend(None, batch)
+                LinkedBatch.of(batch)
+            with self.clock("publish"):
+                hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
+            with self.clock("finish"):
+                for ended in reqs:
+                    release_kv_cache(ended, self.tree_cache)
+        return dict(self.clock.steps)
+
+    # What SGLang's scheduler does inside the hooks
+
+    def enqueue(self, req: Req) -> None:
+        self.waiting_queue.append(req)
+
+    def form_batch(self, _delayer, running_batch: ScheduleBatch) -> tuple[ScheduleBatch, ScheduleBatch]:
+        adder = PrefillAdder(1, self.tree_cache, self.slots, running_batch, 0.7, 1 << 30, None)
+        for req in self.waiting_queue:
+            with self.clock("layout"):
+                req.init_next_round_input(self.tree_cache)
+            with self.clock("batch"):
+                adder.add_one_req(req, False, None)
+        with self.clock("batch"):
+            self.waiting_queue = [req for req in self.waiting_queue if req not in adder.can_run_list]
+            batch = ScheduleBatch.init_new(
+                adder.can_run_list, self.rows, self.slots, self.tree_cache, self.model_config, True,
+                SpeculativeAlgorithm.NONE,
+            )  # fmt: skip
+            batch.prepare_for_extend()
+        return batch, running_batch
+
+    def publish(self, running_batch: ScheduleBatch, batch: ScheduleBatch) -> None:
+        """What was computed in `batch` is given to the tree; admission has done so with fills, which left it."""
+        for req in batch.reqs:
+            assert not is_fill(req)
+            req.output_ids.append(0)
+            self.tree_cache.cache_unfinished_req(req)

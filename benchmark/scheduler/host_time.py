@@ -1,0 +1,212 @@
+"""Host time of the scheduler per chunk reference, by step, over how many chunks are resident.
+
+SGLang's own classes and our hooks, without a model: each request is taken from arrival to its first token and ended
+there. Chunks are drawn by a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and there
+are four times as many chunks, so that misses are filled and evict. `stock` is SGLang's own radix cache with plain
+prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
+tree as long as a chunk. Times are the thread's own, so that other work on the machine counts less. Rows go to `--out`
+as JSON lines, after a line with the environment.
+
+    python benchmark/scheduler/host_time.py --out host_time.jsonl
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import random
+import statistics
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import serving_path  # noqa: F401 - puts benchmark/serving on the path
+from arguments import positive, positive_float, typed
+from environment import describe_environment
+from host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+from workloads import draw_distinct, zipf_weights
+
+from sglang_lazy.cache.prompt import CHUNK_NAMESPACE
+from sglang_lazy.cache.radix import LazyRadixCache
+from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+
+QUESTION_LEN = 32
+SEPARATOR = 11
+UNIVERSE = 4  # chunks there are for each resident one, when evicting
+TABLE = "{:6} {:9} {:8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  " + " ".join(["{:>9}"] * len(STEPS))
+
+
+class Traffic:
+    """Requests over `num_documents` numbered documents of random tokens, drawn again and again by their popularity."""
+
+    def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
+        self.num_chunks, self.chunk_len = shape
+        self.separator = array("q", [SEPARATOR] * args.separator_len)
+        self.seed, self.alpha = args.seed, args.alpha
+        self.rng = random.Random(args.seed)
+        self.weights = zipf_weights(num_documents, args.alpha)
+        self.numbers = itertools.count()
+
+    def tokens(self, kind: int, number: int, length: int) -> array:
+        rng = np.random.default_rng((self.seed, kind, number))
+        return array("q", rng.integers(VOCAB_SIZE, size=length).tobytes())
+
+    def document(self, number: int) -> array:
+        return self.tokens(0, number, self.chunk_len)
+
+    def request(self, ids: array, params: dict | None) -> Req:
+        number = next(self.numbers)
+        sampling_params = SamplingParams(max_new_tokens=1, custom_params=params)
+        sampling_params.normalize(None)
+        question = self.tokens(1, number, QUESTION_LEN)
+        return Req(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
+
+
+class Linked(Traffic):
+    """Each request has `num_chunks` different documents as chunks, in random order."""
+
+    cache_class = LazyRadixCache
+
+    def fill(self, host: Host, num_resident: int) -> None:
+        for number in self.rng.sample(range(num_resident), num_resident):
+            host.insert(self.document(number), (CHUNK_NAMESPACE, None, None))
+
+    def next(self) -> Req:
+        ids, chunks = array("q"), []
+        for number in draw_distinct(self.rng, self.weights, self.num_chunks):
+            chunks.append((len(ids), len(ids) + self.chunk_len))
+            ids += self.document(number) + self.separator
+        return self.request(ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
+
+
+class Plain(Traffic):
+    """Each request has the same tokens in front, then one document: a prefix of as many tokens, over as many leaves."""
+
+    cache_class = RadixCache
+
+    def fill(self, host: Host, num_resident: int) -> None:
+        self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
+        slots = host.insert(self.front)
+        for number in self.rng.sample(range(num_resident), num_resident):
+            host.insert(self.front + self.document(number), None, slots)
+
+    def next(self) -> Req:
+        (number,) = draw_distinct(self.rng, self.weights, 1)
+        return self.request(self.front + self.document(number), None)
+
+
+CONTENDERS = {"lazy": Linked, "stock": Plain}
+
+
+def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool, args: argparse.Namespace) -> dict:
+    """One row: microseconds per chunk of a request, by step and in all, and per leaf evicted."""
+    num_chunks, chunk_len = shape
+    traffic = CONTENDERS[name](args, shape, num_resident * (UNIVERSE if evicting else 1))
+    text_len = num_chunks * args.separator_len + QUESTION_LEN
+    prompt_len = num_chunks * chunk_len + text_len
+    # Beside the chunks, and what stands in front of plain prompts, the pool has room for the text of all requests, or,
+    # when evicting, for that of one.
+    texts = 1 if evicting else args.requests + args.warm_up
+    pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
+    host = Host(traffic.cache_class, pool_size, prompt_len + 8)
+    traffic.fill(host, num_resident)
+    for _ in range(args.warm_up):
+        host.serve(traffic.next())
+    gc.collect()
+    samples, evicted_before = [], host.evicted
+    for _ in range(args.requests):
+        samples.append(host.serve(traffic.next()))
+    evicted = host.evicted - evicted_before
+    per_chunk = {step: [sample.get(step, 0) / 1000 / num_chunks for sample in samples] for step in STEPS}
+    totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
+    return {
+        "contender": name,
+        "shape": f"{num_chunks}x{chunk_len}",
+        "separator_len": args.separator_len,
+        "mode": "evicting" if evicting else "warm",
+        "resident": num_resident,
+        "requests": args.requests,
+        "us_per_chunk": {"p50": p(totals, 50), "p99": p(totals, 99), "mean": mean(totals), "max": p(totals, 100)},
+        "ms_per_request_p50": round(p(totals, 50) * num_chunks / 1000, 3),
+        "evicted": evicted,
+        "us_per_evicted": round(sum(per_chunk["eviction"]) * num_chunks / evicted, 2) if evicted else None,
+        "steps_us_per_chunk": {
+            step: {"p50": p(values, 50), "p99": p(values, 99), "mean": mean(values)}
+            for step, values in per_chunk.items()
+        },
+    }
+
+
+def p(values: list[float], percent: int) -> float:
+    return round(float(np.percentile(values, percent)), 2)
+
+
+def mean(values: list[float]) -> float:
+    return round(statistics.fmean(values), 2)
+
+
+def rows(args: argparse.Namespace) -> Iterator[dict]:
+    for name, shape, evicting, num_resident in itertools.product(
+        args.contenders, args.shapes, (False, True), args.resident
+    ):
+        if num_resident >= shape[0]:
+            yield measure(name, shape, num_resident, evicting, args)
+
+
+def print_row(row: dict) -> None:
+    total, steps = row["us_per_chunk"], row["steps_us_per_chunk"]
+    evicted = "" if row["us_per_evicted"] is None else row["us_per_evicted"]
+    first = (row["contender"], row["shape"], row["mode"], row["resident"], row["ms_per_request_p50"])
+    numbers = (total["p50"], total["p99"], total["mean"], evicted, *(steps[step]["mean"] for step in STEPS))
+    print(TABLE.format(*first, *numbers), flush=True)
+
+
+def parse_shape(value: str) -> tuple[int, int]:
+    """Chunks a request and tokens a chunk, as in `5x2048`."""
+    num_chunks, chunk_len = map(positive, value.split("x"))
+    if num_chunks > MAX_CHUNKS:
+        raise ValueError(f"at most {MAX_CHUNKS} chunks a request, got {num_chunks}")
+    return num_chunks, chunk_len
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = typed(positive)
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument(
+        "--shapes",
+        type=typed(parse_shape),
+        nargs="+",
+        default=[(20, 128), (5, 2048)],
+        help="chunks a request and tokens a chunk; default: 20x128 5x2048",
+    )
+    parser.add_argument("--resident", type=count, nargs="+", default=[100, 1000, 10000, 50000], help="chunks")
+    parser.add_argument(
+        "--separator-len", type=int, default=0, help="tokens of text after each chunk of a linked prompt"
+    )
+    parser.add_argument("--requests", type=count, default=300, help="measured for each row")
+    parser.add_argument("--warm-up", type=count, default=50, help="requests before these")
+    parser.add_argument("--alpha", type=typed(positive_float), default=0.8, help="of the Zipf distribution")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to this file")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    print(TABLE.format("", "", "", "resident", "ms/req", "us/chunk", "p99", "mean", "us/evict", *STEPS))
+    with published(), open(args.out, "a", encoding="utf-8") as out:
+        environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
+        print(json.dumps({"environment": environment}), file=out, flush=True)
+        for row in rows(args):
+            print(json.dumps(row), file=out, flush=True)
+            print_row(row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The scheduler's host time: rows that add up, from every contender, warm and while evicting."""
+
+import json
+
+import pytest
+from host import STEPS, published
+from host_time import parse_args, parse_shape, rows
+
+
+def test_rows(tmp_path):
+    """Each row counts what happened: all chunks hit when warm, evictions when the pool is full, steps that add up."""
+    flags = ["--shapes", "3x8", "--resident", "2", "12", "--requests", "6", "--warm-up", "2", "--separator-len", "1"]
+    with published():
+        measured = list(rows(parse_args([*flags, "--out", str(tmp_path / "rows.jsonl")])))
+    cases = [(row["contender"], row["mode"]) for row in measured]
+    assert cases == [(name, mode) for name in ("lazy", "stock") for mode in ("warm", "evicting")]
+    for row in measured:
+        assert json.loads(json.dumps(row)) == row
+        assert row["resident"] == 12, "with two chunks resident no request of three is all hits"
+        assert (row["evicted"] > 0) == (row["mode"] == "evicting") == (row["us_per_evicted"] is not None)
+        steps, total = row["steps_us_per_chunk"], row["us_per_chunk"]
+        assert list(steps) == list(STEPS)
+        assert sum(step["mean"] for step in steps.values()) == pytest.approx(total["mean"], abs=0.1)
+        assert 0 < total["p50"] <= total["p99"] <= total["max"]
+        assert all(steps[step]["mean"] > 0 for step in ("layout", "batch", "publish", "finish"))
+
+
+def test_shapes():
+    assert parse_shape("5x2048") == (5, 2048)
+    for wrong in ("5", "0x4", "65x128", "a few"):
+        with pytest.raises(ValueError):
+            parse_shape(wrong)
