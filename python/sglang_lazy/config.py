@@ -10,6 +10,7 @@ ENV_VAR = "SGLANG_LAZY"
 """Holds the configuration as JSON; its presence is what asks for the plugin."""
 
 LinkBackend = Literal["auto", "torch", "triton", "cuda"]
+RequestLink = Literal["block", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,12 +20,15 @@ class LazyConfig:
     link_backend: LinkBackend = "auto"
     max_chunks: int = 256
     fallback: bool = False
+    default_link: RequestLink = "block"
 
     def __post_init__(self):
         if self.link_backend not in get_args(LinkBackend):
             raise ValueError(f"link_backend must be one of {get_args(LinkBackend)}, got {self.link_backend!r}")
         if self.max_chunks < 1:
             raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
+        if self.default_link not in get_args(RequestLink):
+            raise ValueError(f"default_link must be one of {get_args(RequestLink)}, got {self.default_link!r}")
 
     def to_env(self) -> None:
         """Publish this configuration to this process and to those it spawns."""
@@ -58,6 +62,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Where chunk reuse does not fit the model or the flags, serve without it (prompts with chunks are then "
         "answered with a 400) instead of refusing to start.",
+    )
+    group.add_argument(
+        "--lazy-default-link",
+        choices=get_args(RequestLink),
+        default=LazyConfig.default_link,
+        help="How prompts with chunks are answered that do not say it themselves (request field link). 'block': a "
+        "chunk sees only itself, and its KV is reused. 'full': the same tokens as one ordinary prompt, as stock "
+        "SGLang would.",
     )
 
 

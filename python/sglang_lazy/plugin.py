@@ -31,7 +31,7 @@ SURFACE_HOOKS = tuple(
     Hook(*row)
     for row in (
         ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.http:install_routes", "AFTER"),
-        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.requests:check_request", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.requests:prepare_request", "BEFORE"),
         (f"{_TOKENIZER_MANAGER}._wait_one_response", f"{_FRONTEND}.results:report_chunks", "AROUND"),
         (
             f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request",

@@ -61,7 +61,7 @@ class ChunkAdmission:
             return
         try:
             layout = requested_layout(req)
-            if layout is None or not layout.chunks:
+            if layout is None:
                 return
             check_request(req, layout, self.max_chunks)
         except ValueError as error:

@@ -1,0 +1,168 @@
+"""The gate to chunk reuse: answering with and without it, comparing both, watching both in service."""
+
+import random
+
+import pytest
+import requests
+import sglang as sgl
+
+RIVER = "The river rises in the northern hills and flows south for two hundred kilometres."
+LIBRARY = "The library holds more than forty thousand books, of which the oldest was printed in Venice."
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+def text(value):
+    return {"type": "text", "text": value}
+
+
+def chunk(value):
+    return {"type": "chunk", "text": value}
+
+
+def ids(kind, *tokens):
+    return {"type": kind, "input_ids": list(tokens)}
+
+
+def call(url, path, **body):
+    response = requests.post(url + path, json=body, timeout=120)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def generate(url, **body):
+    return call(url, "/generate", **{"sampling_params": GREEDY, **body})
+
+
+def refusal(url, path="/generate", **body):
+    response = requests.post(url + path, json=body, timeout=120)
+    assert response.status_code == 400, response.text
+    return response.text
+
+
+def flush(url):
+    requests.get(
+        url + "/server_info", timeout=60
+    ).raise_for_status()  # answered when the scheduler's last batch is over
+    requests.post(url + "/flush_cache", timeout=60).raise_for_status()
+
+
+SEGMENTS = [text("Read: "), chunk(RIVER), text(" "), chunk(LIBRARY), text(" Which town?")]
+
+
+# link, request by request
+
+
+def random_prompt(seed):
+    rng = random.Random(seed)
+    pieces = [[rng.randrange(10, 500) for _ in range(rng.randint(1, 40))] for _ in range(7)]
+    segments = [ids("chunk" if index % 2 else "text", *piece) for index, piece in enumerate(pieces)]
+    return segments, sum(pieces, [])
+
+
+def test_full_is_the_plain_prompt_bit_by_bit(server):
+    """Same tokens, same logprobs, prompt logprobs included, same prefix hits: cold, and again."""
+    wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3}
+    segments, input_ids = random_prompt(1)
+    results = []
+    for prompt in ({"input_ids": input_ids}, {"segments": segments, "link": "full"}):
+        flush(server)
+        answers = [generate(server, **prompt, **(wanted if scored else {"return_logprob": True})) for scored in (1, 0)]
+        results.append(answers)
+    plain, full = results
+    for mine, stock in zip(full, plain, strict=True):
+        assert stock["meta_info"]["prompt_tokens"] == len(input_ids)
+        for key in ("output_ids", "text"):
+            assert mine[key] == stock[key]
+        for key in ("output_token_logprobs", "cached_tokens", "cached_tokens_details", "finish_reason"):
+            assert mine["meta_info"][key] == stock["meta_info"][key]
+        assert mine["meta_info"]["link"] == "full" and "chunks" not in mine["meta_info"]
+        assert "link" not in stock["meta_info"]
+    for key in ("input_token_logprobs", "output_top_logprobs"):
+        assert full[0]["meta_info"][key] == plain[0]["meta_info"][key]
+    assert len(full[0]["meta_info"]["input_token_logprobs"]) == len(input_ids)
+    assert full[1]["meta_info"]["cached_tokens"] > 0
+
+
+def test_block_and_full_differ_and_share_a_batch(server):
+    segments, input_ids = random_prompt(2)
+    alone = [generate(server, segments=segments, link=link)["output_ids"] for link in ("block", "full")]
+    assert alone[0] != alone[1], "otherwise this test would see no difference"
+    prompts, links = [segments, segments, segments, [ids("text", *input_ids)]], ["full", "block", None, "full"]
+    answers = generate(server, segments=prompts, link=links)
+    assert [answer["output_ids"] for answer in answers] == [alone[1], alone[0], alone[0], alone[1]]
+    assert [answer["meta_info"].get("link") for answer in answers] == ["full", "block", "block", None]
+    assert ["chunks" in answer["meta_info"] for answer in answers] == [False, True, True, False]
+    everywhere = generate(server, segments=prompts[:2], link="full")
+    assert [answer["output_ids"] for answer in everywhere] == [alone[1]] * 2
+
+
+def test_salt_keeps_full_prompts_apart_too(server):
+    """The documents of a tenant do not become a prefix that another can time."""
+    segments, _ = random_prompt(3)
+    cached = [
+        generate(server, segments=segments, link="full", salt=salt)["meta_info"]["cached_tokens"]
+        for salt in ("a", "a", "b", None)
+    ]
+    assert cached[1] > 0 and cached[0] == cached[2] == cached[3] == 0
+
+
+def test_full_takes_what_chunks_refuse(server):
+    many = [ids("chunk", 9)] * 300
+    assert generate(server, segments=many, link="full")["meta_info"]["prompt_tokens"] == 300
+    assert "at most 256" in refusal(server, segments=many, link="block")
+    stream = requests.post(
+        server + "/generate", json={"segments": SEGMENTS, "link": "full", "stream": True, "sampling_params": GREEDY}
+    )
+    *earlier, last = stream.text.strip().removesuffix("data: [DONE]").strip().split("\n\n")
+    assert '"link":"full"' in last and earlier and not any('"link"' in event for event in earlier)
+
+
+@pytest.mark.parametrize(
+    "body, reason",
+    [
+        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', got 'half'"),
+        ({"segments": SEGMENTS, "link": 1}, "link must be one of 'block', 'full', got 1"),
+        ({"segments": [SEGMENTS, SEGMENTS], "link": ["full"]}, "link has 1 entries for a batch of 2 prompts"),
+        ({"segments": [SEGMENTS, SEGMENTS], "link": ["full", ""]}, "prompt 1 of the batch: link must be one of"),
+        ({"text": "Who?", "link": "full"}, "link says how chunks are answered and needs a prompt given as segments"),
+    ],
+)
+def test_bad_links(server, body, reason):
+    assert reason in refusal(server, **body)
+
+
+def test_link_in_chat(server):
+    def body(**fields):
+        fields = {"messages": [{"role": "user", "content": parts}], "return_prompt_token_ids": True, **fields}
+        return {"model": "default", "temperature": 0, "max_tokens": 8, "ignore_eos": True, "return_meta_info": True,
+                "return_token_ids": True, **fields}  # fmt: skip
+
+    path, parts = "/v1/chat/completions", [text("See "), chunk(RIVER), chunk(LIBRARY), text("\nWho?")]
+    default, block, full = (call(server, path, **body(link=link))["choices"][0] for link in (None, "block", "full"))
+    assert default["token_ids"] == block["token_ids"] != full["token_ids"]
+    assert [one["meta_info"]["link"] for one in (default, block, full)] == ["block", "block", "full"]
+    assert full["prompt_token_ids"] == block["prompt_token_ids"]
+    assert full["token_ids"] == generate(server, input_ids=full["prompt_token_ids"])["output_ids"]
+    assert "link must be one of" in refusal(server, path, **body(link="half"))
+    plain = [{"role": "user", "content": "Who?"}]
+    assert "needs a prompt given as chunk parts" in refusal(server, path, **body(messages=plain, link="full"))
+
+
+@sgl.function
+def answer_from(s, link):
+    if link:
+        s += sgl.link(link)
+    s += "Read: " + sgl.chunk(RIVER) + " " + sgl.chunk(LIBRARY) + " Which town?"
+    s += sgl.gen("answer", max_tokens=8, temperature=0, ignore_eos=True)
+
+
+def test_link_in_a_program(server):
+    endpoint = sgl.RuntimeEndpoint(server)
+    answers = {}
+    for link in (None, "block", "full"):
+        state = answer_from.run(link=link, backend=endpoint)
+        assert state.error() is None
+        answers[link] = state["answer"]
+        assert state.get_meta_info("answer")["link"] == (link or "block")
+        assert state["answer"] == generate(server, segments=SEGMENTS, link=link)["text"]
+    assert answers["full"] != answers["block"] == answers[None]
