@@ -21,6 +21,7 @@ class LazyConfig:
     max_chunks: int = 256
     fallback: bool = False
     default_link: RequestLink = "block"
+    shadow_rate: float = 0.0
 
     def __post_init__(self):
         if self.link_backend not in get_args(LinkBackend):
@@ -29,6 +30,13 @@ class LazyConfig:
             raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
         if self.default_link not in get_args(RequestLink):
             raise ValueError(f"default_link must be one of {get_args(RequestLink)}, got {self.default_link!r}")
+        if not 0 <= self.shadow_rate <= 1:
+            raise ValueError(f"shadow_rate must be between 0 and 1, got {self.shadow_rate}")
+
+    def check_metrics(self, enabled: bool) -> None:
+        """Raise ValueError if shadow mode is asked for where its result could not be seen."""
+        if self.shadow_rate and not enabled:
+            raise ValueError("--lazy-shadow-rate publishes its result as metrics: add --enable-metrics")
 
     def to_env(self) -> None:
         """Publish this configuration to this process and to those it spawns."""
@@ -70,6 +78,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         help="How prompts with chunks are answered that do not say it themselves (request field link). 'block': a "
         "chunk sees only itself, and its KV is reused. 'full': the same tokens as one ordinary prompt, as stock "
         "SGLang would.",
+    )
+    group.add_argument(
+        "--lazy-shadow-rate",
+        type=float,
+        default=LazyConfig.shadow_rate,
+        help="Fraction of the greedy answers over chunks that are made again with link full, in quiet moments, to "
+        "count on /metrics how often both agree (sglang_lazy:shadow_...). Needs --enable-metrics.",
     )
 
 

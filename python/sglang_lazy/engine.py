@@ -29,7 +29,10 @@ class Engine(engine.Engine):
     """
 
     def __init__(self, **kwargs: Any):
-        plugin.activate(pop_config(kwargs))
+        config = pop_config(kwargs)
+        if config.shadow_rate:
+            raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
+        plugin.activate(config)
         server_args = kwargs.get("server_args")
         if server_args is not None and server_args.radix_cache_backend is None:  # made before the plugin was there
             server_args.override("sglang_lazy", radix_cache_backend=plugin.CACHE_BACKEND)

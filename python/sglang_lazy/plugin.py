@@ -33,6 +33,11 @@ SURFACE_HOOKS = tuple(
         ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.http:install_routes", "AFTER"),
         (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.requests:prepare_request", "BEFORE"),
         (f"{_TOKENIZER_MANAGER}._wait_one_response", f"{_FRONTEND}.results:report_chunks", "AROUND"),
+        ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.shadow:attach", "AFTER"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.shadow:give_way", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}.abort_request", f"{_FRONTEND}.shadow:abort_with_all", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}.flush_cache", f"{_FRONTEND}.shadow:make_idle", "AROUND"),
+        (f"{_TOKENIZER_MANAGER}.release_memory_occupation", f"{_FRONTEND}.shadow:make_idle", "AROUND"),
         (
             f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request",
             f"{_FRONTEND}.chat:convert_request",

@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_lazy.frontend.requests import layout_of
+from sglang_lazy.frontend.shadow import shadowed
 from sglang_lazy.segments import PromptLayout, chunk_id
 
 _REUSE_ATTR = "_sglang_lazy_reuse"
@@ -44,8 +45,9 @@ def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any
     layout = layout_of(obj)
     if layout is None:
         return outputs
-    logical_rid = tokenizer_manager.child_rid_to_logical_rid.get(obj.rid)
-    return _report(outputs, layout, obj, tokenizer_manager.rid_to_state.get(logical_rid))
+    states = tokenizer_manager.rid_to_state
+    parent = states.get(tokenizer_manager.child_rid_to_logical_rid.get(obj.rid))
+    return shadowed(_report(outputs, layout, obj, parent), tokenizer_manager, obj, layout, states.get(obj.rid))
 
 
 async def _report(outputs: AsyncIterator[dict], layout: PromptLayout, obj: Any, parent: Any) -> AsyncIterator[dict]:
