@@ -1,12 +1,19 @@
 """The gate to chunk reuse: answering with and without it, comparing both, watching both in service."""
 
 import collections
+import json
+import math
 import random
+import subprocess
+import sys
 import time
 
 import pytest
 import requests
 import sglang as sgl
+from oracle.tokenizer import VOCAB_SIZE
+
+from sglang_lazy.verify import connect, verify
 
 RIVER = "The river rises in the northern hills and flows south for two hundred kilometres."
 LIBRARY = "The library holds more than forty thousand books, of which the oldest was printed in Venice."
@@ -168,6 +175,61 @@ def test_link_in_a_program(server):
         assert state.get_meta_info("answer")["link"] == (link or "block")
         assert state["answer"] == generate(server, segments=SEGMENTS, link=link)["text"]
     assert answers["full"] != answers["block"] == answers[None]
+
+
+# verify
+
+
+def next_token_logprobs(url, link, segments):
+    """Of the whole vocabulary, after the prompt."""
+    whole = list(range(VOCAB_SIZE))
+    fields = {"return_logprob": True, "token_ids_logprob": whole, "sampling_params": {**GREEDY, "max_new_tokens": 1}}
+    (row,) = generate(url, segments=segments, link=link, **fields)["meta_info"]["output_token_ids_logprobs"]
+    return [logprob for logprob, _, _ in row]
+
+
+def test_verify_sees_what_the_model_does(server):
+    """Agreement where both ways are the same, and divergence as the whole vocabulary has it where they are not."""
+    same = [[ids("chunk", *range(40, 40 + n)), ids("text", 30, 31, n)] for n in (5, 8)]
+    prompts = same + [random_prompt(seed)[0] for seed in range(10, 14)]
+    report = verify(connect(server), [{"segments": segments} for segments in prompts], max_new_tokens=6)
+    for segments, one in zip(prompts, report.comparisons, strict=True):
+        params = {"temperature": 0, "max_new_tokens": 6}
+        answers = [generate(server, segments=segments, link=link, sampling_params=params) for link in ("full", "block")]
+        assert [one.full, one.block] == [answer["output_ids"] for answer in answers]
+        assert [one.full_text, one.block_text] == [answer["text"] for answer in answers]
+        for position in (0, len(one.full) - 1):  # the last one after the answer so far
+            context = [*segments, ids("text", *one.full[:position])] if position else segments
+            full, block = (next_token_logprobs(server, link, context) for link in ("full", "block"))
+            exact = sum(math.exp(p) * (p - q) for p, q in zip(full, block, strict=True))
+            if segments in same:
+                assert one.kl[position] == pytest.approx(0, abs=1e-5) and one.full == one.block
+            else:
+                assert 0.2 * exact < one.kl[position] < exact + 1e-4
+    assert 2 / 6 <= report.metrics["agreement"].value < 1
+
+
+def test_verify_where_answers_end_early(server):
+    """At a stop token, which is part of the answer, and at a stop text."""
+    answer = generate(server, segments=SEGMENTS, link="full")
+    first, word = answer["output_ids"][0], answer["text"][2:4]
+    at_token = {**GREEDY, "ignore_eos": False, "stop_token_ids": [first]}
+    ended = generate(server, segments=SEGMENTS, link="full", sampling_params=at_token, return_logprob=True)
+    assert ended["output_ids"] == [first] and len(ended["meta_info"]["output_token_logprobs"]) == 1
+    report = verify(connect(server), [{"segments": SEGMENTS}], max_new_tokens=8, stop=[word])
+    (one,) = report.comparisons
+    assert word not in one.full_text and len(one.kl) == len(one.full) < 8
+
+
+def test_verify_command(server, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"segments": SEGMENTS, "answers": ["Venice"]}) + "\n")
+    command = [sys.executable, "-m", "sglang_lazy.verify", "--url", server, "--prompts", str(prompts)]
+    judged = subprocess.run([*command, "--min-agreement", "1"], capture_output=True, text=True, timeout=120)
+    assert judged.returncode == 1 and judged.stdout.endswith("FAIL\n"), judged.stderr
+    prompts.write_text(json.dumps({"segments": [*SEGMENTS[:2], text("x " * 3000)]}))
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert refused.returncode == 2 and "longer than the model's context length" in refused.stderr
 
 
 # shadow mode
