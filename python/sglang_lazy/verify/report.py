@@ -14,7 +14,7 @@ _LABELS = {
     "common_prefix": "common beginning of the answers",
     "kl_first_token": "KL of the first token, nats",
     "kl_answer": "KL along the answer, nats",
-    "kl_mass": "probability that the KL sees apart",
+    "kl_mass": "share of probability in the KL",
     "em_full": "exact match, full, %",
     "em_block": "exact match, block, %",
     "em_drop": "exact match lost, points",
