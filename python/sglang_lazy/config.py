@@ -69,7 +69,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-fallback",
         action="store_true",
         help="Where chunk reuse does not fit the model or the flags, serve without it (prompts with chunks are then "
-        "answered with a 400) instead of refusing to start.",
+        "answered with a 400 unless their link is full) instead of refusing to start.",
     )
     group.add_argument(
         "--lazy-default-link",

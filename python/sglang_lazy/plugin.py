@@ -36,8 +36,17 @@ SURFACE_HOOKS = tuple(
         ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.shadow:attach", "AFTER"),
         (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.shadow:give_way", "BEFORE"),
         (f"{_TOKENIZER_MANAGER}.abort_request", f"{_FRONTEND}.shadow:abort_with_all", "BEFORE"),
-        (f"{_TOKENIZER_MANAGER}.flush_cache", f"{_FRONTEND}.shadow:make_idle", "AROUND"),
-        (f"{_TOKENIZER_MANAGER}.release_memory_occupation", f"{_FRONTEND}.shadow:make_idle", "AROUND"),
+        *(
+            (f"{_TOKENIZER_MANAGER}.{control}", f"{_FRONTEND}.shadow:make_idle", "AROUND")
+            for control in (
+                "flush_cache",
+                "release_memory_occupation",
+                "update_weights_from_disk",
+                "update_weights_from_distributed",
+                "update_weights_from_tensor",
+                "update_weights_from_ipc",
+            )
+        ),
         (
             f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request",
             f"{_FRONTEND}.chat:convert_request",

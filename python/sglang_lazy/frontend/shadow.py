@@ -197,7 +197,7 @@ def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None
 
 
 async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around what the scheduler refuses unless it is idle: users who wait for their answers know of no shadow."""
+    """Hook around what SGLang refuses on a server that is not idle, or waits for that: operators know of no shadow."""
     shadow = shadow_of(manager)
     if shadow is not None and shadow.under_way:
         await shadow.stop()
