@@ -318,21 +318,23 @@ def test_what_is_and_is_not_shadowed(shadowing):
     assert shadows(shadowing)["failed"] == 0
 
 
-def test_users_and_operators_come_first(shadowing):
-    """While a shadow runs, requests are answered as ever, the cache can be emptied, and an abort of all ends it."""
-    long = {"segments": SEGMENTS, "link": "block", "sampling_params": {**GREEDY, "max_new_tokens": 700}}
+def test_users_and_operators_come_first(shadowing, tiny_model):
+    """While a shadow runs, requests are answered as ever, and what needs an idle server finds one."""
+    long = {"segments": SEGMENTS, "link": "block", "sampling_params": {**GREEDY, "max_new_tokens": 600}}
     expected = generate(shadowing, segments=SEGMENTS)["output_ids"]
     before = shadows(shadowing)
-    answer = generate(shadowing, **long)
+    answer = generate(shadowing, **long)["output_ids"]
     wait_until(lambda: running(shadowing) == 1)
     assert generate(shadowing, segments=SEGMENTS)["output_ids"] == expected
     wait_until(lambda: running(shadowing) == 1)  # it started over
-    assert requests.post(shadowing + "/flush_cache", timeout=60).status_code == 200
-    assert generate(shadowing, segments=SEGMENTS)["meta_info"]["cached_tokens"] == 0
-    assert shadows(shadowing) == {**before, "dropped": before["dropped"] + 1}
-    assert generate(shadowing, **long)["output_ids"] == answer["output_ids"]
-    wait_until(lambda: running(shadowing) == 1)
-    assert requests.post(shadowing + "/abort_request", json={"abort_all": True}, timeout=60).status_code == 200
-    wait_until(lambda: shadows(shadowing)["dropped"] == before["dropped"] + 2)
-    assert shadows(shadowing) == {**before, "dropped": before["dropped"] + 2}
-    assert generate(shadowing, segments=SEGMENTS)["output_ids"] == expected
+    controls = [("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": tiny_model})]
+    for count, (path, body) in enumerate([*controls, ("/abort_request", {"abort_all": True})], 1):
+        response = requests.post(shadowing + path, json=body, timeout=120)
+        assert response.status_code == 200, response.text
+        wait_until(lambda: shadows(shadowing)["dropped"] == before["dropped"] + count)  # noqa: B023
+        assert shadows(shadowing) == {**before, "dropped": before["dropped"] + count}
+        again = generate(shadowing, segments=SEGMENTS)
+        assert again["output_ids"] == expected and (path == "/abort_request" or not again["meta_info"]["cached_tokens"])
+        if count < 3:
+            assert generate(shadowing, **long)["output_ids"] == answer
+            wait_until(lambda: running(shadowing) == 1)
