@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
+from sglang_lazy.config import LazyConfig
 from sglang_lazy.frontend import shadow
 from sglang_lazy.frontend.requests import layout_of
 from sglang_lazy.frontend.shadow import COUNTERS, Shadow, abort_with_all, give_way, make_idle, shadowed
@@ -255,3 +256,31 @@ def test_finished_answers_over_chunks_are_offered(layout, kind, output_ids, offe
 
     seen = []
     run(scenario)
+
+
+# where it is refused
+
+
+@pytest.mark.parametrize(
+    "field, value", [("shadow_rate", 1.5), ("shadow_rate", float("nan")), ("default_link", "half")]
+)
+def test_bad_configuration(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        LazyConfig(**{field: value})
+
+
+def test_where_nobody_would_see_it(monkeypatch):
+    """An engine, and servers without metrics, before any model is loaded."""
+    from sglang_lazy import Engine, Runtime, launch_server, plugin
+
+    monkeypatch.setattr(plugin, "activate", lambda config: None)
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
+    monkeypatch.setattr(
+        "sglang.srt.server_args.prepare_server_args", lambda argv: SimpleNamespace(enable_metrics=False)
+    )
+    with pytest.raises(ValueError, match="for an engine there is sglang_lazy.verify"):
+        Engine(model_path="m", lazy_shadow_rate=0.1, enable_metrics=True)
+    with pytest.raises(ValueError, match="add --enable-metrics"):
+        Runtime(model_path="m", lazy_shadow_rate=0.1)
+    with pytest.raises(SystemExit, match="error: --lazy-shadow-rate publishes its result as metrics"):
+        launch_server.main(["--model-path", "m", "--lazy-shadow-rate", "0.1"])
