@@ -11,9 +11,11 @@ from collections.abc import Callable
 
 import requests
 import torch
-from sample import load_sample, to_segments, without_chunks
+from sample import load_sample, without_chunks
 from serving import Client, Generation, ServerError, log_tail
 from tiny_model import CACHE, tiny_server
+
+from sglang_lazy.verify.prompts import retrieval_segments
 
 LOG = CACHE / "demo-server.log"
 MAX_NEW_TOKENS = 8
@@ -23,7 +25,7 @@ LIVE = sys.stdout.isatty()
 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
-    prompts = [to_segments(request) for request in load_sample()]
+    prompts = [retrieval_segments(request) for request in load_sample()]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
     print(f"sglang-lazy on {device}: {len(prompts)} real questions, each with its 10 documents in an order of its own.")
     print("The model is small and its weights are random, so the answers are noise. The work and the reuse are real.")

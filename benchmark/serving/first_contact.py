@@ -24,9 +24,11 @@ import requests
 from environment import describe_environment
 from models import model_flags, model_path
 from prompts import as_chunks, as_plain, chunk, random_tokens, text
-from sample import load_sample, to_segments, without_chunks
+from sample import load_sample, without_chunks
 from serving import Client, Generation, ServerError, device_flags, log_tail, running_server
 from tqdm import tqdm
+
+from sglang_lazy.verify.prompts import retrieval_segments
 
 QUESTION_TOKENS = 32
 TTFT_TOKENS = 8
@@ -137,7 +139,7 @@ def measure_synthetic(client: Client, results: Results, name: str, rng: random.R
 
 def measure_real(client: Client, results: Results, repetitions: int) -> None:
     """The sample's requests one after another from an empty cache, then all of them again."""
-    prompts = [to_segments(request) for request in load_sample()]
+    prompts = [retrieval_segments(request) for request in load_sample()]
     for prompt, form in (("chunks", as_chunks), ("plain", lambda segments: as_chunks(without_chunks(segments)))):
         samples: dict[str, list[Generation]] = {"first pass": [], "again": []}
         for repetition in tqdm(range(repetitions + 1), desc=f"real {prompt}", leave=False, disable=None):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang_lazy.engine import Engine
     from sglang_lazy.runtime import Runtime
 
-__all__ = ["Engine", "LazyConfig", "Runtime", "chunk"]
+__all__ = ["Engine", "LazyConfig", "Runtime", "chunk", "link"]
 
 _LAZY = {"Engine": "sglang_lazy.engine", "Runtime": "sglang_lazy.runtime"}
 
@@ -31,6 +31,16 @@ def chunk(text: str) -> "SglExpr":
     return make_chunk(text)
 
 
+def link(how: str) -> "SglExpr":
+    """How a program of SGLang's frontend language wants its prompts with chunks answered, from here on: block or full.
+
+    Appended like text, as `sgl.link(…)`; adds none. Without it the server's default holds. Raises ValueError on others.
+    """
+    from sglang_lazy.frontend.language import make_link
+
+    return make_link(how)
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -38,7 +48,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _OfferChunk(importlib.abc.MetaPathFinder):
-    """Adds `sglang.chunk` when a program imports sglang after us, without importing it for those that never do."""
+    """Adds ours to `sglang` when a program imports it after us, without importing it for those that never do."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname != "sglang":
@@ -50,13 +60,17 @@ class _OfferChunk(importlib.abc.MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 execute(module)
-                module.chunk = chunk
+                _offer(module)
 
             spec.loader.exec_module = exec_module
         return spec
 
 
+def _offer(module: types.ModuleType) -> None:
+    module.chunk, module.link = chunk, link
+
+
 if "sglang" in sys.modules:
-    sys.modules["sglang"].chunk = chunk
+    _offer(sys.modules["sglang"])
 else:
     sys.meta_path.insert(0, _OfferChunk())

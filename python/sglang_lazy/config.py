@@ -11,6 +11,7 @@ ENV_VAR = "SGLANG_LAZY"
 
 LinkBackend = Literal["auto", "torch", "triton", "cuda"]
 LinkMethod = Literal["attention", "materialize"]
+RequestLink = Literal["block", "full"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,13 +22,22 @@ class LazyConfig:
     link_backend: LinkBackend = "auto"
     max_chunks: int = 256
     fallback: bool = False
+    default_link: RequestLink = "block"
+    shadow_rate: float = 0.0
 
     def __post_init__(self):
-        for name, choices in (("link", get_args(LinkMethod)), ("link_backend", get_args(LinkBackend))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for name, kind in (("link", LinkMethod), ("link_backend", LinkBackend), ("default_link", RequestLink)):
+            if getattr(self, name) not in get_args(kind):
+                raise ValueError(f"{name} must be one of {get_args(kind)}, got {getattr(self, name)!r}")
         if self.max_chunks < 1:
             raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
+        if not 0 <= self.shadow_rate <= 1:
+            raise ValueError(f"shadow_rate must be between 0 and 1, got {self.shadow_rate}")
+
+    def check_metrics(self, enabled: bool) -> None:
+        """Raise ValueError if shadow mode is asked for where its result could not be seen."""
+        if self.shadow_rate and not enabled:
+            raise ValueError("--lazy-shadow-rate publishes its result as metrics: add --enable-metrics")
 
     def to_env(self) -> None:
         """Publish this configuration to this process and to those it spawns."""
@@ -67,7 +77,22 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-fallback",
         action="store_true",
         help="Where chunk reuse does not fit the model or the flags, serve without it (prompts with chunks are then "
-        "answered with a 400) instead of refusing to start.",
+        "answered with a 400 unless their link is full) instead of refusing to start.",
+    )
+    group.add_argument(
+        "--lazy-default-link",
+        choices=get_args(RequestLink),
+        default=LazyConfig.default_link,
+        help="How prompts with chunks are answered that do not say it themselves (request field link). 'block': a "
+        "chunk sees only itself, and its KV is reused. 'full': the same tokens as one ordinary prompt, as stock "
+        "SGLang would.",
+    )
+    group.add_argument(
+        "--lazy-shadow-rate",
+        type=float,
+        default=LazyConfig.shadow_rate,
+        help="Fraction of the greedy answers over chunks that are made again with link full, in quiet moments, to "
+        "count on /metrics how often both agree (sglang_lazy:shadow_...). Needs --enable-metrics.",
     )
 
 

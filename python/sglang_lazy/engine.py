@@ -8,7 +8,7 @@ from sglang.srt.entrypoints import engine
 
 from sglang_lazy import plugin
 from sglang_lazy.config import LazyConfig
-from sglang_lazy.frontend.requests import to_generate_args
+from sglang_lazy.frontend.requests import refuse_without_chunks, to_generate_args
 
 
 def pop_config(kwargs: dict[str, Any]) -> LazyConfig:
@@ -29,7 +29,10 @@ class Engine(engine.Engine):
     """
 
     def __init__(self, **kwargs: Any):
-        plugin.activate(pop_config(kwargs))
+        config = pop_config(kwargs)
+        if config.shadow_rate:
+            raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
+        plugin.activate(config)
         server_args = kwargs.get("server_args")
         if server_args is not None and server_args.radix_cache_backend is None:  # made before the plugin was there
             server_args.override("sglang_lazy", radix_cache_backend=plugin.CACHE_BACKEND)
@@ -42,15 +45,20 @@ class Engine(engine.Engine):
         *args: Any,
         segments: Any = None,
         salt: Any = None,
+        link: Any = None,
         **kwargs: Any,
     ) -> dict | list[dict] | Iterator[dict]:
         """`sgl.Engine.generate` with `segments` (one prompt, or a list of prompts) in place of `prompt`.
 
-        salt: private namespace of the chunks, one for all prompts or one for each. Raises ValueError on bad input.
+        salt: private namespace of the chunks. link: "block" to reuse chunks, "full" to answer the same tokens as one
+        ordinary prompt, None for the default of the engine. Each is one for all prompts or one for each. Raises
+        ValueError on bad input.
         """
-        if segments is None and salt is None:
+        if segments is None:
+            refuse_without_chunks(salt, link, "segments")
             return super().generate(prompt, sampling_params, *args, **kwargs)
-        return super().generate(**self._segmented(prompt, sampling_params, args, segments, salt, kwargs))
+        request = self._segmented(prompt, sampling_params, args, segments, salt, link, kwargs)
+        return super().generate(**request)
 
     async def async_generate(
         self,
@@ -59,18 +67,26 @@ class Engine(engine.Engine):
         *args: Any,
         segments: Any = None,
         salt: Any = None,
+        link: Any = None,
         **kwargs: Any,
     ) -> dict | list[dict] | AsyncIterator[dict]:
         """`generate` for use in an event loop."""
-        if segments is None and salt is None:
+        if segments is None:
+            refuse_without_chunks(salt, link, "segments")
             return await super().async_generate(prompt, sampling_params, *args, **kwargs)
-        return await super().async_generate(**self._segmented(prompt, sampling_params, args, segments, salt, kwargs))
+        request = self._segmented(prompt, sampling_params, args, segments, salt, link, kwargs)
+        return await super().async_generate(**request)
 
     def _segmented(
-        self, prompt: Any, sampling_params: Any, args: tuple, segments: Any, salt: Any, kwargs: dict[str, Any]
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        args: tuple,
+        segments: Any,
+        salt: Any,
+        link: Any,
+        kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        if segments is None:
-            raise ValueError("salt keeps chunks apart and needs a prompt given as segments")
         if prompt is not None or args or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
-        return {**kwargs, **to_generate_args(self.tokenizer_manager, segments, salt, sampling_params)}
+        return {**kwargs, **to_generate_args(self.tokenizer_manager, segments, salt, sampling_params, link)}

@@ -58,6 +58,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     load_plugins()
     server_args = prepare_server_args(rest)
+    try:
+        config.check_metrics(server_args.enable_metrics)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     if not config.fallback and (reasons := unfit_flags(server_args)):
         sys.exit(f"error: {Unfit(reasons)}")
     try:

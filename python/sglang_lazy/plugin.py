@@ -31,8 +31,22 @@ SURFACE_HOOKS = tuple(
     Hook(*row)
     for row in (
         ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.http:install_routes", "AFTER"),
-        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.requests:check_request", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.requests:prepare_request", "BEFORE"),
         (f"{_TOKENIZER_MANAGER}._wait_one_response", f"{_FRONTEND}.results:report_chunks", "AROUND"),
+        ("sglang.srt.entrypoints.http_server.set_global_state", f"{_FRONTEND}.shadow:attach", "AFTER"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_FRONTEND}.shadow:give_way", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}.abort_request", f"{_FRONTEND}.shadow:abort_with_all", "BEFORE"),
+        *(
+            (f"{_TOKENIZER_MANAGER}.{control}", f"{_FRONTEND}.shadow:make_idle", "AROUND")
+            for control in (
+                "flush_cache",
+                "release_memory_occupation",
+                "update_weights_from_disk",
+                "update_weights_from_distributed",
+                "update_weights_from_tensor",
+                "update_weights_from_ipc",
+            )
+        ),
         (
             f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request",
             f"{_FRONTEND}.chat:convert_request",

@@ -13,5 +13,7 @@ class Runtime(runtime_endpoint.Runtime):
 
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, *args: Any, **kwargs: Any):
         self.pid = None  # read by shutdown(), should this fail before the server is started
-        plugin.activate(pop_config(kwargs))
+        config = pop_config(kwargs)
+        config.check_metrics(kwargs.get("enable_metrics", False))
+        plugin.activate(config)
         super().__init__(log_level, launch_timeout, *args, **kwargs)

@@ -5,7 +5,9 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
+
+from sglang_lazy.config import RequestLink
 
 LAYOUT_PARAM = "sglang_lazy"
 """Key in `SamplingParams.custom_params` under which a request's packed layout travels to the scheduler."""
@@ -72,9 +74,8 @@ def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
         raise ValueError(f"token id {bad} in a {kind} segment is outside the vocabulary of {vocab_size} tokens")
 
 
-def parse_segments(values: Any, max_chunks: int, vocab_size: int | None = None) -> list[Segment]:
-    """The segments of one prompt. Raises ValueError, naming the index, as `parse_segment` does, and for no segments
-    or more than `max_chunks` chunks."""
+def parse_segments(values: Any, vocab_size: int | None = None) -> list[Segment]:
+    """The segments of one prompt. Raises ValueError, naming the index, as `parse_segment` does, and for no segments."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"segments must be a list, got {type(values).__name__}")
     if not values:
@@ -85,7 +86,6 @@ def parse_segments(values: Any, max_chunks: int, vocab_size: int | None = None) 
             segments.append(parse_segment(value, vocab_size))
         except ValueError as error:
             raise ValueError(f"segments[{index}]: {error}") from None
-    check_num_chunks(sum(segment.is_chunk for segment in segments), max_chunks)
     return segments
 
 
@@ -95,6 +95,13 @@ def check_num_chunks(num_chunks: int, max_chunks: int) -> None:
         raise ValueError(f"the prompt has {num_chunks} chunks, at most {max_chunks} are allowed (--lazy-max-chunks)")
 
 
+def check_link(link: Any) -> RequestLink:
+    """`link` if it is one of the choices, else ValueError."""
+    if link not in get_args(RequestLink):
+        raise ValueError(f"link must be one of {', '.join(map(repr, get_args(RequestLink)))}, got {link!r:.50}")
+    return link
+
+
 def chunk_id(input_ids: Sequence[int]) -> str:
     """A chunk's name in results: the first 16 hex digits of the SHA-256 of its token ids as little-endian int64."""
     return hashlib.sha256(struct.pack(f"<{len(input_ids)}q", *input_ids)).hexdigest()[:16]
@@ -102,14 +109,20 @@ def chunk_id(input_ids: Sequence[int]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """Where the chunks of a prompt lie.
+    """Where the chunks of a prompt lie that are to be reused.
 
-    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty.
+    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty. None at all:
+        the prompt came with chunks and with `link: full`, which makes it an ordinary one.
     salt: private namespace of this request's chunks, or None for the shared one.
     """
 
     chunks: tuple[tuple[int, int], ...]
     salt: str | None = None
+
+    @property
+    def link(self) -> RequestLink:
+        """How the prompt is answered."""
+        return "block" if self.chunks else "full"
 
     def pack(self) -> str:
         """A string that survives every transport between SGLang's processes."""

@@ -185,7 +185,7 @@ def test_a_body_that_is_no_json_is_refused_as_ever(server):
 
 def test_openapi_describes_segments(server):
     schemas = requests.get(f"{server}/openapi.json", timeout=60).json()["components"]["schemas"]
-    assert {"segments", "salt", "text", "sampling_params"} <= schemas["GenerateRequest"]["properties"].keys()
+    assert {"segments", "salt", "link", "text", "sampling_params"} <= schemas["GenerateRequest"]["properties"].keys()
 
 
 # OpenAI chat
@@ -392,9 +392,23 @@ def test_engine_refuses_bad_segments(engine):
         ({"segments": [sglang_lazy.chunk("x")] * 5}, "5 chunks, at most 4"),
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
         ({"prompt": "x", "salt": "s"}, "salt keeps chunks apart"),
+        ({"prompt": "x", "link": "full"}, "link says how chunks are answered"),
+        ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full'"),
     ):
         with pytest.raises(ValueError, match=reason):
             engine.generate(**arguments, sampling_params=GREEDY)
+
+
+def test_engine_link(engine, generate):
+    segments = ["Read: ", sglang_lazy.chunk(RIVER), sglang_lazy.chunk(LIBRARY), " Who?"]
+    prompt = [text("Read: "), chunk(RIVER), chunk(LIBRARY), text(" Who?")]
+    expected = {link: generate(segments=prompt, link=link)["output_ids"] for link in ("block", "full")}
+    assert expected["block"] != expected["full"]
+    for link, answered in ((None, "block"), ("block", "block"), ("full", "full")):
+        once = engine.generate(segments=segments, sampling_params=GREEDY, link=link)
+        again = engine.async_generate(segments=[segments], sampling_params=GREEDY, link=[link])
+        for answer in (once, *engine.loop.run_until_complete(again)):
+            assert (answer["output_ids"], answer["meta_info"]["link"]) == (expected[answered], answered)
 
 
 def test_local_runtime(tiny_model):

@@ -15,6 +15,7 @@ from test_cache_machine import CHUNK, TEXT, VOCAB_SIZE, Pools, new_request
 from sglang_lazy.cache.prompt import CHUNK_NAMESPACE
 from sglang_lazy.scheduler import hooks
 from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
+from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
 A, B, C, D = ((CHUNK, (i, i + 1, i + 2, i + 3)) for i in (1, 5, 9, 12))
 QUESTION = (TEXT, (15,))
@@ -639,3 +640,26 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap, pool_size, materi
         assert req in aborted or len(req.output_ids) == req.sampling_params.max_new_tokens
     scheduler.tree_cache.evict(EvictParams(num_tokens=pool_size))
     assert scheduler.pools.slots.available_size() == pool_size
+
+
+def in_full(parts, rid):
+    """A request for `parts` with link full."""
+    req = new_request(parts, rid=rid)
+    req.sampling_params.custom_params = {LAYOUT_PARAM: PromptLayout((), "salt").pack()}
+    return req
+
+
+def test_link_full_is_an_ordinary_request():
+    scheduler = Scheduler()
+    req = in_full([A, QUESTION], "full")
+    scheduler._add_request_to_queue(req)
+    assert not is_linked(req) and req.to_finish is None and scheduler.waiting_queue == [req]
+
+
+def test_without_chunk_reuse_only_link_full_takes_chunks(monkeypatch):
+    monkeypatch.setattr(schedule_batch, "get_parallel", lambda: types.SimpleNamespace(tp_rank=0))
+    scheduler, queue = types.SimpleNamespace(tree_cache=object()), []
+    for req, refused in ((new_request([A, QUESTION], rid="block"), True), (in_full([A, QUESTION], "full"), False)):
+        hooks.add_request_to_queue(lambda _, req: queue.append(req), scheduler, req)
+        assert queue[-1] is req and (req.to_finish is not None) == refused
+    assert "without chunk reuse" in queue[0].to_finish.message

@@ -175,9 +175,48 @@ def test_marked_text_is_sent_as_segments():
     send(server, "http://host/generate", json={"text": [marked + "b", "c"]})
     assert server.calls == [
         ("http://host/lazy_info", None),
-        ("http://host/generate", {"stream": True, "segments": [text("a"), chunk("doc")]}),
-        ("http://host/generate", {"segments": [[text("a"), chunk("doc"), text("b")], [text("c")]]}),
+        ("http://host/generate", {"stream": True, "segments": [text("a"), chunk("doc")], "link": None}),
+        (
+            "http://host/generate",
+            {"segments": [[text("a"), chunk("doc"), text("b")], [text("c")]], "link": [None, None]},
+        ),
     ]
+
+
+def test_link_is_sent_beside_the_segments():
+    server, full = Server(200), MarkedText("", link="full")
+    marked = "a" + full + MarkedText("doc", ((0, 3),))
+    send(server, "http://host/generate", json={"text": marked})
+    send(server, "http://host/generate", json={"text": [marked + "b", marked + MarkedText("", link="block")]})
+    (_, one), (_, two) = server.calls[1:]
+    assert one == {"segments": [text("a"), chunk("doc")], "link": "full"}
+    assert two["link"] == ["full", "block"] and two["segments"] == [
+        [text("a"), chunk("doc"), text("b")],
+        one["segments"],
+    ]
+
+
+def test_link_follows_the_program(backend):
+    @sgl.function
+    def program(s, doc, how):
+        s += "See " + sgl.chunk(doc)
+        s += sgl.gen("default")
+        s += sgl.user(sgl.link(how) + sgl.chunk("other") + "?")
+        s.sync()
+        for fork in s.fork(2):
+            fork += sgl.gen("x")
+        s += sgl.link("block") + sgl.gen("end")
+
+    state = program.run(doc="doc", how="full", backend=backend)
+    assert state.error() is None
+    assert [prompt.link for prompt in backend.prompts] == [None, "full", "full", "full", "block"]
+    assert backend.prompts[0] == "See doc" and copy.deepcopy(backend.prompts[1]).link == "full"
+
+
+@pytest.mark.parametrize("bad", ["", "blok", None, 1])
+def test_bad_links_are_refused(bad):
+    with pytest.raises(ValueError, match="link must be one of 'block', 'full'"):
+        sgl.link(bad)
 
 
 def test_plain_text_is_sent_untouched():

@@ -6,7 +6,7 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lazy.config import ENV_VAR, LazyConfig
-from sglang_lazy.frontend.requests import check_request, layout_of, to_generate_args, with_layout
+from sglang_lazy.frontend.requests import layout_of, prepare_request, to_generate_args, with_layout
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
 
@@ -51,6 +51,29 @@ def test_batch_of_prompts_with_and_without_chunks():
     assert layout_in(args["sampling_params"][1], 1) == PromptLayout(((0, 1),), "b")
 
 
+def test_link_full_makes_an_ordinary_prompt_of_the_same_tokens():
+    block, full, plain = to_generate_args(
+        manager(),
+        [[text(1), chunk(2), text(3)]] * 2 + [[text(1)]],
+        sampling_params={"n": 1},
+        link=["block", "full", "full"],
+    )["sampling_params"]
+    assert layout_in(block, 3) == PromptLayout(((1, 2),)) and layout_in(full, 3) == PromptLayout(())
+    assert plain == {"n": 1}, "without chunks there is nothing to say"
+
+
+def test_the_servers_default_link_holds_where_none_is_given(monkeypatch):
+    monkeypatch.setattr(LazyConfig, "from_env", classmethod(lambda cls: cls(default_link="full")))
+    for link, links in ((None, "full"), ("block", "block")):
+        args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
+        assert layout_in(args["sampling_params"], 2).link == links
+
+
+def test_link_full_has_no_bound_on_chunks():
+    args = to_generate_args(manager(), [chunk(1)] * 4, link="full")
+    assert args["input_ids"] == [1] * 4 and layout_in(args["sampling_params"], 4).link == "full"
+
+
 def test_the_servers_default_custom_params_still_apply():
     server = manager()
     server.preferred_sampling_params = {"custom_params": {"default": 1}}
@@ -80,6 +103,16 @@ def test_bad_input(segments, salt, params, reason):
         to_generate_args(manager(), segments, salt, params)
 
 
+@pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
+def test_bad_link(link):
+    with pytest.raises(
+        ValueError, match="link must be one of 'block', 'full', got|link has 1 entries for a batch of 2"
+    ):
+        to_generate_args(manager(), [[chunk(1)]] * 2, link=link)
+    with pytest.raises(ValueError, match="link must be one of 'block', 'full', got"):
+        to_generate_args(manager(), [chunk(1)], link=link)
+
+
 def request(**fields):
     layout = PromptLayout(((2, 5), (6, 8)))
     fields = {"input_ids": list(range(10)), "sampling_params": with_layout(None, layout, manager()), **fields}
@@ -87,7 +120,7 @@ def request(**fields):
 
 
 def check(obj, server=None):
-    check_request(server or manager(), obj, obj.input_ids)
+    prepare_request(server or manager(), obj, obj.input_ids)
 
 
 def test_chunks_alone_pass():
@@ -97,7 +130,7 @@ def test_chunks_alone_pass():
 
 def test_ordinary_requests_are_none_of_its_business():
     for obj in (GenerateReqInput(text="x", lora_path="a", sampling_params={}), EmbeddingReqInput(text="x")):
-        check_request(None, obj, [1])
+        prepare_request(None, obj, [1])
         assert layout_of(obj) is None
 
 
@@ -121,12 +154,27 @@ def test_prompt_logprobs_start_after_the_last_chunk(start, fits):
             check(obj)
 
 
+def test_link_full_goes_with_everything_and_keeps_its_salt():
+    full = {"custom_params": {LAYOUT_PARAM: PromptLayout((), "tenant").pack()}}
+    keys = []
+    for extra_key in (None, "a", "a"):
+        obj = request(
+            sampling_params=full, lora_path="a", return_logprob=True, logprob_start_len=0, extra_key=extra_key
+        )
+        check(obj)
+        keys.append(obj.extra_key)
+    assert keys[0] != keys[1] == keys[2] and all(isinstance(key, str) and "tenant" in key for key in keys)
+    unsalted = request(sampling_params={"custom_params": {LAYOUT_PARAM: PromptLayout(()).pack()}}, extra_key="a")
+    check(unsalted)
+    assert unsalted.extra_key == "a"
+
+
 def test_a_forged_layout_is_checked():
     params = {"custom_params": {LAYOUT_PARAM: PromptLayout(((0, 11),)).pack()}}
     with pytest.raises(ValueError, match="beyond the prompt's 10 tokens"):
         check(request(sampling_params=params))
     with pytest.raises(ValueError, match="must come with the input_ids"):
-        check_request(manager(), GenerateReqInput(text="x", sampling_params=params), [1] * 11)
+        prepare_request(manager(), GenerateReqInput(text="x", sampling_params=params), [1] * 11)
     many = {"custom_params": {LAYOUT_PARAM: PromptLayout(tuple((i, i + 1) for i in range(4))).pack()}}
     with pytest.raises(ValueError, match="4 chunks, at most 3"):
         check(request(sampling_params=many))

@@ -72,6 +72,14 @@ def test_without_details_nothing_is_a_hit():
     assert last["cached_tokens_details"] is None
 
 
+def test_link_is_said_of_prompts_that_came_with_chunks():
+    full = request(sampling_params={"custom_params": {LAYOUT_PARAM: PromptLayout(()).pack()}})
+    first, last = collect(full, output(), output({"type": "stop"}, cached_tokens=3))
+    assert "link" not in first and last["link"] == "full"
+    assert "chunks" not in last and last["cached_tokens_details"] is None and type(last["cached_tokens"]) is int
+    assert collect(request(), output({"type": "stop"}))[0]["link"] == "block"
+
+
 def test_ordinary_requests_are_untouched():
     out = output({"type": "stop"}, cached_tokens=3)
     (last,) = collect(SimpleNamespace(input_ids=IDS, sampling_params={}), out)

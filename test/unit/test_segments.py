@@ -9,7 +9,7 @@ from sglang_lazy.segments import PromptLayout, Segment, chunk_id, parse_segment,
 
 def test_accepted_forms():
     values = ["plain", {"type": "text", "input_ids": [1, 2]}, {"type": "chunk", "text": "doc", "input_ids": None}]
-    assert parse_segments(values, max_chunks=4, vocab_size=8) == [
+    assert parse_segments(values, vocab_size=8) == [
         Segment(False, text="plain"),
         Segment(False, input_ids=[1, 2]),
         Segment(True, text="doc"),
@@ -41,7 +41,7 @@ def test_accepted_forms():
 )
 def test_refusals_name_the_segment(value, reason):
     with pytest.raises(ValueError) as error:
-        parse_segments(["first", value], max_chunks=4, vocab_size=8)
+        parse_segments(["first", value], vocab_size=8)
     assert str(error.value).startswith("segments[1]: ")
     assert reason in str(error.value)
 
@@ -51,14 +51,7 @@ def test_refusals_name_the_segment(value, reason):
 )
 def test_no_segments(values, reason):
     with pytest.raises(ValueError, match=reason):
-        parse_segments(values, max_chunks=4)
-
-
-def test_number_of_chunks_is_bounded():
-    chunk = {"type": "chunk", "text": "x"}
-    assert len(parse_segments([chunk] * 3 + ["text"] * 9, max_chunks=3)) == 12
-    with pytest.raises(ValueError, match="4 chunks, at most 3 are allowed"):
-        parse_segments([chunk] * 4, max_chunks=3)
+        parse_segments(values)
 
 
 def test_chunk_id_is_the_hash_of_the_tokens():
@@ -68,9 +61,10 @@ def test_chunk_id_is_the_hash_of_the_tokens():
     assert chunk_id(tuple(ids)) == chunk_id(ids) != chunk_id(ids[::-1])
 
 
-def test_layout_survives_packing():
-    layout = PromptLayout(((0, 3), (3, 5)), salt="tenant é")
-    assert PromptLayout.unpack(layout.pack(), 5) == layout
+@pytest.mark.parametrize("chunks, link", [(((0, 3), (3, 5)), "block"), ((), "full")])
+def test_layout_survives_packing(chunks, link):
+    layout = PromptLayout(chunks, salt="tenant é")
+    assert PromptLayout.unpack(layout.pack(), 5) == layout and layout.link == link
 
 
 @pytest.mark.parametrize(

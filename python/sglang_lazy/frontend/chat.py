@@ -9,7 +9,13 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
-from sglang_lazy.frontend.requests import check_salt, segment_tokenizer, with_layout
+from sglang_lazy.frontend.requests import (
+    check_salt,
+    choose_link,
+    refuse_without_chunks,
+    segment_tokenizer,
+    with_layout,
+)
 from sglang_lazy.frontend.tokenization import SegmentTokenizer, TokenizedPrompt
 from sglang_lazy.segments import Segment, parse_segment
 
@@ -68,9 +74,10 @@ def _is_chunk(part: Any) -> bool:
 
 
 class ChatRequest(ChatCompletionRequest):
-    """SGLang's chat request with chunk parts and their salt."""
+    """SGLang's chat request with chunk parts, their salt and their link."""
 
     salt: str | None = None
+    link: str | None = None
     _chunk_parts: ChunkParts = PrivateAttr(default_factory=ChunkParts)
 
     @model_validator(mode="wrap")
@@ -129,7 +136,10 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
 
     Runs the stock conversion on a copy of `serving` whose tokenizer keeps the placeholders apart.
     """
-    if not isinstance(request, ChatRequest) or not request.has_chunks:
+    if not isinstance(request, ChatRequest):
+        return convert(serving, request, raw_request)
+    if not request.has_chunks:
+        refuse_without_chunks(None, request.link, "chunk parts")
         return convert(serving, request, raw_request)
     manager, chunk_parts = serving.tokenizer_manager, request._chunk_parts
     _check(manager, request)
@@ -140,7 +150,8 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     adapted, request = convert(view, request, raw_request)
     prompt = fill_placeholders(adapted.input_ids, tokenizer.tokens(chunks), chunk_parts.names)
     adapted.input_ids = prompt.input_ids
-    adapted.sampling_params = with_layout(adapted.sampling_params, prompt.layout(check_salt(request.salt)), manager)
+    layout = prompt.layout(choose_link(request.link), check_salt(request.salt))
+    adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
     return adapted, request
 
 

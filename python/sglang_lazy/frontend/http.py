@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_lazy.config import LazyConfig
 from sglang_lazy.frontend.chat import ChatRequest
 from sglang_lazy.frontend.language import INFO_ROUTE
-from sglang_lazy.frontend.requests import to_generate_args
+from sglang_lazy.frontend.requests import refuse_without_chunks, to_generate_args
 from sglang_lazy.frontend.results import extend_protocol
 
 
@@ -24,6 +24,7 @@ class GenerateRequest(GenerateReqInput):
 
     segments: Any = None
     salt: Any = None
+    link: Any = None
 
 
 async def generate(obj: GenerateRequest, request: Request) -> Response:
@@ -32,8 +33,8 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
     try:
         if obj.segments is not None:
             _take_segments(plain, obj)
-        elif obj.salt is not None:
-            raise ValueError("salt keeps chunks apart and needs a prompt given as segments (use extra_key for text)")
+        else:
+            refuse_without_chunks(obj.salt, obj.link, "segments")
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
     response = await http_server.generate_request(plain, request)
@@ -45,7 +46,7 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
         if getattr(obj, field) is not None:
             raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
     manager = http_server.get_global_state().tokenizer_manager
-    for field, value in to_generate_args(manager, obj.segments, obj.salt, obj.sampling_params).items():
+    for field, value in to_generate_args(manager, obj.segments, obj.salt, obj.sampling_params, obj.link).items():
         setattr(plain, field, value)
 
 

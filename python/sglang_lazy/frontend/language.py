@@ -1,14 +1,16 @@
-"""`sgl.chunk()` in SGLang's frontend language: a program's text remembers where its chunks lie.
+"""`sgl.chunk()` and `sgl.link()` in SGLang's frontend language: a program's text remembers where its chunks lie.
 
-The interpreter keeps a program's prompt as one string. `MarkedText` is a string that carries the positions of chunks
-through the operations the interpreter uses on it, beside the characters and not among them: no document can forge a
-boundary, and users see plain text. When such a string is sent, it is sent as segments.
+The interpreter keeps a program's prompt as one string. `MarkedText` is a string that carries the positions of chunks,
+and their link, through the operations the interpreter uses on it, beside the characters and not among them: no document
+can forge a boundary, and users see plain text. When such a string is sent, it is sent as segments.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 from sglang.lang.ir import SglConstantText, SglExpr
+
+from sglang_lazy.segments import check_link
 
 INFO_ROUTE = "/lazy_info"
 """Answered by servers that understand chunks; unknown to stock SGLang."""
@@ -17,17 +19,22 @@ _known_servers: set[str] = set()
 
 
 class MarkedText(str):
-    """A string in which `chunks`, ordered and disjoint (start, end) positions of characters, are chunks."""
+    """A string in which `chunks`, ordered and disjoint (start, end) positions of characters, are chunks.
+
+    link: how a prompt of this text is answered, None for the server's default. Of two joined strings, the later counts.
+    """
 
     chunks: tuple[tuple[int, int], ...]
+    link: str | None
 
-    def __new__(cls, text: str, chunks: tuple[tuple[int, int], ...] = ()) -> "MarkedText":
+    def __new__(cls, text: str, chunks: tuple[tuple[int, int], ...] = (), link: str | None = None) -> "MarkedText":
         self = super().__new__(cls, text)
         self.chunks = chunks
+        self.link = link
         return self
 
     def __getnewargs__(self):
-        return str.__str__(self), self.chunks
+        return str.__str__(self), self.chunks, self.link
 
     def __str__(self) -> "MarkedText":
         return self
@@ -35,12 +42,14 @@ class MarkedText(str):
     def __add__(self, other: str) -> "MarkedText":
         if not isinstance(other, str):
             return NotImplemented
-        return MarkedText(super().__add__(other), self.chunks + _shift(_chunks(other), len(self)))
+        chunks = self.chunks + _shift(_chunks(other), len(self))
+        return MarkedText(super().__add__(other), chunks, _link(other) or self.link)
 
     def __radd__(self, other: str) -> "MarkedText":
         if not isinstance(other, str):
             return NotImplemented
-        return MarkedText(str.__add__(other, self), _chunks(other) + _shift(self.chunks, len(other)))
+        chunks = _chunks(other) + _shift(self.chunks, len(other))
+        return MarkedText(str.__add__(other, self), chunks, self.link or _link(other))
 
     def __getitem__(self, key: Any) -> str:
         """A slice keeps the chunks that lie in it whole."""
@@ -49,7 +58,7 @@ class MarkedText(str):
             return text
         start, stop, step = key.indices(len(self))
         kept = tuple(span for span in self.chunks if step == 1 and start <= span[0] and span[1] <= stop)
-        return MarkedText(text, _shift(kept, -start))
+        return MarkedText(text, _shift(kept, -start), self.link)
 
     def segments(self) -> list[dict[str, str]]:
         """The text as a request carries it, without empty segments."""
@@ -63,6 +72,10 @@ class MarkedText(str):
 
 def _chunks(text: str) -> tuple[tuple[int, int], ...]:
     return text.chunks if isinstance(text, MarkedText) else ()
+
+
+def _link(text: str) -> str | None:
+    return text.link if isinstance(text, MarkedText) else None
 
 
 def _shift(chunks: tuple[tuple[int, int], ...], offset: int) -> tuple[tuple[int, int], ...]:
@@ -97,6 +110,14 @@ def make_chunk(text: Any) -> SglExpr:
     return Chunk(text)
 
 
+def make_link(how: Any) -> SglExpr:
+    """Text without characters that carries `how`; see `sglang_lazy.link`."""
+    connect()
+    if isinstance(how, SglExpr):  # an argument without a value, while SGLang traces a program
+        return how
+    return SglConstantText(MarkedText("", link=check_link(how)))
+
+
 def connect() -> None:
     """Let `RuntimeEndpoint` send chunks. Done when a program makes its first one: making one is asking for it."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -121,6 +142,7 @@ def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
     _check_server(stock, url.removesuffix("/generate"), **kwargs)
     json = {key: value for key, value in json.items() if key != "text"}
     json["segments"] = [_segments(item) for item in text] if isinstance(text, list) else _segments(text)
+    json["link"] = [_link(item) for item in text] if isinstance(text, list) else _link(text)
     return stock(url, json, **kwargs)
 
 

@@ -1,11 +1,12 @@
 """Requests with segments: from what a user sent to the token ids and the layout that the scheduler gets."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.config import LazyConfig
+from sglang_lazy.config import LazyConfig, RequestLink
 from sglang_lazy.frontend.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
-from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
+from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, Segment, check_link, check_num_chunks, parse_segments
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
 
@@ -47,38 +48,38 @@ def is_batch(segments: Any) -> bool:
 
 
 def to_generate_args(
-    tokenizer_manager: Any, segments: Any, salt: Any = None, sampling_params: Any = None
+    tokenizer_manager: Any, segments: Any, salt: Any = None, sampling_params: Any = None, link: Any = None
 ) -> dict[str, Any]:
     """`input_ids` and `sampling_params` of the request that `segments` (one prompt, or a list of prompts) stand for.
 
-    salt: one for all prompts or a list with one for each. Raises ValueError, naming the segment, on bad input.
+    salt, link: one for all prompts or a list with one for each. Raises ValueError, naming the segment, on bad input.
     """
     if not is_batch(segments):
-        prompt = _prompt(tokenizer_manager, segments)
-        return {
-            "input_ids": prompt.input_ids,
-            "sampling_params": with_layout(sampling_params, prompt.layout(check_salt(salt)), tokenizer_manager),
-        }
+        input_ids, layout = _prompt(tokenizer_manager, segments, salt, link)
+        return {"input_ids": input_ids, "sampling_params": with_layout(sampling_params, layout, tokenizer_manager)}
     salts = _spread("salt", salt, len(segments))
+    links = _spread("link", link, len(segments))
     params = _spread("sampling_params", sampling_params, len(segments))
     input_ids, merged = [], []
-    for index, (values, prompt_salt, prompt_params) in enumerate(zip(segments, salts, params, strict=True)):
+    for index, values in enumerate(segments):
         try:
-            prompt = _prompt(tokenizer_manager, values)
-            layout = prompt.layout(check_salt(prompt_salt))
+            prompt_ids, layout = _prompt(tokenizer_manager, values, salts[index], links[index])
         except ValueError as error:
             raise ValueError(f"prompt {index} of the batch: {error}") from None
-        input_ids.append(prompt.input_ids)
-        merged.append(with_layout(prompt_params, layout, tokenizer_manager))
+        input_ids.append(prompt_ids)
+        merged.append(with_layout(params[index], layout, tokenizer_manager))
     return {"input_ids": input_ids, "sampling_params": merged}
 
 
-def _prompt(tokenizer_manager: Any, values: Any) -> TokenizedPrompt:
-    segments = parse_segments(values, _max_chunks(), tokenizer_manager.model_config.vocab_size)
+def _prompt(tokenizer_manager: Any, values: Any, salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
+    salt, link = check_salt(salt), choose_link(link)
+    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
+    if link == "block":
+        check_num_chunks(sum(segment.is_chunk for segment in segments), _config().max_chunks)
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
-    return prompt
+    return prompt.input_ids, prompt.layout(link, salt)
 
 
 def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
@@ -89,8 +90,8 @@ def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
     return list(value)
 
 
-def _max_chunks() -> int:
-    return (LazyConfig.from_env() or LazyConfig()).max_chunks
+def _config() -> LazyConfig:
+    return LazyConfig.from_env() or LazyConfig()
 
 
 def check_salt(salt: Any) -> str | None:
@@ -98,6 +99,19 @@ def check_salt(salt: Any) -> str | None:
     if salt is not None and (not isinstance(salt, str) or not salt):
         raise ValueError(f"salt must be a non-empty string, got {salt!r:.50}")
     return salt
+
+
+def choose_link(link: Any) -> RequestLink:
+    """`link`, or the server's default where it is None. Raises ValueError if it is neither block nor full."""
+    return _config().default_link if link is None else check_link(link)
+
+
+def refuse_without_chunks(salt: Any, link: Any, form: str) -> None:
+    """Raise ValueError if a prompt that is not given in the `form` for chunks comes with what is meant for chunks."""
+    if salt is not None:
+        raise ValueError(f"salt keeps chunks apart and needs a prompt given as {form}")
+    if link is not None:
+        raise ValueError(f"link says how chunks are answered and needs a prompt given as {form}")
 
 
 def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_manager: Any) -> dict[str, Any]:
@@ -128,10 +142,11 @@ def _packed_layout(obj: Any) -> Any:
     return custom_params.get(LAYOUT_PARAM) if isinstance(custom_params, Mapping) else None
 
 
-def check_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> None:
-    """Hook before `TokenizerManager._validate_one_request`: what chunks do not go together with.
+def prepare_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> None:
+    """Hook before `TokenizerManager._validate_one_request`, the one place that every request passes.
 
-    The one place that every request passes, whichever surface it came from. Raises ValueError, answered with a 400.
+    Refuses what chunks do not go together with, by a ValueError, answered with a 400. Where link is full, there are no
+    chunks to keep apart: the salt becomes part of the key that SGLang keeps whole prompts apart by.
     """
     packed = _packed_layout(obj)
     if packed is None:
@@ -139,11 +154,15 @@ def check_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> Non
     if obj.input_ids is None:
         raise ValueError("a prompt layout must come with the input_ids that it describes")
     layout = PromptLayout.unpack(packed, len(input_ids))
-    check_num_chunks(len(layout.chunks), _max_chunks())
+    if layout.link == "full":
+        if layout.salt is not None:
+            obj.extra_key = json.dumps([obj.extra_key, layout.salt])
+        return
+    check_num_chunks(len(layout.chunks), _config().max_chunks)
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
-    chunks_end = layout.chunks[-1][1] if layout.chunks else 0
+    chunks_end = layout.chunks[-1][1]
     start = getattr(obj, "logprob_start_len", None)
     if getattr(obj, "return_logprob", False) and start is not None and 0 <= start < chunks_end:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Results that say what was reused: `meta_info.chunks`, cached token counts and OpenAI usage."""
+"""Results that say what was reused: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -6,6 +6,7 @@ from http import HTTPStatus
 from typing import Any
 
 from sglang_lazy.frontend.requests import layout_of
+from sglang_lazy.frontend.shadow import shadowed
 from sglang_lazy.segments import PromptLayout, chunk_id
 
 _REUSE_ATTR = "_sglang_lazy_reuse"
@@ -36,7 +37,7 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
 
 
 def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict]:
-    """Hook around `TokenizerManager._wait_one_response`: add the chunk report to a request's last output.
+    """Hook around `TokenizerManager._wait_one_response`: add link and chunk report to a request's last output.
 
     A request that the scheduler refuses raises ValueError in a stream too, so that surfaces can answer with a 400.
     """
@@ -44,8 +45,9 @@ def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any
     layout = layout_of(obj)
     if layout is None:
         return outputs
-    logical_rid = tokenizer_manager.child_rid_to_logical_rid.get(obj.rid)
-    return _report(outputs, layout, obj, tokenizer_manager.rid_to_state.get(logical_rid))
+    states = tokenizer_manager.rid_to_state
+    parent = states.get(tokenizer_manager.child_rid_to_logical_rid.get(obj.rid))
+    return shadowed(_report(outputs, layout, obj, parent), tokenizer_manager, obj, layout, states.get(obj.rid))
 
 
 async def _report(outputs: AsyncIterator[dict], layout: PromptLayout, obj: Any, parent: Any) -> AsyncIterator[dict]:
@@ -62,6 +64,10 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
     if refused and (parent is not None or getattr(obj, "is_single", False)):  # not where others share the stream
         raise ValueError(finish_reason["message"])
+    if finish_reason is not None:
+        meta_info["link"] = layout.link
+    if layout.link == "full":
+        return
     if "cached_tokens" not in meta_info:
         return  # it was aborted or timed out in the waiting queue: SGLang reports no counts
     details = dict(meta_info.get("cached_tokens_details") or {})

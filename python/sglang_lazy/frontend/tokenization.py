@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from sglang_lazy.config import RequestLink
 from sglang_lazy.segments import PromptLayout, Segment
 
 _SENTINELS = ("\n", ".", "x")
@@ -18,9 +19,11 @@ class TokenizedPrompt(NamedTuple):
     input_ids: list[int]
     chunks: tuple[tuple[int, int], ...]
 
-    def layout(self, salt: str | None) -> PromptLayout | None:
-        """What travels with the request; None for a prompt without chunks, which is an ordinary one."""
-        return PromptLayout(self.chunks, salt) if self.chunks else None
+    def layout(self, link: RequestLink, salt: str | None) -> PromptLayout | None:
+        """What travels with the request; None for a prompt without chunks."""
+        if not self.chunks:
+            return None
+        return PromptLayout(self.chunks if link == "block" else (), salt)
 
 
 def concatenate(

@@ -63,7 +63,7 @@ class ChunkAdmission:
             return
         try:
             layout = requested_layout(req)
-            if layout is None or not layout.chunks:
+            if layout is None:
                 return
             check_request(req, layout, self.max_chunks)
             prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)

@@ -28,7 +28,7 @@ def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None
     admission = admission_of(scheduler)
     if admission is None:
         if req.to_finish is None and requested_layout(req) is not None:
-            req.set_finish_with_abort("this server runs without chunk reuse: it takes no chunks")
+            req.set_finish_with_abort("this server runs without chunk reuse: it takes chunks only with link full")
     elif is_fill(req):
         return admission.requeue_fill(req)
     else:

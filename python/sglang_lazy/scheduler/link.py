@@ -60,11 +60,12 @@ class Link:
 
 
 def requested_layout(req: Any) -> PromptLayout | None:
-    """The layout that came with `req`, or None for an ordinary request. Raises ValueError if it is malformed."""
+    """The layout that came with `req`, or None where no chunk is to be reused. Raises ValueError if it is malformed."""
     params = req.sampling_params.custom_params
     if not isinstance(params, dict) or LAYOUT_PARAM not in params:
         return None
-    return PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
+    layout = PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
+    return layout if layout.link == "block" else None
 
 
 def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:

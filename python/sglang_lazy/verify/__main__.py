@@ -1,0 +1,108 @@
+"""Command: compare answers with and without chunk reuse, on your prompts, and judge.
+
+Either starts the model in this process (--model-path; flags of SGLang's and of ours follow after --) or asks a running
+server (--url). The prompts file has one JSON object per line: segments as in /generate, or docs (title, text) and
+question; and answers, a list of gold answers, if there are any.
+
+Exit status: 0 if every threshold holds or none was set, 1 if one does not, 2 if there is no result.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from sglang_lazy.verify import Report, Thresholds, connect, verify
+from sglang_lazy.verify.compare import Generate
+from sglang_lazy.verify.prompts import read_prompts
+
+
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and those after -- for the engine. Exits on bad ones."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_lazy.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s (--model-path PATH | --url URL) --prompts FILE [options] [-- flags of the engine]",
+    )
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model-path", help="model to start")
+    where.add_argument("--url", help="server to ask, one of sglang_lazy.launch_server")
+    parser.add_argument("--api-key", help="key of the server at --url")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines file")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="most tokens of an answer (default: 32)")
+    parser.add_argument("--stop", action="append", help="text that ends an answer; may be given several times")
+    parser.add_argument("--out", type=Path, help="file for the report as JSON, every prompt's answers included")
+    for field in dataclasses.fields(Thresholds):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=float, metavar="X", help=_HELP[field.name])
+    argv = list(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    args, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    if args.url and flags:
+        parser.error("flags after -- are for an engine that is started here, with --model-path")
+    if args.model_path and args.api_key:
+        parser.error("--api-key goes with --url")
+    if args.max_new_tokens < 1:
+        parser.error("--max-new-tokens must be at least 1")
+    return args, flags
+
+
+_HELP = {
+    "min_agreement": "least share of identical answers, 0..1",
+    "min_first_token_agreement": "least share of identical first tokens, 0..1",
+    "max_kl": "most KL(full || block) of the first token, mean over the prompts, in nats",
+    "max_em_drop": "most points of exact match (of 100) that block may lose",
+    "max_f1_drop": "most points of F1 (of 100) that block may lose",
+}
+
+
+@contextlib.contextmanager
+def started(model_path: str, flags: Sequence[str]) -> Iterator[Generate]:
+    """`generate` of an engine with the flags of `sglang_lazy.launch_server`."""
+    from sglang_lazy import plugin
+    from sglang_lazy.launch_server import parse_args as parse_server_args
+
+    config, rest = parse_server_args(["--model-path", model_path, "--log-level", "error", *flags])
+    plugin.activate(config)
+
+    from sglang.srt.server_args import prepare_server_args
+
+    from sglang_lazy.engine import Engine
+
+    options = {f"lazy_{name}": value for name, value in dataclasses.asdict(config).items()}
+    with Engine(server_args=prepare_server_args(rest), **options) as engine:
+        yield engine.generate
+
+
+def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
+    """The report that `args` ask for. Raises ValueError where there can be none."""
+    thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Thresholds)})
+    prompts = list(read_prompts(args.prompts))
+    thresholds.check(has_answers=any(prompt.get("answers") for prompt in prompts))  # before a model is started
+    source = (
+        started(args.model_path, flags) if args.model_path else contextlib.nullcontext(connect(args.url, args.api_key))
+    )
+    with source as generate:
+        return verify(generate, prompts, thresholds, max_new_tokens=args.max_new_tokens, stop=args.stop)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print the report, write it if asked to, and exit with the verdict."""
+    args, flags = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        report = run(args, flags)
+        if args.out is not None:
+            args.out.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(report)
+    sys.exit(1 if report.passed is False else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A running server, called like an engine."""
+
+from typing import Any
+
+import requests
+
+from sglang_lazy.verify.compare import Generate
+
+
+def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Generate:
+    """A function that takes the fields of `/generate` and gives its results, from the server at `url`.
+
+    timeout: seconds for one call. Raises ValueError, here and in calls, if the server cannot be reached, does not
+    understand chunks or refuses a request.
+    """
+    session = requests.Session()
+    if api_key is not None:
+        session.headers["Authorization"] = f"Bearer {api_key}"
+
+    def call(method: str, path: str, body: dict[str, Any] | None = None) -> requests.Response:
+        try:
+            return session.request(method, url.rstrip("/") + path, json=body, timeout=timeout)
+        except requests.RequestException as error:
+            raise ValueError(f"no answer from {url}: {error}") from None
+
+    def generate(**fields: Any) -> Any:
+        response = call("POST", "/generate", fields)
+        if not response.ok:
+            raise ValueError(f"{url} answered {response.status_code}: {response.text[:500]}")
+        return response.json()
+
+    info = call("GET", "/lazy_info")
+    if not info.ok:
+        raise ValueError(f"{url}/lazy_info answered {info.status_code}: is it a server of sglang_lazy.launch_server?")
+    return generate

@@ -1,0 +1,286 @@
+"""Shadow mode against a stand-in for SGLang: what is compared, what is counted, and that users come first."""
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import AbortReq
+
+from sglang_lazy.config import LazyConfig
+from sglang_lazy.frontend import shadow
+from sglang_lazy.frontend.requests import layout_of
+from sglang_lazy.frontend.shadow import COUNTERS, Shadow, abort_with_all, give_way, make_idle, shadowed
+from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+
+LAYOUT = PromptLayout(((0, 2),), salt="tenant")
+ANSWER = [7, 8, 9]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch):
+    monkeypatch.setattr(shadow, "_QUIET_S", 0)
+
+
+class Manager:
+    """Holds a shadow's request until `reply` is called or it is aborted."""
+
+    def __init__(self):
+        self.rid_to_state = {}
+        self.is_pause = self.gracefully_exit = False
+        self.preferred_sampling_params = None
+        self.requests = []
+        self.aborted = []
+        self.asked = asyncio.Event()
+
+    async def generate_request(self, request):
+        state = SimpleNamespace(abort_requested=False, result=asyncio.get_running_loop().create_future())
+        self.requests.append(request)
+        self.rid_to_state[request.rid] = state
+        self.asked.set()
+        try:
+            yield await state.result
+        finally:
+            del self.rid_to_state[request.rid]
+
+    def _dispatch_to_scheduler(self, message):
+        assert isinstance(message, AbortReq) and not message.abort_all
+        self.aborted.append(message.rid)
+        self.reply([], "abort", message.rid)
+
+    async def next_request(self):
+        await asyncio.wait_for(self.asked.wait(), 5)
+        self.asked.clear()
+        return self.requests[-1]
+
+    def reply(self, output_ids, kind="stop", rid=None):
+        out = {"output_ids": output_ids, "meta_info": {"finish_reason": {"type": kind, "message": kind}}}
+        self.rid_to_state[rid or self.requests[-1].rid].result.set_result(out)
+
+    async def get_internal_state(self):
+        assert not self.rid_to_state
+
+
+def user_request(**params):
+    params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: LAYOUT.pack(), "mine": 1}, **params}
+    return SimpleNamespace(
+        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", custom_logit_processor=None,
+        require_reasoning=False, max_thinking_tokens=None,
+    )  # fmt: skip
+
+
+def run(scenario, rate=1.0):
+    """Play `scenario(manager, shadow)` in an event loop; what was counted afterwards."""
+
+    async def play():
+        manager, counts = Manager(), Counter()
+        counters = {name: SimpleNamespace(inc=lambda name=name: counts.update([name])) for name in COUNTERS}
+        subject = Shadow(manager, rate, counters)
+        setattr(manager, shadow._ATTR, subject)
+        await scenario(manager, subject)
+        if subject.under_way:
+            await asyncio.wait_for(subject._task, 5)
+        return dict(counts)
+
+    return asyncio.run(play())
+
+
+@pytest.mark.parametrize(
+    "tokens, agreements",
+    [
+        (ANSWER, {"identical_answers", "first_token_agreements"}),
+        ([7, 8], {"first_token_agreements"}),
+        ([6, 8, 9], set()),
+    ],
+)
+def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
+    async def scenario(manager, subject):
+        subject.offer(user_request(stop=["."]), LAYOUT, ANSWER)
+        request = await manager.next_request()
+        assert layout_of(request) == PromptLayout((), "tenant") and request.input_ids == [1, 2, 3]
+        assert request.sampling_params["stop"] == ["."] and request.sampling_params["custom_params"]["mine"] == 1
+        assert request.extra_key == "key" and not request.stream and not request.log_metrics
+        manager.reply(tokens)
+
+    assert run(scenario) == {"requests": 1, **dict.fromkeys(agreements, 1)}
+
+
+def test_greedy_by_top_k_is_greedy_and_all_else_is_ineligible():
+    async def scenario(manager, subject):
+        for params in ({"temperature": 0.1}, {"temperature": 1, "top_k": 2}, {"n": 2}):
+            subject.offer(user_request(**params), LAYOUT, ANSWER)
+        bare = user_request()
+        del bare.sampling_params["temperature"]  # SGLang's default is 1
+        subject.offer(bare, LAYOUT, ANSWER)
+        subject.offer(user_request(temperature=1, top_k=1), LAYOUT, ANSWER)
+        await manager.next_request()
+        manager.reply(ANSWER)
+
+    assert run(scenario) == {"ineligible": 4, "requests": 1, "identical_answers": 1, "first_token_agreements": 1}
+
+
+def test_one_at_a_time():
+    async def scenario(manager, subject):
+        for _ in range(3):
+            subject.offer(user_request(), LAYOUT, ANSWER)
+        await manager.next_request()
+        manager.reply([])
+        await asyncio.wait([subject._task])
+        assert len(manager.requests) == 1
+
+    assert run(scenario) == {"dropped": 2, "requests": 1}
+
+
+@pytest.mark.parametrize("rate, least, most", [(0.0, 0, 0), (0.25, 200, 300), (1.0, 1000, 1000)])
+def test_a_fraction_is_chosen_and_the_same_one_each_time(rate, least, most):
+    async def scenario(manager, subject):
+        chosen.append([])
+        for index in range(1000):
+            before = subject._task
+            subject.offer(user_request(), LAYOUT, ANSWER)
+            if subject._task is not before:
+                subject._task.cancel()
+                await asyncio.wait([subject._task])
+                chosen[-1].append(index)
+
+    chosen = []
+    run(scenario, rate)
+    run(scenario, rate)
+    assert chosen[0] == chosen[1] and least <= len(chosen[0]) <= most
+
+
+def test_it_waits_for_a_quiet_moment():
+    async def scenario(manager, subject):
+        manager.rid_to_state["other"] = SimpleNamespace()
+        subject.offer(user_request(), LAYOUT, ANSWER)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not manager.requests
+        del manager.rid_to_state["other"]
+        await manager.next_request()
+        manager.reply(ANSWER)
+
+    assert run(scenario)["requests"] == 1
+
+
+def test_it_gives_way_to_a_user_and_starts_over():
+    async def scenario(manager, subject):
+        subject.offer(user_request(), LAYOUT, ANSWER)
+        first = await manager.next_request()
+        give_way(manager, first, [])  # its own arrival is none
+        assert not manager.aborted
+        give_way(manager, SimpleNamespace(rid="another user"), [])
+        assert manager.aborted == [first.rid]
+        second = await manager.next_request()
+        assert second.rid != first.rid
+        manager.reply(ANSWER)
+
+    assert run(scenario) == {"requests": 1, "identical_answers": 1, "first_token_agreements": 1}
+
+
+def test_an_abort_of_all_requests_ends_it_for_good():
+    async def scenario(manager, subject):
+        for waiting in (True, False):
+            if waiting:
+                manager.rid_to_state["other"] = SimpleNamespace()
+            subject.offer(user_request(), LAYOUT, ANSWER)
+            if not waiting:
+                await manager.next_request()
+            abort_with_all(manager, "someone's")
+            assert not subject._cancelled
+            abort_with_all(manager, abort_all=True)
+            if not waiting:
+                manager.reply([], "abort")  # SGLang aborts it with the others
+            await asyncio.wait_for(subject._task, 5)
+            manager.rid_to_state.clear()
+        assert len(manager.requests) == 1
+
+    assert run(scenario) == {"dropped": 2}
+
+
+def test_what_needs_an_idle_server_gets_one():
+    async def flush(manager, timeout_s=None):
+        assert not manager.rid_to_state
+        return timeout_s
+
+    async def scenario(manager, subject):
+        assert await make_idle(flush, manager, timeout_s=1) == 1
+        subject.offer(user_request(), LAYOUT, ANSWER)
+        await manager.next_request()
+        assert await make_idle(flush, manager, timeout_s=2) == 2
+
+    assert run(scenario) == {"dropped": 1}
+
+
+def test_a_server_that_ends_starts_none():
+    async def scenario(manager, subject):
+        manager.gracefully_exit = True
+        subject.offer(user_request(), LAYOUT, ANSWER)
+
+    assert run(scenario) == {"dropped": 1}
+
+
+def test_errors_are_counted_and_logged(caplog):
+    async def scenario(manager, subject):
+        subject.offer(user_request(), LAYOUT, ANSWER)
+        await manager.next_request()
+        manager.reply([], "abort")
+
+    assert run(scenario) == {"failed": 1}
+    assert "a shadow of request user failed" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "layout, kind, output_ids, offered",
+    [
+        (LAYOUT, "length", [7, 8], True), (LAYOUT, "abort", [7], False), (LAYOUT, "length", [], False),
+        (PromptLayout(()), "stop", [7], False),
+    ],
+)  # fmt: skip
+def test_finished_answers_over_chunks_are_offered(layout, kind, output_ids, offered):
+    """The whole answer, where a stream's last output may hold only its end."""
+
+    async def outputs():
+        yield {"output_ids": output_ids[:1], "meta_info": {"finish_reason": None}}
+        yield {"output_ids": output_ids[1:], "meta_info": {"finish_reason": {"type": kind}}}
+
+    async def scenario(manager, subject):
+        subject.offer = lambda *arguments: seen.append(arguments)
+        obj = user_request()
+        state = SimpleNamespace(output_ids=output_ids)
+        stream = shadowed(outputs(), manager, obj, layout, state)
+        await anext(stream)
+        assert not seen
+        await anext(stream)
+        assert seen == ([(obj, layout, output_ids)] if offered else [])
+
+    seen = []
+    run(scenario)
+
+
+# where it is refused
+
+
+@pytest.mark.parametrize(
+    "field, value", [("shadow_rate", 1.5), ("shadow_rate", float("nan")), ("default_link", "half")]
+)
+def test_bad_configuration(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        LazyConfig(**{field: value})
+
+
+def test_where_nobody_would_see_it(monkeypatch):
+    """An engine, and servers without metrics, before any model is loaded."""
+    from sglang_lazy import Engine, Runtime, launch_server, plugin
+
+    monkeypatch.setattr(plugin, "activate", lambda config: None)
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
+    monkeypatch.setattr(
+        "sglang.srt.server_args.prepare_server_args", lambda argv: SimpleNamespace(enable_metrics=False)
+    )
+    with pytest.raises(ValueError, match="for an engine there is sglang_lazy.verify"):
+        Engine(model_path="m", lazy_shadow_rate=0.1, enable_metrics=True)
+    with pytest.raises(ValueError, match="add --enable-metrics"):
+        Runtime(model_path="m", lazy_shadow_rate=0.1)
+    with pytest.raises(SystemExit, match="error: --lazy-shadow-rate publishes its result as metrics"):
+        launch_server.main(["--model-path", "m", "--lazy-shadow-rate", "0.1"])
