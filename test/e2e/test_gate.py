@@ -154,7 +154,8 @@ def test_link_in_chat(server):
     assert full["token_ids"] == generate(server, input_ids=full["prompt_token_ids"])["output_ids"]
     assert "link must be one of" in refusal(server, path, **body(link="half"))
     plain = [{"role": "user", "content": "Who?"}]
-    assert "needs a prompt given as chunk parts" in refusal(server, path, **body(messages=plain, link="full"))
+    for field in ({"link": "full"}, {"salt": "a"}):
+        assert "needs a prompt given as chunk parts" in refusal(server, path, **body(messages=plain, **field))
 
 
 @sgl.function

@@ -139,7 +139,7 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     if not isinstance(request, ChatRequest):
         return convert(serving, request, raw_request)
     if not request.has_chunks:
-        refuse_without_chunks(None, request.link, "chunk parts")
+        refuse_without_chunks(request.salt, request.link, "chunk parts")
         return convert(serving, request, raw_request)
     manager, chunk_parts = serving.tokenizer_manager, request._chunk_parts
     _check(manager, request)
