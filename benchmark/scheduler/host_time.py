@@ -150,8 +150,9 @@ def mean(values: list[float]) -> float:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
-    for name, shape, evicting, num_resident in itertools.product(
-        args.contenders, args.shapes, (False, True), args.resident
+    """What is compared is measured one right after the other."""
+    for shape, evicting, num_resident, name in itertools.product(
+        args.shapes, (False, True), args.resident, args.contenders
     ):
         if num_resident >= shape[0]:
             yield measure(name, shape, num_resident, evicting, args)

@@ -73,6 +73,15 @@ def test_a_wrong_tensor_is_named(op, argument, name):
         getattr(get_implementation(name), f"link_{op}")(**inputs, **options)
 
 
+@pytest.mark.parametrize("argument", ["q", "v_cache", "kv_indices", "segment_ends", "kv_positions"])
+def test_a_last_dimension_with_gaps_is_refused(argument):
+    batch = random_batch(0)
+    inputs = dict(batch.extend)
+    inputs[argument] = inputs[argument].repeat_interleave(2, dim=-1)[..., ::2]
+    with pytest.raises(ValueError, match=f"^{argument}: expected a contiguous last dimension, got strides "):
+        get_implementation("torch").link_extend(**inputs, **batch.options, max_extend_len=batch.max_extend_len)
+
+
 def test_the_message_says_what_was_expected_and_what_came():
     batch = random_batch(0)
     batch.extend["kv_indptr"] = batch.extend["kv_indptr"][:-1]

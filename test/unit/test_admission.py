@@ -387,6 +387,39 @@ def test_resident_chunks_count_as_needed_memory():
     assert left == 30 - len(A[1] + B[1])
 
 
+def test_needed_memory_is_what_locking_takes():
+    """A beginning that chunks share is counted once, and what is locked already is not counted."""
+    scheduler = Scheduler()
+    longer = (CHUNK, (*A[1], 7, 8))
+    other = (CHUNK, (*A[1][:3], 9))
+    scheduler.warm(A, longer, other)
+    cache = scheduler.tree_cache
+    req = scheduler.submit([longer, other, A, longer, QUESTION], "p0")
+    nodes = [cache.find_chunk(chunk) for chunk in req.link.prompt.chunks]
+    assert cache.unlocked_size(nodes) == len(longer[1]) + 1
+    cache.inc_lock_ref(nodes[1])
+    assert cache.unlocked_size(nodes) == len(longer[1]) - 3
+    before = cache.evictable_size()
+    for node in nodes:
+        cache.inc_lock_ref(node)
+    assert before - cache.evictable_size() == len(longer[1]) - 3
+
+
+@both_loops
+def test_locked_chunk_may_be_split_before_its_parent_is_ready(overlap):
+    """A parent's row is laid out from the nodes it has locked, which others may have split since."""
+    scheduler = Scheduler(chunked_prefill_size=2, overlap=overlap)
+    scheduler.warm(A)
+    parent = scheduler.submit([B, A, QUESTION], "waits", max_new_tokens=1)
+    scheduler.step()
+    node = parent.link.nodes[1]
+    assert not parent.link.ready and len(node.key) == 2, "the fill came in two pieces"
+    scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "splits", max_new_tokens=1)
+    assert len(node.key) == 1
+    scheduler.run()
+    assert scheduler.counts(parent)[1:] == (len(A[1]), 0b10)
+
+
 @both_loops
 def test_waiting_locks_do_not_starve_the_head_of_the_queue(overlap):
     """Where a ready parent lacks memory that newer parents lock, they give it up, and do not take it again first."""
