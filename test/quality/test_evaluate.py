@@ -1,0 +1,100 @@
+"""From questions to rows: forms of prompts, conditions, and an evaluation on real servers."""
+
+import json
+import random
+import sys
+
+import evaluate
+import pytest
+from asking import Prompts
+from conditions import CONDITIONS, shuffled
+from evaluate import summarise, table
+from oracle.segments import chunk, text, token_ids
+from questions import Question, generated
+from transformers import AutoTokenizer
+from worlds import records
+
+CHUNK_CONDITIONS = ("cold", "warm", "shuffled", "32 at a time")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model):
+    return AutoTokenizer.from_pretrained(tiny_model)
+
+
+def test_prompts(tokenizer):
+    """The tokens are the server's; BOS and the opening can be left out; a chunk starts at its own first token."""
+    prompts = Prompts(tokenizer)
+    question = next(generated(1, hops=1))
+    whole = prompts.make(question)
+    assert [segment.kind for segment in whole] == ["text", *["chunk"] * len(question.chunks), "text"]
+    assert tokenizer.decode(whole[1].ids) == question.chunks[0]
+    assert prompts.make(question, bos=False) == [text(whole[0].ids[1:]), *whole[1:]]
+    assert prompts.make(question, opening=False) == [text(whole[0].ids[:1]), *whole[1:]]
+    assert prompts.make(question, bos=False, opening=False) == whole[1:]
+    assert token_ids(whole)[0] == tokenizer.bos_token_id
+
+
+def test_shuffled():
+    segments = [text([1]), *(chunk([n]) for n in range(9)), text([2]), chunk([10]), text([3])]
+    other = shuffled(segments, random.Random(0))
+    assert other != segments and sorted(other) == sorted(segments)
+    assert [segment.kind for segment in other] == [segment.kind for segment in segments]
+
+
+def test_summary():
+    """Half of the answers right, a quarter of them unlike the reference."""
+    lines = [
+        {
+            "condition": "cold",
+            "group": "1-hop",
+            "exact_match": float(n < 2),
+            "score": 0.5 + 0.5 * (n < 2),
+            "prompt_tokens": 10,
+            "cached_tokens": n,
+            "same_as_reference": n != 3,
+        }
+        for n in range(4)
+    ]
+    row = summarise(lines)
+    assert (row["n"], row["exact_match"], row["score"], row["cached_share"]) == (4, 0.5, 0.75, 0.15)
+    assert row["same_as_reference"] == 0.75 and row["exact_match_interval"] == [0.15, 0.85]
+    assert "| cold | 4 | 50.0 (15.0 to 85.0) | 75.0 (" in table([row])
+
+
+def test_on_a_server(tiny_model, tmp_path, monkeypatch):
+    """In fp32 on the CPU every served answer is the reference's, whatever the cache holds; all is written down."""
+    docs = tmp_path / "worlds.jsonl"
+    docs.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 4, 1, documents=(2, 4))))
+    passages = "".join(f"Passage {n}:\nThe river {n} rises in the hills.\n" for n in range(1, 4))
+    bench = tmp_path / "bench.jsonl"
+    bench.write_text(
+        "".join(
+            json.dumps({"input": f"Where is {n}?", "context": passages, "answers": ["hills"], "dataset": "musique"})
+            + "\n"
+            for n in range(4)
+        )
+    )
+    out = tmp_path / "out"
+    arguments = ["--model", tiny_model, "--out", str(out), "--questions", str(docs), str(bench), "--conditions"]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments, *CHUNK_CONDITIONS, "--", "--max-total-tokens", "9000"])
+    evaluate.main()
+
+    environment, *rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    assert environment["model"] == tiny_model
+    assert [(row["condition"], row["group"], row["n"]) for row in rows] == [
+        (condition, group, 4) for condition in CHUNK_CONDITIONS for group in ("worlds", "musique")
+    ]
+    assert all(row["same_as_reference"] == 1 for row in rows)
+    cached = {row["condition"]: row["cached_share"] for row in rows if row["group"] == "worlds"}
+    assert cached["cold"] == 0 and cached["shuffled"] > 0.6 and cached["warm"] > 0.95
+    answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+    assert len(answers) == 8 * len(CHUNK_CONDITIONS) and {"answer", "gap", "id"} <= answers[0].keys()
+    assert (out / "table.md").read_text().count("| cold |") == 2
+
+
+def test_conditions():
+    """What is compared with full attention comes through the server with chunk reuse."""
+    assert CONDITIONS["full"].server != CONDITIONS["cold"].server != CONDITIONS["after eviction"].server
+    assert all(name == condition.name for name, condition in CONDITIONS.items())
+    assert isinstance(next(generated(1, 1)), Question)
