@@ -27,7 +27,7 @@ IGNORED, CONTEXT, ANSWER = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """What the worlds of a row are like. block_share: how many are under the block mask; the others have the full one."""
+    """What the worlds of a row are like. block_share: those under the block mask; the others are under the full one."""
 
     documents: tuple[int, int]
     questions: int = 8
