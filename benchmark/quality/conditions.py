@@ -46,16 +46,16 @@ class Condition:
 CONDITIONS = {
     condition.name: condition
     for condition in (
-        Condition("full", as_chunks=False),
-        Condition("full, no BOS", as_chunks=False, bos=False),
-        Condition("full, no opening", as_chunks=False, opening=False),
+        Condition("full", as_chunks=False, concurrency=32),
+        Condition("full, no BOS", as_chunks=False, concurrency=32, bos=False),
+        Condition("full, no opening", as_chunks=False, concurrency=32, opening=False),
         Condition("cold"),
         Condition("warm", state="warm"),
         Condition("shuffled", state="shuffled"),
         Condition("32 at a time", concurrency=32),
         Condition("64 at a time", concurrency=64),
-        Condition("no BOS", bos=False),
-        Condition("no opening", opening=False),
+        Condition("no BOS", concurrency=32, bos=False),
+        Condition("no opening", concurrency=32, opening=False),
         Condition("after eviction", state="evicting", concurrency=2),
     )
 }
@@ -69,11 +69,6 @@ class Served:
     question: Question
     segments: list[Segment]
     answered: Answered
-
-    @property
-    def key(self) -> tuple:
-        """Equal for prompts to which a reference gives the same answer."""
-        return tuple(self.segments), self.question.max_new_tokens
 
 
 def servers_of(conditions: list[Condition]) -> Iterator[tuple[tuple[str, bool], list[Condition]]]:
@@ -99,13 +94,13 @@ def serve(
     served = []
     with running(Server(module), flags, log, timeout) as url:
         for condition in conditions:
-            Client(url).flush_cache()
             served += list(_ask(url, condition, questions, prompts))
     return served
 
 
 def _ask(url: str, condition: Condition, questions: list[Question], prompts: Prompts) -> Iterator[Served]:
-    rng = random.Random(condition.name)
+    rng, client = random.Random(condition.name), Client(url)
+    client.flush_cache()
     asks = []
     for question in questions:
         segments = prompts.make(question, bos=condition.bos, opening=condition.opening)
@@ -122,8 +117,9 @@ def _ask(url: str, condition: Condition, questions: list[Question], prompts: Pro
     else:
         answered = {}
         for index, ask in enumerate(tqdm(asks, desc=condition.name, leave=False, disable=None)):
-            Client(url).flush_cache()
-            if condition.state == "warm":
+            if condition.state == "empty":
+                client.flush_cache()
+            elif condition.state == "warm":
                 ask_all(url, [ask], 1)
             elif condition.state == "shuffled":
                 ask_all(url, [dataclasses.replace(ask, segments=shuffled(ask.segments, rng))], 1)

@@ -27,45 +27,41 @@ from asking import Prompts
 from conditions import CONDITIONS, Condition, Served, serve, servers_of
 from environment import describe_environment
 from questions import Question, generated, read_questions
-from reference import Answer, Reference
+from reference import Claim, Reference
 from serving import ServerError, device_flags, log_tail
 from tqdm import tqdm
 
 COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
 
-def references(served: list[Served], reference: Reference) -> dict[tuple, Answer]:
-    """The reference's answer to each distinct prompt."""
-    found: dict[tuple, Answer] = {}
-    for one in tqdm(served, desc="reference", leave=False, disable=None):
-        if one.key not in found:
-            found[one.key] = reference.answer(one.segments, one.question.max_new_tokens)
-    return found
+def compare(served: list[Served], reference: Reference) -> list[dict]:
+    """For each answer the columns that say whether it is the reference's, and where it is not, what that one says."""
+    claims = [Claim(one.segments, one.answered.output_ids, one.question.max_new_tokens) for one in served]
+    columns = []
+    verdicts = tqdm(reference.judge(claims), total=len(claims), desc="reference", leave=False, disable=None)
+    for claim, verdict in zip(claims, verdicts, strict=True):
+        columns.append({"same_as_reference": verdict.same, "gap": round(verdict.gap, 5)})
+        if not verdict.same:
+            columns[-1]["reference_ids"] = reference.answer(claim.segments, claim.limit)
+    return columns
 
 
-def answer_line(one: Served, tokenizer, right: Answer | None) -> dict:
+def answer_line(one: Served, tokenizer) -> dict:
     """What is kept of one answer. It ends with its first line: models that were not trained to stop go on."""
-
-    def decode(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True).strip().split("\n")[0]
-
-    question, answer = one.question, decode(one.answered.output_ids)
-    line = {
+    question, output_ids = one.question, one.answered.output_ids
+    answer = tokenizer.decode(output_ids, skip_special_tokens=True).strip().split("\n")[0]
+    return {
         "condition": one.condition,
         "group": question.group,
         "id": question.id,
         "answer": answer,
+        "output_ids": output_ids,
         "answers": question.answers,
         "exact_match": exact_match(answer, question.answers),
         "score": round(question.score(answer, question.answers), 4),
         "prompt_tokens": one.answered.prompt_tokens,
         "cached_tokens": one.answered.cached_tokens,
     }
-    if right is not None:
-        same = one.answered.output_ids == right.ids
-        line |= {"same_as_reference": same, "gap": round(right.gap, 5)}
-        line |= {} if same else {"reference": decode(right.ids)}
-    return line
 
 
 def summarise(lines: list[dict]) -> dict:
@@ -166,18 +162,17 @@ def main() -> None:
         served = ask_servers(conditions, questions, Prompts(tokenizer), args)
     except (ServerError, requests.RequestException) as error:
         sys.exit(f"failed: {error}")
-    right: dict[tuple, Answer] = {}
+    lines = [answer_line(one, tokenizer) for one in served]
     if not args.no_reference:
         gpu = torch.cuda.is_available()
         reference = Reference(args.model, torch.bfloat16 if gpu else torch.float32, "cuda" if gpu else "cpu")
-        right = references(served, reference)
+        lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]
 
     groups = collections.defaultdict(list)
     with open(args.out / "answers.jsonl", "w", encoding="utf-8") as out:
-        for one in served:
-            line = answer_line(one, tokenizer, right.get(one.key))
+        for line in lines:
             print(json.dumps(line, ensure_ascii=False), file=out)
-            groups[one.condition, one.question.group].append(line)
+            groups[line["condition"], line["group"]].append(line)
     rows = [summarise(lines) for lines in groups.values()]
     environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=args.server_flags)
     with open(args.out / "rows.jsonl", "w", encoding="utf-8") as out:

@@ -1,52 +1,102 @@
 """Greedy answers of a Hugging Face model under the block mask: what a server with chunk reuse is compared with."""
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 
 import project_paths  # noqa: F401 - puts the tests' oracle on the path
 import torch
 from oracle.block_mask import load_model, visibility
 from oracle.segments import Segment, token_ids
 
+BATCH_SCORES = 1 << 24
+"""Attention scores of a head that one batch may have."""
+
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
-    """Generated tokens without the end of sequence. gap: between a step's best two log-probabilities, the smallest."""
+class Claim:
+    """That greedy decoding of a prompt gives `output_ids` (without the end of sequence), of at most `limit` tokens."""
 
-    ids: list[int]
+    segments: list[Segment]
+    output_ids: list[int]
+    limit: int
+
+    @property
+    def length(self) -> int:
+        return len(token_ids(self.segments)) + len(self.output_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """gap: between a step's best two log-probabilities, the smallest up to the first token that differs."""
+
+    same: bool
     gap: float
 
 
 class Reference:
-    """The tests' model and mask in any dtype and on any device.
-
-    The prompt is computed in one pass under an explicit mask. Generated tokens see everything before them, so each is
-    an ordinary step with the cached keys and values.
-    """
+    """The tests' model and mask in any dtype and on any device."""
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str):
         self.model = load_model(model_path, dtype, device)
         eos = self.model.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
 
-    @torch.inference_mode()
-    def answer(self, segments: list[Segment], max_new_tokens: int) -> Answer:
-        """Greedy decoding until the end of sequence or `max_new_tokens`."""
-        prompt = torch.tensor([token_ids(segments)], device=self.model.device)
-        visible = visibility(segments).to(self.model.device)
-        mask = torch.zeros(visible.shape, dtype=self.model.dtype, device=self.model.device)
-        mask = mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None]
-        positions = torch.arange(prompt.shape[1], device=self.model.device)[None]
-        out = self.model(prompt, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-        ids, gap = [], float("inf")
-        while True:
-            best = out.logits[0, -1].float().log_softmax(-1).topk(2)
-            gap = min(gap, (best.values[0] - best.values[1]).item())
-            token = best.indices[0].item()
+    def judge(self, claims: Sequence[Claim]) -> Iterator[Verdict]:
+        """A verdict on each claim.
+
+        The claimed tokens are run in one pass: they are right if each is the best after those before it, and the end of
+        sequence is the best after all of them, unless they reach the limit.
+        """
+        batch: list[Claim] = []
+        for claim in claims:
+            if batch and (len(batch) + 1) * max(one.length for one in [*batch, claim]) ** 2 > BATCH_SCORES:
+                yield from self._judge(batch)
+                batch = []
+            batch.append(claim)
+        if batch:
+            yield from self._judge(batch)
+
+    def answer(self, segments: list[Segment], limit: int) -> list[int]:
+        """Greedy decoding without the end of sequence. Every step runs the whole prompt again."""
+        output_ids: list[int] = []
+        while len(output_ids) < limit:
+            token = self._last_logits([Claim(segments, output_ids, limit)])[0][-1].argmax().item()
             if token in self.eos:
-                return Answer(ids, gap)
-            ids.append(token)
-            if len(ids) == max_new_tokens:
-                return Answer(ids, gap)
-            last = torch.tensor([[token]], device=self.model.device)
-            position = torch.tensor([[prompt.shape[1] + len(ids) - 1]], device=self.model.device)
-            out = self.model(last, position_ids=position, past_key_values=out.past_key_values, use_cache=True)
+                break
+            output_ids.append(token)
+        return output_ids
+
+    def _judge(self, batch: list[Claim]) -> Iterator[Verdict]:
+        for claim, logits in zip(batch, self._last_logits(batch), strict=True):
+            expected = claim.output_ids if len(claim.output_ids) == claim.limit else [*claim.output_ids, None]
+            values, best = logits[: len(expected)].log_softmax(-1).topk(2)
+            gap = float("inf")
+            for token, right, (first, second) in zip(expected, best[:, 0].tolist(), values.tolist(), strict=True):
+                gap = min(gap, first - second)
+                if not (right in self.eos if token is None else right == token):
+                    yield Verdict(False, gap)
+                    break
+            else:
+                yield Verdict(True, gap)
+
+    @torch.inference_mode()
+    def _last_logits(self, batch: list[Claim]) -> list[torch.Tensor]:
+        """For each claim the logits after its prompt and after each token, [1 + len(output_ids), vocab_size]."""
+        longest = max(claim.length for claim in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        visible = torch.eye(longest, dtype=torch.bool).repeat(len(batch), 1, 1)  # padding sees itself
+        for row, claim in enumerate(batch):
+            ids[row, : claim.length] = torch.tensor(token_ids(claim.segments) + claim.output_ids)
+            visible[row, : claim.length, : claim.length] = visibility(claim.segments, len(claim.output_ids))
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype).masked_fill(
+            ~visible, torch.finfo(self.model.dtype).min
+        )
+        device = self.model.device
+        out = self.model(
+            ids.to(device),
+            attention_mask=mask[:, None].to(device),
+            position_ids=torch.arange(longest, device=device).expand(len(batch), -1),
+            use_cache=False,
+        )
+        ends = [(claim.length - len(claim.output_ids) - 1, claim.length) for claim in batch]
+        return [logits[start:end].float().cpu() for logits, (start, end) in zip(out.logits, ends, strict=True)]

@@ -1,16 +1,19 @@
 """From questions to rows: forms of prompts, conditions, and an evaluation on real servers."""
 
+import dataclasses
 import json
 import random
 import sys
 
 import evaluate
 import pytest
+import torch
 from asking import Prompts
 from conditions import CONDITIONS, shuffled
 from evaluate import summarise, table
 from oracle.segments import chunk, text, token_ids
 from questions import Question, generated
+from reference import Claim, Reference
 from transformers import AutoTokenizer
 from worlds import records
 
@@ -93,3 +96,24 @@ def test_conditions():
     assert CONDITIONS["full"].server != CONDITIONS["cold"].server != CONDITIONS["after eviction"].server
     assert all(name == condition.name for name, condition in CONDITIONS.items())
     assert isinstance(next(generated(1, 1)), Question)
+
+
+def test_reference(tiny_model):
+    """Judged in a batch of unequal lengths: what greedy decoding gives is right, anything else is not."""
+    reference = Reference(tiny_model, torch.float32, "cpu")
+    rng = random.Random(0)
+
+    def prompt(count: int) -> list:
+        ids = [[rng.randrange(10, 500) for _ in range(rng.randint(3, 30))] for _ in range(count + 1)]
+        return [*map(chunk, ids[1:]), text(ids[0])]
+
+    claims = [Claim(segments, reference.answer(segments, 4), 4) for segments in (prompt(1), prompt(5), prompt(0))]
+    assert [len(claim.output_ids) for claim in claims] == [4, 4, 4]
+    assert all(verdict.same and verdict.gap > 0 for verdict in reference.judge(claims))
+    wrong = [
+        dataclasses.replace(claims[0], output_ids=[*claims[0].output_ids[:3], 9]),
+        dataclasses.replace(claims[1], limit=5),  # it would go on
+        dataclasses.replace(claims[2], output_ids=claims[2].output_ids[:3]),
+        dataclasses.replace(claims[2], segments=[chunk(claims[1].segments[-1].ids), *claims[2].segments]),
+    ]
+    assert not any(verdict.same for verdict in reference.judge(wrong))

@@ -10,8 +10,9 @@ from llama import Llama, Shape, save_for_serving
 from oracle.block_mask import load_model, visibility
 from oracle.segments import chunk, text, token_ids
 from packing import ANSWER, IGNORED, Mix, make_row
+from recipe import Recipe, make_rows, start_worker
 from reference import Reference
-from train import Recipe, Trainer, exact_match, losses, make_mask, make_rows, start_worker, to_batch, train
+from train import Trainer, exact_match, losses, make_mask, to_batch, train
 from vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
 
 CPU = torch.device("cpu")
@@ -111,7 +112,7 @@ def test_exact_match(model, encode, tmp_path):
         start = int((batch["kinds"][row][where] == ANSWER).nonzero()[0]) + 1
         end = len(where)
         prompt = [*segments[:-1], text(segments[-1].ids[: len(segments[-1].ids) - (end - start)])]
-        says = reference.answer(prompt, end - start).ids
+        says = reference.answer(prompt, end - start)
         if number % 2 == 0 and len(says) == end - start:
             batch["ids"][row, where[start:]] = torch.tensor(says)
             batch["targets"][row, where[start - 1 : -1]] = torch.tensor(says)
