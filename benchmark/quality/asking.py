@@ -34,6 +34,15 @@ class Prompts:
         return segments
 
 
+def as_user_message(question: Question, tokenizer) -> Question:
+    """The question as a user's message in the tokenizer's chat template, up to where the answer begins."""
+    content = "CONTENT"
+    message = [{"role": "user", "content": content}]
+    chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, after = chat.removeprefix(tokenizer.bos_token or "").split(content)
+    return dataclasses.replace(question, opening=before + question.opening, closing=question.closing + after)
+
+
 @dataclasses.dataclass(frozen=True)
 class Ask:
     """A prompt on its way to a server. Without chunks it is sent in the form that every server knows."""

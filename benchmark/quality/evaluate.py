@@ -23,7 +23,7 @@ import requests
 import torch
 from answers import bootstrap_interval, exact_match, wilson_interval
 from arguments import positive, typed
-from asking import Prompts
+from asking import Prompts, as_user_message
 from conditions import CONDITIONS, Condition, Served, serve, servers_of
 from environment import describe_environment
 from questions import Question, generated, read_questions
@@ -134,6 +134,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--questions", type=Path, nargs="+", help="JSON lines; default: the generated test set")
     parser.add_argument("--count", type=typed(positive), help="questions of each file or kind; generated: 1000")
     parser.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS), metavar="NAME")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
     parser.add_argument("--no-reference", action="store_true", help="do not compare with a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--seed", type=int, default=0)
@@ -157,6 +158,8 @@ def main() -> None:
     except ValueError as error:
         sys.exit(str(error))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.chat:
+        questions = [as_user_message(question, tokenizer) for question in questions]
     conditions = [CONDITIONS[name] for name in args.conditions]
     try:
         served = ask_servers(conditions, questions, Prompts(tokenizer), args)

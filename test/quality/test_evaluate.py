@@ -8,7 +8,7 @@ import sys
 import evaluate
 import pytest
 import torch
-from asking import Prompts
+from asking import Prompts, as_user_message
 from conditions import CONDITIONS, shuffled
 from evaluate import summarise, table
 from oracle.segments import chunk, text, token_ids
@@ -36,6 +36,18 @@ def test_prompts(tokenizer):
     assert prompts.make(question, opening=False) == [text(whole[0].ids[:1]), *whole[1:]]
     assert prompts.make(question, bos=False, opening=False) == whole[1:]
     assert token_ids(whole)[0] == tokenizer.bos_token_id
+
+
+def test_chat(tokenizer):
+    """As a message, the prompt is what the chat template makes of its text, BOS once, and the chunks are the same."""
+    question = next(generated(1, hops=1))
+    segments = Prompts(tokenizer).make(as_user_message(question, tokenizer))
+    content = question.opening + "".join(question.chunks) + question.closing
+    message = [{"role": "user", "content": content}]
+    assert tokenizer.decode(token_ids(segments)) == tokenizer.apply_chat_template(
+        message, tokenize=False, add_generation_prompt=True
+    )
+    assert segments[1:-1] == Prompts(tokenizer).make(question)[1:-1]
 
 
 def test_shuffled():
