@@ -17,10 +17,11 @@ from tqdm import tqdm
 
 State = Literal["empty", "warm", "shuffled", "evicting"]
 """empty: nothing is cached. warm: the same prompt came just before. shuffled: the same chunks came just before, in
-another order. evicting: each question is asked twice in a pool that holds about three prompts, and the second answer
-counts; what it reuses and what was evicted in between is left to chance."""
+another order. evicting: each question is asked again, at most eight questions later, in a pool that holds about three
+prompts, and the second answer counts; whether its chunks were evicted in between is left to chance."""
 
 PROMPTS_IN_POOL = 3
+LATER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +95,12 @@ def serve(
     served = []
     with running(Server(module), flags, log, timeout) as url:
         for condition in conditions:
-            served += list(_ask(url, condition, questions, prompts))
+            served += list(ask(url, condition, questions, prompts))
     return served
 
 
-def _ask(url: str, condition: Condition, questions: list[Question], prompts: Prompts) -> Iterator[Served]:
+def ask(url: str, condition: Condition, questions: list[Question], prompts: Prompts) -> Iterator[Served]:
+    """The answers of a running server to `questions`, in their order."""
     rng, client = random.Random(condition.name), Client(url)
     client.flush_cache()
     asks = []
@@ -108,22 +110,22 @@ def _ask(url: str, condition: Condition, questions: list[Question], prompts: Pro
             segments = [text(token_ids(segments))]
         asks.append(Ask(segments, question.max_new_tokens))
     if condition.state == "evicting":
-        order = rng.sample(range(len(asks)), len(asks)) * 2
-        rng.shuffle(order)
+        moments = [(index + LATER * again * rng.random(), index) for index in range(len(asks)) for again in (0, 1)]
+        order = [index for _, index in sorted(moments)]
         answers = ask_all(url, [asks[index] for index in order], condition.concurrency)
         answered = dict(zip(order, answers, strict=True))  # of two answers the later one stays
     elif condition.concurrency > 1:
         answered = dict(enumerate(ask_all(url, asks, condition.concurrency)))
     else:
         answered = {}
-        for index, ask in enumerate(tqdm(asks, desc=condition.name, leave=False, disable=None)):
+        for index, one in enumerate(tqdm(asks, desc=condition.name, leave=False, disable=None)):
             if condition.state == "empty":
                 client.flush_cache()
             elif condition.state == "warm":
-                ask_all(url, [ask], 1)
+                ask_all(url, [one], 1)
             elif condition.state == "shuffled":
-                ask_all(url, [dataclasses.replace(ask, segments=shuffled(ask.segments, rng))], 1)
-            answered[index] = ask_all(url, [ask], 1)[0]
+                ask_all(url, [dataclasses.replace(one, segments=shuffled(one.segments, rng))], 1)
+            answered[index] = ask_all(url, [one], 1)[0]
     for index, question in enumerate(questions):
         yield Served(condition.name, question, asks[index].segments, answered[index])
 

@@ -4,11 +4,13 @@ import dataclasses
 import json
 import random
 import sys
+import types
 
+import conditions
 import evaluate
 import pytest
 import torch
-from asking import Prompts, as_user_message
+from asking import Answered, Prompts, as_user_message
 from conditions import CONDITIONS, shuffled
 from evaluate import summarise, table
 from oracle.segments import chunk, text, token_ids
@@ -129,3 +131,22 @@ def test_reference(tiny_model):
         dataclasses.replace(claims[2], segments=[chunk(claims[1].segments[-1].ids), *claims[2].segments]),
     ]
     assert not any(verdict.same for verdict in reference.judge(wrong))
+
+
+def test_evicting(tokenizer, monkeypatch):
+    """Each question comes twice, the second time at most eight questions later, and it is that answer that counts."""
+    sent = []
+
+    def ask_all(url, asks, concurrency):
+        sent.extend(asks)
+        return [Answered([number], 10, 0) for number in range(len(asks))]
+
+    monkeypatch.setattr(conditions, "ask_all", ask_all)
+    monkeypatch.setattr(conditions, "Client", lambda url: types.SimpleNamespace(flush_cache=lambda: None))
+    questions = list(generated(30, hops=1))
+    served = list(conditions.ask("url", CONDITIONS["after eviction"], questions, Prompts(tokenizer)))
+    assert [one.question for one in served] == questions and len(sent) == 60
+    prompts = [ask.segments for ask in sent]
+    for one in served:
+        first, second = (index for index, prompt in enumerate(prompts) if prompt == one.segments)
+        assert one.answered.output_ids == [second] and second - first <= 3 * conditions.LATER + 1
