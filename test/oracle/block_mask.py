@@ -30,10 +30,7 @@ class Oracle:
     its place under the mask is the chunk encoded alone."""
 
     def __init__(self, model_path: str):
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-        _fix_dynamic_ntk(self.model)
+        self.model = load_model(model_path, torch.float32, "cpu")
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
@@ -69,6 +66,13 @@ def greedy(logprobs: torch.Tensor) -> list[int]:
     if gap < MIN_GAP:
         raise ValueError(f"the best two tokens are only {gap:.1e} apart, too close to tell right from wrong")
     return best.indices[:, 0].tolist()
+
+
+def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
+    """The model for masks of any kind, with the rotary frequencies that SGLang serves it with."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    _fix_dynamic_ntk(model)
+    return model.to(device).eval()
 
 
 def _fix_dynamic_ntk(model) -> None:

@@ -1,0 +1,137 @@
+"""The conditions under which questions are asked, as data, and how a server is brought into each."""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import project_paths  # noqa: F401 - puts benchmark/serving and the tests' oracle on the path
+from asking import Answered, Ask, Prompts, ask_all
+from contenders import LAZY, STOCK, Server, running
+from oracle.segments import Segment, text, token_ids
+from questions import Question
+from serving import Client
+from tqdm import tqdm
+
+State = Literal["empty", "warm", "shuffled", "evicting"]
+"""empty: nothing is cached. warm: the same prompt came just before. shuffled: the same chunks came just before, in
+another order. evicting: each question is asked again, at most eight questions later, in a pool that holds about three
+prompts, and the second answer counts; whether its chunks were evicted in between is left to chance."""
+
+PROMPTS_IN_POOL = 3
+LATER = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """as_chunks: else all is one plain text under full attention. concurrency: requests under way at a time.
+
+    bos, opening: whether the prompt begins with them.
+    """
+
+    name: str
+    as_chunks: bool = True
+    state: State = "empty"
+    concurrency: int = 1
+    bos: bool = True
+    opening: bool = True
+
+    @property
+    def server(self) -> tuple[str, bool]:
+        """The launcher, and whether its pool is small."""
+        return LAZY if self.as_chunks else STOCK, self.state == "evicting"
+
+
+CONDITIONS = {
+    condition.name: condition
+    for condition in (
+        Condition("full", as_chunks=False, concurrency=32),
+        Condition("full, no BOS", as_chunks=False, concurrency=32, bos=False),
+        Condition("full, no opening", as_chunks=False, concurrency=32, opening=False),
+        Condition("cold"),
+        Condition("warm", state="warm"),
+        Condition("shuffled", state="shuffled"),
+        Condition("32 at a time", concurrency=32),
+        Condition("64 at a time", concurrency=64),
+        Condition("no BOS", concurrency=32, bos=False),
+        Condition("no opening", concurrency=32, opening=False),
+        Condition("after eviction", state="evicting", concurrency=2),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """One answer, the prompt it was given to, and under which condition."""
+
+    condition: str
+    question: Question
+    segments: list[Segment]
+    answered: Answered
+
+
+def servers_of(conditions: list[Condition]) -> Iterator[tuple[tuple[str, bool], list[Condition]]]:
+    """The conditions of each server."""
+    for server, group in itertools.groupby(sorted(conditions, key=lambda one: one.server), lambda one: one.server):
+        yield server, list(group)
+
+
+def serve(
+    server: tuple[str, bool],
+    conditions: list[Condition],
+    questions: list[Question],
+    prompts: Prompts,
+    flags: list[str],
+    log: Path,
+    timeout: float,
+) -> list[Served]:
+    """Start the server and ask it all questions under each of its conditions. Raises ServerError."""
+    module, small_pool = server
+    if small_pool:
+        longest = max(len(token_ids(prompts.make(question))) + question.max_new_tokens for question in questions)
+        flags = [*flags, "--max-total-tokens", str(PROMPTS_IN_POOL * longest)]
+    served = []
+    with running(Server(module), flags, log, timeout) as url:
+        for condition in conditions:
+            served += list(ask(url, condition, questions, prompts))
+    return served
+
+
+def ask(url: str, condition: Condition, questions: list[Question], prompts: Prompts) -> Iterator[Served]:
+    """The answers of a running server to `questions`, in their order."""
+    rng, client = random.Random(condition.name), Client(url)
+    client.flush_cache()
+    asks = []
+    for question in questions:
+        segments = prompts.make(question, bos=condition.bos, opening=condition.opening)
+        if not condition.as_chunks:
+            segments = [text(token_ids(segments))]
+        asks.append(Ask(segments, question.max_new_tokens))
+    if condition.state == "evicting":
+        moments = [(index + LATER * again * rng.random(), index) for index in range(len(asks)) for again in (0, 1)]
+        order = [index for _, index in sorted(moments)]
+        answers = ask_all(url, [asks[index] for index in order], condition.concurrency)
+        answered = dict(zip(order, answers, strict=True))  # of two answers the later one stays
+    elif condition.concurrency > 1:
+        answered = dict(enumerate(ask_all(url, asks, condition.concurrency)))
+    else:
+        answered = {}
+        for index, one in enumerate(tqdm(asks, desc=condition.name, leave=False, disable=None)):
+            if condition.state == "empty":
+                client.flush_cache()
+            elif condition.state == "warm":
+                ask_all(url, [one], 1)
+            elif condition.state == "shuffled":
+                ask_all(url, [dataclasses.replace(one, segments=shuffled(one.segments, rng))], 1)
+            answered[index] = ask_all(url, [one], 1)[0]
+    for index, question in enumerate(questions):
+        yield Served(condition.name, question, asks[index].segments, answered[index])
+
+
+def shuffled(segments: list[Segment], rng: random.Random) -> list[Segment]:
+    """The same texts at their places, the chunks in another order."""
+    chunks = [segment for segment in segments if segment.kind == "chunk"]
+    rng.shuffle(chunks)
+    return [chunks.pop() if segment.kind == "chunk" else segment for segment in segments]

@@ -1,0 +1,189 @@
+"""How right a model's answers are when they are served: full attention, and chunks in every state of the cache.
+
+Every condition asks a real server the same questions over HTTP, greedily. Answers are scored (exact match, F1 or
+ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the same
+mask. The generated test set or files of questions, with any model:
+
+    python benchmark/quality/evaluate.py --model tiny-rag --count 1000 --out results/tiny-rag
+    python benchmark/quality/evaluate.py --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
+
+`--out` gets `rows.jsonl` (a line with the environment, then one for each condition and group of questions),
+`answers.jsonl` (one for each answer), `table.md`, and the servers' logs. Flags after `--` go to every server.
+"""
+
+import argparse
+import collections
+import json
+import signal
+import sys
+from pathlib import Path
+
+import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
+import requests
+import torch
+from answers import bootstrap_interval, exact_match, wilson_interval
+from arguments import positive, typed
+from asking import Prompts, as_user_message
+from conditions import CONDITIONS, Condition, Served, serve, servers_of
+from environment import describe_environment
+from questions import Question, generated, read_questions
+from reference import Claim, Reference
+from serving import ServerError, device_flags, log_tail
+from tqdm import tqdm
+
+COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
+
+
+def compare(served: list[Served], reference: Reference) -> list[dict]:
+    """For each answer the columns that say whether it is the reference's, and where it is not, what that one says."""
+    claims = [Claim(one.segments, one.answered.output_ids, one.question.max_new_tokens) for one in served]
+    columns = []
+    verdicts = tqdm(reference.judge(claims), total=len(claims), desc="reference", leave=False, disable=None)
+    for claim, verdict in zip(claims, verdicts, strict=True):
+        columns.append({"same_as_reference": verdict.same, "gap": round(verdict.gap, 5)})
+        if not verdict.same:
+            columns[-1]["reference_ids"] = reference.answer(claim.segments, claim.limit)
+    return columns
+
+
+def answer_line(one: Served, tokenizer) -> dict:
+    """What is kept of one answer. It ends with its first line: models that were not trained to stop go on."""
+    question, output_ids = one.question, one.answered.output_ids
+    answer = tokenizer.decode(output_ids, skip_special_tokens=True).strip().split("\n")[0]
+    return {
+        "condition": one.condition,
+        "group": question.group,
+        "id": question.id,
+        "answer": answer,
+        "output_ids": output_ids,
+        "answers": question.answers,
+        "exact_match": exact_match(answer, question.answers),
+        "score": round(question.score(answer, question.answers), 4),
+        "prompt_tokens": one.answered.prompt_tokens,
+        "cached_tokens": one.answered.cached_tokens,
+    }
+
+
+def summarise(lines: list[dict]) -> dict:
+    """The row of a condition and group: means, and 95% intervals (Wilson's for shares, bootstrap for scores)."""
+    count = len(lines)
+    right, scores = sum(line["exact_match"] for line in lines), [line["score"] for line in lines]
+    row = {
+        "condition": lines[0]["condition"],
+        "group": lines[0]["group"],
+        "n": count,
+        "exact_match": right / count,
+        "exact_match_interval": wilson_interval(right, count),
+        "score": sum(scores) / count,
+        "score_interval": bootstrap_interval(scores),
+        "cached_share": sum(line["cached_tokens"] for line in lines) / sum(line["prompt_tokens"] for line in lines),
+    }
+    if "same_as_reference" in lines[0]:
+        same = sum(line["same_as_reference"] for line in lines)
+        row |= {"same_as_reference": same / count, "same_as_reference_interval": wilson_interval(same, count)}
+    return {
+        name: [round(end, 4) for end in value]
+        if isinstance(value, tuple)
+        else round(value, 4)
+        if isinstance(value, float)
+        else value
+        for name, value in row.items()
+    }
+
+
+def table(rows: list[dict]) -> str:
+    """The rows as Markdown, a table for each group, in percent."""
+
+    def percent(row: dict, name: str) -> str:
+        if name not in row:
+            return ""
+        low, high = row[f"{name}_interval"]
+        return f"{100 * row[name]:.1f} ({100 * low:.1f} to {100 * high:.1f})"
+
+    text = []
+    for group in dict.fromkeys(row["group"] for row in rows):
+        text += [f"## {group}\n", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+        for row in rows:
+            if row["group"] == group:
+                shares = [percent(row, name) for name in ("exact_match", "score", "same_as_reference")]
+                cells = [row["condition"], str(row["n"]), *shares, f"{100 * row['cached_share']:.0f}"]
+                text.append(f"| {' | '.join(cells)} |")
+        text.append("")
+    return "\n".join(text)
+
+
+def ask_servers(
+    conditions: list[Condition], questions: list[Question], prompts: Prompts, args: argparse.Namespace
+) -> list[Served]:
+    """All answers of all conditions, each server started once. Raises ServerError after printing its log."""
+    served = []
+    for server, its_conditions in servers_of(conditions):
+        log = args.out / f"{its_conditions[0].name.replace(' ', '-')}.server.log"
+        flags = ["--model-path", args.model, *device_flags(), *args.server_flags]
+        try:
+            served += serve(server, its_conditions, questions, prompts, flags, log, args.start_timeout)
+        except (ServerError, requests.RequestException):
+            print(log_tail(log, lines=60), file=sys.stderr)
+            raise
+    return served
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="path or hub name")
+    parser.add_argument("--questions", type=Path, nargs="+", help="JSON lines; default: the generated test set")
+    parser.add_argument("--count", type=typed(positive), help="questions of each file or kind; generated: 1000")
+    parser.add_argument("--conditions", nargs="+", choices=list(CONDITIONS), default=list(CONDITIONS), metavar="NAME")
+    parser.add_argument("--chat", action="store_true", help="put prompts into the model's chat template")
+    parser.add_argument("--no-reference", action="store_true", help="do not compare with a Hugging Face model")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--start-timeout", type=float, default=600, help="seconds to wait for a server")
+    parser.add_argument("server_flags", nargs="*", help="flags for every server, after `--`")
+    return parser.parse_args()
+
+
+def main() -> None:
+    from transformers import AutoTokenizer
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    args = parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        if args.questions:
+            questions = [question for path in args.questions for question in read_questions(path, args.count)]
+        else:
+            questions = [question for hops in (1, 2) for question in generated(args.count or 1000, hops, args.seed)]
+    except ValueError as error:
+        sys.exit(str(error))
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    if args.chat:
+        questions = [as_user_message(question, tokenizer) for question in questions]
+    conditions = [CONDITIONS[name] for name in args.conditions]
+    try:
+        served = ask_servers(conditions, questions, Prompts(tokenizer), args)
+    except (ServerError, requests.RequestException) as error:
+        sys.exit(f"failed: {error}")
+    lines = [answer_line(one, tokenizer) for one in served]
+    if not args.no_reference:
+        gpu = torch.cuda.is_available()
+        reference = Reference(args.model, torch.bfloat16 if gpu else torch.float32, "cuda" if gpu else "cpu")
+        lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]
+
+    groups = collections.defaultdict(list)
+    with open(args.out / "answers.jsonl", "w", encoding="utf-8") as out:
+        for line in lines:
+            print(json.dumps(line, ensure_ascii=False), file=out)
+            groups[line["condition"], line["group"]].append(line)
+    rows = [summarise(lines) for lines in groups.values()]
+    environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=args.server_flags)
+    with open(args.out / "rows.jsonl", "w", encoding="utf-8") as out:
+        for line in ({"model": args.model, "environment": environment}, *rows):
+            print(json.dumps(line), file=out)
+    (args.out / "table.md").write_text(table(rows), encoding="utf-8")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()

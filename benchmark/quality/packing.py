@@ -1,0 +1,103 @@
+"""Training rows: worlds packed one after another, each with several questions that do not see one another.
+
+A row is a set of arrays with an entry for each token. A world in it is one prompt with branches: the documents stand
+there once, and each question with its answer continues them as if it were the only one. So
+
+    q sees k  iff  k <= q,  both are of the same world,
+                   q is text or both are of the same chunk,          (chunk 0 is text)
+                   k is of no branch or both are of the same branch  (branch 0 is what the questions share)
+
+With all chunks 0 that is the full causal mask, otherwise the block mask.
+"""
+
+import dataclasses
+import random
+
+import numpy as np
+import project_paths  # noqa: F401 - puts examples on the path
+from sample import INSTRUCTION, document_text, question_text
+from vocabulary import BOS, EOS, PAD, Encoder
+from worlds import Split, World, make_world
+
+FIELDS = ("ids", "targets", "kinds", "positions", "worlds", "chunks", "branches")
+"""The arrays of a row. targets: the token after this one; kinds: what predicting it counts as."""
+
+IGNORED, CONTEXT, ANSWER = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Mix:
+    """What the worlds of a row are like. block_share: those under the block mask; the others are under the full one."""
+
+    documents: tuple[int, int]
+    questions: int = 8
+    two_hop_share: float = 0.5
+    similar: float = 0.3
+    block_share: float = 0.5
+    bos_share: float = 0.9
+    instruction_share: float = 0.8
+
+
+def make_row(rng: random.Random, encode: Encoder, mix: Mix, length: int, split: Split = "train") -> np.ndarray:
+    """[len(FIELDS), length] int16: as many worlds as fit, the last ones smaller if need be, then padding."""
+    row = Row(length)
+    while True:
+        count = rng.randint(*mix.documents)
+        while True:
+            world = make_world(rng, split, count, mix.similar)
+            if row.add(rng, encode, mix, world):
+                break
+            if count <= 2:
+                return row.finish()
+            count //= 2
+
+
+class Row:
+    def __init__(self, length: int):
+        self.length = length
+        self.fields: dict[str, list[int]] = {name: [] for name in FIELDS}
+        self.num_worlds = 0
+
+    def add(self, rng: random.Random, encode: Encoder, mix: Mix, world: World) -> bool:
+        """Add `world` with questions drawn from it. False, and nothing is added, if there is no room."""
+        block = rng.random() < mix.block_share
+        before = len(self.fields["ids"])
+        self.num_worlds += 1
+        opening = [BOS] * (rng.random() < mix.bos_share)
+        if rng.random() < mix.instruction_share:
+            opening += encode(INSTRUCTION)
+        self._segment(opening, CONTEXT, position=0)
+        for number, (title, text) in enumerate(world.documents, start=1):
+            tokens = encode(document_text({"title": title, "text": text}))
+            self._segment(tokens, CONTEXT, position=len(self.fields["ids"]) - before, chunk=number * block)
+        shared = len(self.fields["ids"]) - before
+        for branch, question in enumerate(world.draw(rng, mix.questions, mix.two_hop_share), start=1):
+            asked = encode(question_text({"question": question.text}))
+            self._segment(asked, CONTEXT, position=shared, branch=branch)
+            answer = [*encode(f" {question.answer}"), EOS]
+            self.fields["targets"][-1], self.fields["kinds"][-1] = answer[0], ANSWER
+            self._segment(answer, ANSWER, position=shared + len(asked), branch=branch)
+        if len(self.fields["ids"]) <= self.length:
+            return True
+        self.num_worlds -= 1
+        for values in self.fields.values():
+            del values[before:]
+        return False
+
+    def _segment(self, tokens: list[int], kind: int, *, position: int, chunk: int = 0, branch: int = 0) -> None:
+        """Tokens that are predicted from one another; what comes after the last one is left open."""
+        count = len(tokens)
+        if not count:
+            return
+        fields = self.fields
+        fields["ids"] += tokens
+        fields["targets"] += [*tokens[1:], PAD]
+        fields["kinds"] += [kind] * (count - 1) + [IGNORED]
+        fields["positions"] += range(position, position + count)
+        fields["worlds"] += [self.num_worlds] * count
+        fields["chunks"] += [chunk] * count
+        fields["branches"] += [branch] * count
+
+    def finish(self) -> np.ndarray:
+        """Padding is a world of its own, so that each of its tokens sees something."""
+        return np.array([values + [0] * (self.length - len(values)) for values in self.fields.values()], dtype=np.int16)

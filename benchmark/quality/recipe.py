@@ -1,0 +1,89 @@
+"""What is trained and on what: every setting, and the rows of each step, made ahead by worker processes."""
+
+import collections
+import dataclasses
+import itertools
+import math
+import multiprocessing
+import random
+
+import numpy as np
+from llama import Shape
+from packing import Mix, make_row
+from tokenizers import Tokenizer
+from vocabulary import VOCAB_SIZE, Encoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All that determines the trained weights. A step sees `rows` rows of `length` tokens."""
+
+    shape: Shape = Shape(VOCAB_SIZE)
+    steps: int = 12_000
+    rows: int = 16
+    length: int = 4096
+    learning_rate: float = 2e-3
+    warm_up: int = 300
+    weight_decay: float = 0.1
+    context_weight: float = 1.0  # of the loss on documents and questions, next to that on answers
+    first_documents: tuple[int, int] = (2, 4)
+    documents: tuple[int, int] = (10, 20)
+    grow: float = 0.4  # the share of the steps in which the number of documents grows from the first to the second
+    questions: int = 8
+    two_hop_share: float = 0.5
+    block_share: float = 0.5
+    seed: int = 0
+
+    def mix(self, step: int) -> Mix:
+        """What the worlds of a step are like."""
+        progress = min(1.0, step / (self.grow * self.steps))
+        low, high = (
+            round(first + progress * (last - first))
+            for first, last in zip(self.first_documents, self.documents, strict=True)
+        )
+        return Mix((low, high), self.questions, self.two_hop_share, block_share=self.block_share)
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step: a linear warm-up, then half a cosine down to a twentieth."""
+        if step < self.warm_up:
+            return self.learning_rate * (step + 1) / self.warm_up
+        progress = (step - self.warm_up) / max(1, self.steps - self.warm_up)
+        return self.learning_rate * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+_encode: Encoder
+
+
+def start_worker(tokenizer: str) -> None:
+    global _encode
+    _encode = Encoder(Tokenizer.from_str(tokenizer))
+
+
+def make_rows(recipe: Recipe, step: int) -> np.ndarray:
+    """[rows, len(FIELDS), length] int16."""
+    mix = recipe.mix(step)
+    rngs = (random.Random(f"{recipe.seed}/{step}/{row}") for row in range(recipe.rows))
+    return np.stack([make_row(rng, _encode, mix, recipe.length) for rng in rngs])
+
+
+class Feed:
+    """The rows of every step from `start` on, in order, made ahead by worker processes."""
+
+    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, start: int, workers: int):
+        self.recipe, self.steps = recipe, iter(range(start, recipe.steps))
+        self.pool = multiprocessing.get_context("fork").Pool(workers, start_worker, (tokenizer.to_str(),))
+        self.made = collections.deque()
+        for _ in range(4 * workers):
+            self._ask_for_more()
+
+    def _ask_for_more(self) -> None:
+        for step in itertools.islice(self.steps, 1):
+            self.made.append(self.pool.apply_async(make_rows, (self.recipe, step)))
+
+    def next(self) -> np.ndarray:
+        rows = self.made.popleft().get()
+        self._ask_for_more()
+        return rows
+
+    def close(self) -> None:
+        self.pool.terminate()

@@ -1,0 +1,102 @@
+"""Greedy answers of a Hugging Face model under the block mask: what a server with chunk reuse is compared with."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import project_paths  # noqa: F401 - puts the tests' oracle on the path
+import torch
+from oracle.block_mask import load_model, visibility
+from oracle.segments import Segment, token_ids
+
+BATCH_SCORES = 1 << 24
+"""Attention scores of a head that one batch may have."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """That greedy decoding of a prompt gives `output_ids` (without the end of sequence), of at most `limit` tokens."""
+
+    segments: list[Segment]
+    output_ids: list[int]
+    limit: int
+
+    @property
+    def length(self) -> int:
+        return len(token_ids(self.segments)) + len(self.output_ids)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """gap: between a step's best two log-probabilities, the smallest up to the first token that differs."""
+
+    same: bool
+    gap: float
+
+
+class Reference:
+    """The tests' model and mask in any dtype and on any device."""
+
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str):
+        self.model = load_model(model_path, dtype, device)
+        eos = self.model.generation_config.eos_token_id
+        self.eos = set(eos if isinstance(eos, list) else [eos])
+
+    def judge(self, claims: Sequence[Claim]) -> Iterator[Verdict]:
+        """A verdict on each claim.
+
+        The claimed tokens are run in one pass: they are right if each is the best after those before it, and the end of
+        sequence is the best after all of them, unless they reach the limit.
+        """
+        batch: list[Claim] = []
+        for claim in claims:
+            if batch and (len(batch) + 1) * max(one.length for one in [*batch, claim]) ** 2 > BATCH_SCORES:
+                yield from self._judge(batch)
+                batch = []
+            batch.append(claim)
+        if batch:
+            yield from self._judge(batch)
+
+    def answer(self, segments: list[Segment], limit: int) -> list[int]:
+        """Greedy decoding without the end of sequence. Every step runs the whole prompt again."""
+        output_ids: list[int] = []
+        while len(output_ids) < limit:
+            token = self._last_logits([Claim(segments, output_ids, limit)])[0][-1].argmax().item()
+            if token in self.eos:
+                break
+            output_ids.append(token)
+        return output_ids
+
+    def _judge(self, batch: list[Claim]) -> Iterator[Verdict]:
+        for claim, logits in zip(batch, self._last_logits(batch), strict=True):
+            expected = claim.output_ids if len(claim.output_ids) == claim.limit else [*claim.output_ids, None]
+            values, best = logits[: len(expected)].log_softmax(-1).topk(2)
+            gap = float("inf")
+            for token, right, (first, second) in zip(expected, best[:, 0].tolist(), values.tolist(), strict=True):
+                gap = min(gap, first - second)
+                if not (right in self.eos if token is None else right == token):
+                    yield Verdict(False, gap)
+                    break
+            else:
+                yield Verdict(True, gap)
+
+    @torch.inference_mode()
+    def _last_logits(self, batch: list[Claim]) -> list[torch.Tensor]:
+        """For each claim the logits after its prompt and after each token, [1 + len(output_ids), vocab_size]."""
+        longest = max(claim.length for claim in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.long)
+        visible = torch.eye(longest, dtype=torch.bool).repeat(len(batch), 1, 1)  # padding sees itself
+        for row, claim in enumerate(batch):
+            ids[row, : claim.length] = torch.tensor(token_ids(claim.segments) + claim.output_ids)
+            visible[row, : claim.length, : claim.length] = visibility(claim.segments, len(claim.output_ids))
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype).masked_fill(
+            ~visible, torch.finfo(self.model.dtype).min
+        )
+        device = self.model.device
+        out = self.model(
+            ids.to(device),
+            attention_mask=mask[:, None].to(device),
+            position_ids=torch.arange(longest, device=device).expand(len(batch), -1),
+            use_cache=False,
+        )
+        ends = [(claim.length - len(claim.output_ids) - 1, claim.length) for claim in batch]
+        return [logits[start:end].float().cpu() for logits, (start, end) in zip(out.logits, ends, strict=True)]

@@ -1,0 +1,139 @@
+"""Worlds of invented people: short documents with facts about them, and questions over one or two documents.
+
+Each person of a world has a document that names them in every sentence and gives one fact per sentence, so that it can
+be understood by itself; the value ends its sentence, after the name. A single-hop question asks for a fact of one
+document. A two-hop question names a person through a relation ("the teacher of ..."): the first document says who that
+is, and the answer is in the document of that other person.
+
+Full names are divided by a hash: no name of a test world occurs in a training world, though its parts do.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import random
+from collections.abc import Iterator
+from typing import Literal
+
+from facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
+
+Split = Literal["train", "test"]
+TEST_SHARE = 8  # one full name in so many is held out
+
+
+@functools.cache
+def people(split: Split) -> tuple[str, ...]:
+    """All full names of a split."""
+    names = (f"{first} {surname}" for first in FIRST_NAMES for surname in SURNAMES)
+    return tuple(name for name in names if _is_held_out(name) == (split == "test"))
+
+
+def _is_held_out(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] % TEST_SHARE == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """`hops` is 1 or 2, `gold` the documents that are needed, in the order in which they are."""
+
+    text: str
+    answer: str
+    hops: int
+    gold: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """Documents as (title, text), and everything that can be asked about them."""
+
+    documents: list[tuple[str, str]]
+    single_hop: list[Question]
+    two_hop: list[Question]
+
+    def draw(self, rng: random.Random, count: int, two_hop_share: float) -> list[Question]:
+        """`count` questions, with replacement; each is a two-hop question with that probability, if there are any."""
+        return [
+            rng.choice(self.two_hop if self.two_hop and rng.random() < two_hop_share else self.single_hop)
+            for _ in range(count)
+        ]
+
+
+def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = 0.3) -> World:
+    """A world of `num_documents` people, a `similar` share of whom have a first name or surname from another."""
+    names = _draw_people(rng, split, num_documents, similar)
+    facts = [_draw_facts(rng, names, index, split) for index in range(num_documents)]
+    documents = [(name, _describe(rng, name, known)) for name, known in zip(names, facts, strict=True)]
+    single_hop, two_hop = [], []
+    for index, (name, known) in enumerate(zip(names, facts, strict=True)):
+        for predicate, value in known.items():
+            question = rng.choice(predicate.questions)
+            single_hop.append(Question(question.format(who=name), value, 1, (index,)))
+            if predicate.phrase and value in names:
+                other = names.index(value)
+                who = predicate.phrase.format(name=name)
+                for asked, answer in facts[other].items():
+                    if answer != name:  # else the answer stands in the question
+                        text = rng.choice(asked.questions).format(who=who)
+                        two_hop.append(Question(text, answer, 2, (index, other)))
+    return World(documents, single_hop, two_hop)
+
+
+def _draw_people(rng: random.Random, split: Split, count: int, similar: float) -> list[str]:
+    names = [rng.choice(people(split))]
+    while len(names) < count:
+        name = rng.choice(people(split))
+        if rng.random() < similar:
+            first, surname = name.split()
+            other_first, other_surname = rng.choice(names).split()
+            name = f"{other_first} {surname}" if rng.random() < 0.5 else f"{first} {other_surname}"
+        if name not in names and _is_held_out(name) == (split == "test"):
+            names.append(name)
+    return names
+
+
+def _draw_facts(rng: random.Random, names: list[str], index: int, split: Split) -> dict[Predicate, str]:
+    """One to four facts of a person; of related people, three in four are of this world too."""
+    facts = {}
+    for predicate in rng.sample(PREDICATES, rng.randint(1, 4)):
+        if predicate.phrase is None:
+            facts[predicate] = rng.choice(predicate.values)
+        elif len(names) > 1 and rng.random() < 0.75:
+            facts[predicate] = names[rng.choice([other for other in range(len(names)) if other != index])]
+        else:
+            facts[predicate] = _draw_stranger(rng, names, split)
+    return facts
+
+
+def _draw_stranger(rng: random.Random, names: list[str], split: Split) -> str:
+    while (name := rng.choice(people(split))) in names:
+        pass
+    return name
+
+
+def _describe(rng: random.Random, name: str, facts: dict[Predicate, str]) -> str:
+    return " ".join(rng.choice(fact.statements).format(name=name, value=value) for fact, value in facts.items())
+
+
+def records(seed: int, split: Split, count: int, hops: int, *, documents: tuple[int, int] = (10, 20)) -> Iterator[dict]:
+    """`count` questions of one kind, each over a world of its own with `documents` (least, most) documents.
+
+    The records have the form of the real question sets: docs, question, answers, gold_ids, type.
+    """
+    rng = random.Random(f"{split}/{hops}/{seed}")
+    number = 0
+    while number < count:
+        world = make_world(rng, split, rng.randint(*documents))
+        questions = world.single_hop if hops == 1 else world.two_hop
+        if not questions:
+            continue
+        question = rng.choice(questions)
+        docs = [{"id": str(index), "title": title, "text": text} for index, (title, text) in enumerate(world.documents)]
+        yield {
+            "id": f"{split}-{hops}-{seed}-{number}",
+            "docs": docs,
+            "question": question.text,
+            "answers": [question.answer],
+            "gold_ids": [str(index) for index in question.gold],
+            "type": f"{hops}-hop",
+        }
+        number += 1

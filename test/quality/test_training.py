@@ -1,0 +1,172 @@
+"""The training model against Hugging Face's, packed rows against single prompts, and resuming."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import torch
+from llama import Llama, Shape, save_for_serving
+from oracle.block_mask import load_model, visibility
+from oracle.segments import chunk, text, token_ids
+from packing import ANSWER, IGNORED, Mix, make_row
+from recipe import Recipe, make_rows, start_worker
+from reference import Reference
+from train import Trainer, exact_match, losses, make_mask, to_batch, train
+from vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
+
+CPU = torch.device("cpu")
+SHAPE = Shape(VOCAB_SIZE, 64, 96, 2, 4, 2, 16, 512)
+RECIPE = Recipe(SHAPE, steps=20, rows=2, length=256, warm_up=5, first_documents=(2, 2), documents=(2, 4), questions=3)
+
+
+@pytest.fixture(scope="module")
+def encode():
+    return Encoder(train_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Random weights, large enough that every token depends on what it sees."""
+    torch.manual_seed(0)
+    model = Llama(SHAPE).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(6 if weight.dim() > 1 else 1)
+    return model
+
+
+def batch_of(encode, *, block_share=0.5, seed=0, length=400):
+    mix = Mix((2, 4), questions=3, block_share=block_share)
+    rows = [make_row(random.Random(f"{seed}/{row}"), encode, mix, length) for row in range(2)]
+    return to_batch(np.stack(rows), CPU)
+
+
+def prompts_of(batch) -> list[tuple[list, list[int]]]:
+    """Each question of a batch as a prompt of its own, answer included, and where its tokens are in the row."""
+    found = []
+    for row in range(len(batch["ids"])):
+        worlds, chunks, branches = (batch[name][row] for name in ("worlds", "chunks", "branches"))
+        for world in range(1, int(worlds.max()) + 1):
+            for branch in range(1, int(branches[worlds == world].max()) + 1):
+                where = ((worlds == world) & ((branches == 0) | (branches == branch))).nonzero()[:, 0]
+                segments, ids, kinds = [], batch["ids"][row][where], chunks[where]
+                for start in range(len(where)):
+                    if start == 0 or kinds[start] != kinds[start - 1]:
+                        same = (kinds[start:] == kinds[start]).long().cumprod(0).sum()
+                        make = chunk if kinds[start] else text
+                        segments.append(make(ids[start : start + same].tolist()))
+                found.append((segments, row, where))
+    return found
+
+
+def test_rows(encode):
+    """Rows are full, padding apart; positions count from each prompt's start; answers end with the end of sequence."""
+    for seed in range(5):
+        batch = batch_of(encode, seed=seed)
+        padding = batch["worlds"] == 0
+        assert padding.float().mean() < 0.25
+        assert (batch["kinds"][padding] == IGNORED).all()
+        for segments, row, where in prompts_of(batch):
+            assert batch["positions"][row][where].tolist() == list(range(len(where)))
+            ids = token_ids(segments)
+            assert ids[-1] == EOS and (ids[0] == BOS or BOS not in ids)
+            kinds, targets = batch["kinds"][row][where], batch["targets"][row][where]
+            assert targets[kinds == ANSWER].tolist() == ids[int((kinds == ANSWER).nonzero()[0]) + 1 :]
+
+
+def test_same_as_hugging_face(model, encode, tmp_path):
+    """In every packed row, each question's logits are those of Hugging Face's model over that question's own prompt
+    under the oracle's explicit mask: the masks, positions, weights and shapes all agree."""
+    save_for_serving(model, tmp_path, torch.float32, bos=BOS, eos=EOS, pad=PAD)
+    theirs = load_model(str(tmp_path), torch.float32, "cpu")
+    batch = batch_of(encode)
+    with torch.inference_mode():
+        ours = model(batch["ids"], batch["positions"], make_mask(batch, flex=False))
+        kinds = set()
+        for segments, row, where in prompts_of(batch):
+            kinds |= {segment.kind for segment in segments}
+            ids = torch.tensor([token_ids(segments)])
+            mask = torch.zeros(ids.shape[1], ids.shape[1]).masked_fill(~visibility(segments), -1e30)[None, None]
+            right = theirs(ids, attention_mask=mask, use_cache=False).logits[0]
+            torch.testing.assert_close(ours[row, where], right, rtol=1e-4, atol=1e-4)
+    assert kinds == {"text", "chunk"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention(model, encode):
+    """FlexAttention's form of the mask gives what the explicit one gives."""
+    batch = batch_of(encode)
+    with torch.inference_mode():
+        flex, explicit = (model(batch["ids"], batch["positions"], make_mask(batch, flex)) for flex in (True, False))
+    torch.testing.assert_close(flex, explicit, rtol=1e-4, atol=1e-4)
+
+
+def test_exact_match(model, encode, tmp_path):
+    """What is counted as right is what greedy decoding gives, here with answers replaced by what the model says."""
+    save_for_serving(model, tmp_path, torch.float32, bos=BOS, eos=EOS, pad=PAD)
+    reference = Reference(str(tmp_path), torch.float32, "cpu")
+    batch = batch_of(encode)
+    prompts, expected = prompts_of(batch), []
+    for number, (segments, row, where) in enumerate(prompts):
+        start = int((batch["kinds"][row][where] == ANSWER).nonzero()[0]) + 1
+        end = len(where)
+        prompt = [*segments[:-1], text(segments[-1].ids[: len(segments[-1].ids) - (end - start)])]
+        says = reference.answer(prompt, end - start)
+        if number % 2 == 0 and len(says) == end - start:
+            batch["ids"][row, where[start:]] = torch.tensor(says)
+            batch["targets"][row, where[start - 1 : -1]] = torch.tensor(says)
+        expected.append(says == batch["ids"][row][where][start:].tolist())
+    assert exact_match(model, batch, make_mask(batch, flex=False)) == expected
+    assert any(expected) and not all(expected)
+
+
+def test_questions_do_not_matter_to_one_another(model, encode):
+    """Another first question leaves the logits of the second as they are."""
+    batch = batch_of(encode)
+    changed = {name: values.clone() for name, values in batch.items()}
+    first = (batch["worlds"] == 1) & (batch["branches"] == 1)
+    changed["ids"][first] = 5
+    with torch.inference_mode():
+        one, other = (model(b["ids"], b["positions"], make_mask(b, flex=False)) for b in (batch, changed))
+    torch.testing.assert_close(one[~first], other[~first])
+
+
+def weights_after(recipe, directory, minutes=1e9):
+    trainer = Trainer(recipe, directory, CPU, flex=False)
+    trainer.resume()
+    train(trainer, minutes, workers=1, log_every=10, evaluate_every=10**9, save_every=1e9, evaluate_rows=1)
+    return trainer
+
+
+def test_resume(tmp_path):
+    """Training that stops and goes on gives the very weights of training that does not."""
+    straight = weights_after(RECIPE, tmp_path / "straight")
+    assert straight.step == RECIPE.steps
+    stopped = weights_after(RECIPE, tmp_path / "legs", minutes=1e-9)
+    assert stopped.step == 0
+    trainer = Trainer(RECIPE, tmp_path / "legs", CPU, flex=False)
+    trainer.resume()
+    for _ in range(7):
+        trainer.train_step(trainer_rows(trainer))
+    trainer.save()
+    resumed = weights_after(RECIPE, tmp_path / "legs")
+    for name, weight in straight.model.state_dict().items():
+        assert torch.equal(weight, resumed.model.state_dict()[name]), name
+    with pytest.raises(ValueError, match="another recipe"):
+        weights_after(dataclasses.replace(RECIPE, seed=1), tmp_path / "legs")
+
+
+def trainer_rows(trainer):
+    start_worker(trainer.tokenizer.to_str())
+    return make_rows(trainer.recipe, trainer.step)
+
+
+def test_loss_falls(tmp_path, encode):
+    """On one batch, over and over, both losses fall."""
+    trainer = Trainer(dataclasses.replace(RECIPE, learning_rate=3e-3), tmp_path, CPU, flex=False)
+    rows = trainer_rows(trainer)
+    before = losses(trainer.model, to_batch(rows, CPU), make_mask(to_batch(rows, CPU), flex=False))
+    for _ in range(RECIPE.steps):
+        after = trainer.train_step(rows)
+    assert after[0] < before[0] - 1 and after[1] < before[1] - 1

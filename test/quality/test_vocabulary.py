@@ -1,0 +1,61 @@
+"""The small model's tokenizer: the same every time, exact, few tokens for a name, loadable by Hugging Face."""
+
+import random
+
+import pytest
+from packing import BOS
+from sample import INSTRUCTION, document_text, load_sample
+from transformers import AutoTokenizer
+from vocabulary import VOCAB_SIZE, Encoder, save_tokenizer, train_tokenizer
+from worlds import make_world, people
+
+from sglang_lazy.frontend.tokenization import SegmentTokenizer
+from sglang_lazy.segments import parse_segment
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    world = make_world(random.Random(0), "test", 8)
+    return [INSTRUCTION, *(document_text({"title": title, "text": text}) for title, text in world.documents)]
+
+
+def test_deterministic(tokenizer):
+    assert train_tokenizer().to_str() == tokenizer.to_str()
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+
+
+def test_round_trip(tokenizer, texts):
+    """Generated text, real text and any other come back."""
+    for text in [*texts, *(document_text(load_sample()[0]["docs"][0]),), "Füße 12\t\n  ?"]:
+        assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+def test_few_tokens_for_a_name(tokenizer):
+    """A full name, held out or not, is two tokens."""
+    for name in random.Random(0).sample(people("test"), 50):
+        assert len(tokenizer.encode(f" {name}", add_special_tokens=False).ids) == 2
+
+
+def test_encoder(tokenizer, texts):
+    """Word by word gives the tokens of the whole text, the second time too."""
+    encode = Encoder(tokenizer)
+    for text in [*texts, *texts]:
+        assert encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def test_as_the_server_sees_it(tokenizer, texts, tmp_path):
+    """Saved and loaded: the server's tokens are BOS and those of training; the chat template gives the same prompt."""
+    save_tokenizer(tokenizer, tmp_path, 4096)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    encode = Encoder(tokenizer)
+    segments = [texts[0], *({"type": "chunk", "text": text} for text in texts[1:]), "Question: who?\nAnswer:"]
+    prompt = SegmentTokenizer(loaded).encode([parse_segment(segment) for segment in segments])
+    expected = [BOS, *(token for text in [*texts, "Question: who?\nAnswer:"] for token in encode(text))]
+    assert prompt.input_ids == expected
+    chat = loaded.apply_chat_template([{"role": "user", "content": "".join(texts)}], tokenize=False)
+    assert chat == "<s>" + "".join(texts)
