@@ -21,7 +21,6 @@ from pathlib import Path
 import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
 import requests
 import torch
-from answers import bootstrap_interval, exact_match, wilson_interval
 from arguments import positive, typed
 from asking import Prompts, as_user_message
 from conditions import CONDITIONS, Condition, Served, serve, servers_of
@@ -30,6 +29,8 @@ from questions import Question, generated, read_questions
 from reference import Claim, Reference
 from serving import ServerError, device_flags, log_tail
 from tqdm import tqdm
+
+from sglang_lazy.verify.scores import bootstrap, exact_match, wilson
 
 COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
@@ -67,20 +68,20 @@ def answer_line(one: Served, tokenizer) -> dict:
 def summarise(lines: list[dict]) -> dict:
     """The row of a condition and group: means, and 95% intervals (Wilson's for shares, bootstrap for scores)."""
     count = len(lines)
-    right, scores = sum(line["exact_match"] for line in lines), [line["score"] for line in lines]
+    right, scores = [line["exact_match"] == 1 for line in lines], [line["score"] for line in lines]
     row = {
         "condition": lines[0]["condition"],
         "group": lines[0]["group"],
         "n": count,
-        "exact_match": right / count,
-        "exact_match_interval": wilson_interval(right, count),
+        "exact_match": sum(right) / count,
+        "exact_match_interval": wilson(right),
         "score": sum(scores) / count,
-        "score_interval": bootstrap_interval(scores),
+        "score_interval": bootstrap(scores),
         "cached_share": sum(line["cached_tokens"] for line in lines) / sum(line["prompt_tokens"] for line in lines),
     }
     if "same_as_reference" in lines[0]:
-        same = sum(line["same_as_reference"] for line in lines)
-        row |= {"same_as_reference": same / count, "same_as_reference_interval": wilson_interval(same, count)}
+        same = [line["same_as_reference"] for line in lines]
+        row |= {"same_as_reference": sum(same) / count, "same_as_reference_interval": wilson(same)}
     return {
         name: [round(end, 4) for end in value]
         if isinstance(value, tuple)
@@ -97,7 +98,9 @@ def table(rows: list[dict]) -> str:
     def percent(row: dict, name: str) -> str:
         if name not in row:
             return ""
-        low, high = row[f"{name}_interval"]
+        if (interval := row[f"{name}_interval"]) is None:  # of a single answer
+            return f"{100 * row[name]:.1f}"
+        low, high = interval
         return f"{100 * row[name]:.1f} ({100 * low:.1f} to {100 * high:.1f})"
 
     text = []

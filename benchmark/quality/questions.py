@@ -12,10 +12,12 @@ from itertools import islice
 from pathlib import Path
 
 import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
-from answers import f1, rouge_l
+from rouge import rouge_l
 from sample import INSTRUCTION, document_text, question_text
 from workloads import read_json_lines
 from worlds import records
+
+from sglang_lazy.verify.scores import f1
 
 Score = Callable[[str, list[str]], float]
 

@@ -3,9 +3,11 @@
 import json
 
 import pytest
-from answers import f1, rouge_l
 from questions import generated, read_questions, split_passages, split_words
+from rouge import rouge_l
 from sample import INSTRUCTION
+
+from sglang_lazy.verify.scores import f1
 
 PASSAGES = "Passage 1:\nAda\nAda was born in 1815.\nPassage 2:\nBob\nBob likes passage 3: rice.\n"
 

@@ -8,10 +8,10 @@ import pytest
 
 from sglang_lazy import chunk
 from sglang_lazy.verify import Thresholds, __main__, verify
-from sglang_lazy.verify.answers import exact_match, f1
 from sglang_lazy.verify.compare import TOP_TOKENS, Comparison, kl_divergence
 from sglang_lazy.verify.prompts import INSTRUCTION, Prompt, parse_prompt, read_prompts
-from sglang_lazy.verify.report import bootstrap, summarize, wilson
+from sglang_lazy.verify.report import summarize
+from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
 # prompts
 

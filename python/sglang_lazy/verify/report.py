@@ -5,8 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_lazy.verify.answers import exact_match, f1
 from sglang_lazy.verify.compare import Comparison
+from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
 _LABELS = {
     "agreement": "identical answers",
@@ -126,25 +126,3 @@ def _metric(name: str, values: list[float], thresholds: Thresholds) -> Metric:
     comparison, limit = threshold
     passed = value >= limit if comparison == ">=" else value <= limit
     return Metric(value, interval, f"{comparison} {limit:g}", passed)
-
-
-def wilson(outcomes: Sequence[bool]) -> tuple[float, float] | None:
-    """Wilson's 95% interval of the share of true `outcomes`; None for fewer than two."""
-    from scipy.stats import binomtest
-
-    if len(outcomes) < 2:
-        return None
-    interval = binomtest(sum(outcomes), len(outcomes)).proportion_ci(method="wilson")
-    return float(interval.low), float(interval.high)
-
-
-def bootstrap(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% percentile interval of the mean of `values`, from 2,000 seeded resamples; None for fewer than two."""
-    import numpy
-    from scipy.stats import bootstrap
-
-    if len(values) < 2:
-        return None
-    rng = numpy.random.default_rng(0)
-    interval = bootstrap((values,), numpy.mean, n_resamples=2000, method="percentile", rng=rng).confidence_interval
-    return float(interval.low), float(interval.high)

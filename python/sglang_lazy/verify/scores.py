@@ -1,0 +1,43 @@
+"""Scores of an answer against gold answers, as SQuAD defines them, and the intervals of their means.
+
+SQuAD compares in lower case, without punctuation and articles. The formulas are those of Hugging Face transformers,
+which SGLang pins.
+"""
+
+from collections.abc import Sequence
+
+
+def exact_match(answer: str, gold: Sequence[str]) -> float:
+    """1.0 if `answer` equals one of the `gold` answers, else 0.0."""
+    from transformers.data.metrics.squad_metrics import compute_exact
+
+    return float(max(compute_exact(one, answer) for one in gold))
+
+
+def f1(answer: str, gold: Sequence[str]) -> float:
+    """The best F1, over words, of `answer` against one of the `gold` answers, in 0..1."""
+    from transformers.data.metrics.squad_metrics import compute_f1
+
+    return float(max(compute_f1(one, answer) for one in gold))
+
+
+def wilson(outcomes: Sequence[bool]) -> tuple[float, float] | None:
+    """Wilson's 95% interval of the share of true `outcomes`; None for fewer than two."""
+    from scipy.stats import binomtest
+
+    if len(outcomes) < 2:
+        return None
+    interval = binomtest(sum(outcomes), len(outcomes)).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
+def bootstrap(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% percentile interval of the mean of `values`, from 2,000 seeded resamples; None for fewer than two."""
+    import numpy
+    from scipy.stats import bootstrap
+
+    if len(values) < 2:
+        return None
+    rng = numpy.random.default_rng(0)
+    interval = bootstrap((values,), numpy.mean, n_resamples=2000, method="percentile", rng=rng).confidence_interval
+    return float(interval.low), float(interval.high)
