@@ -25,9 +25,12 @@ def tiny_model(model_dir) -> str:
     return build("llama", model_dir)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    """URL of a server with chunk reuse."""
+    """URL of a server with chunk reuse.
+
+    Not for the session: where another module shuts an engine down, SGLang kills every child of the process.
+    """
     from serving import device_flags, running_server
 
     log = tmp_path_factory.mktemp("server") / "server.log"

@@ -203,8 +203,9 @@ def test_link_follows_the_program(backend):
         s += sgl.gen("default")
         s += sgl.user(sgl.link(how) + sgl.chunk("other") + "?")
         s.sync()
-        for fork in s.fork(2):
-            fork += sgl.gen("x")
+        forks = s.fork(2)
+        forks += sgl.gen("x")
+        forks.join()
         s += sgl.link("block") + sgl.gen("end")
 
     state = program.run(doc="doc", how="full", backend=backend)
