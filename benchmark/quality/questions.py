@@ -14,9 +14,9 @@ from pathlib import Path
 import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
 from rouge import rouge_l
 from sample import INSTRUCTION, document_text, question_text
-from workloads import read_json_lines
 from worlds import records
 
+from sglang_lazy.verify.prompts import read_json_lines
 from sglang_lazy.verify.scores import f1
 
 Score = Callable[[str, list[str]], float]

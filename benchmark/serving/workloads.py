@@ -5,7 +5,6 @@ Lengths are in tokens. Synthetic text is random tokens, so nothing is reused by 
 
 import dataclasses
 import itertools
-import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +12,8 @@ from pathlib import Path
 import examples_path  # noqa: F401 - puts examples on the path
 from prompts import chunk, random_tokens, text
 from sample import INSTRUCTION, document_text, question_text
+
+from sglang_lazy.verify.prompts import read_json_lines
 
 Encode = Callable[[str], list[int]]
 """A tokenizer's: text to token ids, no special tokens added."""
@@ -261,19 +262,3 @@ WORKLOADS: dict[str, type[Workload]] = {
     "chat": Chat,
     "latency": Latency,
 }
-
-
-def read_json_lines(path: Path) -> Iterator[tuple[int, dict]]:
-    """Line numbers from 1, and the objects on these lines. Raises ValueError that names the file and the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}, line {number}: an object is needed, got {type(value).__name__}")
-        yield number, value

@@ -35,7 +35,7 @@ def test_forms_of_prompts():
 
 
 BAD_PROMPTS = [
-    (3, "an object with segments"),
+    (3, "an object"),
     ({}, "neither segments nor docs and question"),
     ({"docs": []}, "neither segments nor docs and question"),
     ({"docs": [{"title": "A"}], "question": "?"}, "not a request with docs, each with title and text"),

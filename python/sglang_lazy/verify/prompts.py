@@ -47,7 +47,17 @@ def _to_request(segment: Any) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects on the lines of a JSON Lines file. Raises ValueError that names the file and the line."""
+    """The prompts on the lines of a JSON Lines file. Raises ValueError that names the file and the line."""
+    for number, value in read_json_lines(path):
+        try:
+            parse_prompt(value)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        yield value
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Line numbers from 1, and the objects on these lines. Raises ValueError that names the file and the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -55,10 +65,11 @@ def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             value = json.loads(line)
-            parse_prompt(value)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        yield value
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}, line {number}: an object is needed, got {type(value).__name__}")
+        yield number, value
 
 
 def document_text(doc: Mapping[str, str]) -> str:
