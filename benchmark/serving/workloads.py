@@ -127,22 +127,41 @@ class Synthetic(Traffic):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retrieval(Traffic):
-    """Real questions with their documents as chunks, in the order of the file. Earlier turns are left out."""
+    """Real questions with their documents as chunks, in the order of the file.
 
-    data: Path = option("JSON lines, each with `docs` (`title` and `text`) and `question`")
+    In a chat (`history`) what was said before is text ahead of the documents, with the file's answers, as chat
+    applications send it. Each line is a conversation of one turn: no file says which documents earlier turns had.
+    """
+
+    data: Path = option("JSON lines, each with `docs` (`title` and `text`), `question` and, in a chat, `history`")
     output_len: int = option("tokens of the answer", 16, least=1)
 
     def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
         instruction = text(encode(INSTRUCTION))
         for number, request in read_json_lines(self.data):
             try:
+                history = [text(encode(exchange)) for exchange in earlier_exchanges(request.get("history", []))]
                 documents = [chunk(encode(document_text(doc))) for doc in request["docs"]]
                 question = text(encode(question_text(request)))
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, ValueError) as error:
                 raise ValueError(
                     f"{self.data}, line {number}: not a request with docs and question: {error!r}"
                 ) from None
-            yield [Turn([instruction, *documents, question], self.output_len)]
+            yield [Turn([instruction, *history, *documents, question], self.output_len)]
+
+
+def earlier_exchanges(history: list[dict]) -> list[str]:
+    """Each earlier question with its answer, in the form of the question to come.
+
+    history: messages with `role` and `text`. Raises ValueError unless user and agent take turns and the agent is last.
+    """
+    roles = [message["role"] for message in history]
+    if roles != ["user", "agent"] * (len(roles) // 2):
+        raise ValueError(f"history must alternate user and agent, got {', '.join(map(str, roles))}")
+    return [
+        f"{question_text({'question': asked['text']})} {answer['text']}\n\n"
+        for asked, answer in zip(history[::2], history[1::2], strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -154,6 +154,25 @@ def test_retrieval(tmp_path):
     assert turn.output_len == 3
 
 
+def test_retrieval_in_a_chat(tmp_path):
+    """What was said comes before the documents, which are the current question's; the next prompt begins alike."""
+    said = [("user", "Who?"), ("agent", "Ann."), ("user", "When?"), ("agent", "1889.")]
+    history = [{"role": role, "text": words} for role, words in said]
+    first = {"docs": [{"title": "A", "text": "ants"}], "question": "When?", "history": history[:2]}
+    second = {"docs": [{"title": "B", "text": "bees"}], "question": "Where?", "history": history}
+    data = write_lines(tmp_path / "data.jsonl", {**first, "question": "Who?", "history": []}, first, second)
+    [[opening], [first], [second]] = conversations(Retrieval(data=data, num_prompts=3, cold_prompts=0))
+    assert [bytes(segment["input_ids"]).decode() for segment in second.segments[1:]] == [
+        "Question: Who?\nAnswer: Ann.\n\n",
+        "Question: When?\nAnswer: 1889.\n\n",
+        "B\nbees\n\n",
+        "Question: Where?\nAnswer:",
+    ]
+    assert [segment["type"] for segment in second.segments] == ["text", "text", "text", "chunk", "text"]
+    assert opening.segments[:1] == first.segments[:1] and first.segments[:2] == second.segments[:2]
+    assert len(opening.segments) == 3
+
+
 def test_trace(tmp_path):
     """A document has the same text wherever it occurs, as long as the trace says."""
     traces = [{"dataset": name, "requests": [[0, 1], [1, 2]], "doc_words": [10, 20, 0]} for name in ("x", "y")]
@@ -186,6 +205,9 @@ def test_bad_parameters(make, message):
         ("[]\n", "line 1: an object is needed, got list"),
         ('{"question": "q"}\n', "line 1: not a request with docs and question: KeyError"),
         ('{"docs": [{"title": "t"}], "question": "q"}\n', "line 1: not a request .* KeyError"),
+        ('{"docs": [], "question": "q", "history": "h"}\n', "line 1: not a request .* TypeError"),
+        ('{"docs": [], "question": "q", "history": [{"role": "user"}]}\n', "line 1: .* alternate .*, got user"),
+        ('{"docs": [], "question": "q", "history": [{"role": "user"}, {"role": "agent"}]}\n', "KeyError.'text'"),
         ('{"docs": [], "question": "q"}\n', "2 conversations are asked for, there are 1"),
     ],
 )
