@@ -78,8 +78,10 @@ struct Group {
 constexpr unsigned long long NO_KEY = ~0ull;
 
 struct PlanHeader {
-  int num_units, next_unit;  // next: that no block has taken yet; (unit, group of heads) pairs
-  int is_wide;               // whether any item has more than NARROW_ROWS query rows
+  unsigned long long taken;  // (unit, group of heads) pairs that blocks came back for: at the front, and 2^32 times at the back
+  int num_units;
+  int front_blocks;  // so many blocks take units from the front, the others from the back
+  int is_wide;       // whether any item has more than NARROW_ROWS query rows
   int num_items, num_groups, num_shared_users, num_shared_partials, num_private_partials, num_parts;
   int line, private_line;      // of the groups, then of the requests: tiles, and what stands for fixed costs
   int crowded, crowded_units;  // tiles of groups with more users than fit, times items; their units

@@ -58,7 +58,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   const int thread = cluster.thread_rank(), num_threads = cluster.num_threads();
   const int lane = thread % 32, warp = thread / 32, num_warps = num_threads / 32;
   PlanHeader& header = *plan.header;
-  if (thread == 0) header = PlanHeader{0, 0, layout.group_size > NARROW_ROWS};
+  if (thread == 0) header = PlanHeader{0, 0, 0, layout.group_size > NARROW_ROWS};
   int sum = 0;  // every block by itself, so that none waits
   for (int b = lane; b < a.bs; b += 32) sum += a.num_segments[b];
   sum = warp_sum(sum);
@@ -206,7 +206,13 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     spans[i].first = first;
     plan.units[header.crowded_units + i] = Unit{{}, first, max(spans[i].count - 1, 0)};
   }
-  if (thread == 0) header.num_units = header.crowded_units + num_spans;
+  if (thread == 0) {
+    header.num_units = header.crowded_units + num_spans;
+    // Blocks at the front by the share of the work that is there; all of them if the two ends would overlap.
+    const int blocks = layout.num_blocks, pairs = header.num_units * layout.head_groups[header.is_wide];
+    const bool both = header.crowded && pairs >= blocks;
+    header.front_blocks = both ? max(int(int64_t(blocks) * header.crowded / (header.crowded + line)), 1) : blocks;
+  }
   cluster.sync();
 
   // The items of the spans, and the list of each request's results.

@@ -362,7 +362,10 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     int slots[2];
     User user;
   };
-  int unit = blockIdx.x, head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
+  const int front_blocks = plan.header->front_blocks, back_blocks = gridDim.x - front_blocks;
+  const bool at_front = blockIdx.x < front_blocks;
+  int unit = at_front ? blockIdx.x : num_units - 1 - (blockIdx.x - front_blocks);
+  int head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
   bool is_new = true;  // unit
   Item item{};
   auto ask = [&](Asked& next) {
@@ -381,7 +384,12 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
         } else {
           if (!is_new) {
             wait_for_prerequisites();  // for the counter, which the kernel before resets
-            if (thread == 0) next_unit = gridDim.x + atomicAdd(&plan.header->next_unit, 1);
+            if (thread == 0) {
+              // One counter for both ends, so that a block that finds nothing left takes no place from another.
+              const auto taken = atomicAdd(&plan.header->taken, at_front ? 1ull : 1ull << 32);
+              const int front = front_blocks + int(taken), back = back_blocks + int(taken >> 32);
+              next_unit = front + back >= num_units ? num_units : at_front ? front : num_units - 1 - back;
+            }
             named_sync(1, WARPGROUP);
             unit = next_unit;
             named_sync(1, WARPGROUP);
@@ -615,7 +623,7 @@ __global__ void merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
     }
   }
   wait_for_prerequisites();
-  if (head == 0 && b == 0 && threadIdx.x == 0) plan.header->next_unit = 0;  // for the next layer
+  if (head == 0 && b == 0 && threadIdx.x == 0) plan.header->taken = 0;  // for the next layer
   const float average = sum > 0.f ? 1.f / sum : 0.f;
   outs[team * LANES + lane] = make_float4(out.x * average, out.y * average, out.z * average, out.w * average);
   if (lane == 0) states[team] = make_float2(most, sum);
