@@ -22,7 +22,7 @@ class Recipe:
     steps: int = 12_000
     rows: int = 16
     length: int = 4096
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     warm_up: int = 300
     weight_decay: float = 0.1
     context_weight: float = 1.0  # of the loss on documents and questions, next to that on answers
