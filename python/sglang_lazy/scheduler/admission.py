@@ -187,7 +187,7 @@ class ChunkAdmission:
     def _fill_request(self, chunk: ChunkRef) -> Req:
         """A request that computes `chunk` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
         scheduler = self.scheduler
-        params = SamplingParams(max_new_tokens=0)
+        params = SamplingParams(max_new_tokens=0, temperature=0)
         params.normalize(None)
         req = Req(
             f"\0fill-{next(self._fill_ids)}",
