@@ -65,7 +65,7 @@ def link_decode(
 def link_extend(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, out=None, lse=None,
+    *, max_extend_len, is_neox, sm_scale, out=None, lse=None, validate=True,
 ):  # fmt: skip
     """`link_decode` for a ragged batch of rows, each of which sees the entries with kv_position <= q_position.
 
@@ -74,13 +74,16 @@ def link_extend(
     kv_positions: [>= kv_indptr[-1]] int32, absolute position of each entry of kv_indices. They ascend strictly within
         each chunk segment, within the cached text, and within the new text, which is the last qo_len entries of a row.
     max_extend_len: the longest qo_len of the batch, known on the host.
+    validate: False leaves out the checks of arguments, which cost a layer as much host time as its launches: for calls
+        that differ from a checked one in q, the caches and out alone, as the layers of a model do.
     The new tokens' own keys and values are in the cache already. Other arguments, results and errors: `link_decode`;
     a row that sees nothing gives zeros and lse -inf.
     """
-    check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
-    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    if validate:
+        check_extend_inputs(
+            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+        )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
     for b, runs in enumerate(_runs(kv, num_segments, segment_ends, segment_offsets)):

@@ -34,7 +34,7 @@ def check_link_inputs(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse,
     kv_dtypes=(),
 ):  # fmt: skip
-    """Check the arguments that `link_decode` and `link_extend` have in common; see their docstrings.
+    """Check the arguments of `link_decode`, which `link_extend` has too; see their docstrings.
 
     kv_dtypes: what the caches may hold besides q's dtype.
     """
@@ -64,8 +64,14 @@ def check_link_inputs(
         check_tensor("lse", lse, (nnz_qo, num_qo_heads), (torch.float32,), device)
 
 
-def check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len):
-    """Check the arguments that only `link_extend` has."""
+def check_extend_inputs(
+    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+):  # fmt: skip
+    """Check the arguments of `link_extend`."""
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
+    )
     check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
     check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)
     check_tensor("kv_positions", kv_positions, (None,), (torch.int32,), q.device)

@@ -33,6 +33,7 @@ class LinkMetadata:
     q_positions: torch.Tensor | None = None
     kv_positions: torch.Tensor | None = None
     max_extend_len: int = 0
+    checked: bool = False  # by a layer before
 
     @classmethod
     def allocate(cls, max_bs: int, max_kv: int, max_segments: int, device: str) -> "LinkMetadata":
@@ -209,6 +210,8 @@ class LinkAttention(AttentionBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         q, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         metadata = self.link_metadata
+        # In graphs SGLang hands over the memory that it would copy the result to.
+        target = forward_batch._attn_output
         out = self.link_ops.link_extend(
             q,
             k_cache,
@@ -222,8 +225,11 @@ class LinkAttention(AttentionBackend):
             metadata.segment_ends,
             metadata.segment_offsets,
             max_extend_len=metadata.max_extend_len,
+            validate=not metadata.checked,
+            out=None if target is None else target.view(q.shape),
             **arguments,
         )
+        metadata.checked = True
         return out.flatten(1)
 
     def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):

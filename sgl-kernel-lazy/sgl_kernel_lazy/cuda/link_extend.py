@@ -5,7 +5,7 @@ import functools
 import torch
 
 from sgl_kernel_lazy.cuda.jit import load_module, num_multiprocessors
-from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+from sgl_kernel_lazy.validation import check_extend_inputs
 
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
 HEAD_DIMS = (64, 128)
@@ -45,25 +45,28 @@ def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_d
 def link_extend(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, out=None, lse=None,
+    *, max_extend_len, is_neox, sm_scale, out=None, lse=None, validate=True,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for what `supports` says; never waits for the device.
 
     Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes; sm_scale is positive.
     """
-    check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
-    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    if validate:
+        check_extend_inputs(
+            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+        )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     num_kv_heads, rotary_dim, max_segments = k_cache.shape[1], cos_sin_cache.shape[1], segment_ends.shape[1]
-    if k_cache.dtype != q.dtype or not supports(q.dtype, head_dim, rotary_dim, max_segments):
-        raise ValueError(
-            f"q: expected fp16 or bf16, as the caches, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at "
-            f"most {MAX_SEGMENTS} segments, got {q.dtype}, {k_cache.dtype}, {head_dim}, {rotary_dim} and {max_segments}"
-        )
-    if not sm_scale > 0:
-        raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
+    if validate:
+        if k_cache.dtype != q.dtype or not supports(q.dtype, head_dim, rotary_dim, max_segments):
+            raise ValueError(
+                f"q: expected fp16 or bf16, as the caches, head_dim in {HEAD_DIMS}, rotary_dim a multiple of 16 and at "
+                f"most {MAX_SEGMENTS} segments, got {q.dtype}, {k_cache.dtype}, {head_dim}, {rotary_dim} and "
+                f"{max_segments}"
+            )
+        if not sm_scale > 0:
+            raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out

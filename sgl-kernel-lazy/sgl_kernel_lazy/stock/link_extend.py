@@ -9,7 +9,7 @@ import torch
 from sgl_kernel_lazy.stock.common import Kernel, check_supported, merge, rotate
 from sgl_kernel_lazy.stock.entries import cut_entries, list_entries
 from sgl_kernel_lazy.triton.common import num_multiprocessors
-from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+from sgl_kernel_lazy.validation import check_extend_inputs
 
 # fa3 has tiles of 128 rows of one head, fa2 packs the heads of a group: short entries suit fa2.
 FA3_ROWS = 64
@@ -93,16 +93,17 @@ def _side_stream(device):
 def link_extend(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, plan=None, out=None, lse=None,
+    *, max_extend_len, is_neox, sm_scale, plan=None, out=None, lse=None, validate=True,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16 and head_dim 64, 128 or 256.
 
     plan: this batch's, from `plan_extend`, for all layers; made here when not given, which waits for the device.
     """
-    check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
-    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    if validate:
+        check_extend_inputs(
+            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+        )  # fmt: skip
     check_supported(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if len(q) == 0:

@@ -18,7 +18,7 @@ from sgl_kernel_lazy.triton.common import (
     rotate_back,
     table_block,
 )
-from sgl_kernel_lazy.validation import check_extend_inputs, check_link_inputs
+from sgl_kernel_lazy.validation import check_extend_inputs
 
 MAX_SPLITS, MIN_SPLIT = 32, 256
 # Five stages keep two tiles of keys and values in flight; see link_decode.py.
@@ -193,13 +193,14 @@ def _plan(bs, group, num_kv_heads, max_extend_len, row_bytes, device):
 def link_extend(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, out=None, lse=None,
+    *, max_extend_len, is_neox, sm_scale, out=None, lse=None, validate=True,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`; never waits for the device."""
-    check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
-    check_extend_inputs(q, qo_indptr, q_positions, kv_indices, kv_positions, num_segments, max_extend_len)
+    if validate:
+        check_extend_inputs(
+            q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+        )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     bs = num_segments.shape[0]
     num_kv_heads = k_cache.shape[1]
