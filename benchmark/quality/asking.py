@@ -22,9 +22,10 @@ class Prompts:
         self.tokenizer = SegmentTokenizer(tokenizer)
 
     def make(self, question: Question, *, bos: bool = True, opening: bool = True) -> list[Segment]:
-        """bos: begin with the tokenizer's BOS, if it has one. opening: with the text that stands before the chunks."""
+        """bos: begin with the tokenizer's BOS, if it has one. opening: with the question's opening, if it has one."""
         texts = [question.opening] if opening and question.opening else []
-        values = [*texts, *({"type": "chunk", "text": document} for document in question.chunks), question.closing]
+        documents = [{"type": "chunk", "text": document} for document in question.chunks]
+        values = [*texts, *question.history, *documents, question.closing]
         ids, chunks = self.tokenizer.encode([parse_segment(value) for value in values])
         segments, end = [], 0 if bos else len(self.tokenizer.before)
         for start, stop in [*chunks, (len(ids), len(ids))]:

@@ -1,8 +1,8 @@
 """Questions over documents: generated ones, real sets as JSON lines, and files in LongBench's format.
 
-A real set has `docs` (each with `title` and `text`), `question` and `answers` on each line. LongBench (Bai et al.,
-2023) has `input`, `context`, `answers` and `dataset`; its context is cut into its own passages where it has them, and
-otherwise into pieces of equal length. Nothing of a context is dropped or reordered.
+A real set has `docs` (each with `title` and `text`), `question`, `answers` and, in a chat, `history` on each line.
+LongBench (Bai et al., 2023) has `input`, `context`, `answers` and `dataset`; its context is cut into its own passages
+where it has them, and otherwise into pieces of equal length. Nothing of a context is dropped or reordered.
 """
 
 import dataclasses
@@ -13,10 +13,9 @@ from pathlib import Path
 
 import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
 from rouge import rouge_l
-from sample import INSTRUCTION, document_text, question_text
 from worlds import records
 
-from sglang_lazy.verify.prompts import read_json_lines
+from sglang_lazy.verify.prompts import INSTRUCTION, question_text, read_json_lines, retrieval_segments
 from sglang_lazy.verify.scores import f1
 
 Score = Callable[[str, list[str]], float]
@@ -27,7 +26,11 @@ WORDS_PER_CHUNK = 300
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One prompt and its right answers. `group`: what it is averaged with. `score`: f1, or rouge_l for summaries."""
+    """One prompt and its right answers.
+
+    group: what it is averaged with. history: earlier exchanges, which stand between the opening and the chunks. score:
+    f1, or rouge_l for summaries.
+    """
 
     id: str
     group: str
@@ -37,6 +40,7 @@ class Question:
     answers: list[str]
     score: Score = f1
     max_new_tokens: int = 32
+    history: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +96,11 @@ def read_questions(path: Path, limit: int | None = None) -> list[Question]:
 
 
 def from_documents(record: dict, group: str) -> Question:
-    documents = [document_text(doc) for doc in record["docs"]]
+    segments = retrieval_segments(record)
+    opening, *history, closing = (segment["text"] for segment in segments if segment["type"] == "text")
+    documents = [segment["text"] for segment in segments if segment["type"] == "chunk"]
     name = str(record.get("id", record["question"]))
-    return Question(name, group, INSTRUCTION, documents, question_text(record), record["answers"])
+    return Question(name, group, opening, documents, closing, record["answers"], history=tuple(history))
 
 
 def from_longbench(record: dict) -> Question:

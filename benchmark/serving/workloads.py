@@ -11,9 +11,8 @@ from pathlib import Path
 
 import examples_path  # noqa: F401 - puts examples on the path
 from prompts import chunk, random_tokens, text
-from sample import INSTRUCTION, document_text, question_text
 
-from sglang_lazy.verify.prompts import read_json_lines
+from sglang_lazy.verify.prompts import read_json_lines, retrieval_segments
 
 Encode = Callable[[str], list[int]]
 """A tokenizer's: text to token ids, no special tokens added."""
@@ -137,31 +136,13 @@ class Retrieval(Traffic):
     output_len: int = option("tokens of the answer", 16, least=1)
 
     def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
-        instruction = text(encode(INSTRUCTION))
         for number, request in read_json_lines(self.data):
             try:
-                history = [text(encode(exchange)) for exchange in earlier_exchanges(request.get("history", []))]
-                documents = [chunk(encode(document_text(doc))) for doc in request["docs"]]
-                question = text(encode(question_text(request)))
-            except (KeyError, TypeError, ValueError) as error:
-                raise ValueError(
-                    f"{self.data}, line {number}: not a request with docs and question: {error!r}"
-                ) from None
-            yield [Turn([instruction, *history, *documents, question], self.output_len)]
-
-
-def earlier_exchanges(history: list[dict]) -> list[str]:
-    """Each earlier question with its answer, in the form of the question to come.
-
-    history: messages with `role` and `text`. Raises ValueError unless user and agent take turns and the agent is last.
-    """
-    roles = [message["role"] for message in history]
-    if roles != ["user", "agent"] * (len(roles) // 2):
-        raise ValueError(f"history must alternate user and agent, got {', '.join(map(str, roles))}")
-    return [
-        f"{question_text({'question': asked['text']})} {answer['text']}\n\n"
-        for asked, answer in zip(history[::2], history[1::2], strict=True)
-    ]
+                segments = retrieval_segments(request)
+            except ValueError as error:
+                raise ValueError(f"{self.data}, line {number}: {error}") from None
+            in_tokens = [{"type": segment["type"], "input_ids": encode(segment["text"])} for segment in segments]
+            yield [Turn(in_tokens, self.output_len)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

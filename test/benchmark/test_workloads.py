@@ -203,11 +203,10 @@ def test_bad_parameters(make, message):
     [
         ('{"docs": [], "question": "q"}\n{"docs": ', r"data.jsonl, line 2: not JSON"),
         ("[]\n", "line 1: an object is needed, got list"),
-        ('{"question": "q"}\n', "line 1: not a request with docs and question: KeyError"),
+        ('{"question": "q"}\n', "line 1: not a request with docs, .* KeyError"),
         ('{"docs": [{"title": "t"}], "question": "q"}\n', "line 1: not a request .* KeyError"),
-        ('{"docs": [], "question": "q", "history": "h"}\n', "line 1: not a request .* TypeError"),
-        ('{"docs": [], "question": "q", "history": [{"role": "user"}]}\n', "line 1: .* alternate .*, got user"),
-        ('{"docs": [], "question": "q", "history": [{"role": "user"}, {"role": "agent"}]}\n', "KeyError.'text'"),
+        ('{"docs": [], "question": "q", "history": "h"}\n', "line 1: history must be a list, got str"),
+        ('{"docs": [], "question": "q", "history": [{"role": "user"}]}\n', "line 1: history .* KeyError.'text'"),
         ('{"docs": [], "question": "q"}\n', "2 conversations are asked for, there are 1"),
     ],
 )

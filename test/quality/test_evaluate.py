@@ -40,6 +40,16 @@ def test_prompts(tokenizer):
     assert token_ids(whole)[0] == tokenizer.bos_token_id
 
 
+def test_prompt_with_a_history(tokenizer):
+    """Each exchange is tokenized by itself, after the opening or without it."""
+    question = next(generated(1, hops=1))
+    chat = dataclasses.replace(question, history=("Question: Who?\nAnswer: Ada.\n\n", "Question: When?"))
+    ids = [token for exchange in chat.history for token in tokenizer.encode(exchange, add_special_tokens=False)]
+    for opening in (True, False):
+        first, *rest = Prompts(tokenizer).make(question, opening=opening)
+        assert Prompts(tokenizer).make(chat, opening=opening) == [text((*first.ids, *ids)), *rest]
+
+
 def test_chat(tokenizer):
     """As a message, the prompt is what the chat template makes of its text, BOS once, and the chunks are the same."""
     question = next(generated(1, hops=1))

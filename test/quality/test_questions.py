@@ -1,12 +1,13 @@
 """Loaders of question files, with lines made up here."""
 
+import dataclasses
 import json
 
 import pytest
 from questions import generated, read_questions, split_passages, split_words
 from rouge import rouge_l
-from sample import INSTRUCTION
 
+from sglang_lazy.verify.prompts import INSTRUCTION, retrieval_segments
 from sglang_lazy.verify.scores import f1
 
 PASSAGES = "Passage 1:\nAda\nAda was born in 1815.\nPassage 2:\nBob\nBob likes passage 3: rice.\n"
@@ -30,6 +31,17 @@ def test_documents(tmp_path):
     assert (question.group, question.id, question.score) == ("set", "When?", f1)
     assert question.opening == INSTRUCTION and question.closing == "Question: When?\nAnswer:"
     assert question.chunks == ["Ada\nAda was born in 1815.\n\n", "Bob\nBob likes rice.\n\n"]
+    assert question.history == ()
+
+
+def test_documents_in_a_chat(tmp_path):
+    """What was said before stands between the instruction and the documents, as `sglang_lazy.verify` has it."""
+    history = [{"role": "user", "text": "Who?"}, {"role": "agent", "text": "Ada."}]
+    record = {"docs": [{"title": "Ada", "text": "Born in 1815."}], "question": "When?", "answers": ["1815"]}
+    plain, chat = read_questions(write(tmp_path / "set.jsonl", record, {**record, "history": history}))
+    assert chat == dataclasses.replace(plain, history=("Question: Who?\nAnswer: Ada.\n\n",))
+    texts = [chat.opening, *chat.history, *chat.chunks, chat.closing]
+    assert texts == [segment["text"] for segment in retrieval_segments({**record, "history": history})]
 
 
 def test_longbench(tmp_path):
@@ -65,7 +77,11 @@ def test_split():
         (longbench(answers=[]), "line 1: there must be answers"),
         (
             {"docs": [{"title": "x"}], "question": "?", "answers": ["x"]},
-            "line 1: in neither format: KeyError\\('text'\\)",
+            "line 1: not a request with docs, .* KeyError\\('text'\\)",
+        ),
+        (
+            {"docs": [], "question": "?", "answers": ["x"], "history": [{"role": "user", "text": "Who?"}]},
+            "bad.jsonl, line 1: history must alternate user and agent, got user",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 from sglang_lazy import chunk
 from sglang_lazy.verify import Thresholds, __main__, verify
 from sglang_lazy.verify.compare import TOP_TOKENS, Comparison, kl_divergence
-from sglang_lazy.verify.prompts import INSTRUCTION, Prompt, parse_prompt, read_prompts
+from sglang_lazy.verify.prompts import INSTRUCTION, Prompt, parse_prompt, read_prompts, retrieval_segments
 from sglang_lazy.verify.report import summarize
 from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
@@ -34,11 +34,38 @@ def test_forms_of_prompts():
     )
 
 
+def said(*messages):
+    return [{"role": role, "text": words} for role, words in messages]
+
+
+def test_prompt_of_a_chat():
+    """Earlier questions, each with its answer, are text between the instruction and the documents."""
+    history = said(("user", "When?"), ("agent", "1889."), ("user", "Where?"), ("agent", "Paris."))
+    prompt = parse_prompt({**RETRIEVAL, "history": history})
+    instruction, *rest = parse_prompt({**RETRIEVAL, "history": []}).segments
+    assert [instruction, *rest] == retrieval_segments(RETRIEVAL)
+    assert prompt.segments == [
+        instruction,
+        {"type": "text", "text": "Question: When?\nAnswer: 1889.\n\n"},
+        {"type": "text", "text": "Question: Where?\nAnswer: Paris.\n\n"},
+        *rest,
+    ]
+
+
 BAD_PROMPTS = [
     (3, "an object"),
     ({}, "neither segments nor docs and question"),
     ({"docs": []}, "neither segments nor docs and question"),
     ({"docs": [{"title": "A"}], "question": "?"}, "not a request with docs, each with title and text"),
+    ({**RETRIEVAL, "history": "When?"}, "history must be a list, got str"),
+    ({**RETRIEVAL, "history": ["When?"]}, "history must be messages, each with role and text: TypeError"),
+    (
+        {**RETRIEVAL, "history": [{"role": "user"}]},
+        "history must be messages, each with role and text: KeyError('text')",
+    ),
+    ({**RETRIEVAL, "history": said(("user", "When?"))}, "history must alternate user and agent, got user"),
+    ({**RETRIEVAL, "history": said(("agent", "Hi."), ("user", "When?"))}, "alternate user and agent, got agent, user"),
+    ({**RETRIEVAL, "history": said(("user", "When?"), ("agent", None))}, "the text of a message in history must be a"),
     ({"segments": [CHUNK, {"type": "image", "text": "x"}]}, "segments[1]: unknown segment type 'image'"),
     ({"segments": [TEXT]}, "there is no chunk in it"),
     ({"segments": [TEXT, CHUNK]}, "it ends with a chunk"),

@@ -82,14 +82,38 @@ def question_text(request: Mapping[str, Any]) -> str:
     return f"Question: {request['question']}\nAnswer:"
 
 
-def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The prompt of a retrieval request: an instruction, one chunk per document, the question.
+def earlier_exchanges(history: Any) -> list[str]:
+    """Each earlier question of a chat with its answer, in the form of the question to come.
 
-    request: `docs`, each with `title` and `text`, and `question`. Raises ValueError for another shape.
+    history: messages, each with `role` and `text`. Raises ValueError for another shape, and unless user and agent take
+    turns and the agent is last.
     """
+    if not isinstance(history, list | tuple):
+        raise ValueError(f"history must be a list, got {type(history).__name__}")
+    try:
+        roles = [message["role"] for message in history]
+        texts = [message["text"] for message in history]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"history must be messages, each with role and text: {error!r}") from None
+    if roles != ["user", "agent"] * (len(roles) // 2):
+        raise ValueError(f"history must alternate user and agent, got {', '.join(map(str, roles))}")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("the text of a message in history must be a string")
+    exchanges = zip(texts[::2], texts[1::2], strict=True)
+    return [f"{question_text({'question': asked})} {answer}\n\n" for asked, answer in exchanges]
+
+
+def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The prompt of a retrieval request: an instruction, one text per earlier exchange, one chunk per document, the
+    question.
+
+    request: `docs`, each with `title` and `text`, `question`, and in a chat `history`, as `earlier_exchanges` takes it.
+    Raises ValueError for another shape.
+    """
+    history = [{"type": "text", "text": exchange} for exchange in earlier_exchanges(request.get("history", []))]
     try:
         documents = [{"type": "chunk", "text": document_text(doc)} for doc in request["docs"]]
         question = {"type": "text", "text": question_text(request)}
     except (KeyError, TypeError) as error:
         raise ValueError(f"not a request with docs, each with title and text, and question: {error!r}") from None
-    return [{"type": "text", "text": INSTRUCTION}, *documents, question]
+    return [{"type": "text", "text": INSTRUCTION}, *history, *documents, question]
