@@ -17,6 +17,8 @@ import requests
 import torch
 from tqdm import tqdm
 
+from sglang_lazy.config import ENV_VAR
+
 
 class ServerError(RuntimeError):
     """The server did not start, died or answered with an error."""
@@ -60,6 +62,8 @@ def running_server(
     command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
     # Threads that spin while they wait would take a small machine's cores from the server's other processes.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    # An engine of ours asks for the plugin in all that its process starts; for a server its own module decides.
+    environment.pop(ENV_VAR, None)
     with open(log, "wb") as output:
         # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
         process = subprocess.Popen(

@@ -23,18 +23,3 @@ def tiny_model(model_dir) -> str:
     from oracle.models import build
 
     return build("llama", model_dir)
-
-
-@pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
-    """URL of a server with chunk reuse.
-
-    Not for the session: where another module shuts an engine down, SGLang kills every child of the process.
-    """
-    from serving import device_flags, running_server
-
-    log = tmp_path_factory.mktemp("server") / "server.log"
-    flags = ["--model-path", tiny_model, "--max-total-tokens", "20000", "--enable-cache-report", *device_flags()]
-    flags += ["--grammar-backend", "outlines"]  # works without a GPU, unlike the default
-    with running_server(flags, log) as url:
-        yield url

@@ -5,18 +5,16 @@ import re
 
 import pytest
 from oracle.segments import chunk, text, token_ids
-from serving import Client, device_flags, running_server
+from serving import Client
 
 
-@pytest.fixture(scope="module")
-def logged_server(tiny_model, tmp_path_factory):
-    log = tmp_path_factory.mktemp("reuse") / "server.log"
-    flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--chunked-prefill-size", "512", *device_flags()]
-    flags += ["--decode-log-interval", "1"]
-    with running_server(flags, log) as url:
-        client = Client(url)
-        client.generate({"input_ids": [5, 6, 7]}, 1)  # SGLang's own warm-up is over before we count
-        yield client, log
+@pytest.fixture
+def client(server):
+    """Of an idle server with an empty cache, which has done SGLang's warm-up: nothing else is in the log afterwards."""
+    client = Client(server)
+    client.generate({"input_ids": [5, 6, 7]}, 1)
+    client.flush_cache()
+    return client
 
 
 def prefill_passes(log) -> list[int]:
@@ -28,10 +26,8 @@ def request(prompt) -> dict:
     return {"segments": [segment.to_request() for segment in prompt]}
 
 
-def test_a_warm_prompt_with_twenty_chunks_takes_one_pass(logged_server):
+def test_a_warm_prompt_with_twenty_chunks_takes_one_pass(client, server_log):
     """Nineteen one-token separators and a question between resident chunks are one extend, in any order."""
-    client, log = logged_server
-    client.flush_cache()
     rng = random.Random(1)
     chunks = [chunk(rng.randrange(10, 500) for _ in range(rng.randint(5, 30))) for _ in range(20)]
     separator, question = text([11]), text([12, 13, 14, 15])
@@ -41,47 +37,45 @@ def test_a_warm_prompt_with_twenty_chunks_takes_one_pass(logged_server):
         return [*segments[:-1], question]
 
     num_chunk_tokens = sum(len(one.ids) for one in chunks)
-    before = len(prefill_passes(log))
+    before = len(prefill_passes(server_log))
     cold = client.generate(request(prompt()), 4)
-    cold_passes = prefill_passes(log)[before:]
+    cold_passes = prefill_passes(server_log)[before:]
     assert sum(cold_passes) == cold.prompt_tokens == len(token_ids(prompt()))
     assert len(cold_passes) <= 2  # all fills in one pass, then the link
     assert (cold.chunk_tokens, cold.prefix_tokens) == (0, 0)
     for _ in range(3):
         rng.shuffle(chunks)
-        before = len(prefill_passes(log))
+        before = len(prefill_passes(server_log))
         warm = client.generate(request(prompt()), 4)
-        assert prefill_passes(log)[before:] == [19 + len(question.ids)]
+        assert prefill_passes(server_log)[before:] == [19 + len(question.ids)]
         assert (warm.chunk_tokens, warm.prefix_tokens) == (num_chunk_tokens, 0)
 
 
-def test_fills_obey_chunked_prefill(logged_server):
+def test_fills_obey_chunked_prefill(client, server_log):
     """A chunk longer than the prefill size is computed in several passes, then reused at another offset in one."""
-    client, log = logged_server
-    client.flush_cache()
     long = chunk(10 + i % 480 for i in range(1300))
-    before = len(prefill_passes(log))
+    before = len(prefill_passes(server_log))
     cold = client.generate(request([long, text([7, 8])]), 4)
-    assert prefill_passes(log)[before:] == [512, 512, 276, 2]
+    assert prefill_passes(server_log)[before:] == [512, 512, 276, 2]
     assert cold.chunk_tokens == 0
-    before = len(prefill_passes(log))
+    before = len(prefill_passes(server_log))
     warm = client.generate(request([text([7, 8, 9]), long, text([7, 8])]), 4)
-    assert prefill_passes(log)[before:] == [5]
+    assert prefill_passes(server_log)[before:] == [5]
     assert (warm.chunk_tokens, warm.prefix_tokens) == (1300, 0)
 
 
-def test_a_pool_that_holds_one_copy_serves_many_offsets(logged_server):
+def test_a_pool_that_holds_one_copy_serves_many_offsets(client, server_log):
     """Requests that use one chunk at many offsets at once fit a pool that a copy for each would overflow."""
-    client, log = logged_server
-    client.flush_cache()
     big = chunk(10 + i % 450 for i in range(1200))  # the pool holds six copies
     client.generate(request([big, text([9])]), 1)
     prompts = [request([text(range(20, 21 + i)), big, text([9, 8])])["segments"] for i in range(24)]
     params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+    before = len(server_log.read_text())
     response = client.session.post(f"{client.url}/generate", json={"segments": prompts, "sampling_params": params})
     assert response.ok, response.text
     for answer in response.json():
         assert answer["meta_info"]["cached_tokens_details"]["chunk"] == 1200
-    running = [int(n) for n in re.findall(r"Decode batch.*#running-req: (\d+)", log.read_text())]
+    logged = server_log.read_text()[before:]
+    running = [int(n) for n in re.findall(r"Decode batch.*#running-req: (\d+)", logged)]
     assert running and max(running) >= 12  # they really ran together
-    assert "Retract" not in log.read_text()
+    assert "Retract" not in logged

@@ -2,29 +2,17 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
 import sglang as sgl
+from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
 from transformers import AutoTokenizer
 
 import sglang_lazy
 
-RIVER = "The river rises in the northern hills and flows south for two hundred kilometres."
-RAILWAY = "A railway followed in 1871, and with it came paper mills, a brewery and the market square."
-LIBRARY = "The library holds more than forty thousand books, of which the oldest was printed in Venice."
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
-
-
-def text(value):
-    return {"type": "text", "text": value}
-
-
-def chunk(value):
-    return {"type": "chunk", "text": value}
 
 
 def prompt(*documents, question="\nWhich town lies at the mouth of the river?"):
@@ -354,17 +342,40 @@ def test_choices_right_after_a_chunk_are_refused(endpoint):
     assert "prompt logprobs from position" in str(state.error())
 
 
+def test_structured_output_over_chunks(generate, chat):
+    """A grammar holds for answers over chunks, cold and warm, on both surfaces."""
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    params = {"temperature": 0, "max_new_tokens": 24, "json_schema": json.dumps(schema)}
+    documents = [RIVER + " Seen from the bridge.", LIBRARY + " Seen from the square."]
+    for _ in range(2):
+        answer = generate(segments=prompt(*documents), sampling_params=params)
+        assert isinstance(json.loads(answer["text"])["ok"], bool)
+        documents.reverse()
+    assert answer["meta_info"]["cached_tokens_details"]["chunk"] > 0
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    messages = [user("Read: ", chunk(RIVER), " True?")]
+    reply = chat(messages, response_format=response_format, max_tokens=24, ignore_eos=False)
+    assert isinstance(json.loads(reply.json()["choices"][0]["message"]["content"])["ok"], bool)
+
+
+def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_model):
+    """What was computed with other weights is never reused; nothing stays locked that would prevent either."""
+    segments = prompt(RAILWAY + " It is gone.", LIBRARY)
+    for path, body in (("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": tiny_model})):
+        generate(segments=segments)
+        warm = generate(segments=segments)
+        assert all(one["hit"] for one in warm["meta_info"]["chunks"])
+        # An answer is sent while a batch launched before its end still runs. Both requests fail on a busy server, and
+        # SGLang then stops it after an update of weights. The scheduler is idle one turn after it has answered this.
+        requests.get(server + "/server_info", timeout=60).raise_for_status()
+        response = post(path, **body)
+        assert response.status_code == 200, response.text
+        cold = generate(segments=segments)
+        assert cold["meta_info"]["cached_tokens"] == 0
+        assert cold["output_ids"] == warm["output_ids"]
+
+
 # Python
-
-
-@pytest.fixture(scope="module")
-def engine(tiny_model):
-    from serving import device_options
-
-    with sglang_lazy.Engine(
-        model_path=tiny_model, max_total_tokens=8192, lazy_max_chunks=4, **device_options()
-    ) as engine:
-        yield engine
 
 
 def test_engine_forms(engine, generate):
@@ -409,66 +420,3 @@ def test_engine_link(engine, generate):
         again = engine.async_generate(segments=[segments], sampling_params=GREEDY, link=[link])
         for answer in (once, *engine.loop.run_until_complete(again)):
             assert (answer["output_ids"], answer["meta_info"]["link"]) == (expected[answered], answered)
-
-
-def test_local_runtime(tiny_model):
-    from serving import device_options
-
-    runtime = sglang_lazy.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
-    try:
-        state = answer_from.run(documents=[RIVER], question="Who?", backend=runtime)
-        assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
-    finally:
-        runtime.shutdown()
-
-
-# the command
-
-
-def launch(*flags):
-    command = [sys.executable, "-m", "sglang_lazy.launch_server", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def test_help_shows_both_kinds_of_flags():
-    shown = launch("--help")
-    assert shown.returncode == 0
-    assert "--lazy-max-chunks" in shown.stdout and "--model-path" in shown.stdout
-
-
-def test_bad_flags_of_ours_are_refused():
-    refused = launch("--model-path", "x", "--lazy-max-chunks", "0")
-    assert refused.returncode == 2 and "max_chunks must be at least 1" in refused.stderr
-
-
-def test_structured_output_over_chunks(generate, chat):
-    """A grammar holds for answers over chunks, cold and warm, on both surfaces."""
-    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
-    params = {"temperature": 0, "max_new_tokens": 24, "json_schema": json.dumps(schema)}
-    documents = [RIVER + " Seen from the bridge.", LIBRARY + " Seen from the square."]
-    for _ in range(2):
-        answer = generate(segments=prompt(*documents), sampling_params=params)
-        assert isinstance(json.loads(answer["text"])["ok"], bool)
-        documents.reverse()
-    assert answer["meta_info"]["cached_tokens_details"]["chunk"] > 0
-    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    messages = [user("Read: ", chunk(RIVER), " True?")]
-    reply = chat(messages, response_format=response_format, max_tokens=24, ignore_eos=False)
-    assert isinstance(json.loads(reply.json()["choices"][0]["message"]["content"])["ok"], bool)
-
-
-def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_model):
-    """What was computed with other weights is never reused; nothing stays locked that would prevent either."""
-    segments = prompt(RAILWAY + " It is gone.", LIBRARY)
-    for path, body in (("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": tiny_model})):
-        generate(segments=segments)
-        warm = generate(segments=segments)
-        assert all(one["hit"] for one in warm["meta_info"]["chunks"])
-        # An answer is sent while a batch launched before its end still runs. Both requests fail on a busy server, and
-        # SGLang then stops it after an update of weights. The scheduler is idle one turn after it has answered this.
-        requests.get(server + "/server_info", timeout=60).raise_for_status()
-        response = post(path, **body)
-        assert response.status_code == 200, response.text
-        cold = generate(segments=segments)
-        assert cold["meta_info"]["cached_tokens"] == 0
-        assert cold["output_ids"] == warm["output_ids"]

@@ -1,0 +1,35 @@
+"""One server for all tests of this folder, and the engine that some compare it with."""
+
+import pytest
+from serving import device_flags, device_options, running_server
+
+
+@pytest.fixture(scope="package")
+def server_flags(tiny_model) -> list[str]:
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--chunked-prefill-size", "512", *device_flags()]
+    flags += ["--enable-cache-report", "--decode-log-interval", "1", "--random-seed", "1"]
+    flags += ["--grammar-backend", "outlines"]  # works without a GPU, unlike the default
+    return [*flags, "--sleep-on-idle"]  # leaves a small machine's cores to what is started beside it
+
+
+@pytest.fixture(scope="package")
+def server_log(tmp_path_factory):
+    return tmp_path_factory.mktemp("server") / "server.log"
+
+
+@pytest.fixture(scope="package")
+def server(server_flags, server_log):
+    """URL of a server with chunk reuse."""
+    with running_server(server_flags, server_log) as url:
+        yield url
+
+
+@pytest.fixture(scope="package")
+def engine(server, tiny_model):
+    """It ends with the server, not before: when an engine shuts down, SGLang kills every child of the process."""
+    import sglang_lazy
+
+    with sglang_lazy.Engine(
+        model_path=tiny_model, max_total_tokens=8192, lazy_max_chunks=4, **device_options()
+    ) as engine:
+        yield engine

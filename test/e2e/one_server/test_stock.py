@@ -1,0 +1,58 @@
+"""Without chunks, a server with the plugin answers exactly as stock SGLang on the same machine."""
+
+import os
+import random
+
+import pytest
+import requests
+from serving import Client, running_server
+
+
+@pytest.fixture
+def stock(server_flags, tmp_path, monkeypatch):
+    """URL of SGLang's own server."""
+    # Off CUDA, stock SGLang imports a vLLM kernel that it never calls.
+    package = tmp_path / "stand-in" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
+    with running_server(server_flags, tmp_path / "stock.log", module="sglang.launch_server") as url:
+        assert "segments" not in requests.get(f"{url}/openapi.json", timeout=60).text, "the plugin is there"
+        yield url
+
+
+def traffic() -> list[dict]:
+    """Plain prompts that share beginnings and repeat; one batch and one prompt in several prefill passes."""
+    rng = random.Random(3)
+
+    def ids(n):
+        return [rng.randrange(10, 500) for _ in range(n)]
+
+    shared = ids(360)
+    prompts = [shared + ids(80), shared + ids(20), shared + ids(80), ids(1200), ids(28)]
+    prompts += [prompts[0], [ids(60), shared + ids(36), ids(160)]]
+    params = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    return [{"input_ids": prompt, "sampling_params": params, "return_logprob": True} for prompt in prompts]
+
+
+def answers(url: str) -> list:
+    """Tokens, logprobs and prefix hits of all traffic, in order."""
+    Client(url).flush_cache()
+    results = []
+    for body in traffic():
+        response = requests.post(f"{url}/generate", json=body, timeout=120)
+        assert response.ok, response.text
+        answer = response.json()
+        for one in answer if isinstance(answer, list) else [answer]:
+            meta = one["meta_info"]
+            results.append((one["output_ids"], meta["output_token_logprobs"], meta["cached_tokens"]))
+    return results
+
+
+def test_plain_traffic_equals_stock(server, stock):
+    """Same tokens, bitwise the same logprobs, the same prefix hits."""
+    ours, theirs = answers(server), answers(stock)
+    assert len(ours) == 9
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine == its

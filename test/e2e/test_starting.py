@@ -1,0 +1,44 @@
+"""What starts a server: the local runtime of the frontend language, and the command."""
+
+import subprocess
+import sys
+
+import pytest
+import sglang as sgl
+from http_prompts import RIVER
+from serving import device_options
+
+import sglang_lazy
+from sglang_lazy import launch_server
+
+
+@sgl.function
+def answer_from(s, document):
+    s += "Read: " + sgl.chunk(document) + " Who?" + sgl.gen("answer", max_tokens=6, temperature=0, ignore_eos=True)
+
+
+def test_local_runtime(tiny_model):
+    runtime = sglang_lazy.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
+    try:
+        state = answer_from.run(document=RIVER, backend=runtime)
+        assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
+    finally:
+        runtime.shutdown()
+
+
+# the command
+
+
+def test_help_shows_both_kinds_of_flags(capsys):
+    """In this process, which has imported SGLang already."""
+    with pytest.raises(SystemExit) as ended:
+        launch_server.main(["--help"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    assert "--lazy-max-chunks" in shown and "--model-path" in shown
+
+
+def test_bad_flags_of_ours_are_refused():
+    command = [sys.executable, "-m", "sglang_lazy.launch_server", "--model-path", "x", "--lazy-max-chunks", "0"]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert refused.returncode == 2 and "max_chunks must be at least 1" in refused.stderr
