@@ -131,6 +131,12 @@ def ask_servers(
     return served
 
 
+def write_answers(lines: list[dict], folder: Path) -> None:
+    with open(folder / "answers.jsonl", "w", encoding="utf-8") as out:
+        for line in lines:
+            print(json.dumps(line, ensure_ascii=False), file=out)
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="path or hub name")
@@ -169,16 +175,16 @@ def main() -> None:
     except (ServerError, requests.RequestException) as error:
         sys.exit(f"failed: {error}")
     lines = [answer_line(one, tokenizer) for one in served]
+    write_answers(lines, args.out)  # what was served is not lost if the comparison is interrupted
     if not args.no_reference:
         gpu = torch.cuda.is_available()
         reference = Reference(args.model, torch.bfloat16 if gpu else torch.float32, "cuda" if gpu else "cpu")
         lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]
+        write_answers(lines, args.out)
 
     groups = collections.defaultdict(list)
-    with open(args.out / "answers.jsonl", "w", encoding="utf-8") as out:
-        for line in lines:
-            print(json.dumps(line, ensure_ascii=False), file=out)
-            groups[line["condition"], line["group"]].append(line)
+    for line in lines:
+        groups[line["condition"], line["group"]].append(line)
     rows = [summarise(lines) for lines in groups.values()]
     environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=args.server_flags)
     with open(args.out / "rows.jsonl", "w", encoding="utf-8") as out:

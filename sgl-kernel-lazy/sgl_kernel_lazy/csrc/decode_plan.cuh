@@ -13,6 +13,8 @@
 // each: so that few items are cut, since each cut costs a partial result of every user. Groups with more users than fit
 // are "crowded". They come first, as units of one item; those of the same keys are neighbours, so that only one of them
 // reads these from memory. The line is then cut into shorter spans, for blocks that come to it at different times.
+// Some blocks take units from the front, the others from the back, until they meet: crowded units are held up by the L2
+// cache, the line by memory.
 //
 // Where a group comes on the line is decided by atomics and varies from step to step, and with it where items are cut: a
 // result can differ in its last bit where chunks are shared.
@@ -78,13 +80,31 @@ struct Group {
 constexpr unsigned long long NO_KEY = ~0ull;
 
 struct PlanHeader {
-  unsigned long long taken;  // (unit, group of heads) pairs that blocks came back for: at the front, and 2^32 times at the back
+  unsigned long long taken;  // see UnitQueue
   int num_units;
-  int front_blocks;  // so many blocks take units from the front, the others from the back
-  int is_wide;       // whether any item has more than NARROW_ROWS query rows
+  int front_blocks;
+  int is_wide;  // whether any item has more than NARROW_ROWS query rows
   int num_items, num_groups, num_shared_users, num_shared_partials, num_private_partials, num_parts;
   int line, private_line;      // of the groups, then of the requests: tiles, and what stands for fixed costs
   int crowded, crowded_units;  // tiles of groups with more users than fit, times items; their units
+};
+
+// Who takes which (unit, group of heads) pair. Blocks up to front_blocks take pairs from the front, the others from the
+// back. Each has one from the start, then counts in `taken` what it came back for, so that a block which finds nothing
+// left takes no place from another: 1 at the front, 2^32 at the back.
+struct UnitQueue {
+  int num_pairs, front_blocks, num_blocks;
+
+  __host__ __device__ bool at_front(int block) const { return block < front_blocks; }
+  __host__ __device__ unsigned long long count(int block) const { return at_front(block) ? 1ull : 1ull << 32; }
+  // Both return num_pairs or more if none is left; taken: before this block counted itself.
+  __host__ __device__ int first(int block) const {
+    return at_front(block) ? block : num_pairs - 1 - (block - front_blocks);
+  }
+  __host__ __device__ int next(int block, unsigned long long taken) const {
+    const int front = front_blocks + int(taken), back = num_blocks - front_blocks + int(taken >> 32);
+    return front + back >= num_pairs ? num_pairs : at_front(block) ? front : num_pairs - 1 - back;
+  }
 };
 
 struct PlanArgs {
@@ -184,7 +204,7 @@ struct PlanLayout {
 struct Plan {
   PlanHeader* header;
   User* users;  // of the private items, one per request; then of the groups
-  Unit* units;
+  Unit* units;  // header->num_units of them
   Span* spans;  // of the line
   Item* items;
   Run* runs;      // max_segments + 1 per request

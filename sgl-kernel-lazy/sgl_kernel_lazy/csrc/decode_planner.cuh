@@ -208,10 +208,14 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   }
   if (thread == 0) {
     header.num_units = header.crowded_units + num_spans;
-    // Blocks at the front by the share of the work that is there; all of them if the two ends would overlap.
-    const int blocks = layout.num_blocks, pairs = header.num_units * layout.head_groups[header.is_wide];
-    const bool both = header.crowded && pairs >= blocks;
-    header.front_blocks = both ? max(int(int64_t(blocks) * header.crowded / (header.crowded + line)), 1) : blocks;
+    // As few blocks at the front as get through all crowded units in their share of the time, in whole rounds: a unit
+    // that is begun late ends late. All of them if the two ends would overlap.
+    const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
+    header.front_blocks = blocks;
+    if (header.crowded && header.num_units * head_groups >= blocks) {
+      const int rounds = max(int(int64_t(share) * header.crowded_units / header.crowded), 1);
+      header.front_blocks = min(ceil_div(header.crowded_units * head_groups, rounds), blocks);
+    }
   }
   cluster.sync();
 

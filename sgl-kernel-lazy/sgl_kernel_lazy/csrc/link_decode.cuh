@@ -350,7 +350,7 @@ struct Ring {
 __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode) {
   const int thread = threadIdx.x % WARPGROUP, place = thread % 32 * 4 + thread / 32;  // neighbours in different warps
   const int row = place / 2, is_value = place % 2, group_bytes = mode.heads * ROW_BYTES;
-  const int num_units = plan.header->num_units * mode.head_groups;
+  const UnitQueue queue{plan.header->num_units * mode.head_groups, plan.header->front_blocks, int(gridDim.x)};
   constexpr int ROWS = WARPGROUP / 2;  // of a tile at once; a tile has at most twice as many
   constexpr int NO_SLOT = -1;          // outside of the cache, for which the copy engine writes zeros
   Ring ring(mode);
@@ -362,10 +362,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     int slots[2];
     User user;
   };
-  const int front_blocks = plan.header->front_blocks, back_blocks = gridDim.x - front_blocks;
-  const bool at_front = blockIdx.x < front_blocks;
-  int unit = at_front ? blockIdx.x : num_units - 1 - (blockIdx.x - front_blocks);
-  int head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
+  int unit = queue.first(blockIdx.x), head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
   bool is_new = true;  // unit
   Item item{};
   auto ask = [&](Asked& next) {
@@ -385,17 +382,14 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
           if (!is_new) {
             wait_for_prerequisites();  // for the counter, which the kernel before resets
             if (thread == 0) {
-              // One counter for both ends, so that a block that finds nothing left takes no place from another.
-              const auto taken = atomicAdd(&plan.header->taken, at_front ? 1ull : 1ull << 32);
-              const int front = front_blocks + int(taken), back = back_blocks + int(taken >> 32);
-              next_unit = front + back >= num_units ? num_units : at_front ? front : num_units - 1 - back;
+              next_unit = queue.next(blockIdx.x, atomicAdd(&plan.header->taken, queue.count(blockIdx.x)));
             }
             named_sync(1, WARPGROUP);
             unit = next_unit;
             named_sync(1, WARPGROUP);
           }
           is_new = false;
-          if (unit >= num_units) return false;
+          if (unit >= queue.num_pairs) return false;
           head_group = unit % mode.head_groups;
           const Unit& taken = plan.units[unit / mode.head_groups];
           item = taken.item, at_item = taken.others, left_items = taken.count;

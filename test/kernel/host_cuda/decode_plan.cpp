@@ -111,6 +111,23 @@ void test(int seed) {
   CHECK(plan.header->num_items <= layout.max_items, "too many items");
   CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
   CHECK(plan.header->num_units <= layout.max_units, "too many units");
+  const int head_groups = layout.head_groups[plan.header->is_wide];
+  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, layout.num_blocks};
+  CHECK(queue.front_blocks > 0 && queue.front_blocks <= queue.num_blocks, "%d blocks at the front", queue.front_blocks);
+  std::vector<int> pairs, working;
+  for (int block = 0; block < queue.num_blocks; ++block) {
+    if (queue.first(block) < queue.num_pairs) pairs.push_back(queue.first(block)), working.push_back(block);
+  }
+  for (unsigned long long taken = 0; !working.empty();) {  // blocks come back in any order
+    const int at = between(0, int(working.size()) - 1), block = working[at];
+    const int pair = queue.next(block, taken);
+    taken += queue.count(block);
+    if (pair < queue.num_pairs) pairs.push_back(pair);
+    else working.erase(working.begin() + at);
+  }
+  std::sort(pairs.begin(), pairs.end());
+  CHECK(int(pairs.size()) == queue.num_pairs, "%zu of %d pairs are taken", pairs.size(), queue.num_pairs);
+  for (int i = 0; i < queue.num_pairs; ++i) CHECK(pairs[i] == i, "pair %d is taken twice or never", i);
   std::set<int> done;
   for (int u = 0; u < plan.header->num_units; ++u) {
     const Unit& unit = plan.units[u];
