@@ -332,12 +332,14 @@ def test_parents_are_held_until_their_fills_settle():
 
 
 def test_fill_is_no_user_request():
-    """A fill ends by itself, streams nothing, and its id cannot be a prefix of a user's nor start with one."""
+    """A fill ends by itself, streams and samples nothing, and its id is no prefix of a user's nor starts with one."""
     scheduler = Scheduler()
     scheduler.submit([A, QUESTION], "p0", extra_key="tenant")
     (fill,) = scheduler.visible()
     assert fill.rid.startswith("\0") and fill.finished_output
     assert fill.sampling_params.max_new_tokens == 0
+    # Greedy, as SGLang sees it: one request that samples would make its whole batch sample.
+    assert fill.sampling_params.top_k == 1
     assert fill.extra_key == (CHUNK_NAMESPACE, "tenant", None)
     assert list(fill.origin_input_ids) == list(A[1])
 
