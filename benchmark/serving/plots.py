@@ -159,6 +159,7 @@ def draw(figure: Figure, title: str, rows: list[dict], colors: dict[str, str]) -
         axis.set_ylabel(panel.label)
         if panel.log:
             axis.set_yscale("log")
+            axis.yaxis.set_minor_locator(matplotlib.ticker.LogLocator(subs=(2, 3, 5)))
             for ticks in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
                 ticks(matplotlib.ticker.FormatStrFormatter("%g"))
         else:
