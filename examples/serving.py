@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -42,6 +43,22 @@ def device_flags() -> list[str]:
     return [word for name, value in device_options().items() for word in (f"--{name.replace('_', '-')}", value)]
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, from below those of outgoing connections.
+
+    A server binds them seconds after this, SGLang's own choice of a NCCL port even a minute after it was made: from the
+    range of outgoing connections another program's connection could take it in between.
+    """
+    found = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerError("no free port was found between 20000 and 32000")
+
+
 @contextlib.contextmanager
 def running_server(
     flags: list[str],
@@ -56,10 +73,9 @@ def running_server(
     log: file for the server's output.
     timeout, usual: seconds to wait at most, and seconds the progress bar expects.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *flags]
+    port, nccl_port = free_ports(2)
+    address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port)]
+    command = [sys.executable, "-m", module, *address, *flags]
     # Threads that spin while they wait would take a small machine's cores from the server's other processes.
     environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     # An engine of ours asks for the plugin in all that its process starts; for a server its own module decides.
