@@ -37,14 +37,17 @@ COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
 def compare(served: list[Served], reference: Reference) -> list[dict]:
     """For each answer the columns that say whether it is the reference's, and where it is not, what that one says."""
-    claims = [Claim(one.segments, one.answered.output_ids, one.question.max_new_tokens) for one in served]
+    keys = [(tuple(one.segments), tuple(one.answered.output_ids), one.question.max_new_tokens) for one in served]
+    # The same answer to the same prompt is the rule among conditions: it is judged once.
+    claims = [Claim(list(segments), list(output_ids), limit) for segments, output_ids, limit in dict.fromkeys(keys)]
     columns = []
     verdicts = tqdm(reference.judge(claims), total=len(claims), desc="reference", leave=False, disable=None)
     for claim, verdict in zip(claims, verdicts, strict=True):
         columns.append({"same_as_reference": verdict.same, "gap": round(verdict.gap, 5)})
         if not verdict.same:
             columns[-1]["reference_ids"] = reference.answer(claim.segments, claim.limit)
-    return columns
+    found = dict(zip(dict.fromkeys(keys), columns, strict=True))
+    return [found[key] for key in keys]
 
 
 def answer_line(one: Served, tokenizer) -> dict:
