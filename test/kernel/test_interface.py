@@ -87,3 +87,17 @@ def test_the_message_says_what_was_expected_and_what_came():
     batch.extend["kv_indptr"] = batch.extend["kv_indptr"][:-1]
     with pytest.raises(ValueError, match=r"kv_indptr: expected shape \[4\], got \[3\]"):
         run("decode", get_implementation("torch"), batch)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_checks_can_be_left_out(name):
+    """The result is the same, and an argument that breaks nothing but the contract is let through."""
+    batch, implementation = random_batch(0), get_implementation(name)
+    expected = run("extend", implementation, batch)
+    for got, wanted in zip(run("extend", implementation, batch, validate=False), expected, strict=True):
+        assert torch.equal(got, wanted)
+    batch.extend["q_positions"] = batch.extend["q_positions"].to(torch.int16)
+    with pytest.raises(ValueError, match="q_positions: expected dtype"):
+        run("extend", implementation, batch)
+    for got, wanted in zip(run("extend", implementation, batch, validate=False), expected, strict=True):
+        assert torch.equal(got, wanted)
