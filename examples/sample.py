@@ -1,16 +1,19 @@
-"""The sample of retrieval questions as prompts made of text and chunks."""
+"""The samples of retrieval questions as prompts made of text and chunks."""
 
 import json
 from pathlib import Path
 
 from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
-SAMPLE = Path(__file__).parent / "data" / "2wiki_sample.jsonl"
+DATA = Path(__file__).parent / "data"
+SAMPLE = DATA / "2wiki_sample.jsonl"
+WORLDS = DATA / "worlds_sample.jsonl"
+"""Questions that the trained model knows how to answer."""
 
 
-def load_sample() -> list[dict]:
-    """The requests of the sample: `docs`, each with `title` and `text`, and `question`."""
-    return [json.loads(line) for line in SAMPLE.read_text(encoding="utf-8").splitlines()]
+def load_sample(path: Path = SAMPLE) -> list[dict]:
+    """The requests of a sample: `docs`, each with `title` and `text`, `question` and `answers`."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def without_chunks(segments: list[dict]) -> list[dict]:

@@ -6,13 +6,16 @@ document. A two-hop question names a person through a relation ("the teacher of 
 is, and the answer is in the document of that other person.
 
 Full names are divided by a hash: no name of a test world occurs in a training world, though its parts do.
+
+    python benchmark/quality/worlds.py > examples/data/worlds_sample.jsonl    # the questions of the demo
 """
 
 import dataclasses
 import functools
 import hashlib
+import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
@@ -126,14 +129,43 @@ def records(seed: int, split: Split, count: int, hops: int, *, documents: tuple[
         questions = world.single_hop if hops == 1 else world.two_hop
         if not questions:
             continue
-        question = rng.choice(questions)
-        docs = [{"id": str(index), "title": title, "text": text} for index, (title, text) in enumerate(world.documents)]
-        yield {
-            "id": f"{split}-{hops}-{seed}-{number}",
-            "docs": docs,
-            "question": question.text,
-            "answers": [question.answer],
-            "gold_ids": [str(index) for index in question.gold],
-            "type": f"{hops}-hop",
-        }
+        yield _record(f"{split}-{hops}-{seed}-{number}", world, rng.choice(questions), range(len(world.documents)))
         number += 1
+
+
+def records_of_one_world(
+    seed: int, split: Split, count: int, *, world_size: int = 24, documents: tuple[int, int] = (10, 12)
+) -> Iterator[dict]:
+    """`count` different questions over one world, single-hop and two-hop in turn.
+
+    Each has `documents` (least, most) of the world's documents, those that it takes among them, in an order of its own,
+    so documents recur from one question to the next at other places.
+    """
+    rng = random.Random(f"{split}/one world/{seed}")
+    world = make_world(rng, split, world_size)
+    single_hop, two_hop = rng.sample(world.single_hop, count - count // 2), rng.sample(world.two_hop, count // 2)
+    for number in range(count):
+        question = (two_hop if number % 2 else single_hop)[number // 2]
+        others = [index for index in range(world_size) if index not in question.gold]
+        listed = [*question.gold, *rng.sample(others, rng.randint(*documents) - len(question.gold))]
+        rng.shuffle(listed)
+        yield _record(f"{split}-one-world-{seed}-{number}", world, question, listed)
+
+
+def _record(name: str, world: World, question: Question, listed: Sequence[int]) -> dict:
+    """A question over the documents of `world` whose indices are `listed`, in that order."""
+    documents = [(index, *world.documents[index]) for index in listed]
+    docs = [{"id": str(index), "title": title, "text": text} for index, title, text in documents]
+    return {
+        "id": name,
+        "docs": docs,
+        "question": question.text,
+        "answers": [question.answer],
+        "gold_ids": [str(index) for index in question.gold],
+        "type": f"{question.hops}-hop",
+    }
+
+
+if __name__ == "__main__":
+    for record in records_of_one_world(0, "test", 16):
+        print(json.dumps(record))

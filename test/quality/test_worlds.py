@@ -4,7 +4,8 @@ import random
 
 import pytest
 from facts import PREDICATES
-from worlds import make_world, people, records
+from sample import WORLDS, load_sample
+from worlds import make_world, people, records, records_of_one_world
 
 
 def worlds(split="train", count=40, seed=0):
@@ -89,3 +90,27 @@ def test_records(hops):
         assert len(record["gold_ids"]) == hops and record["type"] == f"{hops}-hop"
         gold = next(doc for doc in record["docs"] if doc["id"] == record["gold_ids"][-1])
         assert record["answers"][0] in gold["text"]
+
+
+def test_records_of_one_world():
+    """Both kinds of questions in turn, none twice; answers stand in the documents; these recur, with held-out names."""
+    sample = list(records_of_one_world(1, "test", 16))
+    assert [record["type"] for record in sample] == ["1-hop", "2-hop"] * 8
+    assert len({record["question"] for record in sample}) == 16
+    assert all(10 <= len(record["docs"]) <= 12 for record in sample)
+    documents = {(doc["id"], doc["title"], doc["text"]) for record in sample for doc in record["docs"]}
+    ids, titles, _ = zip(*documents, strict=True)
+    assert len(documents) == len(set(ids)) == len(set(titles)) <= 24
+    assert set(titles) <= set(people("test"))
+    orders = [[doc["id"] for doc in record["docs"]] for record in sample]
+    assert any(order != sorted(order, key=int) for order in orders)
+    for record in sample:
+        texts = {doc["id"]: doc["text"] for doc in record["docs"]}
+        assert len(texts) == len(record["docs"])
+        assert record["answers"][0] in texts[record["gold_ids"][-1]]
+        assert set(record["gold_ids"]) <= texts.keys() and len(record["gold_ids"]) == int(record["type"][0])
+
+
+def test_sample_of_the_demo():
+    """The file is what worlds.py writes."""
+    assert load_sample(WORLDS) == list(records_of_one_world(0, "test", 16))
