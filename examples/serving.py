@@ -187,17 +187,23 @@ class Client:
             raise ServerError("the server did not empty its cache: is another client using it?")
 
     def generate(
-        self, prompt: dict, max_new_tokens: int, on_text: Callable[[str], None] = lambda piece: None
+        self,
+        prompt: dict,
+        max_new_tokens: int,
+        on_text: Callable[[str], None] = lambda piece: None,
+        *,
+        ignore_eos: bool = True,
     ) -> Generation:
-        """Stream one greedy answer of exactly `max_new_tokens` tokens.
+        """Stream one greedy answer of exactly `max_new_tokens` tokens, or of at most so many.
 
         prompt: the fields of `/generate` that hold the prompt, for instance {"segments": [...]}.
+        ignore_eos: go on after the end of sequence.
         on_text: called with each new piece of the answer.
         """
         body = {
             **prompt,
             "stream": True,
-            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+            "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos},
         }
         message, shown, ttft = None, 0, None
         start = time.perf_counter()

@@ -17,8 +17,11 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgla
 DIRECTORY = CACHE / "tiny-model-1"
 """Holds the model once it is built: give it a new name when anything below changes."""
 
+TRAINED = Path(__file__).parent / "models" / "tiny-rag"
+"""A small model that was trained to answer the questions of examples/data/worlds_sample.jsonl."""
+
 KV_POOL = ("--max-total-tokens", "40000")
-"""Enough for the whole sample."""
+"""Enough for either sample."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>\n"
@@ -83,9 +86,10 @@ def tiny_model() -> Path:
 
 
 @contextlib.contextmanager
-def tiny_server(*flags: str, log: Path = CACHE / "tiny-server.log") -> Iterator[str]:
-    """Serve the tiny model with `flags` for the length of a `with` block; yields the server's URL."""
-    model = str(tiny_model())
+def tiny_server(*flags: str, model: Path | None = None, log: Path = CACHE / "tiny-server.log") -> Iterator[str]:
+    """Serve `model`, or else the tiny one, with `flags` for the length of a `with` block; yields the server's URL."""
+    model = str(model or tiny_model())
+    log.parent.mkdir(parents=True, exist_ok=True)
     usual = 60 if torch.cuda.is_available() else 25
     with running_server(["--model-path", model, *KV_POOL, *device_flags(), *flags], log, usual=usual) as url:
         yield url

@@ -1,0 +1,35 @@
+"""The trained model of examples/models: made with today's tokenizer, and good at the questions of the demo."""
+
+import pytest
+import torch
+from asking import Prompts
+from oracle.segments import text, token_ids
+from questions import from_documents
+from reference import Reference
+from sample import WORLDS, load_sample
+from tiny_model import TRAINED
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+from vocabulary import train_tokenizer
+
+from sglang_lazy.verify.scores import exact_match
+
+
+def test_tokenizer():
+    """The words of worlds.py are those that the model was trained on."""
+    assert Tokenizer.from_file(str(TRAINED / "tokenizer.json")).to_str() == train_tokenizer().to_str()
+
+
+@pytest.mark.parametrize("mask", ["block", "full"])
+def test_answers(mask):
+    """The reference, under either mask, answers most of the demo's questions right."""
+    tokenizer, reference = AutoTokenizer.from_pretrained(TRAINED), Reference(str(TRAINED), torch.float32, "cpu")
+    prompts, right = Prompts(tokenizer), 0
+    for record in load_sample(WORLDS):
+        question = from_documents(record, "demo")
+        segments = prompts.make(question)
+        if mask == "full":
+            segments = [text(token_ids(segments))]
+        answer = tokenizer.decode(reference.answer(segments, 8))
+        right += exact_match(answer, question.answers) == 1
+    assert right >= 12
