@@ -92,13 +92,15 @@ def test_chunk_in_a_prompt_is_the_chunk_alone(load, name):
 
 @every_model
 def test_a_masked_token_changes_nothing(load, name):
-    """Outside a chunk any token may change: the logits at the chunk stay bitwise equal; those after it do not."""
+    """Outside a chunk any token may change: the logits at the chunk stay equal, bitwise but for experts, whose matrix
+    products have another shape when other tokens are routed to them; those after it do not."""
     oracle, dice = load(name), Dice(name)
     segments = [dice.text(10), dice.chunk(12), dice.chunk(9), dice.text(4)]
     ids = token_ids(segments)
     changed = [(token + 1 - FIRST_ORDINARY_ID) % 500 + FIRST_ORDINARY_ID for token in ids[:10]] + ids[10:]
     before, after = logits(oracle, segments), logits(oracle, segments, ids=changed)
-    assert torch.equal(before[10:31], after[10:31])
+    allowed = 1e-5 if hasattr(oracle.model.config, "num_experts_per_tok") else 0  # of logits around 10
+    assert (before[10:31] - after[10:31]).abs().max() <= allowed
     assert (before[31:] - after[31:]).abs().amax(-1).min() > 0.05
 
 
