@@ -186,26 +186,18 @@ class Client:
         if not _wait_for(lambda: self.session.post(f"{self.url}/flush_cache", timeout=self.timeout).ok, timeout=10):
             raise ServerError("the server did not empty its cache: is another client using it?")
 
-    def generate(
-        self,
-        prompt: dict,
-        max_new_tokens: int,
-        on_text: Callable[[str], None] = lambda piece: None,
-        *,
-        ignore_eos: bool = True,
-    ) -> Generation:
+    def generate(self, prompt: dict, max_new_tokens: int, *, ignore_eos: bool = True) -> Generation:
         """Stream one greedy answer of exactly `max_new_tokens` tokens, or of at most so many.
 
         prompt: the fields of `/generate` that hold the prompt, for instance {"segments": [...]}.
         ignore_eos: go on after the end of sequence.
-        on_text: called with each new piece of the answer.
         """
         body = {
             **prompt,
             "stream": True,
             "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos},
         }
-        message, shown, ttft = None, 0, None
+        message, ttft = None, None
         start = time.perf_counter()
         with self.session.post(f"{self.url}/generate", json=body, stream=True, timeout=self.timeout) as response:
             if not response.ok:
@@ -217,8 +209,6 @@ class Client:
                 message = json.loads(line[len(b"data: ") :])
                 if "error" in message:
                     raise ServerError(f"the server answered: {message['error']}")
-                on_text(message["text"][shown:])
-                shown = len(message["text"])
         if message is None:
             raise ServerError("the server closed the stream without an answer")
         meta = message["meta_info"]
