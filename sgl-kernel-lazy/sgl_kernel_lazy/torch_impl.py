@@ -75,7 +75,8 @@ def link_extend(
         each chunk segment, within the cached text, and within the new text, which is the last qo_len entries of a row.
     max_extend_len: the longest qo_len of the batch, known on the host.
     validate: False leaves out the checks of arguments, which cost a layer as much host time as its launches: for calls
-        that differ from a checked one in q, the caches and out alone, as the layers of a model do.
+        that differ from a checked one in the contents of q, the caches, cos_sin_cache and out alone, as the layers of a
+        model do.
     The new tokens' own keys and values are in the cache already. Other arguments, results and errors: `link_decode`;
     a row that sees nothing gives zeros and lse -inf.
     """

@@ -103,7 +103,7 @@ def test_users_and_operators_come_first(shadowing, tiny_model):
     for count, (path, body) in enumerate([*controls, ("/abort_request", {"abort_all": True})], 1):
         response = requests.post(shadowing + path, json=body, timeout=120)
         assert response.status_code == 200, response.text
-        wait_until(lambda: shadows(shadowing)["dropped"] == before["dropped"] + count)  # noqa: B023
+        wait_until(lambda expected=before["dropped"] + count: shadows(shadowing)["dropped"] == expected)
         assert shadows(shadowing) == {**before, "dropped": before["dropped"] + count}
         again = generate(shadowing, segments=SEGMENTS)
         assert again["output_ids"] == expected and (path == "/abort_request" or not again["meta_info"]["cached_tokens"])
