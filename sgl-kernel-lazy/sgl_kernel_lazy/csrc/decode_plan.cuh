@@ -45,7 +45,7 @@ struct Span {
   int first, count, filled;  // items: where they begin, how many, how many are there already
 };
 
-struct Item {
+struct alignas(16) Item {
   int begin, end, offset;  // what is left of the run that its first tile lies in
   int run;                 // the run after that
   int num_tiles;
@@ -53,20 +53,19 @@ struct Item {
   int partial;  // place of its first user's result; the next user's follows
 };
 
-struct Unit {
-  Item item;           // the first, none if it has no tiles
-  int others, count;   // the items after it: where they begin, how many
-  int unused[2];
+struct alignas(16) Unit {
+  Item item;          // the first, none if it has no tiles
+  int others, count;  // the items after it: where they begin, how many
 };
 
 struct Use {
   int entry, rank;  // of a segment: its chunk in the hash table, and its place among the chunk's users
 };
 
-struct Parts {
+struct alignas(16) Parts {
   int first, count;  // of a request: the entries of part_ids that name its partial results
   int tiles, runs;   // private ones
-  int place, unused[3];  // on the line
+  int place;         // on the line
 };
 
 struct Group {

@@ -43,7 +43,7 @@ void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
                  Optional<TensorView> lse, double sm_scale, double v_scale, int64_t num_multiprocessors) {
   check_aligned("q", q, 4);
   check_aligned("cos_sin_cache", cos_sin_cache, 8);
-  check_aligned("out", out, 8);
+  check_aligned("out", out, 16);
   lazy::DecodeArgs args{};
   args.q = q.data_ptr();
   const lazy::Geometry geometry = lazy::Geometry::make(k_cache.size(1), lazy::HEAD_DIM);

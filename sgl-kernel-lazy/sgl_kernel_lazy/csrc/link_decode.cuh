@@ -569,77 +569,104 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __gri
 // A maximum of scores that is below all others, and from which -inf can be subtracted.
 constexpr float LOWEST = -1e30f;
 
-// One query head of one request: its merged partial results. Teams of HEAD_DIM / 4 threads take them in turn.
-__global__ void merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
-  constexpr int LANES = HEAD_DIM / 4;
-  const int head = blockIdx.x, b = blockIdx.y, team = threadIdx.x / LANES, lane = threadIdx.x % LANES;
-  const int num_teams = blockDim.x / LANES, key_groups = a.key_groups;
-  float4* outs = reinterpret_cast<float4*>(shared_memory);                         // [teams, LANES]
-  float2* states = reinterpret_cast<float2*>(outs + num_teams * LANES);  // [teams]
+// The partial results of one query head of one request, merged by one warp or by several; a block has several heads,
+// threadIdx.y, where one warp is enough. Teams of HEAD_DIM / 8 threads take the results in turns.
+constexpr int MAX_MERGE_THREADS = 512, MERGED_HEADS = 4;  // of a block
+__global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
+  constexpr int VECTOR = 8, LANES = HEAD_DIM / VECTOR, TEAMS = 32 / LANES;  // teams of a warp
+  constexpr int AT_ONCE = 4;  // loads of a thread that wait together
+  static_assert(32 % (AT_ONCE * TEAMS) == 0);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
+  const int head = blockIdx.x * blockDim.y + threadIdx.y, b = blockIdx.y, key_groups = a.key_groups;
   launch_dependents();
-  float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
-  float most = LOWEST, sum = 0.f;
-  auto add = [&](float2 state, float4 part) {  // part: an average
-    float higher = fmaxf(most, state.x);
-    float decay = exp2_approx(most - higher), weight = exp2_approx(state.x - higher);
+  if (head >= a.num_qo_heads) return;  // with several heads to a block, no warp waits for another
+  float out[VECTOR] = {}, most = LOWEST, sum = 0.f;
+  // values: times their scale, weighted sums
+  auto add = [&](float2 state, float scale, const float (&values)[VECTOR]) {
+    const float higher = fmaxf(most, state.x);
+    const float decay = exp2_approx(most - higher), weight = exp2_approx(state.x - higher);
     most = higher;
-    weight *= state.y;
-    sum = sum * decay + weight;
-    out.x = out.x * decay + weight * part.x;
-    out.y = out.y * decay + weight * part.y;
-    out.z = out.z * decay + weight * part.z;
-    out.w = out.w * decay + weight * part.w;
+    sum = sum * decay + weight * state.y;
+    scale *= weight;
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) out[i] = out[i] * decay + scale * values[i];
   };
   const Parts parts = plan.parts[b];
   const int count = parts.count * key_groups;
-  constexpr int AT_ONCE = 4;  // loads that wait together
-  for (int first = team; first < count; first += AT_ONCE * num_teams) {
-    int64_t at[AT_ONCE];
-    float2 partial_states[AT_ONCE];
-    uint2 partial_outs[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      const int part = min(first + i * num_teams, count - 1);
-      const int64_t partial = int64_t(plan.part_ids[parts.first + part / key_groups]) * key_groups + part % key_groups;
-      at[i] = partial * a.num_qo_heads + head;
-    }
+  const uint4* averages = static_cast<const uint4*>(plan.outs) + lane % LANES;
+  for (int base = warp; base < count; base += 32 * num_warps) {
+    // Every lane looks up where one result is: all of them at once.
+    const int mine = base + lane * num_warps, left = ceil_div(count - base, num_warps);
+    int place = 0;
+    if (mine < count) place = plan.part_ids[parts.first + mine / key_groups] * key_groups + mine % key_groups;
     wait_for_prerequisites();  // for the results; the plan was there before
+    for (int first = 0; first < min(left, 32); first += AT_ONCE * TEAMS) {
+      float2 states[AT_ONCE];
+      uint4 packed[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      partial_states[i] = plan.states[at[i]];
-      partial_outs[i] = static_cast<const uint2*>(plan.outs)[at[i] * LANES + lane];
-    }
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int which = first + i * TEAMS + lane / LANES;
+        const int64_t at = int64_t(__shfl_sync(~0u, place, which)) * a.num_qo_heads + head;
+        const bool valid = which < left;
+        states[i] = valid ? plan.states[at] : make_float2(-INFINITY, 0.f);
+        packed[i] = valid ? averages[at * LANES] : make_uint4(0, 0, 0, 0);
+      }
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-      if (first + i * num_teams >= count) partial_states[i] = make_float2(-INFINITY, 0.f);
-      const float2 low = unpack<QType>(partial_outs[i].x), high = unpack<QType>(partial_outs[i].y);
-      add(partial_states[i], make_float4(low.x, low.y, high.x, high.y));
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const uint32_t pairs[] = {packed[i].x, packed[i].y, packed[i].z, packed[i].w};
+        float values[VECTOR];
+#pragma unroll
+        for (int j = 0; j < VECTOR / 2; ++j) {
+          const float2 both = unpack<QType>(pairs[j]);
+          values[2 * j] = both.x, values[2 * j + 1] = both.y;
+        }
+        add(states[i], states[i].y, values);
+      }
     }
   }
   wait_for_prerequisites();
   if (head == 0 && b == 0 && threadIdx.x == 0) plan.header->taken = 0;  // for the next layer
-  const float average = sum > 0.f ? 1.f / sum : 0.f;
-  outs[team * LANES + lane] = make_float4(out.x * average, out.y * average, out.z * average, out.w * average);
-  if (lane == 0) states[team] = make_float2(most, sum);
-  __syncthreads();
-  if (team) return;
-  for (int t = 1; t < num_teams; ++t) add(states[t], outs[t * LANES + lane]);
+#pragma unroll
+  for (int step = LANES; step < 32; step *= 2) {
+    const float2 state = make_float2(__shfl_xor_sync(~0u, most, step), __shfl_xor_sync(~0u, sum, step));
+    float values[VECTOR];
+#pragma unroll
+    for (int i = 0; i < VECTOR; ++i) values[i] = __shfl_xor_sync(~0u, out[i], step);
+    add(state, 1.f, values);
+  }
+  if (num_warps > 1) {
+    float4* outs = reinterpret_cast<float4*>(shared_memory);                   // [warps, 2, LANES]
+    float2* states = reinterpret_cast<float2*>(outs + num_warps * 2 * LANES);  // [warps]
+    if (lane < LANES) {
+      outs[warp * 2 * LANES + lane] = make_float4(out[0], out[1], out[2], out[3]);
+      outs[(warp * 2 + 1) * LANES + lane] = make_float4(out[4], out[5], out[6], out[7]);
+    }
+    if (lane == 0) states[warp] = make_float2(most, sum);
+    __syncthreads();
+    if (warp) return;
+    for (int w = 1; w < num_warps; ++w) {
+      const float4 low = outs[w * 2 * LANES + lane % LANES], high = outs[(w * 2 + 1) * LANES + lane % LANES];
+      add(states[w], 1.f, {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w});
+    }
+  }
+  if (lane >= LANES) return;
   // A request without entries gives zeros and -inf.
-  float share = sum > 0.f ? a.v_scale / sum : 0.f;
-  QType* to = static_cast<QType*>(a.out) + b * a.stride_out_row + head * a.stride_out_head + 4 * lane;
-  reinterpret_cast<uint2*>(to)[0] = make_uint2(pack<QType>(out.x * share, out.y * share),
-                                               pack<QType>(out.z * share, out.w * share));
+  const float share = sum > 0.f ? a.v_scale / sum : 0.f;
+  QType* to = static_cast<QType*>(a.out) + b * a.stride_out_row + head * a.stride_out_head + VECTOR * lane;
+  *reinterpret_cast<uint4*>(to) =
+      make_uint4(pack<QType>(out[0] * share, out[1] * share), pack<QType>(out[2] * share, out[3] * share),
+                 pack<QType>(out[4] * share, out[5] * share), pack<QType>(out[6] * share, out[7] * share));
   if (a.lse && lane == 0) {
     a.lse[b * a.stride_lse_row + head] = sum > 0.f ? (most + log2f(sum)) * 0.6931471805599453f : -INFINITY;
   }
 }
 
 // Each kernel may start while the one before it runs; it waits for that one before it reads anything.
-static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, int threads, int shared, cudaStream_t stream,
+static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, dim3 threads, int shared, cudaStream_t stream,
                           const DecodeArgs& args, const Plan& plan) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
-  config.blockDim = dim3(threads);
+  config.blockDim = threads;
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   cudaLaunchAttribute attribute{};
@@ -668,13 +695,15 @@ static cudaError_t link_decode(DecodeArgs args, int* workspace, const PlanLayout
   if (auto error = launch(link_decode_kernel, num_multiprocessors, NUM_THREADS, SHARED_BYTES, stream, args, plan)) {
     return error;
   }
-  // Few requests have many partial results each: as many threads to a block as the device has room for.
-  int threads = 512;
-  while (threads > HEAD_DIM / 4 && int64_t(threads) * args.num_qo_heads * args.bs > int64_t(2048) * num_multiprocessors) {
-    threads /= 2;
+  // Few requests have many partial results each: as many warps to a head as the device has room for.
+  int warps = MAX_MERGE_THREADS / 32;
+  while (warps > 1 && int64_t(32) * warps * args.num_qo_heads * args.bs > 2 * MAX_MERGE_THREADS * num_multiprocessors) {
+    warps /= 2;
   }
-  return launch(merge_kernel, dim3(args.num_qo_heads, args.bs), threads, threads * 16 + threads / (HEAD_DIM / 4) * 8,
-                stream, args, plan);
+  const int heads = warps == 1 ? MERGED_HEADS : 1;
+  const int shared = warps == 1 ? 0 : warps * (HEAD_DIM * sizeof(float) + sizeof(float2));
+  return launch(merge_kernel, dim3(ceil_div(args.num_qo_heads, heads), args.bs), dim3(32 * warps, heads), shared, stream,
+                args, plan);
 }
 
 }  // namespace lazy
