@@ -8,6 +8,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.server_args import ServerArgs
 
+from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.attention.rope import INV_FREQ, attention_layers
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
@@ -67,6 +68,9 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "eviction policy 'mru': the eviction heap needs priorities that only grow": (
             args.radix_eviction_policy == "mru"
         ),
+        "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
+            args.quantization_param_path is not None
+        ),
         "several tokenizer workers: they would take requests without our surfaces": args.tokenizer_worker_num > 1,
         "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
         "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
@@ -102,8 +106,12 @@ def unfit_model(runner) -> list[str]:
         reasons.append("embedding or reward model: nothing is generated")
     if architecture not in ARCHITECTURES:
         reasons.append(f"architecture {architecture}: not among {', '.join(sorted(ARCHITECTURES))}")
-    if runner.kv_cache_dtype != runner.dtype:
-        reasons.append(f"KV cache dtype {runner.kv_cache_dtype}: linked attention needs the model's own {runner.dtype}")
+    # The blocks of mxfp8 have scales of their own.
+    if runner.kv_cache_dtype not in (runner.dtype, *FP8) or runner.kv_cache_dtype_str == "mxfp8":
+        reasons.append(
+            f"KV cache dtype {runner.kv_cache_dtype_str}: linked attention reads fp8_e4m3, fp8_e5m2 and the model's "
+            f"own {runner.dtype}"
+        )
     return [*reasons, *_unfit_layers(runner.model)]
 
 

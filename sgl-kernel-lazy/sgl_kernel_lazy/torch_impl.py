@@ -26,7 +26,7 @@ def plan_decode(
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
 ):  # fmt: skip
     """out[b] = sum_j softmax_j(sm_scale < R(-p_j) q[b], k_j >) v_j over all entries j of request b's row.
 
@@ -34,28 +34,31 @@ def link_decode(
     that holds entry j, whose keys are stored at local positions; it is 0 for text, stored at absolute positions.
 
     q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
-    k_cache, v_cache: [num_slots, num_kv_heads, head_dim], q's dtype.
+    k_cache, v_cache: [num_slots, num_kv_heads, head_dim], both in q's dtype or in fp8 (e4m3fn, e5m2), which is widened
+        without loss.
     kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
     num_segments: [bs] int32, 0 for an ordinary request.
     segment_ends: [bs, max_segments] int32, relative to the request's first entry; segment i begins where i - 1 ended.
     segment_offsets: [bs, max_segments] int32.  Neither table is read beyond num_segments.
     cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
+    v_scale: what fp8 values were divided by when they were stored; it multiplies out. Keys that were divided by a scale
+        ask for sm_scale times that scale.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
     Returns out. A request without entries gives a zero row and lse -inf.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
     check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        out, lse, v_scale,
+    )  # fmt: skip
     if q.shape[0] != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     indptr = kv_indptr.tolist()
     for b, runs in enumerate(_runs(indptr, num_segments, segment_ends, segment_offsets)):
         slots = kv_indices[indptr[b] : indptr[b + 1]]
-        row_out, row_lse = _attend(
-            q[b : b + 1], _rows(k_cache, slots), _rows(v_cache, slots), runs, None, cos_sin_cache, is_neox, sm_scale
-        )
+        keys, values = _rows(k_cache, slots, q.dtype), _rows(v_cache, slots, q.dtype) * v_scale
+        row_out, row_lse = _attend(q[b : b + 1], keys, values, runs, None, cos_sin_cache, is_neox, sm_scale)
         out[b] = row_out[0]
         if lse is not None:
             lse[b] = row_lse[0]
@@ -65,7 +68,7 @@ def link_decode(
 def link_extend(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, out=None, lse=None, validate=True,
+    *, max_extend_len, is_neox, sm_scale, v_scale=1.0, out=None, lse=None, validate=True,
 ):  # fmt: skip
     """`link_decode` for a ragged batch of rows, each of which sees the entries with kv_position <= q_position.
 
@@ -83,14 +86,14 @@ def link_extend(
     if validate:
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, v_scale,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
     for b, runs in enumerate(_runs(kv, num_segments, segment_ends, segment_offsets)):
         slots = kv_indices[kv[b] : kv[b + 1]]
         positions = kv_positions[kv[b] : kv[b + 1]]
-        keys, values = _rows(k_cache, slots), _rows(v_cache, slots)
+        keys, values = _rows(k_cache, slots, q.dtype), _rows(v_cache, slots, q.dtype) * v_scale
         step = max(1, MAX_SCORES // max(1, q.shape[1] * len(slots)))
         for begin in range(qo[b], qo[b + 1], step):
             rows = slice(begin, min(begin + step, qo[b + 1]))
@@ -109,12 +112,12 @@ def _runs(kv_indptr, num_segments, segment_ends, segment_offsets):
         yield list(zip(bounds, bounds[1:], [*offsets[b][:count], 0], strict=False))
 
 
-def _rows(cache, slots):
+def _rows(cache, slots, dtype):
     """The cache rows of these slots as [num_kv_heads, n, head_dim], in the type that all is computed in.
 
-    That is wider than the inputs' type, so that only the results are rounded to it: float32, or float64 for float32.
+    That is wider than dtype, the queries', so that only the results are rounded to it: float32, or float64 for float32.
     """
-    return cache[slots].to(torch.float64 if cache.dtype == torch.float32 else torch.float32).transpose(0, 1)
+    return cache[slots].to(torch.float64 if dtype == torch.float32 else torch.float32).transpose(0, 1)
 
 
 def _attend(q, keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale):

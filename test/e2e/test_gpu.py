@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 import transformers
-from oracle.block_mask import Oracle, visibility
+from oracle.block_mask import Oracle, RoundedCache, visibility
 from oracle.models import MODELS, ModelSpec, build
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
@@ -19,15 +19,18 @@ WAYS = {
     "": {},
     "triton": {"lazy_link_backend": "triton"},
     "copies": {"lazy_link": "materialize"},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     "on two GPUs": {"tp_size": 2},
 }
 
 
 @pytest.fixture(
-    scope="module", params=["llama", "qwen3-moe", "glm4", "llama triton", "llama copies", "qwen3 on two GPUs"]
+    scope="module",
+    params=["llama", "qwen3-moe", "glm4", "llama triton", "llama copies", "llama fp8", "qwen3 on two GPUs"],
 )
 def served(request, model_dir):
-    """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, and the model's path."""
+    """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, the model's path, and the
+    type of the cache."""
     from sglang_lazy import Engine
 
     name, _, way = request.param.partition(" ")
@@ -43,15 +46,17 @@ def served(request, model_dir):
         cuda_graph_max_bs_decode=16, log_level="error", **options,
     )  # fmt: skip
     try:
-        yield engine, path
+        yield engine, path, torch.float8_e4m3fn if way == "fp8" else torch.bfloat16
     finally:
         engine.shutdown()
         gc.collect()
 
 
-def plain_bf16(path: str, prompt, tokens) -> torch.Tensor:
+def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Tensor:
     """What plain PyTorch gives in bf16 under the same mask: log-probabilities [1 + len(tokens), vocab_size]."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
+    if cache_dtype != torch.bfloat16:
+        RoundedCache(model, cache_dtype).expect(prompt, len(tokens))
     ids = torch.tensor(token_ids(prompt) + list(tokens))
     visible = visibility(prompt, len(tokens))
     mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
@@ -61,11 +66,12 @@ def plain_bf16(path: str, prompt, tokens) -> torch.Tensor:
 
 
 def test_chunks_on_cuda(served):
-    """Cold, warm and reordered, alone and in a batch: no further from fp32 than twice plain PyTorch in bf16.
+    """Cold, warm and reordered, alone and in a batch: no further from fp32 than twice plain PyTorch in bf16
+    over a cache of the same type.
 
     Both errors are the worst over all answers and tokens: one answer's rounding may come out small by luck.
     """
-    engine, path = served
+    engine, path, cache_dtype = served
     oracle = Oracle(path)
     dice = Dice(5)
     a, b, c = chunk(dice.ids(300)), chunk(dice.ids(245)), chunk(dice.ids(7))
@@ -93,5 +99,5 @@ def test_chunks_on_cuda(served):
         chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
         exact = oracle.logprobs(prompt, tokens[:-1])[chosen]
         ours.append((reported - exact).abs().max().item())
-        plain.append((plain_bf16(path, prompt, tokens[:-1])[chosen] - exact).abs().max().item())
+        plain.append((plain_bf16(path, cache_dtype, prompt, tokens[:-1])[chosen] - exact).abs().max().item())
     assert max(ours) <= 2 * max(plain), (ours, plain)

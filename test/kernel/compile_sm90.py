@@ -18,12 +18,15 @@ copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
 FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
+# Of queries, and of caches that have another.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
 MAX_SHARED = 227 * 1024
 
 
 def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
     """The compiled kernel; pointers and the strides of rows are multiples of 16, as for contiguous tensors."""
+    dtype, _, cache_dtype = dtype.partition("/")
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -33,6 +36,8 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
             signature[name] = f"*{constants['ACC'].name}"
         elif name in FLOAT_POINTERS or (name == "out" and constants.get("SPLIT")):
             signature[name] = "*fp32"
+        elif name in ("k_cache", "v_cache") and cache_dtype:
+            signature[name] = f"*{cache_dtype}"
         elif name in INPUT_POINTERS:
             signature[name] = f"*{dtype}"
         elif name in INDEX_POINTERS:
@@ -40,7 +45,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
         elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets"):
             signature[name] = "*i64"
         else:
-            signature[name] = "i32"
+            signature[name] = "fp32" if name == "v_scale" else "i32"
         if "*" in signature[name] or re.match("stride_([qkv]|out|position|slot)", name):
             attributes[(index,)] = [["tt.divisibility", 16]]
     options = dict(num_warps=num_warps, num_stages=num_stages)
@@ -51,25 +56,27 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
 
 
 def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
-    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0], LONG_SPLIT=decode.LONG_SPLIT, BLOCK_BS=128)
+    shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
     shared |= block_sizes(head_dim, DTYPES[dtype], decode.TILE_BYTES)
-    block_h, _, _ = decode._plan(8 * group, 8, torch.device("cpu"))
+    block_h, _ = decode._plan(8 * group, 8, torch.device("cpu"))
     main = compile_kernel(
         decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared, GROUP=group,
-        ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E, BLOCK_H=block_h, BLOCK_SEGMENTS=16,
+        ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E, BLOCK_H=block_h,
+        BLOCK_BS=128, BLOCK_SEGMENTS=16,
     )  # fmt: skip
-    return main, compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, BLOCK_S=16)
+    return main, compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, BLOCK_S=64)
 
 
 def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split):
     shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
-    blocks = block_sizes(head_dim, DTYPES[dtype], extend.TILE_BYTES)
     row_bytes = head_dim * operand_size(DTYPES[dtype])
-    block_m, _ = extend._plan(1, group, 8, extend_len, row_bytes, torch.device("cpu"))
+    block_m, _ = extend._plan(1, extend_len, 10000, extend_len, 8 * group, 8, head_dim, row_bytes, 132)
+    extend.shared_memory = lambda device: MAX_SHARED
+    blocks = block_sizes(head_dim, DTYPES[dtype], extend.TILE_BYTES)
     main = compile_kernel(
-        extend._link_extend_kernel, dtype, 8 if block_m == 128 or head_dim > 128 else 4, extend.NUM_STAGES,
+        extend._link_extend_kernel, dtype, *extend._launch(block_m, head_dim, "cuda").values(),
         **({} if split else {"lse": None}), **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,
-        SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split, MIN_SPLIT=extend.MIN_SPLIT, BLOCK_M=block_m, BLOCK_SEGMENTS=16,
+        SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split, BLOCK_M=block_m, BLOCK_SEGMENTS=16,
     )  # fmt: skip
     merge = compile_kernel(extend._merge_kernel, dtype, 4, 3, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16)
     return (main, merge) if split else (main,)
@@ -88,6 +95,8 @@ def compile_copy(dtype, num_heads, head_dim, rotary_dim, is_neox):
 # dtype, group, head_dim, rotary_dim, is_neox
 HEADS = [
     ("bf16", 4, 128, 128, True),
+    ("bf16/fp8e4nv", 4, 128, 128, True),
+    ("fp16/fp8e5", 7, 80, 32, False),
     ("fp16", 7, 80, 32, False),
     ("bf16", 1, 64, 64, True),
     ("bf16", 8, 256, 256, True),
@@ -95,7 +104,7 @@ HEADS = [
     ("fp32", 2, 256, 64, False),
 ]
 # What the test compiles; the rest takes minutes.
-QUICK = HEADS[:1]
+QUICK = HEADS[:2]
 
 if __name__ == "__main__":
     for heads in QUICK if "--quick" in sys.argv else HEADS:

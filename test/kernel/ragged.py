@@ -178,6 +178,18 @@ def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
     return layout + [("new", rng.randint(1, shape.max_text_len))]
 
 
+def quantise(batch: Batch, fp8: torch.dtype, k_scale: float = 1.0, v_scale: float = 1.0) -> dict:
+    """Arguments of an op that put fp8 caches in place of the batch's, which get the values that those stand for.
+
+    Keys and values are divided by their scales, powers of two, before they are rounded.
+    """
+    given = {"sm_scale": batch.options["sm_scale"] * k_scale, "v_scale": v_scale}
+    for name, scale in (("k_cache", k_scale), ("v_cache", v_scale)):
+        given[name] = (batch.extend[name] / scale).to(fp8)
+        batch.extend[name] = given[name].to(batch.shape.dtype) * scale
+    return given
+
+
 def naive(op: str, batch: Batch, dtype: torch.dtype):
     """(out, lse) of the formula in this dtype; rows of the batch are in op's order."""
     if op == "decode":
@@ -200,7 +212,7 @@ def run(op: str, implementation, batch: Batch, **given):
         implementation.plan_decode(workspace, *(inputs[name] for name in tables), **dims)
     else:
         options["max_extend_len"] = batch.max_extend_len
-    result = getattr(implementation, f"link_{op}")(**inputs, **options, **{"out": out, "lse": lse, **given})
+    result = getattr(implementation, f"link_{op}")(**{**inputs, **options, "out": out, "lse": lse, **given})
     return result, lse
 
 
@@ -232,14 +244,16 @@ def lse_error(lse, reference) -> float:
     return NAN if error.isnan().any() else error.max().item() if error.numel() else 0.0
 
 
-def check(op: str, implementation, batch: Batch) -> None:
+def check(op: str, implementation, batch: Batch, **given) -> None:
     """Within twice plain PyTorch's error in the same dtype, both against the formula in fp64.
+
+    given: arguments of the implementation in place of the batch's, see `quantise`.
 
     A few rows can let plain PyTorch come out exact by luck, so the rounding of one result is always allowed.
     """
     exact, plain = naive(op, batch, torch.float64), naive(op, batch, batch.shape.dtype)
     before = {name: t.clone() for name, t in batch.extend.items()}
-    out, lse = run(op, implementation, batch)
+    out, lse = run(op, implementation, batch, **given)
     magnitude = exact[1].nan_to_num(neginf=0.0).abs().max().item() if exact[1].numel() else 0.0
     rounding = torch.finfo(batch.shape.dtype).eps
     out_budget = max(rounding, relative_error(plain[0], exact[0]))

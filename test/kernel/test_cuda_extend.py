@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, check, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, check, quantise, random_batch, relative_error, run
 
 from sgl_kernel_lazy.naive import naive_link_extend
 
@@ -20,8 +20,15 @@ CONFIGURATIONS = {
     "fp16, interleaved": dict(dtype=torch.float16, head_dim=128, rotary_dim=128, is_neox=False),
     "head_dim 64": dict(dtype=torch.bfloat16, head_dim=64, rotary_dim=64, is_neox=True),
     "partial": dict(dtype=torch.float16, head_dim=64, rotary_dim=48, is_neox=True),
+    "head_dim 256": dict(dtype=torch.bfloat16, head_dim=256, rotary_dim=64, is_neox=True),
+    "head_dim 256, interleaved": dict(dtype=torch.float16, head_dim=256, rotary_dim=256, is_neox=False),
 }
 all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
+fp8_configurations = pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
+all_fp8 = pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
+all_heads = pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
+# Splits end inside segments and texts; with more splits than tiles some are empty.
+any_split = pytest.mark.parametrize("block_m, num_splits", [(64, 1), (64, 7), (128, 2), (128, 40)])
 
 
 @all_configurations
@@ -32,23 +39,52 @@ def test_link_extend(configuration, case):
 
 
 @all_configurations
-@pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
+@all_heads
 def test_many_tiles(configuration, heads):
     """Chunks and texts of several tiles; with 150 new tokens a request has several work items per kv head."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
     check("extend", module, random_batch(heads[0], shape))
 
 
-@pytest.mark.parametrize("block_m, num_splits", [(64, 1), (64, 7), (128, 2), (128, 40)])
-def test_any_number_of_splits(monkeypatch, block_m, num_splits):
-    """Splits end inside segments and texts; with more splits than tiles some are empty."""
-    shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
+def cut(monkeypatch, block_m, num_splits):
+    """A batch that the kernel is told to split this way."""
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 209)]
     late = CASES["cached text behind new text"][2][0]
-    batch = random_batch(0, shape, [linked, late, [("new", 200)], []])
+    shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
     items = (3 * -(-212 * 2 // block_m) + 1) * shape.num_kv_heads * num_splits
     monkeypatch.setattr(module, "_plan", lambda *sizes: (block_m, num_splits, items))
-    check("extend", module, batch)
+    return random_batch(0, shape, [linked, late, [("new", 200)], []])
+
+
+@any_split
+def test_any_number_of_splits(monkeypatch, block_m, num_splits):
+    check("extend", module, cut(monkeypatch, block_m, num_splits))
+
+
+@all_fp8
+@fp8_configurations
+@all_cases
+def test_fp8_caches(configuration, fp8, case):
+    """Against the formula on the quantised values, and no further from it than twice plain PyTorch on them."""
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)
+    check("extend", module, batch, **quantise(batch, fp8))
+
+
+@all_fp8
+@fp8_configurations
+@all_heads
+def test_many_tiles_of_fp8(configuration, heads, fp8):
+    """Rings of tiles go round several times; keys and values have scales."""
+    shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
+    batch = random_batch(heads[0], shape)
+    check("extend", module, batch, **quantise(batch, fp8, 2.0, 0.5))
+
+
+@any_split
+def test_any_number_of_splits_of_fp8(monkeypatch, block_m, num_splits):
+    batch = cut(monkeypatch, block_m, num_splits)
+    check("extend", module, batch, **quantise(batch, torch.float8_e4m3fn, 0.5, 2.0))
 
 
 def test_positions_out_of_order():
@@ -91,6 +127,12 @@ def test_replays_in_a_graph():
         graph.replay()
         exact = naive_link_extend(**batch.extend, **batch.options)[0]
         assert relative_error(out, exact) < 2e-2
+
+
+def test_refuses_fp8_for_wide_heads():
+    batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=256))
+    with pytest.raises(ValueError, match="k_cache: fp8 needs head_dim 64 or 128, got 256"):
+        run("extend", module, batch, **quantise(batch, torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("head_dim, rotary_dim", [(96, 96), (128, 24)])

@@ -96,8 +96,8 @@ def test_checks_can_be_left_out(name):
     expected = run("extend", implementation, batch)
     for got, wanted in zip(run("extend", implementation, batch, validate=False), expected, strict=True):
         assert torch.equal(got, wanted)
-    batch.extend["q_positions"] = batch.extend["q_positions"].to(torch.int16)
-    with pytest.raises(ValueError, match="q_positions: expected dtype"):
+    batch.extend["kv_positions"] = batch.extend["kv_positions"].long()
+    with pytest.raises(ValueError, match="kv_positions: expected dtype"):
         run("extend", implementation, batch)
     for got, wanted in zip(run("extend", implementation, batch, validate=False), expected, strict=True):
         assert torch.equal(got, wanted)

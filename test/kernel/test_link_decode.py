@@ -95,11 +95,11 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
 
 
 @pytest.mark.parametrize("bs", [1, 5])
-@pytest.mark.parametrize("fill, fine", [(1, 1), (3, 3), (2, 20)])
-def test_any_number_of_splits(monkeypatch, bs, fill, fine):
-    """From one piece per request to pieces of a single block."""
+@pytest.mark.parametrize("num_spans", [1, 3, 20])
+def test_any_number_of_splits(monkeypatch, bs, num_spans):
+    """From one span for all requests to spans of a single block."""
     module = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
-    monkeypatch.setattr(module, "_plan", lambda *shape: (16, fill, fine))
+    monkeypatch.setattr(module, "_plan", lambda *shape: (16, num_spans))
     check("decode", module, random_batch(bs, Shape(bs=bs, max_chunk_len=150)))
 
 

@@ -85,7 +85,6 @@ def test_any_number_of_splits(monkeypatch, block_m, num_splits):
     """Splits end inside segments, inside the text, and past the end of a row."""
     module = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
     monkeypatch.setattr(module, "_plan", lambda *shape: (block_m, num_splits))
-    monkeypatch.setattr(module, "MIN_SPLIT", 16)
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 9)]
     late = CASES["cached text behind new text"][2][0]
     check("extend", get_implementation("triton"), random_batch(0, Shape(bs=4), [linked, late, [("new", 20)], []]))

@@ -2,6 +2,7 @@
 
 import torch
 import transformers
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from .segments import Segment, token_ids
 
@@ -15,14 +16,18 @@ def visibility(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
     token before it; a chunk token sees the earlier tokens of its own chunk; the last token of the prompt and the
     generated tokens are text, wherever they stand.
     """
-    # start[i]: the first position that token i may see
+    start = first_visible(segments, num_generated)
+    position = torch.arange(len(start))
+    return (position[None, :] <= position[:, None]) & (position[None, :] >= start[:, None])
+
+
+def first_visible(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
+    """The first position that each token may see, [n]: 0 for text, a chunk's own beginning for its tokens."""
     start = []
     for segment in segments:
         start += [len(start) if segment.kind == "chunk" else 0] * len(segment.ids)
     start[-1] = 0
-    start += [0] * num_generated
-    position = torch.arange(len(start))
-    return (position[None, :] <= position[:, None]) & (position[None, :] >= torch.tensor(start)[:, None])
+    return torch.tensor(start + [0] * num_generated)
 
 
 class Oracle:
@@ -57,6 +62,46 @@ class Oracle:
         position_ids = torch.arange(len(ids))[None]
         out = self.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids, use_cache=False)
         return out.logits[0].float()
+
+
+class RoundedCache:
+    """Makes a Hugging Face Llama round its keys and values to a cache's type.
+
+    A key is rounded at the position that it is stored for, which is counted from the beginning of its chunk.
+    """
+
+    def __init__(self, model, dtype: torch.dtype):
+        self.model, self.dtype = model.model, dtype
+        for layer in self.model.layers:
+            layer.self_attn.k_proj.register_forward_hook(lambda _module, _args, keys: self._round_keys(keys))
+            layer.self_attn.v_proj.register_forward_hook(lambda _module, _args, values: self._round(values))
+
+    def expect(self, segments: list[Segment], num_generated: int) -> None:
+        """Say what the next forward pass is over."""
+        start = first_visible(segments, num_generated)
+        self.position = torch.arange(len(start)) - start
+
+    def _round(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.dtype).to(x.dtype)
+
+    def _round_keys(self, keys: torch.Tensor) -> torch.Tensor:
+        """keys: [1, n, num_kv_heads * head_dim], before the rotation; turned, rounded, and turned back."""
+        by_head = keys.unflatten(-1, (-1, self.model.config.head_dim)).transpose(1, 2)
+        cos, sin = self.model.rotary_emb(keys, self.position[None])
+        rounded = self._round(apply_rotary_pos_emb(by_head, by_head, cos, sin)[1])
+        return apply_rotary_pos_emb(rounded, rounded, cos, -sin)[1].transpose(1, 2).flatten(2)
+
+
+class RoundingOracle(Oracle):
+    """The oracle of a Llama over a cache of a narrower type."""
+
+    def __init__(self, model_path: str, cache_dtype: torch.dtype):
+        super().__init__(model_path)
+        self.cache = RoundedCache(self.model, cache_dtype)
+
+    def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
+        self.cache.expect(segments, len(generated))
+        return super().logprobs(segments, generated)
 
 
 def greedy(logprobs: torch.Tensor) -> list[int]:

@@ -1,6 +1,7 @@
 """Every flag and model property that chunk reuse does not fit is refused, with its reason."""
 
 import importlib.metadata
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang_context import published
 
 from sglang_lazy import compat, plugin
+from sglang_lazy.attention import hooks
 
 FLAGS = {
     "page_size": 1,
@@ -31,6 +33,7 @@ FLAGS = {
     "enable_priority_scheduling": False,
     "schedule_policy": "fcfs",
     "radix_eviction_policy": "lru",
+    "quantization_param_path": None,
     "tokenizer_worker_num": 1,
     "dllm_algorithm": None,
     "smg_grpc_mode": False,
@@ -52,6 +55,7 @@ UNFIT_FLAGS = [
     ("enable_priority_scheduling", True, "priority scheduling"),
     ("schedule_policy", "lpm", "schedule policy 'lpm'"),
     ("radix_eviction_policy", "mru", "'mru'"),
+    ("quantization_param_path", "scales.json", "--quantization-param-path"),
     ("tokenizer_worker_num", 2, "tokenizer workers"),
     ("radix_cache_backend", "other", "another cache"),
 ]
@@ -113,7 +117,9 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
         "use_mla_backend": False,
         "sliding_window_size": None,
         "kv_cache_dtype": torch.bfloat16,
+        "kv_cache_dtype_str": "auto",
         "dtype": torch.bfloat16,
+        "device": "cpu",
         "model": torch.nn.ModuleList(layers),
         **changes,
     }
@@ -136,13 +142,56 @@ def test_a_plain_model_fits():
         ({"is_multimodal": True}, "multimodal"),
         ({"is_generation": False}, "embedding"),
         ({"architecture": "HunYuanDenseV1ForCausalLM"}, "HunYuanDenseV1ForCausalLM"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "float8"),
+        ({"kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "bf16", "dtype": torch.float16}, "dtype bf16"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "mxfp8"}, "dtype mxfp8"),
     ],
 )
 def test_unfit_models(changes, reason):
     """One unfit property of a model gives one reason, which names it."""
     (given,) = compat.unfit_model(runner(Layer(plain_rope()), **changes))
     assert reason in given
+
+
+FP8 = {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}
+
+
+def scaled(k_scale, v_scale):
+    """A layer whose keys and values are divided by scales, as SGLang loads them."""
+    layer = Layer(plain_rope())
+    layer.attn.k_scale_float, layer.attn.v_scale_float = k_scale, v_scale
+    return layer
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("link_backend", ["torch", "triton"])
+def test_an_fp8_cache_fits(name, link_backend):
+    """Both types; with a model's scales too."""
+    dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
+    given = runner(scaled(0.5, 2.0), kv_cache_dtype=dtype, kv_cache_dtype_str=name)
+    assert compat.unfit_model(given) == [] and hooks.unfit_way("attention", link_backend, given) == []
+
+
+@pytest.mark.parametrize(
+    ("link", "link_backend", "changes", "reason"),
+    [
+        ("materialize", "torch", {}, "--lazy-link materialize"),
+        ("attention", "triton", {"dtype": torch.float32}, "triton: .*caches with a model in torch.float32"),
+        ("attention", "triton", {"device": "cuda"}, "--lazy-link-backend triton: .*capability 8.9"),
+        ("attention", "cuda", {}, "--lazy-link-backend cuda: the kernels need a Hopper GPU"),
+    ],
+)
+def test_ways_that_an_fp8_cache_does_not_fit(monkeypatch, link, link_backend, changes, reason):
+    """Each gives one reason, which names the flag."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    (given,) = hooks.unfit_way(link, link_backend, runner(Layer(plain_rope()), **{**FP8, **changes}))
+    assert re.search(reason, given)
+
+
+def test_scales_that_the_stock_backend_does_not_apply():
+    """Chunks are filled by SGLang's own attention, whose keys must be stored as the link path reads them."""
+    native = SimpleNamespace(get_attention_backends=lambda: ("torch_native", "torch_native"))
+    for layer, count in ((scaled(0.5, 0.5), 1), (scaled(1.0, 1.0), 0), (scaled(None, None), 0)):
+        assert len(hooks.unfit_way("attention", "torch", runner(layer, server_args=native, **FP8))) == count
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from oracle.block_mask import Oracle, visibility
+from oracle.block_mask import Oracle, RoundingOracle, visibility
 from oracle.models import MAX_POSITION, MODELS, build, random_model
 from oracle.scenarios import SCENARIOS, Dice, build_scenario
 from oracle.segments import chunk, text, token_ids
@@ -38,6 +38,14 @@ def logits(oracle, segments, *, ids=None, position_ids=None):
     mask = torch.where(visibility(segments), 0.0, -torch.inf)
     with torch.inference_mode():
         return oracle.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids[None]).logits[0]
+
+
+def test_rounding_to_the_same_type_changes_nothing(load, tmp_path):
+    """Turning keys to where they are stored and back is exact but for the last bits of fp32."""
+    dice = Dice(1)
+    segments = [text(dice.ids(3)), chunk(dice.ids(20)), text(dice.ids(4))]
+    rounding = RoundingOracle(build("llama", tmp_path), torch.float32)
+    assert torch.allclose(rounding.logprobs(segments, [20]), load("llama").logprobs(segments, [20]), atol=1e-5)
 
 
 def test_visibility_of_a_small_prompt():

@@ -67,9 +67,11 @@ class LinkAttention(AttentionBackend):
         self.link_ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
         check_rotation(runner.model, self.link_ropes, runner.model_config.hidden_size, runner.dtype)
         self.link_pool = runner.token_to_kv_pool
+        self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
         self.link_table = table_of(runner.req_to_token_pool)
-        attn, _ = next(attention_layers(runner.model))
+        layers = {attn.layer_id: attn for attn, _ in attention_layers(runner.model)}
+        attn = next(iter(layers.values()))
         self.link_dims = dict(
             num_qo_heads=attn.tp_q_head_num, num_kv_heads=attn.tp_k_head_num, head_dim=attn.qk_head_dim
         )
@@ -78,20 +80,17 @@ class LinkAttention(AttentionBackend):
             max_bs, max_segments, **self.link_dims, device=torch.device(runner.device)
         )
         for layer_id in {id(rope): layer_id for layer_id, rope in self.link_ropes.items()}.values():
-            self._compile_extend(layer_id, attn, runner)
+            self._compile_extend(layers[layer_id], runner)
 
-    def _compile_extend(self, layer_id: int, attn, runner) -> None:
+    def _compile_extend(self, attn, runner) -> None:
         """One row over one entry, so that a kernel is compiled before the first request needs it."""
 
         def ints(*values):
             return torch.tensor(values, dtype=torch.int32, device=runner.device)
 
-        k_cache, v_cache = self.link_pool.get_kv_buffer(layer_id)
-        rope = self.link_ropes[layer_id]
         self.link_ops.link_extend(
             torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
-            k_cache,
-            v_cache,
+            *self.link_pool.get_kv_buffer(attn.layer_id),
             ints(0, 1),
             ints(0),
             ints(0, 1),
@@ -100,10 +99,8 @@ class LinkAttention(AttentionBackend):
             ints(0),
             self.link_table.ends[:1],
             self.link_table.offsets[:1],
-            rope.cos_sin_cache,
             max_extend_len=1,
-            is_neox=rope.is_neox,
-            sm_scale=attn.scaling,
+            **self._options(attn),
         )
 
     # Metadata
@@ -240,11 +237,30 @@ class LinkAttention(AttentionBackend):
                 f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for"
             )
         if save_kv_cache:
-            self.link_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v)
+            slots = KVWriteLoc(forward_batch.out_cache_loc)
+            self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
+        return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k_cache, v_cache, self._options(layer)
+
+    def _options(self, layer) -> dict:
+        """Arguments common to both kernels that are the same for every batch."""
         rope = self.link_ropes[layer.layer_id]
-        arguments = {"cos_sin_cache": rope.cos_sin_cache, "is_neox": rope.is_neox, "sm_scale": layer.scaling}
-        return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k_cache, v_cache, arguments
+        # The pool divides by the scales only where it rounds to fp8.
+        k_scale, v_scale = kv_scales(layer) if self.link_fp8 else (1.0, 1.0)
+        return {
+            "cos_sin_cache": rope.cos_sin_cache,
+            "is_neox": rope.is_neox,
+            "sm_scale": layer.scaling * k_scale,
+            "v_scale": v_scale,
+        }
+
+
+def kv_scales(layer) -> tuple[float, float]:
+    """What a layer's keys and values are divided by before they are rounded to fp8.
+
+    As numbers; reading the tensors that SGLang keeps beside them would wait for the device.
+    """
+    return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
 def with_link_path(backend: AttentionBackend, runner, link_backend: str) -> AttentionBackend:

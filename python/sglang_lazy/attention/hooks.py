@@ -5,12 +5,12 @@ import logging
 import torch
 
 from sgl_kernel_lazy import get_implementation
-from sglang_lazy.attention.backend import with_link_path
+from sglang_lazy.attention.backend import kv_scales, with_link_path
 from sglang_lazy.attention.materialize import ChunkCopier, copier_of, write_copies
 from sglang_lazy.attention.rope import attention_layers
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of, to_device
 from sglang_lazy.compat import Unfit, unfit_flags, unfit_model
-from sglang_lazy.config import LazyConfig
+from sglang_lazy.config import LazyConfig, LinkMethod
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,10 @@ def wrap_backend(factory):
         backend = factory(runner)
         config = LazyConfig.from_env()
         reasons = unfit_flags(runner.server_args) + unfit_model(runner)
-        if reasons := reasons or unfit_link_backend(config.link_backend, runner):
+        if not reasons:
+            link_backend = best_link_backend(runner) if config.link_backend == "auto" else config.link_backend
+            reasons = unfit_way(config.link, link_backend, runner)
+        if reasons:
             if not config.fallback:
                 raise Unfit(reasons)
             logger.warning("Serving without chunk reuse: %s", "; ".join(reasons))
@@ -33,7 +36,6 @@ def wrap_backend(factory):
         pool = runner.req_to_token_pool
         if table_of(pool) is None:
             pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
-        link_backend = best_link_backend(runner) if config.link_backend == "auto" else config.link_backend
         backend = with_link_path(backend, runner, link_backend)
         if config.link == "materialize" and copier_of(pool) is None:
             pool.chunk_copier = ChunkCopier(runner.token_to_kv_pool, backend.link_ops, backend.link_ropes)
@@ -46,22 +48,32 @@ def best_link_backend(runner) -> str:
     """The fastest implementation that can serve this model on this machine."""
     if torch.device(runner.device).type != "cuda":
         return "torch"
-    if reason := unfit_for_cuda(runner):
+    if reason := unfit_kernels("cuda", runner):
         logger.info("Chunks are linked by the triton kernels instead of the CUDA ones: %s", reason)
         return "triton"
     return "cuda"
 
 
-def unfit_link_backend(name: str, runner) -> list[str]:
-    """Why the implementation that was asked for cannot serve this model on this machine; the model fits otherwise."""
-    reason = unfit_for_cuda(runner) if name == "cuda" else None
-    return [f"--lazy-link-backend cuda: {reason}"] if reason else []
+def unfit_way(link: LinkMethod, link_backend: str, runner) -> list[str]:
+    """Why chunks cannot be linked this way on this machine; the model fits otherwise."""
+    reasons = []
+    if link_backend != "torch" and (reason := unfit_kernels(link_backend, runner)):
+        reasons.append(f"--lazy-link-backend {link_backend}: {reason}")
+    if runner.kv_cache_dtype == runner.dtype:
+        return reasons
+    if link == "materialize":
+        reasons.append("--lazy-link materialize: keys of an fp8 cache would be rounded again when they are turned")
+    scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
+    if scaled and "torch_native" in runner.server_args.get_attention_backends():
+        reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
+    return reasons
 
 
-def unfit_for_cuda(runner) -> str | None:
+def unfit_kernels(name: str, runner) -> str | None:
     attn, rope = next(attention_layers(runner.model))
     dims = (attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim, rope.rotary_dim)
-    return get_implementation("cuda").unsupported(torch.device(runner.device), runner.dtype, *dims)
+    ops = get_implementation(name)
+    return ops.unsupported(torch.device(runner.device), runner.dtype, runner.kv_cache_dtype, *dims)
 
 
 def forward_batch_generation(original, worker, batch=None, *args, **kwargs):

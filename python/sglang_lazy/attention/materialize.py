@@ -43,12 +43,14 @@ def copier_of(req_to_token_pool) -> ChunkCopier | None:
 
 def write_copies(batch) -> None:
     """Before a `ScheduleBatch` runs, on its stream: copy the chunks of the requests that begin with it."""
+    if (copier := copier_of(batch.req_to_token_pool)) is None:
+        return
     copies = {req: req.link.copy for req in batch.reqs if getattr(req, "link", None) is not None}
     copies = {req: copy for req, copy in copies.items() if copy is not None and not copy.written}
     if not copies:
         return
     chunks = [chunk for req in copies for chunk in req.link.prompt.chunks]
-    copier_of(batch.req_to_token_pool).copy(
+    copier.copy(
         torch.cat([copy.source for copy in copies.values()]),
         torch.cat([copy.slots for copy in copies.values()]),
         np.repeat([chunk.start for chunk in chunks], [chunk.used for chunk in chunks]),

@@ -1,4 +1,5 @@
-// Binding of link_extend.cuh.
+// Binding of link_extend.cuh. Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2,
+// 0: as q), LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX.
 #include "link_extend.cuh"
 
 #include "binding.h"
@@ -10,8 +11,13 @@ using lazy::data;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
+using KV = std::conditional_t<LAZY_KV_FP8 == 0, LAZY_DTYPE,
+                              std::conditional_t<LAZY_KV_FP8 == 1, __nv_fp8_e4m3, __nv_fp8_e5m2>>;
 template <int NUM_CONSUMERS>
-using Traits = lazy::extend::LinkExtendTraits<LAZY_DTYPE, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0, NUM_CONSUMERS>;
+using Traits =
+    lazy::extend::LinkExtendTraits<LAZY_DTYPE, KV, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0, NUM_CONSUMERS>;
+using Large = Traits<2>;
+using Small = Traits<LAZY_HEAD_DIM <= 128 ? 1 : 2>;  // one consumer has no room for all columns of a wider head
 
 bool is_wide(TensorView t) { return t.dtype().bits == 64; }
 
@@ -20,7 +26,7 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
                  TensorView kv_indptr, TensorView kv_indices, TensorView kv_positions, TensorView num_segments,
                  TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache, TensorView out,
                  Optional<TensorView> lse, Optional<TensorView> partial_out, Optional<TensorView> partial_lse,
-                 int64_t block_m, int64_t num_splits, int64_t num_items, double sm_scale) {
+                 int64_t block_m, int64_t num_splits, int64_t num_items, double sm_scale, double v_scale) {
   check_aligned("q", q, 16);
   check_aligned("k_cache", k_cache, 16);
   check_aligned("v_cache", v_cache, 16);
@@ -64,11 +70,11 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.wide_indices = is_wide(kv_indices);
   params.wide_positions = is_wide(q_positions);
   params.scale_log2 = sm_scale * 1.4426950408889634;
+  params.v_scale = v_scale;
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const cudaStream_t stream = get_stream(q.device());
-  const cudaError_t error = block_m == Traits<1>::BLOCK_M
-                                ? lazy::extend::launch_link_extend<Traits<1>>(params, num_items, stream)
-                                : lazy::extend::launch_link_extend<Traits<2>>(params, num_items, stream);
+  const cudaError_t error = block_m == Large::BLOCK_M ? lazy::extend::launch_link_extend<Large>(params, num_items, stream)
+                                                      : lazy::extend::launch_link_extend<Small>(params, num_items, stream);
   TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "link_extend: " << cudaGetErrorString(error);
 }
 

@@ -7,14 +7,20 @@
 //
 //   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies
 //                        into swizzled shared memory, two or three tiles deep; beside K the positions (masked tiles) and
-//                        the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier.
+//                        the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier. fp8
+//                        lands in every other 16 bytes of its tile; each thread widens in place what it copied, while
+//                        the next tile is on its way, and arrives then.
 //   consumer warpgroups  own 64 rows each. The queries R(-offset) q are the register operand of S = Q K^T: rotated from
 //                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. A
 //                        warpgroup's softmax runs while its O += P V of the tile before does, and while the other
-//                        warpgroup has the tensor cores: two named barriers make them take turns.
+//                        warpgroup has the tensor cores: two named barriers make them take turns. Of heads of 256 a
+//                        warpgroup's registers hold half of the output's columns: two own the same rows, and both
+//                        compute the scores.
 //
 // With splits, normalised partial rows and base-2 lse go to fp32 buffers, which merge_kernel combines.
 #pragma once
+
+#include <cuda_fp8.h>
 
 #include <climits>
 
@@ -37,21 +43,32 @@ struct LinkExtendParams {
   int bs, nnz_qo, group, num_kv_heads, max_segments, num_splits;
   bool wide_indices, wide_positions;
   float scale_log2;  // sm_scale * log2(e), positive
+  float v_scale;     // of fp8 values
 };
 
-template <typename T_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, int NUM_CONSUMERS_>
+// T: of q and out.  KV: of the caches, T or fp8.
+template <typename T_, typename KV_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, int NUM_CONSUMERS_>
 struct LinkExtendTraits {
   using T = T_;
+  using KV = KV_;
+  static constexpr bool FP8 = sizeof(KV) == 1;
+  static_assert(FP8 || std::is_same_v<KV, T>);
+  // fp8 is widened to fp16, which holds it exactly, and multiplied as such; so queries are rounded to fp16.
+  using MmaType = std::conditional_t<FP8, __half, T>;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROTARY_DIM = ROTARY_DIM_, NUM_CONSUMERS = NUM_CONSUMERS_;
   static constexpr bool IS_NEOX = IS_NEOX_;
-  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128);
+  static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256);
   static_assert(ROTARY_DIM % 16 == 0 && ROTARY_DIM <= HEAD_DIM);
-  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS, BLOCK_N = 128, K_STAGES = 2, V_STAGES = 3;
+  // The columns of the output that a consumer has, and into how many such parts they are divided.
+  static constexpr int OUT_DIM = HEAD_DIM < 128 ? HEAD_DIM : 128, OUT_PARTS = HEAD_DIM / OUT_DIM;
+  static_assert(NUM_CONSUMERS % OUT_PARTS == 0 && !(FP8 && OUT_PARTS > 1));
+  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS / OUT_PARTS, BLOCK_N = 128 / OUT_PARTS, K_STAGES = 2, V_STAGES = 3;
   static constexpr int WARPGROUP = 128, NUM_THREADS = WARPGROUP * (1 + NUM_CONSUMERS);
-  static constexpr int PRODUCER_REGISTERS = 56, CONSUMER_REGISTERS = 224;
+  static constexpr int PRODUCER_REGISTERS = OUT_PARTS > 1 ? 40 : 56, CONSUMER_REGISTERS = OUT_PARTS > 1 ? 232 : 224;
 
   static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
   static constexpr int COLUMN_BYTES = BLOCK_N * 128;  // one block of 64 columns of a K or V tile
+  static constexpr int PART_BYTES = OUT_DIM / 64 * COLUMN_BYTES;
   static constexpr int K_OFFSET = BLOCK_M * HEAD_DIM * 2;
   static constexpr int V_OFFSET = K_OFFSET + K_STAGES * TILE_BYTES;
   static constexpr int POSITIONS_OFFSET = V_OFFSET + V_STAGES * TILE_BYTES;
@@ -240,6 +257,19 @@ __device__ __forceinline__ int2 load_int2(uint32_t smem) {
   return v;
 }
 
+__device__ __forceinline__ uint4 load_uint4(uint32_t smem) {
+  uint4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(smem)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_uint4(uint32_t smem, uint4 v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // The stage and phase of a ring of NUM_STAGES buffers.
 template <int NUM_STAGES>
 struct Ring {
@@ -250,28 +280,46 @@ struct Ring {
   }
 };
 
+// Eight fp8 numbers as fp16.
+template <typename KV>
+__device__ __forceinline__ uint4 widen(uint32_t low, uint32_t high) {
+  constexpr auto FORMAT = std::is_same_v<KV, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
+  auto two = [](uint32_t narrow) {
+    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(narrow), FORMAT);
+    return uint32_t(h.x) | uint32_t(h.y) << 16;
+  };
+  return make_uint4(two(low), two(low >> 16), two(high), two(high >> 16));
+}
+
 template <typename Traits>
 __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkItem& item, const Run* runs, int num_tiles,
                                         SharedMemory<Traits> smem, int thread) {
   using namespace lazy::hopper;
-  using T = typename Traits::T;
-  constexpr int BLOCK_N = Traits::BLOCK_N;
-  constexpr int CHUNKS = Traits::HEAD_DIM / 8;      // of 16 bytes in a row
-  constexpr int ROWS_PER_WARP = 32 / CHUNKS;        // in one copy instruction
-  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;  // a multiple of 8, or the swizzle would depend on the step
+  using KV = typename Traits::KV;
+  constexpr int BLOCK_N = Traits::BLOCK_N, VECTOR = 16 / sizeof(KV);
+  constexpr int CHUNKS = Traits::OUT_DIM / VECTOR;   // of 16 bytes in a row, or in a part of it
+  constexpr int ROWS_PER_WARP = 32 / CHUNKS;         // in one copy instruction
+  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;   // a multiple of 8, or the swizzle would depend on the step
   static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N % ROWS_PER_STEP == 0 && BLOCK_N <= 128);
-  const int warp = thread / 32, lane = thread % 32, chunk = lane % CHUNKS;
+  const int warp = thread / 32, lane = thread % 32;
+  // With fp8, eight neighbouring lanes have four chunks of two rows: the even chunks of an even row of the tile, to which
+  // they copy, lie in other banks than those of the odd row behind it.
+  const int chunk = Traits::FP8 ? lane % 4 + lane / (4 * ROWS_PER_WARP) * 4 : lane % CHUNKS;
+  const int row_of_warp = Traits::FP8 ? lane / 4 % ROWS_PER_WARP : lane / CHUNKS;
   // Each lane knows the slot of at most one of its warp's rows.
   const int own_row = lane / ROWS_PER_WARP * ROWS_PER_STEP + warp * ROWS_PER_WARP + lane % ROWS_PER_WARP;
-  const int copied_row = warp * ROWS_PER_WARP + lane / CHUNKS;
-  const uint32_t copied_to = chunk / 8 * Traits::COLUMN_BYTES + copied_row * 128 + (chunk % 8 ^ copied_row % 8) * 16;
+  const int copied_row = warp * ROWS_PER_WARP + row_of_warp, tile_chunk = chunk * (Traits::FP8 ? 2 : 1);
+  const uint32_t copied_to =
+      tile_chunk / 8 * Traits::COLUMN_BYTES + copied_row * 128 + (tile_chunk % 8 ^ copied_row % 8) * 16;
   const int64_t row_begin = p.kv_indptr[item.b];
-  const char* k_rows = static_cast<const char*>(p.k_cache) + (item.kv_head * p.stride_k_head + chunk * 8) * sizeof(T);
-  const char* v_rows = static_cast<const char*>(p.v_cache) + (item.kv_head * p.stride_v_head + chunk * 8) * sizeof(T);
+  const int64_t k_first = item.kv_head * p.stride_k_head + chunk * VECTOR;
+  const int64_t v_first = item.kv_head * p.stride_v_head + chunk * VECTOR;
+  const char* k_rows = static_cast<const char*>(p.k_cache) + k_first * sizeof(KV);
+  const char* v_rows = static_cast<const char*>(p.v_cache) + v_first * sizeof(KV);
   // Offsets count 16 bytes, so that 32 bits of them reach 64 GiB and an address is one multiply-add, as long as the
   // compiler does not see through the base.
   asm("" : "+l"(k_rows), "+l"(v_rows));
-  const uint32_t k_stride = p.stride_k_slot / 8, v_stride = p.stride_v_slot / 8;
+  const uint32_t k_stride = p.stride_k_slot / VECTOR, v_stride = p.stride_v_slot / VECTOR;
 
   auto slot_of = [&](const TileCursor& tile) {
     const int entry = tile.run.begin + own_row;
@@ -280,13 +328,13 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long as
   // the copies.
   constexpr int STEPS = BLOCK_N / ROWS_PER_STEP;
-  static_assert(STEPS % 4 == 0 && STEPS * ROWS_PER_WARP == 32);
+  static_assert(STEPS % 4 == 0 && STEPS * ROWS_PER_WARP <= 32);
   const uint32_t warp_offsets = smem.base + Traits::ROWS_OFFSET + warp * 32 * 4;
   const uint32_t own_offset_at = warp_offsets + (lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
-  const uint32_t offsets_at = warp_offsets + lane / CHUNKS * STEPS * 4;
+  const uint32_t offsets_at = warp_offsets + row_of_warp * STEPS * 4;
   auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries, auto whole) {
     __syncwarp();
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_offset_at), "r"(own_offset) : "memory");
+    if (own_row < BLOCK_N) asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_offset_at), "r"(own_offset) : "memory");
     __syncwarp();
     uint32_t offset[STEPS];
 #pragma unroll
@@ -300,10 +348,14 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
     for (int i = 0; i < STEPS; ++i) {
       const char* from = rows + static_cast<uint64_t>(offset[i]) * 16;
       const uint32_t row_to = to + copied_to + i * ROWS_PER_STEP * 128;
-      if constexpr (decltype(whole)::value) {
-        copy_async_16(row_to, from);
-      } else {
-        copy_async_16(row_to, from, copied_row + i * ROWS_PER_STEP < entries);
+#pragma unroll
+      for (int part = 0; part < Traits::OUT_PARTS; ++part) {
+        const uint32_t part_to = row_to + part * Traits::PART_BYTES;
+        if constexpr (decltype(whole)::value) {
+          copy_async_16(part_to, from + part * CHUNKS * 16);
+        } else {
+          copy_async_16(part_to, from + part * CHUNKS * 16, copied_row + i * ROWS_PER_STEP < entries);
+        }
       }
     }
   };
@@ -312,6 +364,39 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
       copy_rows(to, rows, own_offset, entries, std::true_type());
     } else {
       copy_rows(to, rows, own_offset, entries, std::false_type());
+    }
+  };
+  // Widens what this thread has copied to a tile: each chunk fills itself and the next.
+  auto widen_tile = [&](uint32_t tile) {
+#pragma unroll
+    for (int i = 0; i < STEPS; i += 4) {
+      uint4 narrow[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) narrow[j] = load_uint4(tile + copied_to + (i + j) * ROWS_PER_STEP * 128);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t rows = tile + (i + j) * ROWS_PER_STEP * 128;
+        store_uint4(rows + copied_to, widen<KV>(narrow[j].x, narrow[j].y));
+        store_uint4(rows + (copied_to ^ 16), widen<KV>(narrow[j].z, narrow[j].w));
+      }
+    }
+  };
+  uint32_t narrow_tile = 0, narrow_full = 0;  // copied but not widened yet, and its barrier; 0: none
+  auto widen_last = [&] {
+    if (narrow_tile == 0) return;
+    widen_tile(narrow_tile);
+    fence_tensor_cores();
+    arrive(narrow_full);
+  };
+  // After a tile's copies were issued: this thread arrives on its barrier once they have landed.
+  auto announce = [&](uint32_t to, uint32_t full) {
+    if constexpr (Traits::FP8) {
+      commit_copies();
+      wait_copy_groups<1>();  // for the tile before
+      widen_last();
+      narrow_tile = to, narrow_full = full;
+    } else {
+      arrive_after_copies(full);
     }
   };
 
@@ -341,19 +426,20 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
         copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + entry, true);
       }
       copy_tile(smem.k(k_ring.stage), k_rows, slot * k_stride, entries);
-      arrive_after_copies(smem.k_full(k_ring.stage));
+      announce(smem.k(k_ring.stage), smem.k_full(k_ring.stage));
       k_ring.advance();
     }
     if (n > 0) {
       wait(smem.v_empty(v_ring.stage), v_ring.phase ^ 1);
       copy_tile(smem.v(v_ring.stage), v_rows, last_slot * v_stride, last_entries);
-      arrive_after_copies(smem.v_full(v_ring.stage));
+      announce(smem.v(v_ring.stage), smem.v_full(v_ring.stage));
       v_ring.advance();
     }
     last_slot = slot, last_entries = entries;
     slot = next_slot;
   }
   wait_copies();
+  if constexpr (Traits::FP8) widen_last();
 }
 
 // The stored queries of a warp's 16 rows as register operands, rotated back by the table row unless offset is 0.
@@ -361,7 +447,7 @@ template <typename Traits>
 __device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem,
                                              uint32_t table, bool turned, int lane) {
   using namespace lazy::hopper;
-  using T = typename Traits::T;
+  using T = typename Traits::MmaType;
   constexpr int UNITS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
   const int row = lane % 16;
 #pragma unroll
@@ -405,17 +491,20 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
                                         SharedMemory<Traits> smem, int warpgroup, int thread) {
   using namespace lazy::hopper;
   using T = typename Traits::T;
+  using MmaType = typename Traits::MmaType;
   constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_N = Traits::BLOCK_N, NUM_CONSUMERS = Traits::NUM_CONSUMERS;
-  const int warp = thread / 32, lane = thread % 32;
-  const int first_packed = item.tile * Traits::BLOCK_M + warpgroup * 64 + warp * 16;  // of this warp's 16 rows
-  const uint32_t q_smem = smem.q() + (warpgroup * 64 + warp * 16) * HEAD_DIM * 2;
+  constexpr int OUT_DIM = Traits::OUT_DIM, OUT_PARTS = Traits::OUT_PARTS;
+  const int warp = thread / 32, lane = thread % 32, part = warpgroup % OUT_PARTS;
+  const int first_row = warpgroup / OUT_PARTS * 64 + warp * 16;  // of this warp's 16 rows, in the block
+  const int first_packed = item.tile * Traits::BLOCK_M + first_row;
+  const uint32_t q_smem = smem.q() + first_row * HEAD_DIM * 2;
 
-  float o[HEAD_DIM / 2], s[BLOCK_N / 2];
+  float o[OUT_DIM / 2], s[BLOCK_N / 2];
   uint32_t q[HEAD_DIM / 16][4], weights[BLOCK_N / 16][4];
   float row_max[2] = {-INFINITY, -INFINITY}, row_sum[2] = {0.0f, 0.0f}, correction[2];
   int q_position[2];
 #pragma unroll
-  for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] = 0.0f;
+  for (int i = 0; i < OUT_DIM / 2; ++i) o[i] = 0.0f;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int packed = first_packed + lane / 4 + 8 * r;
@@ -428,14 +517,14 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     const uint32_t tile = tile_descriptor(smem.k(stage), 0);
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / 16; ++k) {
-      mma<T, false>(s, q[k], tile + (k / 4 * Traits::COLUMN_BYTES + k % 4 * 32) / 16, k > 0);
+      mma<MmaType, false>(s, q[k], tile + (k / 4 * Traits::COLUMN_BYTES + k % 4 * 32) / 16, k > 0);
     }
     mma_commit();
   };
   auto issue_output = [&](int stage) {
-    const uint32_t tile = tile_descriptor(smem.v(stage), Traits::COLUMN_BYTES);
+    const uint32_t tile = tile_descriptor(smem.v(stage) + part * Traits::PART_BYTES, Traits::COLUMN_BYTES);
 #pragma unroll
-    for (int k = 0; k < BLOCK_N / 16; ++k) mma<T, true>(o, weights[k], tile + k * 16 * 128 / 16, 1);
+    for (int k = 0; k < BLOCK_N / 16; ++k) mma<MmaType, true>(o, weights[k], tile + k * 16 * 128 / 16, 1);
     mma_commit();
   };
   auto mask = [&](int stage, int entries) {
@@ -494,7 +583,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
 #pragma unroll
     for (int k = 0; k < BLOCK_N / 16; ++k) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) weights[k][i] = pack<T>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
+      for (int i = 0; i < 4; ++i) weights[k][i] = pack<MmaType>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
     }
   };
   auto release = [&](uint32_t barrier) {
@@ -535,7 +624,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       mma_fence();
       issue_scores(k_ring.stage);
 #pragma unroll
-      for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
+      for (int i = 0; i < OUT_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
       wait(smem.v_full(v_ring.stage), v_ring.phase);
       fence_tensor_cores();
       pin(o);
@@ -558,7 +647,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     wait(smem.v_full(v_ring.stage), v_ring.phase);
     fence_tensor_cores();
 #pragma unroll
-    for (int i = 0; i < HEAD_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
+    for (int i = 0; i < OUT_DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
     pin(o);
     mma_fence();
     issue_output(v_ring.stage);
@@ -573,42 +662,47 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     float sum = row_sum[r];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    if constexpr (Traits::FP8) scale *= p.v_scale;
 #pragma unroll
-    for (int j = 0; j < HEAD_DIM / 8; ++j) o[4 * j + 2 * r] *= scale, o[4 * j + 2 * r + 1] *= scale;
+    for (int j = 0; j < OUT_DIM / 8; ++j) o[4 * j + 2 * r] *= scale, o[4 * j + 2 * r + 1] *= scale;
     const float lse = sum > 0.0f ? row_max[r] * p.scale_log2 + log2f(sum) : -INFINITY;
     const int packed = first_packed + lane / 4 + 8 * r;
     if (packed >= num_packed) continue;
     const int token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
     if (split) {
       const int64_t row = (static_cast<int64_t>(item.split) * p.nnz_qo + token) * num_qo_heads + head;
-      if (lane % 4 == 0) p.partial_lse[row] = lse;
+      if (part == 0 && lane % 4 == 0) p.partial_lse[row] = lse;
       if (num_tiles > 0) {
-        float2* to = reinterpret_cast<float2*>(p.partial_out + row * HEAD_DIM) + lane % 4;
+        float2* to = reinterpret_cast<float2*>(p.partial_out + row * HEAD_DIM + part * OUT_DIM) + lane % 4;
 #pragma unroll
-        for (int j = 0; j < HEAD_DIM / 8; ++j) to[4 * j] = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
+        for (int j = 0; j < OUT_DIM / 8; ++j) to[4 * j] = make_float2(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]);
       }
-    } else if (p.lse != nullptr && lane % 4 == 0) {
+    } else if (p.lse != nullptr && part == 0 && lane % 4 == 0) {
       p.lse[token * p.stride_lse_row + head] = lse * 0.6931471805599453f;
     }
   }
   if (split) return;
-  // Through the warp's own query rows in shared memory, so that whole rows are written.
-  __syncwarp();
-  constexpr int CHUNKS = HEAD_DIM / 8;
+  // Through the warp's own query rows in shared memory, so that whole rows, or parts of them, are written.
+  if (OUT_PARTS > 1) {
+    named_sync(3, Traits::WARPGROUP * NUM_CONSUMERS);  // the other part's warps read the queries too
+  } else {
+    __syncwarp();
+  }
+  constexpr int CHUNKS = OUT_DIM / 8;
 #pragma unroll
-  for (int j = 0; j < HEAD_DIM / 8; ++j) {
+  for (int j = 0; j < CHUNKS; ++j) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = lane / 4 + 8 * r;
-      const uint32_t at = q_smem + row * HEAD_DIM * 2 + (j ^ row % 8) * 16 + lane % 4 * 4;
+      const uint32_t at = q_smem + row * HEAD_DIM * 2 + (part * CHUNKS + j ^ row % 8) * 16 + lane % 4 * 4;
       asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack<T>(o[4 * j + 2 * r], o[4 * j + 2 * r + 1])) : "memory");
     }
   }
   __syncwarp();
 #pragma unroll
   for (int i = lane; i < 16 * CHUNKS; i += 32) {
-    const int row = i / CHUNKS, chunk = i % CHUNKS, packed = first_packed + row;
+    const int row = i / CHUNKS, chunk = part * CHUNKS + i % CHUNKS, packed = first_packed + row;
     if (packed < num_packed) {
       uint4 v;
       const uint32_t at = q_smem + row * HEAD_DIM * 2 + (chunk ^ row % 8) * 16;
@@ -654,8 +748,8 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(con
       init_barrier(smem.v_empty(stage), 4 * Traits::NUM_CONSUMERS);
     }
     fence_barrier_init();
-  } else if (warpgroup > 0) {
-    // Each consumer warp brings its own 16 rows.
+  } else if (warpgroup > 0 && (warp - 4) * 16 < Traits::BLOCK_M) {
+    // Each consumer warp brings its own 16 rows; of those that share rows one does.
     constexpr int CHUNKS = Traits::HEAD_DIM / 8;
     const int first_row = (warp - 4) * 16;
 #pragma unroll
@@ -668,6 +762,19 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(con
                     static_cast<const T*>(p.q) + token * p.stride_q_row + head * p.stride_q_head + chunk * 8, valid);
     }
     wait_copies();
+    if constexpr (!std::is_same_v<T, typename Traits::MmaType>) {
+#pragma unroll
+      for (int i = lane; i < 16 * CHUNKS; i += 32) {
+        const int row = first_row + i / CHUNKS, chunk = i % CHUNKS;
+        const uint32_t at = smem.q() + row * Traits::HEAD_DIM * 2 + (chunk ^ row % 8) * 16;
+        const uint4 x = load_uint4(at);
+        auto convert = [](uint32_t two) {
+          const float2 v = unpack<T>(two);
+          return pack<typename Traits::MmaType>(v.x, v.y);
+        };
+        store_uint4(at, make_uint4(convert(x.x), convert(x.y), convert(x.z), convert(x.w)));
+      }
+    }
   }
   __syncthreads();
   const int num_tiles = *shared_tiles;
@@ -702,11 +809,11 @@ __global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ Link
       if (weight == 0.0f) continue;
       sum += weight;
       const float* from = p.partial_out + (i * num_rows + row) * HEAD_DIM + lane * VECTOR;
+      using Loaded = std::conditional_t<VECTOR % 4 == 0, float4, float2>;
       float v[VECTOR];
-      if constexpr (VECTOR == 4) {
-        *reinterpret_cast<float4*>(v) = *reinterpret_cast<const float4*>(from);
-      } else {
-        *reinterpret_cast<float2*>(v) = *reinterpret_cast<const float2*>(from);
+#pragma unroll
+      for (int j = 0; j < VECTOR; j += sizeof(Loaded) / 4) {
+        *reinterpret_cast<Loaded*>(v + j) = *reinterpret_cast<const Loaded*>(from + j);
       }
 #pragma unroll
       for (int j = 0; j < VECTOR; ++j) acc[j] += weight * v[j];

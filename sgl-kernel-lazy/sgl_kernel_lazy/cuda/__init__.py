@@ -10,8 +10,8 @@ from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 __all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
 
 
-def unsupported(device, dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
-    """Why these kernels cannot serve such a model here, or None if they can."""
+def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
+    """Why these kernels cannot serve such a model here, or None if they can. kv_dtype: dtype, or fp8."""
     if reason := missing(device):
         return reason
     # The submodules' names are those of the ops.
@@ -21,4 +21,6 @@ def unsupported(device, dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim)
         return f"{dtype}, head_dim {head_dim}, rotary_dim {rotary_dim} or {num_qo_heads // num_kv_heads} heads a group"
     if not extend.supports(dtype, head_dim, rotary_dim):
         return f"{dtype}, head_dim {head_dim} or rotary_dim {rotary_dim} in prefill"
+    if kv_dtype != dtype and not decode.supports_fp8(head_dim, rotary_dim, num_kv_heads):
+        return f"{kv_dtype} caches with head_dim {head_dim}, rotary_dim {rotary_dim} and {num_kv_heads} kv heads"
     return None

@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 
 CSRC = Path(__file__).parent.parent / "csrc"
+# Values of LAZY_DTYPE and LAZY_KV_FP8.
+CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
+KV_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
 def missing(device: torch.device) -> str | None:

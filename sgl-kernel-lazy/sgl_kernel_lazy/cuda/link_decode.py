@@ -2,15 +2,13 @@
 
 import torch
 
-from sgl_kernel_lazy.cuda.jit import load_module, num_multiprocessors
+from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module, num_multiprocessors
 from sgl_kernel_lazy.validation import check_link_inputs
 
 # A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
 # Tiles of what a block does before it asks for more, or 0: as the plan finds best.
 SPAN = 0
-CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}
-KV_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 # head_dim: query heads per kv head, at most
 MAX_GROUP_SIZES = {64: 32, 128: 32, 256: 16}
 
@@ -23,6 +21,13 @@ def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, group_size: int
         and rotary_dim % 16 == 0
         and group_size <= MAX_GROUP_SIZES[head_dim]
     )
+
+
+def supports_fp8(head_dim: int, rotary_dim: int, num_kv_heads: int) -> bool:
+    """Whether `link_decode` takes fp8 caches where it takes others."""
+    # As in csrc/decode_plan.cuh; what is copied at once is whole lines of 128 bytes.
+    heads_at_once = next(n for n in range(min(num_kv_heads, 4), 0, -1) if num_kv_heads % n == 0)
+    return head_dim <= 128 and rotary_dim % 32 == 0 and heads_at_once * head_dim % 128 == 0
 
 
 def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
@@ -52,13 +57,12 @@ def plan_decode(
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
-    k_cache, v_cache: the heads of a slot one after another; in q's dtype, or both in fp8 (e4m3fn, e5m2), widened
-        without loss; fp8 for head_dim 64 and 128 and rotary_dim a multiple of 32. Keys stored after division by a scale
-        ask for sm_scale times that scale.
+    k_cache, v_cache: the heads of a slot one after another; fp8 where `supports_fp8` says so. Queries and weights are
+        then multiplied as fp16.
 
     workspace: from `decode_workspace`, into which `plan_decode` has written this batch; allocated and planned here
         when not given. With it and `out` given nothing is allocated and the device is never waited for, so the call can
@@ -66,7 +70,7 @@ def link_decode(
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, kv_dtypes=tuple(KV_FP8),
+        out, lse, v_scale,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:
@@ -81,8 +85,11 @@ def link_decode(
             f"q: expected fp16 or bf16, head_dim in {tuple(MAX_GROUP_SIZES)}, rotary_dim a multiple of 16 and at most "
             f"32 query heads per kv head (16 for head_dim 256), got {q.dtype}, {head_dim}, {rotary_dim}, {group_size}"
         )
-    if k_cache.dtype in KV_FP8 and (head_dim > 128 or rotary_dim % 32):
-        raise ValueError(f"k_cache: fp8 needs head_dim 64 or 128 and rotary_dim in 32s, got {head_dim}, {rotary_dim}")
+    if k_cache.dtype in KV_FP8 and not supports_fp8(head_dim, rotary_dim, num_kv_heads):
+        raise ValueError(
+            f"k_cache: fp8 needs head_dim 64 or 128, rotary_dim in 32s, and heads copied at once that take a multiple "
+            f"of 128 bytes, got {head_dim}, {rotary_dim} and {num_kv_heads} heads"
+        )
     kv_indices = kv_indices.to(torch.int32)
     if workspace is None:
         workspace = decode_workspace(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
@@ -97,6 +104,6 @@ def link_decode(
     )  # fmt: skip
     module.link_decode(
         q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, out, lse,
-        sm_scale, 1.0, num_multiprocessors(q.device),
+        sm_scale, v_scale, num_multiprocessors(q.device),
     )  # fmt: skip
     return out

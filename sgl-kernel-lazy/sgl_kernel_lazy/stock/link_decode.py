@@ -125,14 +125,15 @@ def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
     *, is_neox, sm_scale, workspace=None, out=None, lse=None,
 ):  # fmt: skip
-    """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16 and head_dim 64, 128 or 256.
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, caches in fp16 or bf16, head_dim 64, 128 or 256.
 
     workspace: from `decode_workspace`, with this batch planned by `plan_decode`; planned here when not. The first call
         for a batch size makes FlashInfer's plan, which copies from the host; later ones can be captured in a graph.
     """
     check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        out, lse, kv_dtypes=(),
+    )  # fmt: skip
     check_supported(q)
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:

@@ -95,14 +95,14 @@ def link_extend(
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
     *, max_extend_len, is_neox, sm_scale, plan=None, out=None, lse=None, validate=True,
 ):  # fmt: skip
-    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16 and head_dim 64, 128 or 256.
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, caches in fp16 or bf16, head_dim 64, 128 or 256.
 
     plan: this batch's, from `plan_extend`, for all layers; made here when not given, which waits for the device.
     """
     if validate:
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, kv_dtypes=(),
         )  # fmt: skip
     check_supported(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out

@@ -1,7 +1,19 @@
 """Linked attention in Triton."""
 
+import torch
+
+from sgl_kernel_lazy.triton.common import kv_dtypes
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.triton.link_extend import link_extend
 
-__all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode"]
+__all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
+
+
+def unsupported(device, dtype, kv_dtype, *_dims) -> str | None:
+    """Why these kernels cannot serve such a model here, or None if they can; as for `sgl_kernel_lazy.cuda`."""
+    if kv_dtype not in (dtype, *kv_dtypes(dtype)):
+        return f"{kv_dtype} caches with a model in {dtype}"
+    if kv_dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        return f"Triton reads {kv_dtype} from compute capability 8.9 on"
+    return None

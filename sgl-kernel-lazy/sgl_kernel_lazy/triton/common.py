@@ -6,9 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_lazy.validation import FP8
+
 LOG2E = 1.4426950408889634
 # Arguments whose value or alignment changes from batch to batch and would each time compile a variant of no use.
-VARYING = ("bs", "fill", "fine", "nnz_qo", "num_splits", "stride_ends", "stride_offsets")
+VARYING = ("bs", "nnz_qo", "num_splits", "num_spans", "stride_ends", "stride_offsets")
 UNALIGNED = (
     "qo_indptr", "q_positions", "kv_indptr", "kv_indices", "kv_positions",
     "num_segments", "segment_ends", "segment_offsets",
@@ -21,11 +23,22 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may take."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
+
+
 def accumulator(dtype: torch.dtype) -> tuple[tl.dtype, torch.dtype]:
     """ACC, the type of scores, weights and sums, and the same in PyTorch: wider than the inputs' type, so that only
     results are rounded to that.
     """
     return (tl.float64, torch.float64) if dtype == torch.float32 else (tl.float32, torch.float32)
+
+
+def kv_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What caches may hold besides queries of this dtype: Triton does not widen fp8 to ACC for float32."""
+    return () if dtype == torch.float32 else FP8
 
 
 def operand_size(dtype: torch.dtype) -> int:
@@ -92,15 +105,15 @@ def rotate_back(
 def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr):
     """One online-softmax step, in base 2: the state (acc, row_max, row_sum) after also seeing keys k and values v.
 
-    visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
+    visible: bool, broadcastable to [rows, keys], or None where every row sees every key. SCALE_LOG2 is positive.
     """
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype) * SCALE_LOG2
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2)
     # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(scores * SCALE_LOG2 - shift[:, None])
     decay = tl.exp2(row_max - shift)
     acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_max, row_sum * decay + tl.sum(weights, 1)
@@ -121,8 +134,8 @@ def merge_splits(
 ):  # fmt: skip
     """Merge the partial rows first, first + stride, ... (count of them) into one output row and its natural-log lse.
 
-    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] ACC, base 2. A row whose lse is -inf is not
-    read. BLOCK_S of them are taken at a time.
+    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] ACC, base 2. All
+    of these rows have been written. BLOCK_S of them are taken at a time.
     """
     LN2: tl.constexpr = 0.6931471805599453
     dim = tl.arange(0, BLOCK_D)
@@ -133,8 +146,7 @@ def merge_splits(
         split = start + tl.arange(0, BLOCK_S)
         row = first.to(tl.int64) + split * stride
         lse = tl.load(partial_lse + row, mask=split < count, other=float("-inf"))
-        seen = lse > float("-inf")
-        mask = seen[:, None] & (dim < head_dim)[None, :]
+        mask = (split < count)[:, None] & (dim < head_dim)[None, :]
         part = tl.load(partial_out + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)

@@ -11,6 +11,7 @@ from sgl_kernel_lazy.triton.common import (
     block_sizes,
     finish,
     jit,
+    kv_dtypes,
     merge_splits,
     num_multiprocessors,
     partner_dim,
@@ -19,118 +20,106 @@ from sgl_kernel_lazy.triton.common import (
 )
 from sgl_kernel_lazy.validation import check_link_inputs, check_tensor
 
-# Programs per multiprocessor and kv head: a short batch fills the chip once; a long one is cut finer, since many small
-# pieces balance better. Between the two, pieces have LONG_SPLIT tokens.
-FILL, FINE, LONG_SPLIT = 2, 8, 1024
-# Keys are found through kv_indices, and a load behind a load takes two pipeline stages: 2n + 1 stages keep n tiles in
-# flight. Many small tiles suit a kernel that only waits for memory, and short chunks.
-TILE_BYTES, NUM_WARPS, NUM_STAGES = 8192, 4, 7
+# Bytes of a tile of keys, warps, stages, and how many such programs run on a multiprocessor at a time: that many are
+# launched, with equal spans, so that all begin and end together. Keys are found through kv_indices, and a load behind a
+# load takes two pipeline stages: 2n + 1 stages keep n tiles in flight. Many small tiles suit a kernel that only waits
+# for memory, and short chunks.
+TILE_BYTES, NUM_WARPS, NUM_STAGES, PROGRAMS = 8192, 2, 5, 4
 
 
 @triton.jit
-def _splits(kv_indptr, bs, fill, fine, LONG_SPLIT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_BS: tl.constexpr):
-    """Cut the batch into pieces of similar length: at most fine + bs of them, in order of the requests.
-
-    Returns the vectors (begin, length, ends): where each request's entries begin in kv_indices, how many there are,
-    and the running total of pieces up to and including it.
-    """
-    request = tl.arange(0, BLOCK_BS)
-    begin = tl.load(kv_indptr + request, mask=request < bs, other=0)
-    length = tl.load(kv_indptr + request + 1, mask=request < bs, other=0) - begin
-    total = tl.sum(length, 0)
-    size = tl.maximum(tl.cdiv(total, fine), tl.minimum(tl.cdiv(total, fill), LONG_SPLIT))
-    count = tl.cdiv(length, tl.maximum(tl.cdiv(size, BLOCK_N), 1) * BLOCK_N)
-    return begin, length, tl.cumsum(count, 0)
+def _span_size(kv_indptr, bs, num_spans, BLOCK_N: tl.constexpr):
+    """Entries of each of the equal spans that all rows, one behind the other, are cut into."""
+    return tl.cdiv(tl.cdiv(tl.load(kv_indptr + bs), num_spans), BLOCK_N) * BLOCK_N
 
 
 @jit
 def _link_decode_kernel(
     q, k_cache, v_cache, partial_out, partial_lse,
     kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    bs, fill, fine,
+    bs, v_scale,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr, LONG_SPLIT: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One piece of one request's row, for up to BLOCK_H query heads of one kv head.
+    """One span of the batch's entries, for up to BLOCK_H query heads of one kv head.
 
-    Writes partial_out[piece, head] (normalised) and partial_lse[piece, head] (base 2).
+    Writes partial_out[span + b, head] (normalised) and partial_lse[span + b, head] (base 2) for every request b with
+    entries in the span. No other span and request have that sum, since from one such pair to the next either grows.
     """
     TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
-    piece = tl.program_id(1)
-    begins, lengths, ends = _splits(kv_indptr, bs, fill, fine, LONG_SPLIT, BLOCK_N, BLOCK_BS)
-    b = tl.sum((ends <= piece).to(tl.int32), 0)
-    if b >= bs:
-        return
-    this = tl.arange(0, BLOCK_BS) == b
-    row_begin = tl.sum(tl.where(this, begins, 0), 0)
-    row_length = tl.sum(tl.where(this, lengths, 0), 0)
-    last = tl.sum(tl.where(this, ends, 0), 0)
-    first = tl.max(tl.where(tl.arange(0, BLOCK_BS) < b, ends, 0), 0)
-    size = tl.cdiv(row_length, last - first)
-    low = (piece - first) * size
-    high = tl.minimum(low + size, row_length)
+    span = tl.program_id(1)
+    size = _span_size(kv_indptr, bs, tl.num_programs(1), BLOCK_N)
+    low = span * size
+    high = tl.minimum(low + size, tl.load(kv_indptr + bs))
+    request = tl.arange(0, BLOCK_BS)
+    row_ends = tl.load(kv_indptr + 1 + request, mask=request < bs, other=2147483647)
+    first_request = tl.sum((row_ends <= low).to(tl.int32), 0)
+    last_request = tl.where(low < high, tl.sum((row_ends < high).to(tl.int32), 0), -1)
 
     kv_head = tl.program_id(0) // TILES
     head_in_group = tl.program_id(0) % TILES * BLOCK_H + tl.arange(0, BLOCK_H)
     head = kv_head * GROUP + head_in_group
     dim = tl.arange(0, BLOCK_D)
     q_mask = (head_in_group < GROUP)[:, None] & (dim < HEAD_DIM)[None, :]
-    q_rows = q + b.to(tl.int64) * stride_q_row + head[:, None] * stride_q_head
-    q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
-    q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
-
+    k_rows = k_cache + kv_head * stride_k_head
+    v_rows = v_cache + kv_head * stride_v_head
     segment = tl.arange(0, BLOCK_SEGMENTS)
-    segments = tl.load(num_segments + b)
-    table = tl.load(segment_ends + b * stride_ends + segment, mask=segment < segments, other=2147483647)
-    first_segment = tl.sum((table <= low).to(tl.int32), 0)
-    last_segment = tl.sum((table < high).to(tl.int32), 0)
+    for b in range(first_request, last_request + 1):
+        row_begin = tl.load(kv_indptr + b)
+        begin = tl.maximum(low - row_begin, 0)
+        end = tl.minimum(high, tl.load(kv_indptr + b + 1)) - row_begin
+        q_rows = q + tl.cast(b, tl.int64) * stride_q_row + head[:, None] * stride_q_head
+        q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
+        q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
+        segments = tl.load(num_segments + b)
+        table = tl.load(segment_ends + b * stride_ends + segment, mask=segment < segments, other=2147483647)
+        first_segment = tl.sum((table <= begin).to(tl.int32), 0)
+        last_segment = tl.sum((table < end).to(tl.int32), 0)
 
-    acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
-    row_max = tl.full([BLOCK_H], float("-inf"), ACC)
-    row_sum = tl.zeros([BLOCK_H], ACC)
-    segment_begin = low
-    for s in range(first_segment, last_segment + 1):
-        is_chunk = s < segments
-        segment_end = tl.minimum(tl.load(segment_ends + b * stride_ends + s, mask=is_chunk, other=2147483647), high)
-        offset = tl.load(segment_offsets + b * stride_offsets + s, mask=is_chunk, other=0)
-        q_tile = rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC)
-        for start in range(segment_begin, segment_end, BLOCK_N):
-            entry = start + tl.arange(0, BLOCK_N)
-            within = entry < segment_end
-            slot = tl.load(kv_indices + row_begin + entry, mask=within, other=0).to(tl.int64)
-            kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
-            k_rows = k_cache + kv_head * stride_k_head + slot[:, None] * stride_k_slot
-            k = tl.load(k_rows + dim[None, :], mask=kv_mask, other=0.0)
-            v_rows = v_cache + kv_head * stride_v_head + slot[:, None] * stride_v_slot
-            v = tl.load(v_rows + dim[None, :], mask=kv_mask, other=0.0)
-            acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, SCALE_LOG2)
-        segment_begin = segment_end
+        acc = tl.zeros([BLOCK_H, BLOCK_D], ACC)
+        row_max = tl.full([BLOCK_H], float("-inf"), ACC)
+        row_sum = tl.zeros([BLOCK_H], ACC)
+        for s in range(first_segment, last_segment + 1):
+            is_chunk = s < segments
+            segment_end = tl.minimum(tl.load(segment_ends + b * stride_ends + s, mask=is_chunk, other=2147483647), end)
+            offset = tl.load(segment_offsets + b * stride_offsets + s, mask=is_chunk, other=0)
+            q_tile = rotate_back(
+                q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
+            )
+            for start in range(begin, segment_end, BLOCK_N):
+                entry = start + tl.arange(0, BLOCK_N)
+                within = entry < segment_end
+                slot = tl.load(kv_indices + row_begin + entry, mask=within, other=0).to(tl.int64)
+                kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
+                k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=kv_mask, other=0.0)
+                v = tl.load(v_rows + slot[:, None] * stride_v_slot + dim[None, :], mask=kv_mask, other=0.0)
+                acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, SCALE_LOG2)
+            begin = segment_end
 
-    out, lse = finish(acc, row_max, row_sum)
-    row = piece.to(tl.int64) * (GROUP * tl.num_programs(0) // TILES) + head
-    tl.store(partial_out + row[:, None] * HEAD_DIM + dim[None, :], out, mask=q_mask)
-    tl.store(partial_lse + row, lse, mask=head_in_group < GROUP)
+        out, lse = finish(acc, row_max, row_sum)
+        row = tl.cast(span + b, tl.int64) * (GROUP * tl.num_programs(0) // TILES) + head
+        tl.store(partial_out + row[:, None] * HEAD_DIM + dim[None, :], out * v_scale, mask=q_mask)
+        tl.store(partial_lse + row, lse, mask=head_in_group < GROUP)
 
 
 @jit
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine, stride_out_row, stride_out_head, stride_lse_row,
-    HEAD_DIM: tl.constexpr, ACC: tl.constexpr, LONG_SPLIT: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_BS: tl.constexpr, BLOCK_S: tl.constexpr,
+    partial_out, partial_lse, out, lse, kv_indptr, bs, num_spans, stride_out_row, stride_out_head, stride_lse_row,
+    HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """out[b, head] and lse[b, head] from the pieces of request b."""
+    """out[b, head] and lse[b, head] from the spans that hold entries of request b."""
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1)
-    _, _, ends = _splits(kv_indptr, bs, fill, fine, LONG_SPLIT, BLOCK_N, BLOCK_BS)
-    request = tl.arange(0, BLOCK_BS)
-    first = tl.max(tl.where(request < b, ends, 0), 0)
-    count = tl.sum(tl.where(request == b, ends, 0), 0) - first
+    size = tl.maximum(_span_size(kv_indptr, bs, num_spans, BLOCK_N), 1)
+    begin, end = tl.load(kv_indptr + b), tl.load(kv_indptr + b + 1)
+    first = begin // size
+    count = tl.where(begin < end, (end - 1) // size + 1 - first, 0)
     merged, merged_lse = merge_splits(
-        partial_out, partial_lse, first * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
+        partial_out, partial_lse, (first + b) * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
     )
     dim = tl.arange(0, BLOCK_D)
     row = out + b.to(tl.int64) * stride_out_row + head * stride_out_head
@@ -140,39 +129,39 @@ def _merge_kernel(
 
 
 def _plan(num_qo_heads, num_kv_heads, device):
-    """(BLOCK_H, fill, fine): query heads per tile, and the two bounds of `_splits`, from static shapes alone."""
+    """(BLOCK_H, num_spans): query heads per tile, and spans of the batch, from static shapes alone."""
     group = num_qo_heads // num_kv_heads
     block_h = min(64, max(16, triton.next_power_of_2(group)))
-    programs_per_piece = num_kv_heads * triton.cdiv(group, block_h)
-    slots = num_multiprocessors(device)
-    return block_h, triton.cdiv(FILL * slots, programs_per_piece), triton.cdiv(FINE * slots, programs_per_piece)
+    programs_per_span = num_kv_heads * triton.cdiv(group, block_h)
+    return block_h, max(1, PROGRAMS * num_multiprocessors(device) // programs_per_span)
 
 
 def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
     """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter."""
-    _, _, fine = _plan(num_qo_heads, num_kv_heads, torch.device(device))
-    return torch.empty((fine + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
+    _, num_spans = _plan(num_qo_heads, num_kv_heads, torch.device(device))
+    return torch.empty((num_spans + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
 
 
 def plan_decode(
     workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
-    """Nothing: every program finds its piece by itself."""
+    """Nothing: every program finds its span by itself."""
 
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
 ):  # fmt: skip
-    """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`.
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, fp8 caches with fp16 and bf16 queries.
 
     workspace: from `decode_workspace`, allocated here when not given. With it and `out` given nothing is allocated;
     the grid depends on shapes alone and the device is never waited for, so the call can be captured in a CUDA graph.
     """
     check_link_inputs(
-        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse
-    )
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        out, lse, v_scale, kv_dtypes(q.dtype),
+    )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
@@ -181,12 +170,11 @@ def link_decode(
         return out
     num_kv_heads = k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
-    block_h, fill, fine = _plan(num_qo_heads, num_kv_heads, q.device)
-    pieces = fine + bs
+    block_h, num_spans = _plan(num_qo_heads, num_kv_heads, q.device)
     if workspace is None:
         workspace = decode_workspace(bs, segment_ends.shape[1], num_qo_heads, num_kv_heads, head_dim, q.device)
     check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
-    rows = pieces * num_qo_heads
+    rows = (num_spans + bs) * num_qo_heads
     if workspace.numel() < rows * (head_dim + 2):
         raise ValueError(f"workspace: expected at least {rows * (head_dim + 2)} elements, got {workspace.numel()}")
     acc, acc_dtype = accumulator(q.dtype)
@@ -195,22 +183,20 @@ def link_decode(
     partial_lse = partial_lse.view(acc_dtype)
 
     blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
-    block_bs = table_block(bs, least=128)
-    _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), pieces)](
+    _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), num_spans)](
         q, k_cache, v_cache, partial_out, partial_lse,
         kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        bs, fill, fine,
+        bs, v_scale,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, LONG_SPLIT=LONG_SPLIT, BLOCK_H=block_h, **blocks,
-        BLOCK_BS=block_bs, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
+        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, BLOCK_H=block_h, **blocks,
+        BLOCK_BS=table_block(bs, least=128), BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
-        partial_out, partial_lse, out, lse, kv_indptr, bs, fill, fine,
+        partial_out, partial_lse, out, lse, kv_indptr, bs, num_spans,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-        HEAD_DIM=head_dim, ACC=acc, LONG_SPLIT=LONG_SPLIT, **blocks,
-        BLOCK_BS=block_bs, BLOCK_S=16, num_warps=4,
+        HEAD_DIM=head_dim, ACC=acc, **blocks, BLOCK_S=64, num_warps=4,
     )  # fmt: skip
     return out

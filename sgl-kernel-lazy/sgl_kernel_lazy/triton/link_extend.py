@@ -1,5 +1,7 @@
 """Prefill of new text over cached chunks: GQA-packed rows, visibility by position, split-KV for short tails."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -11,18 +13,23 @@ from sgl_kernel_lazy.triton.common import (
     block_sizes,
     finish,
     jit,
+    kv_dtypes,
     merge_splits,
     num_multiprocessors,
     operand_size,
     partner_dim,
     rotate_back,
+    shared_memory,
     table_block,
 )
 from sgl_kernel_lazy.validation import check_extend_inputs
 
-MAX_SPLITS, MIN_SPLIT = 32, 256
-# Five stages keep two tiles of keys and values in flight; see link_decode.py.
-TILE_BYTES, NUM_STAGES, MAX_BLOCK_M = 16384, 5, 128
+MAX_SPLITS = 64
+# Microseconds on an H200, whose multiprocessors run one program at a time: per 128 entries, to begin and end a program
+# and to merge, and bytes merged in one.
+TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
+# Of a tile of keys; what a program may take for five stages of these and a tile of queries.
+TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
 
 
 @triton.jit
@@ -42,12 +49,24 @@ def _seen_bounds(kv_positions, low, high, oldest, newest):
 
 
 @triton.jit
+def _turned_queries(
+    q_rows, q_mask, dim, offsets, run, segments, cos_sin_cache, stride_position,
+    ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The query tile as a run's keys take it. It is loaded for every run: the cache is near and registers are few."""
+    offset = tl.load(offsets + run, mask=run < segments, other=0)
+    q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
+    q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
+    return rotate_back(q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC)
+
+
+@triton.jit
 def _attend(
     q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum, stride_k_slot,
     stride_v_slot, SCALE_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The softmax state after the entries [begin, end): whole blocks seen by every row, or MASKED ones."""
-    for start in range(begin, end, BLOCK_N):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
         entry = start + tl.arange(0, BLOCK_N)
         mask = (dim < HEAD_DIM)[None, :]
         visible = None
@@ -70,11 +89,11 @@ def _link_extend_kernel(
     q, k_cache, v_cache, out, lse,
     qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    nnz_qo, num_splits,
+    nnz_qo, num_splits, v_scale,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr, MIN_SPLIT: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
@@ -96,7 +115,7 @@ def _link_extend_kernel(
     row_length = tl.load(kv_indptr + b + 1) - row_begin
     low, high = 0, row_length
     if SPLIT:
-        size = tl.maximum(tl.cdiv(tl.cdiv(row_length, num_splits), BLOCK_N) * BLOCK_N, MIN_SPLIT)
+        size = tl.cdiv(tl.cdiv(row_length, num_splits), BLOCK_N) * BLOCK_N
         low = tl.minimum(split * size, row_length)
         high = tl.minimum(low + size, row_length)
 
@@ -110,7 +129,7 @@ def _link_extend_kernel(
     dim = tl.arange(0, BLOCK_D)
     q_mask = row_mask[:, None] & (dim < HEAD_DIM)[None, :]
     q_rows = q + token.to(tl.int64)[:, None] * stride_q_row + head[:, None] * stride_q_head
-    partner = partner_dim(dim, ROTARY_DIM, IS_NEOX)
+    offsets = segment_offsets + b * stride_offsets
     k_rows = k_cache + kv_head * stride_k_head
     v_rows = v_cache + kv_head * stride_v_head
 
@@ -126,6 +145,11 @@ def _link_extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), ACC)
     row_sum = tl.zeros([BLOCK_M], ACC)
     run_begin = low
+    # The queries of the next run are turned at the end of each: what goes round the loop is put in shared memory, where
+    # tensor cores read it; a tile made where it is used would be loaded into registers for every block of keys.
+    q_tile = _turned_queries(
+        q_rows, q_mask, dim, offsets, first_run, segments, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
+    )
     for run in range(first_run, last_run + 1):
         is_chunk = run < segments
         chunk_end = tl.load(segment_ends + b * stride_ends + run, mask=is_chunk, other=0)
@@ -133,13 +157,6 @@ def _link_extend_kernel(
         run_end = tl.minimum(tl.where(is_chunk, chunk_end, text_end), high)
         full, end = _seen_bounds(kv_positions + row_begin, run_begin, run_end, oldest, newest)
         if run_begin < end:
-            offset = tl.load(segment_offsets + b * stride_offsets + run, mask=is_chunk, other=0)
-            # Loaded again for every run: the cache is near and registers are few.
-            q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
-            q_partner = tl.load(q_rows + partner[None, :], mask=q_mask, other=0.0)
-            q_tile = rotate_back(
-                q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
-            )
             blocks_end = run_begin + (full - run_begin) // BLOCK_N * BLOCK_N
             acc, row_max, row_sum = _attend(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, run_begin, blocks_end,
@@ -152,8 +169,14 @@ def _link_extend_kernel(
                 SCALE_LOG2, HEAD_DIM, BLOCK_N, MASKED=True,
             )  # fmt: skip
         run_begin = run_end
+        if run < last_run:
+            q_tile = _turned_queries(
+                q_rows, q_mask, dim, offsets, run + 1, segments, cos_sin_cache, stride_position,
+                ROTARY_DIM, IS_NEOX, ACC,
+            )  # fmt: skip
 
     result, result_lse = finish(acc, row_max, row_sum)
+    result *= v_scale
     token = token.to(tl.int64) + split * nnz_qo
     out_rows = out + token[:, None] * stride_out_row + head[:, None] * stride_out_head
     tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
@@ -181,25 +204,47 @@ def _merge_kernel(
         tl.store(lse + token * stride_lse_row + head, merged_lse)
 
 
-def _plan(bs, group, num_kv_heads, max_extend_len, row_bytes, device):
-    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and enough splits to fill the chip."""
-    rows = max_extend_len * group
+@functools.lru_cache(maxsize=1024)
+def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim, row_bytes, num_multiprocessors):
+    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and the cheapest split by a model of the time.
+
+    nnz_kv may be an upper bound, and requests may differ in length: that costs time only.
+    """
+    rows = max_extend_len * (num_qo_heads // num_kv_heads)
     # Wide heads and fp32 leave no registers for 128 rows.
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else MAX_BLOCK_M
-    programs = triton.cdiv(rows, block_m) * num_kv_heads * bs
-    return block_m, max(1, min(MAX_SPLITS, 2 * num_multiprocessors(device) // programs))
+    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    programs = bs * num_kv_heads * -(-rows // block_m)
+    tiles = max(1, -(-nnz_kv // (bs * 128)))
+
+    def time(num_splits):
+        waves = -(-programs * num_splits // num_multiprocessors)
+        merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
+        return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
+
+    return block_m, min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
+
+
+def _launch(block_m, head_dim, device):
+    """Warps and stages: five stages keep two tiles in flight, three one; see link_decode.py."""
+    return dict(
+        num_warps=8 if block_m == 128 or head_dim > 128 else 4,
+        num_stages=5 if shared_memory(device) >= DEEP_SHARED_MEMORY else 3,
+    )
 
 
 def link_extend(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, out=None, lse=None, validate=True,
+    *, max_extend_len, is_neox, sm_scale, v_scale=1.0, out=None, lse=None, validate=True,
 ):  # fmt: skip
-    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`; never waits for the device."""
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, fp8 caches with fp16 and bf16 queries; never waits for
+    the device.
+    """
     if validate:
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, v_scale,
+            kv_dtypes(q.dtype),
         )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     bs = num_segments.shape[0]
@@ -209,7 +254,10 @@ def link_extend(
     if nnz_qo == 0 or max_extend_len == 0:
         return out
     acc, acc_dtype = accumulator(q.dtype)
-    block_m, num_splits = _plan(bs, group, num_kv_heads, max_extend_len, head_dim * operand_size(q.dtype), q.device)
+    block_m, num_splits = _plan(
+        bs, nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
+        head_dim * operand_size(q.dtype), num_multiprocessors(q.device),
+    )  # fmt: skip
     target, target_lse = out, lse
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
@@ -219,14 +267,14 @@ def link_extend(
         q, k_cache, v_cache, target, target_lse,
         qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
         num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        nnz_qo, num_splits,
+        nnz_qo, num_splits, v_scale,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, SPLIT=num_splits > 1, MIN_SPLIT=MIN_SPLIT,
+        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, SPLIT=num_splits > 1,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
-        num_warps=8 if block_m == 128 or head_dim > 128 else 4, num_stages=NUM_STAGES,
+        **_launch(block_m, head_dim, q.device),
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(nnz_qo, num_qo_heads)](

@@ -1,0 +1,50 @@
+"""Scales of an fp8 cache: what is divided by them when it is stored is multiplied by them when it is read."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang_context import published
+
+from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sglang_lazy.attention.backend import LinkAttention
+
+NUM_TOKENS, NUM_HEADS, HEAD_DIM = 5, 2, 32
+
+
+@pytest.fixture(autouse=True)
+def sglang_context():
+    with published():
+        yield
+
+
+def attend(cache_dtype, k, v, k_scale, v_scale):
+    """One decode step of the link path over a pool of this type that has stored k and v."""
+    layer = RadixAttention(NUM_HEADS, HEAD_DIM, HEAD_DIM**-0.5, NUM_HEADS, 0)
+    layer.k_scale, layer.v_scale = torch.tensor(k_scale), torch.tensor(v_scale)
+    layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
+    pool = MHATokenToKVPool(NUM_TOKENS + 1, 1, cache_dtype, NUM_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
+    rope = SimpleNamespace(cos_sin_cache=rope_cos_sin(torch.ones(HEAD_DIM // 2).double(), 8), is_neox=True)
+    backend = SimpleNamespace(link_pool=pool, link_ropes={0: rope}, link_fp8=cache_dtype != torch.float32)
+    backend._options = lambda layer: LinkAttention._options(backend, layer)
+    slots = torch.arange(1, NUM_TOKENS + 1)
+    q = torch.full((1, NUM_HEADS * HEAD_DIM), 1000.0)
+    batch = SimpleNamespace(out_cache_loc=slots)
+    q, k_cache, v_cache, arguments = LinkAttention._prepare(backend, q, k.clone(), v.clone(), layer, batch, True, {})
+    ints = {name: torch.zeros(1, 1, dtype=torch.int32) for name in ("segment_ends", "segment_offsets")}
+    ints |= {"num_segments": torch.zeros(1, dtype=torch.int32), "kv_indices": slots}
+    ints["kv_indptr"] = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
+    return get_implementation("torch").link_decode(q, k_cache, v_cache, **ints, **arguments)
+
+
+def test_scales_cancel():
+    """Keys and values that e4m3 holds only when they are scaled; a cache of the model's own type goes without."""
+    generator = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(NUM_TOKENS, NUM_HEADS, HEAD_DIM, generator=generator) * size for size in (1e-3, 1000.0))
+    exact = attend(torch.float32, k, v, 1.0, 1.0)
+    assert torch.equal(attend(torch.float32, k, v, 2.0**-8, 16.0), exact)
+    scaled = attend(torch.float8_e4m3fn, k, v, 2.0**-8, 16.0)
+    assert ((scaled - exact).norm() / exact.norm()) < 2**-4
+    assert not attend(torch.float8_e4m3fn, k, v, 1.0, 1.0).isfinite().all()
