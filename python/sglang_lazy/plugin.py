@@ -77,9 +77,9 @@ ENGINE_HOOKS = tuple(
             "AFTER",
         ),
         (
-            "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.get_cached_tokens_details",
-            "sglang_lazy.scheduler.hooks:cached_tokens_details",
-            "AFTER",
+            "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.__init__",
+            "sglang_lazy.scheduler.hooks:report_reuse",
+            "BEFORE",
         ),
         (
             "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation",

@@ -225,7 +225,7 @@ class Scheduler:
 
     def counts(self, req):
         """What results say of `req`: cached tokens, those of them in chunks, and the hit mask."""
-        details = hooks.cached_tokens_details(None, None, req)
+        details = hooks.cached_tokens_details(req)
         assert details["device"] == req.cached_tokens
         return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
 

@@ -39,6 +39,7 @@ class ChunkAdmission:
     holders: the admitted parents, in order of admission.
     fills: the chunks under way, by chunk key.
     materialize: whether requests get copies of their chunks.
+    linked_waiting: whether the waiting queue may have a linked request: none joins it but by the hook that sets this.
     forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
         ready; they join the queue after that.
     """
@@ -51,6 +52,7 @@ class ChunkAdmission:
         self.holders: list[Req] = []
         self.fills: dict[tuple, Fill] = {}
         self._fill_ids = itertools.count()
+        self.linked_waiting = False
         self.forming = False
         self.late: list[Req] = []
         cache.release_waiting_lock = self.revoke_newest
@@ -96,7 +98,8 @@ class ChunkAdmission:
         """
         self.reconcile()
         waiting = self.scheduler.waiting_queue
-        if not any(is_linked(req) for req in waiting):
+        self.linked_waiting = self.linked_waiting and any(is_linked(req) for req in waiting)
+        if not self.linked_waiting:
             return waiting
         budget = self._budget(running_batch)
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None

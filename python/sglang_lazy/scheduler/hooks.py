@@ -1,5 +1,7 @@
 """Hooks on SGLang's scheduler: where its steps meet chunk admission. Each is registered in `plugin.HOOKS`."""
 
+from collections.abc import Callable
+
 from sglang.srt.managers.schedule_batch import Req
 
 from sglang_lazy.attention.table import table_of
@@ -33,9 +35,11 @@ def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None
         return admission.requeue_fill(req)
     else:
         admission.arrive(req)
-        if admission.forming and is_linked(req):
-            admission.late.append(req)
-            return None
+        if is_linked(req):
+            admission.linked_waiting = True
+            if admission.forming:
+                admission.late.append(req)
+                return None
     return original(scheduler, req, *args, **kwargs)
 
 
@@ -92,10 +96,19 @@ def on_idle(_result, scheduler) -> None:
         admission.check_idle()
 
 
-def cached_tokens_details(result, _streamer, req: Req) -> dict | None:
-    """After `get_cached_tokens_details`: the part of the reused tokens that came from chunks."""
-    if not is_linked(req):
-        return result
-    link = req.link
-    hits = f"{link.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
-    return {"device": req.cached_tokens, "host": 0, "chunk": link.num_reused_tokens, "chunk_hits": hits}
+def report_reuse(accumulator, *, get_cached_tokens_details: Callable, **kwargs) -> tuple[tuple, dict]:
+    """Before `_GenerationStreamAccumulator.__init__`, once a step: where it asks for details, give those of chunks too.
+
+    It asks with every token of every request, so a hook on what it asks would be the dearest of all to plain traffic.
+    """
+
+    def details(req: Req) -> dict | None:
+        return get_cached_tokens_details(req) if getattr(req, "link", None) is None else cached_tokens_details(req)
+
+    return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
+
+
+def cached_tokens_details(req: Req) -> dict:
+    """What results say of a linked request's reused tokens: among them those that came from chunks."""
+    hits = f"{req.link.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
+    return {"device": req.cached_tokens, "host": 0, "chunk": req.link.num_reused_tokens, "chunk_hits": hits}
