@@ -25,6 +25,7 @@ from arguments import positive, typed
 from asking import Prompts, as_user_message
 from conditions import CONDITIONS, Condition, Served, serve, servers_of
 from environment import describe_environment
+from oracle.segments import token_ids
 from questions import Question, generated, read_questions
 from reference import Claim, Reference
 from serving import ServerError, device_flags, log_tail
@@ -134,6 +135,19 @@ def ask_servers(
     return served
 
 
+def within_context(questions: list[Question], prompts: Prompts, context: int) -> list[Question]:
+    """Those that fit into `context` tokens; says of each group how many are left out because they do not."""
+    fitting, left_out = [], collections.Counter()
+    for question in questions:
+        if len(token_ids(prompts.make(question))) + question.max_new_tokens <= context:
+            fitting.append(question)
+        else:
+            left_out[question.group] += 1
+    for group, count in left_out.items():
+        print(f"{group}: {count} questions left out, longer than the model's {context} tokens", file=sys.stderr)
+    return fitting
+
+
 def write_answers(lines: list[dict], folder: Path) -> None:
     with open(folder / "answers.jsonl", "w", encoding="utf-8") as out:
         for line in lines:
@@ -157,7 +171,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
     args = parse_args()
@@ -172,9 +186,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if args.chat:
         questions = [as_user_message(question, tokenizer) for question in questions]
+    prompts = Prompts(tokenizer)
+    questions = within_context(questions, prompts, AutoConfig.from_pretrained(args.model).max_position_embeddings)
+    if not questions:
+        sys.exit("no question is left to ask")
     conditions = [CONDITIONS[name] for name in args.conditions]
     try:
-        served = ask_servers(conditions, questions, Prompts(tokenizer), args)
+        served = ask_servers(conditions, questions, prompts, args)
     except (ServerError, requests.RequestException) as error:
         sys.exit(f"failed: {error}")
     lines = [answer_line(one, tokenizer) for one in served]

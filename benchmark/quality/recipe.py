@@ -19,10 +19,10 @@ class Recipe:
     """All that determines the trained weights. A step sees `rows` rows of `length` tokens."""
 
     shape: Shape = Shape(VOCAB_SIZE)
-    steps: int = 12_000
+    steps: int = 5_000
     rows: int = 16
     length: int = 4096
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-4
     warm_up: int = 300
     weight_decay: float = 0.1
     context_weight: float = 1.0  # of the loss on documents and questions, next to that on answers

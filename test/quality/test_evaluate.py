@@ -62,6 +62,16 @@ def test_chat(tokenizer):
     assert segments[1:-1] == Prompts(tokenizer).make(question)[1:-1]
 
 
+def test_questions_longer_than_the_context_are_left_out(tokenizer, capsys):
+    short, exact, long = generated(3, hops=1)
+    prompts = Prompts(tokenizer)
+    context = len(token_ids(prompts.make(exact))) + exact.max_new_tokens
+    short = dataclasses.replace(short, chunks=exact.chunks[:-1], closing=exact.closing)
+    long = dataclasses.replace(long, group="other", chunks=exact.chunks, closing=exact.closing + " again")
+    assert evaluate.within_context([short, exact, long], prompts, context) == [short, exact]
+    assert capsys.readouterr().err == f"other: 1 questions left out, longer than the model's {context} tokens\n"
+
+
 def test_shuffled():
     segments = [text([1]), *(chunk([n]) for n in range(9)), text([2]), chunk([10]), text([3])]
     other = shuffled(segments, random.Random(0))

@@ -22,7 +22,7 @@ def test_tokenizer():
 
 @pytest.mark.parametrize("mask", ["block", "full"])
 def test_answers(mask):
-    """The reference, under either mask, answers most of the demo's questions right."""
+    """The reference, under either mask, gets at most one of the demo's questions wrong."""
     tokenizer, reference = AutoTokenizer.from_pretrained(TRAINED), Reference(str(TRAINED), torch.float32, "cpu")
     prompts, right = Prompts(tokenizer), 0
     for record in load_sample(WORLDS):
@@ -32,4 +32,4 @@ def test_answers(mask):
             segments = [text(token_ids(segments))]
         answer = tokenizer.decode(reference.answer(segments, 8))
         right += exact_match(answer, question.answers) == 1
-    assert right >= 12
+    assert right >= 15
