@@ -41,6 +41,7 @@ def link_decode(
     segment_ends: [bs, max_segments] int32, relative to the request's first entry; segment i begins where i - 1 ended.
     segment_offsets: [bs, max_segments] int32.  Neither table is read beyond num_segments.
     cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
+    sm_scale: what scores are multiplied by, positive.
     v_scale: what fp8 values were divided by when they were stored; it multiplies out. Keys that were divided by a scale
         ask for sm_scale times that scale.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
@@ -49,7 +50,7 @@ def link_decode(
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, v_scale,
+        out, lse, sm_scale, v_scale,
     )  # fmt: skip
     if q.shape[0] != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
@@ -86,7 +87,8 @@ def link_extend(
     if validate:
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, v_scale,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
+            v_scale,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo, kv = qo_indptr.tolist(), kv_indptr.tolist()

@@ -33,7 +33,7 @@ def _matches(actual, shape):
 
 def check_link_inputs(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse,
-    v_scale=1.0, kv_dtypes=FP8,
+    sm_scale, v_scale=1.0, kv_dtypes=FP8,
 ):  # fmt: skip
     """Check the arguments of `link_decode`, which `link_extend` has too; see their docstrings.
 
@@ -59,6 +59,8 @@ def check_link_inputs(
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
+    if not sm_scale > 0:
+        raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
     if v_scale != 1.0 and k_cache.dtype not in FP8:
         raise ValueError(f"v_scale: expected 1 for caches that are not fp8, got {v_scale}")
     if out is not None:
@@ -69,12 +71,13 @@ def check_link_inputs(
 
 def check_extend_inputs(
     q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-    num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, v_scale=1.0, kv_dtypes=FP8,
+    num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
+    sm_scale, v_scale=1.0, kv_dtypes=FP8,
 ):  # fmt: skip
     """Check the arguments of `link_extend`."""
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, v_scale, kv_dtypes,
+        out, lse, sm_scale, v_scale, kv_dtypes,
     )  # fmt: skip
     check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
     check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)

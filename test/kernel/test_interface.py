@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from ragged import random_batch, run
+from ragged import NAN, random_batch, run
 
 import sgl_kernel_lazy
 from sgl_kernel_lazy import get_implementation
@@ -80,6 +80,14 @@ def test_a_last_dimension_with_gaps_is_refused(argument):
     inputs[argument] = inputs[argument].repeat_interleave(2, dim=-1)[..., ::2]
     with pytest.raises(ValueError, match=f"^{argument}: expected a contiguous last dimension, got strides "):
         get_implementation("torch").link_extend(**inputs, **batch.options, max_extend_len=batch.max_extend_len)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("op", ["decode", "extend"])
+@pytest.mark.parametrize("scale", [0.0, -0.1, NAN])
+def test_a_scale_that_is_not_positive_is_refused(op, name, scale):
+    with pytest.raises(ValueError, match="sm_scale: expected a positive number, got "):
+        run(op, get_implementation(name), random_batch(0), sm_scale=scale)
 
 
 def test_the_message_says_what_was_expected_and_what_came():

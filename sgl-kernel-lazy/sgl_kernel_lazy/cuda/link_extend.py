@@ -47,13 +47,14 @@ def link_extend(
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for what `supports` says; never waits for the device.
 
-    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes; sm_scale is positive. fp8 caches
-    are for head_dim 64 and 128; queries and weights are then multiplied as fp16.
+    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches are for
+    head_dim 64 and 128; queries and weights are then multiplied as fp16.
     """
     if validate:
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, v_scale,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
+            v_scale,
         )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     num_kv_heads, rotary_dim, max_segments = k_cache.shape[1], cos_sin_cache.shape[1], segment_ends.shape[1]
@@ -65,8 +66,6 @@ def link_extend(
             )
         if k_cache.dtype in KV_FP8 and head_dim > 128:
             raise ValueError(f"k_cache: fp8 needs head_dim 64 or 128, got {head_dim}")
-        if not sm_scale > 0:
-            raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out

@@ -132,7 +132,7 @@ def link_decode(
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, kv_dtypes=(),
+        out, lse, sm_scale, kv_dtypes=(),
     )  # fmt: skip
     check_supported(q)
     bs, num_qo_heads, head_dim = q.shape

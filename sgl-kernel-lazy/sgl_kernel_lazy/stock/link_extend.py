@@ -102,7 +102,8 @@ def link_extend(
     if validate:
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, kv_dtypes=(),
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
+            kv_dtypes=(),
         )  # fmt: skip
     check_supported(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out

@@ -105,7 +105,7 @@ def rotate_back(
 def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr):
     """One online-softmax step, in base 2: the state (acc, row_max, row_sum) after also seeing keys k and values v.
 
-    visible: bool, broadcastable to [rows, keys], or None where every row sees every key. SCALE_LOG2 is positive.
+    visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype)
     if visible is not None:
