@@ -25,17 +25,19 @@ class ServerError(RuntimeError):
     """The server did not start, died or answered with an error."""
 
 
+CPU_OPTIONS = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+}
+"""The SGLang options for a CPU, as `Engine` takes them."""
+
+
 def device_options() -> dict[str, str]:
     """The SGLang options that fit this machine, as `Engine` takes them."""
-    if torch.cuda.is_available():
-        return {"dtype": "bfloat16"}
-    return {
-        "device": "cpu",
-        "dtype": "float32",
-        "attention_backend": "torch_native",
-        "sampling_backend": "pytorch",
-        "grammar_backend": "none",
-    }
+    return {"dtype": "bfloat16"} if torch.cuda.is_available() else CPU_OPTIONS
 
 
 def device_flags() -> list[str]:

@@ -5,16 +5,9 @@ import torch
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
+from serving import CPU_OPTIONS
 
-SERVER = dict(
-    device="cpu",
-    attention_backend="torch_native",
-    grammar_backend="none",
-    sampling_backend="pytorch",
-    dtype="float32",
-    max_total_tokens=4096,
-    log_level="error",
-)
+SERVER = dict(CPU_OPTIONS, max_total_tokens=4096, log_level="error")
 NUM_TOKENS = 6
 # Of a log-probability. Where fp32 differs in its last bits, a number may be rounded to the other neighbour.
 TOLERANCE = 2e-2

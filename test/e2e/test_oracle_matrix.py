@@ -14,21 +14,13 @@ from oracle.models import MODELS, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS
+from serving import CPU_OPTIONS
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
 NAMES = [name for name, spec in MODELS.items() if spec.core or os.environ.get("LAZY_ALL_MODELS")]
 
-SERVER = dict(
-    device="cpu",
-    attention_backend="torch_native",
-    grammar_backend="none",
-    sampling_backend="pytorch",
-    dtype="float32",
-    mem_fraction_static=0.5,
-    max_total_tokens=2048,
-    log_level="error",
-)
+SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, log_level="error")
 # The pool holds the prompts of one group, and never those of the others as well.
 LONG = ["far_offset"]
 SHORT = [name for name in SCENARIOS if name not in LONG]
