@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import requests
@@ -69,19 +69,21 @@ def running_server(
     module: str = "sglang_lazy.launch_server",
     timeout: float = 300,
     usual: float = 30,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[str]:
     """Start a server on a free loopback port, yield its URL once it is healthy, stop it on the way out.
 
     log: file for the server's output.
     timeout, usual: seconds to wait at most, and seconds the progress bar expects.
+    environment: variables for the server, over those of this process.
     """
     port, nccl_port = free_ports(2)
     address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port)]
     command = [sys.executable, "-m", module, *address, *flags]
     # Threads that spin while they wait would take a small machine's cores from the server's other processes.
-    environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
     # An engine of ours asks for the plugin in all that its process starts; for a server its own module decides.
-    environment.pop(ENV_VAR, None)
+    variables.pop(ENV_VAR, None)
     with open(log, "wb") as output:
         # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
         process = subprocess.Popen(
@@ -89,7 +91,7 @@ def running_server(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env=variables,
             start_new_session=True,
         )
     url = f"http://127.0.0.1:{port}"

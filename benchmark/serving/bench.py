@@ -1,8 +1,9 @@
-"""Serving benchmark: the same traffic to every contender, over HTTP, one server after another.
+"""Serving benchmark: the same traffic to every contender, over HTTP, one after another.
 
 A case is a workload with its flags and the rates at which its conversations arrive; each rate starts from an empty
 cache. One start of a server serves all cases. Cases come from `--case`, which can be repeated, and from the lines of
-`--plan`. Flags after `--` go to every server.
+`--plan`. With `--together` all servers are up at once and only one is asked at a time. Flags after `--` go to every
+server.
 
     python benchmark/serving/bench.py --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
         --case "synthetic --alpha 1.1 --request-rate 1 2 4 8" --case "chat --request-rate 8"
@@ -13,6 +14,8 @@ makes figures of it.
 """
 
 import argparse
+import concurrent.futures
+import contextlib
 import itertools
 import json
 import shlex
@@ -26,8 +29,8 @@ from pathlib import Path
 import examples_path  # noqa: F401 - puts examples on the path
 import requests
 from arguments import add_server_arguments, positive_float, typed
-from case import parse_case, read_plan
-from contenders import CONTENDERS, Server, running
+from case import Case, Run, parse_case, read_plan
+from contenders import Server, running, server_of
 from environment import describe_environment
 from models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
 from serving import ServerError, device_flags, log_tail
@@ -76,6 +79,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--kv-pool-gb", type=typed(positive_float), nargs="+", default=[None], help="sizes of the KV pool, 1e9 bytes"
     )
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="start all servers of a pool size at once, beside one another, and measure each run with all in turn",
+    )
     parser.add_argument("--out", type=Path, required=True, help="results folder, new or empty")
     args = parser.parse_args()
     args.cases = [parse_case(line) for line in [*itertools.chain(*args.plan), *args.cases]]
@@ -106,42 +114,82 @@ class Results:
         (self.folder / "environment.json").write_text(text, encoding="utf-8")
 
 
-def run_server(
-    server: Server,
-    names: list[str],
-    flags: list[str],
-    timeout: float,
-    results: Results,
-    rows: Callable[[str, str], Iterator[dict]],
-) -> None:
-    """Serve contenders one after another. What fails is noted in the results, and the server stopped.
+class Runner:
+    """A server of the comparison, and what is noted about it. If it fails it is stopped, and the others go on.
 
-    rows: measures at a URL, for the name of a contender.
+    measure: gives the rows of a contender's run at a URL.
     """
-    log = results.folder / f"{len(results.servers)}-{names[0]}.server.log"
-    command = shlex.join([server.module, *flags, *server.flags])
-    facts = {"contenders": names, "command": command, "failure": "interrupted"}
-    results.servers.append(facts)
-    start = time.monotonic()
-    try:
-        with running(server, flags, log, timeout) as url:
-            facts["start_up_s"] = round(time.monotonic() - start, 1)
-            for name in names:
-                for row in rows(url, name):
-                    results.add_row(row)
-        facts["failure"] = None
-    except (ServerError, requests.RequestException) as error:
-        facts["failure"] = str(error)
-        print(f"{names[0]} failed: {error}\n{log_tail(log, lines=60)}", file=sys.stderr, flush=True)
-    finally:
-        results.write_environment()
+
+    def __init__(
+        self,
+        server: Server,
+        names: list[str],
+        flags: list[str],
+        results: Results,
+        measure: Callable[[str, str, Run], list[dict]],
+    ):
+        self.server, self.names, self.flags, self.results, self.measure = server, names, flags, results, measure
+        self.log = results.folder / f"{len(results.servers)}-{names[0]}.server.log"
+        command = shlex.join([server.module, *flags, *server.flags])
+        self.facts = {"contenders": names, "command": command, "failure": "interrupted"}
+        results.servers.append(self.facts)
+        self.stack = contextlib.ExitStack()
+        self.url: str | None = None
+        self.lost: list[tuple[str, Case]] = []  # at a rate that was more than the contender could follow
+
+    def start(self, timeout: float) -> None:
+        start = time.monotonic()
+        with self._noting_failure():
+            self.url = self.stack.enter_context(running(self.server, self.flags, self.log, timeout))
+            self.facts["start_up_s"] = round(time.monotonic() - start, 1)
+
+    def ask(self, name: str, run: Run) -> None:
+        """Measure a contender of this server, unless it has lost the case at a slower rate."""
+        if self.url is None or (name, run.case) in self.lost or name not in (run.case.contenders or [name]):
+            return
+        with self._noting_failure():
+            rows = self.measure(self.url, name, run)
+            for row in rows:
+                self.results.add_row(row)
+            if any(row["saturated"] for row in rows if row["phase"] != "cold"):
+                self.lost.append((name, run.case))
+
+    def finish(self) -> None:
+        """To be called when everything has been asked."""
+        if self.url is not None:
+            self.facts["failure"] = None
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except (ServerError, requests.RequestException) as error:
+            self.url, self.facts["failure"] = None, str(error)
+            print(f"{self.names[0]} failed: {error}\n{log_tail(self.log, lines=60)}", file=sys.stderr, flush=True)
+            self.stack.close()
+
+
+def compare(runners: list[Runner], runs: list[Run], timeout: float) -> None:
+    """Start all servers at once, and ask their contenders in turn, run by run, from the first to the last and back."""
+    with contextlib.ExitStack() as stack:
+        for runner in runners:
+            stack.push(runner.stack)
+        with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
+            list(pool.map(lambda runner: runner.start(timeout), runners))
+        turns = [(runner, name) for runner in runners for name in runner.names]
+        for run in runs:
+            for runner, name in turns:
+                runner.ask(name, run)
+            turns.reverse()  # so that none comes after the same one each time
+        for runner in runners:
+            runner.finish()
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped then too
     args = parse_args()
     # Imports SGLang, which takes seconds: not before the arguments are known to be good.
-    from measure import measure_all
+    from measure import measure
 
     with tempfile.TemporaryDirectory() as scratch:
         path = model_path(args.model, Path(scratch))
@@ -154,17 +202,25 @@ def main() -> None:
             sys.exit(f"error: {error}")
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=flags)
         results = Results(args.out, {**environment, "model": args.model, "kv_bytes_per_token": kv_bytes})
+        servers = [(server, list(names)) for server, names in itertools.groupby(args.contenders, server_of)]
 
         print(TABLE.format(*COLUMNS, "").rstrip())
         for pool_gb in args.kv_pool_gb:
 
-            def rows(url: str, name: str, pool_gb=pool_gb) -> Iterator[dict]:
-                for row in measure_all(url, name, runs, args.seed, kv_bytes):
-                    yield {"contender": name, "model": args.model, "kv_pool_gb": pool_gb, **row}
+            def measured(url: str, name: str, run: Run, pool_gb: float | None = pool_gb) -> list[dict]:
+                columns = {"contender": name, "model": args.model, "kv_pool_gb": pool_gb}
+                return [{**columns, **row} for row in measure(url, name, run, args.seed, kv_bytes)]
 
             pool = [] if pool_gb is None else ["--max-total-tokens", str(int(pool_gb * 1e9 / kv_bytes))]
-            for server, names in itertools.groupby(args.contenders, key=lambda name: CONTENDERS[name].server):
-                run_server(server, list(names), [*flags, *pool], args.start_timeout, results, rows)
+            for group in [servers] if args.together else [[one] for one in servers]:
+                try:
+                    compare(
+                        [Runner(server, names, [*flags, *pool], results, measured) for server, names in group],
+                        runs,
+                        args.start_timeout,
+                    )
+                finally:
+                    results.write_environment()
     if failed := [name for server in results.servers if server["failure"] for name in server["contenders"]]:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -7,18 +7,20 @@ import shlex
 from pathlib import Path
 
 from arguments import positive, positive_float, typed
+from contenders import parse_contenders
 from workloads import WORKLOADS, Encode, Stage, Workload
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Rates are conversations per second; infinity is all at once."""
+    """Rates are conversations per second; infinity is all at once. contenders: who is sent it, None: all."""
 
     name: str
     workload: Workload
     request_rates: list[float]
     max_concurrency: int | None
     seconds: float | None
+    contenders: list[str] | None
 
     def runs(self, seed: int, encode: Encode) -> list["Run"]:
         """One for each rate, slowest first. Raises ValueError where the data are not what they should be."""
@@ -76,9 +78,10 @@ def parse_case(line: str) -> Case:
             default=None,
             help="--num-prompts is at least what arrives in this time, at each rate",
         )
+        flags.add_argument("--contenders", type=typed(parse_contenders), help="who of all is sent it; default: all")
     values = vars(parser.parse_args(shlex.split(line)))
     name = values.pop("name")
-    how = (values.pop("request_rate"), values.pop("max_concurrency"), values.pop("seconds"))
+    how = [values.pop(flag) for flag in ("request_rate", "max_concurrency", "seconds", "contenders")]
     try:
         return Case(name, WORKLOADS[name](**values), *how)
     except ValueError as error:

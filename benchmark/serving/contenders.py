@@ -43,6 +43,10 @@ CONTENDERS = {
 }
 
 
+def server_of(name: str) -> Server:
+    return CONTENDERS[name].server
+
+
 def parse_contenders(names: str) -> list[str]:
     """The names in a comma-separated list, those of one server side by side so that it is started once.
 
@@ -51,40 +55,25 @@ def parse_contenders(names: str) -> list[str]:
     wanted = names.split(",")
     if unknown := [name for name in wanted if name not in CONTENDERS]:
         raise ValueError(f"no contender {', '.join(map(repr, unknown))}: there are {', '.join(CONTENDERS)}")
-    servers = [CONTENDERS[name].server for name in wanted]
-    return sorted(dict.fromkeys(wanted), key=lambda name: servers.index(CONTENDERS[name].server))
+    servers = [server_of(name) for name in wanted]
+    return sorted(dict.fromkeys(wanted), key=lambda name: servers.index(server_of(name)))
 
 
 @contextlib.contextmanager
 def running(server: Server, flags: list[str], log: Path, timeout: float) -> Iterator[str]:
     """Run `server` with `flags` for the length of a `with` block; yields its URL. timeout: seconds to be ready in."""
-    usual = 90 if torch.cuda.is_available() else 25
-    with _rotary_stand_in():
-        stack = contextlib.ExitStack()
-        url = stack.enter_context(
-            running_server([*flags, *server.flags], log, module=server.module, timeout=timeout, usual=usual)
-        )
-    with stack:
-        yield url
-
-
-@contextlib.contextmanager
-def _rotary_stand_in() -> Iterator[None]:
-    """Off CUDA, stock SGLang imports a vLLM kernel that it never calls: let servers started here find an empty one."""
-    if torch.cuda.is_available():
-        yield
-        return
-    before = os.environ.get("PYTHONPATH")
+    on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as scratch:
-        package = Path(scratch) / "vllm"
-        package.mkdir()
-        (package / "__init__.py").touch()
-        (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (scratch, before)))
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ["PYTHONPATH"]
-            else:
-                os.environ["PYTHONPATH"] = before
+        environment = {} if on_gpu else _with_rotary_stand_in(Path(scratch))
+        how = dict(module=server.module, timeout=timeout, usual=90 if on_gpu else 25, environment=environment)
+        with running_server([*flags, *server.flags], log, **how) as url:
+            yield url
+
+
+def _with_rotary_stand_in(folder: Path) -> dict[str, str]:
+    """Off CUDA, stock SGLang imports a vLLM kernel that it never calls: variables with which it finds an empty one."""
+    package = folder / "vllm"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))}

@@ -30,7 +30,7 @@ import examples_path  # noqa: F401 - puts examples on the path
 import requests
 from arguments import add_server_arguments, positive, typed
 from client import Timeline, encode, new_session, stream
-from contenders import CONTENDERS, running
+from contenders import CONTENDERS, running, server_of
 from environment import describe_environment
 from models import model_flags, model_path
 from prompts import as_chunks, chunk, random_tokens, text
@@ -183,7 +183,7 @@ def main() -> None:
 
         path = model_path(args.model, Path(scratch))
         flags = [*device_flags(), *model_flags(args.model, path), *args.server_flags]
-        for server, names in itertools.groupby(args.contenders, key=lambda name: CONTENDERS[name].server):
+        for server, names in itertools.groupby(args.contenders, server_of):
             names = list(names)
             log = log_dir / f"{names[0]}.server.log"
             environment = describe_environment(
