@@ -16,9 +16,11 @@ without_gpu = pytest.mark.skipif(DEVICE != "cpu", reason="tiny shapes are for ma
 
 @without_gpu
 def test_every_family_is_checked_and_timed(tmp_path, capsys):
-    command = ["--quick", "--implementations", "torch", "--commit", "abc", "--out", str(tmp_path)]
+    command = ["--quick", "--implementations", "torch", "--fp8", "--commit", "abc", "--out", str(tmp_path)]
     assert main(command) == 0
     result = json.loads((tmp_path / "bench.json").read_text())
+    full, half = ([row for row in result["rows"] if row["implementation"] == name] for name in ("torch", "torch, e4m3"))
+    assert [2 * row["bytes"] for row in half] == [row["bytes"] for row in full]
     assert {row["family"] for row in result["rows"]} == set(FAMILIES)
     for row in result["rows"]:
         assert 0 < row["p20"] <= row["p50"] <= row["p80"] and row["error"] <= row["budget"]

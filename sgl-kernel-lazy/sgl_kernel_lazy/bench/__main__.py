@@ -4,8 +4,9 @@
     python -m sgl_kernel_lazy.bench --shapes decode --implementations triton --quick
 
 Times are milliseconds of one layer: CUDA-graph replays with keys and values cold in L2, p20, p50, p80. fa2 and fa3 are
-FlashInfer's own kernels without rotation; ratio is to the better of them. GB is 1e9 bytes, of keys and values that must
-be read. plan_ms is host time of planning a batch, step_ms wall time of a decode step: planning and 32 layers.
+FlashInfer's own kernels without rotation, on caches of the queries' type; ratio is to the better of them. GB is 1e9
+bytes, of keys and values that must be read. plan_ms is host time of planning a batch, step_ms wall time of a decode
+step: planning and 32 layers.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import torch
 
 from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
 from sgl_kernel_lazy.bench import report, timing
-from sgl_kernel_lazy.bench.candidates import Link
+from sgl_kernel_lazy.bench.candidates import FP8_CACHES, Link
 from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, build, shapes
 from sgl_kernel_lazy.bench.stock import Stock, backends
 from sgl_kernel_lazy.bench.verify import Reference, check
@@ -38,6 +39,7 @@ def parse(arguments=None) -> argparse.Namespace:
     parser.add_argument("--shapes", type=names(FAMILIES), default=list(FAMILIES), help="families, comma-separated")
     parser.add_argument("--implementations", type=names(IMPLEMENTATIONS), help="all that run here when not given")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
+    parser.add_argument("--fp8", action="store_true", help="also on e4m3 caches, where an implementation takes them")
     parser.add_argument("--out", type=pathlib.Path, help="folder for bench.json and bench.png")
     parser.add_argument("--plot", action="store_true", help="also draw bench.png")
     parser.add_argument("--quick", action="store_true", help="few repetitions")
@@ -55,7 +57,8 @@ def checked(kind, name: str, reference: Reference) -> tuple:
     caches = len(problem.caches)
     row = dict(
         family=problem.shape.family, shape=problem.shape.name, op=problem.shape.op, bs=problem.bs,
-        implementation=name, stock=kind is Stock, bytes=problem.bytes, caches=caches,
+        implementation=f"{name}, e4m3" if problem.dims.kv_dtype else name, stock=kind is Stock,
+        bytes=problem.bytes, caches=caches,
     )  # fmt: skip
     out = torch.full_like(problem.q, float("nan"))
     lse = torch.full(out.shape[:2], float("nan"), dtype=torch.float32, device=out.device)
@@ -76,11 +79,14 @@ def checked(kind, name: str, reference: Reference) -> tuple:
         return row | dict(failed=f"{type(error).__name__}: {error}"[:300]), None, None
 
 
-def measure(shape, dims: Dims, seed: int, kinds: list, repetitions: int) -> list:
+def measure(shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list:
     """The rows of one shape. What is compared is timed in turns."""
     problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
     reference = Reference(problem)
     prepared = [checked(kind, name, reference) for kind, name in kinds]
+    if fp8:
+        reference = Reference(problem.quantised(torch.float8_e4m3fn))
+        prepared += [checked(kind, name, reference) for kind, name in kinds if kind is Link and name in FP8_CACHES]
     right = [each for each in prepared if "failed" not in each[0]]
     times = timing.in_turns([launch for _, launch, _ in right], repetitions)
     steps = timing.in_turns([step for _, _, step in right], repetitions)
@@ -116,7 +122,7 @@ def main(arguments=None) -> int:
     size = {} if device.type == "cuda" else dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
     dims = Dims(DTYPES[given.dtype], device, **size)
     for shape in shapes(given.shapes, tiny=device.type == "cpu", seed=given.seed):
-        rows = measure(shape, dims, given.seed, kinds, repetitions)
+        rows = measure(shape, dims, given.seed, kinds, repetitions, given.fp8)
         report.finish_rows(rows, result["bandwidth"])
         report.print_rows(rows)
         result["rows"] += rows

@@ -31,11 +31,12 @@ class Dims:
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
+    kv_dtype: torch.dtype | None = None  # of the caches, where it is not dtype
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token's key and value in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return 2 * self.num_kv_heads * self.head_dim * (self.kv_dtype or self.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,11 @@ class Problem:
     def segments(self) -> dict:
         names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
         return {name: self.tables[name] for name in names}
+
+    def quantised(self, kv_dtype: torch.dtype) -> "Problem":
+        """The same with keys and values rounded to kv_dtype."""
+        caches = [tuple(cache.to(kv_dtype) for cache in pair) for pair in self.caches]
+        return dataclasses.replace(self, caches=caches, dims=dataclasses.replace(self.dims, kv_dtype=kv_dtype))
 
 
 def shapes(families, *, tiny: bool = False, seed: int = 0) -> list:
