@@ -20,7 +20,12 @@ WAYS = {
     "triton": {"lazy_link_backend": "triton"},
     "copies": {"lazy_link": "materialize"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    "on two GPUs": {"tp_size": 2},
+    # Sums go through NCCL: SGLang's other ways depend on how the GPUs are linked, and are compiled at the start.
+    "on two GPUs": {
+        "tp_size": 2,
+        "disable_custom_all_reduce": True,
+        "enforce_disable_flashinfer_allreduce_fusion": True,
+    },
 }
 
 
