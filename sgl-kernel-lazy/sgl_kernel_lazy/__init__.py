@@ -15,7 +15,10 @@ IMPLEMENTATIONS = {
 
 
 def get_implementation(name: str) -> ModuleType:
-    """The module that implements `link_decode`, `link_extend`, `plan_decode` and `decode_workspace` under this name."""
+    """The module that implements `link_decode`, `link_extend`, `plan_decode` and `decode_workspace` under this name.
+
+    Its `unsupported` says what it cannot serve.
+    """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)}, got {name!r}")
     return importlib.import_module(IMPLEMENTATIONS[name])

@@ -9,6 +9,14 @@ from sgl_kernel_lazy.validation import check_copy_inputs, check_extend_inputs, c
 MAX_SCORES = 1 << 24
 
 
+def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
+    """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
+
+    kv_dtype: dtype, or fp8.
+    """
+    return None
+
+
 def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
     """What `plan_decode` and `link_decode` need for batches of up to max_bs requests of up to max_segments segments.
 

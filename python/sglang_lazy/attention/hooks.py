@@ -57,7 +57,7 @@ def best_link_backend(runner) -> str:
 def unfit_way(link: LinkMethod, link_backend: str, runner) -> list[str]:
     """Why chunks cannot be linked this way on this machine; the model fits otherwise."""
     reasons = []
-    if link_backend != "torch" and (reason := unfit_kernels(link_backend, runner)):
+    if reason := unfit_kernels(link_backend, runner):
         reasons.append(f"--lazy-link-backend {link_backend}: {reason}")
     if runner.kv_cache_dtype == runner.dtype:
         return reasons

@@ -17,12 +17,13 @@ import torch
 
 from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
 from sgl_kernel_lazy.bench import report, timing
-from sgl_kernel_lazy.bench.candidates import FP8_CACHES, Link
+from sgl_kernel_lazy.bench.candidates import Link
 from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, build, shapes
 from sgl_kernel_lazy.bench.stock import Stock, backends
 from sgl_kernel_lazy.bench.verify import Reference, check
 
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
+FP8 = torch.float8_e4m3fn
 
 
 def parse(arguments=None) -> argparse.Namespace:
@@ -79,14 +80,19 @@ def checked(kind, name: str, reference: Reference) -> tuple:
         return row | dict(failed=f"{type(error).__name__}: {error}"[:300]), None, None
 
 
+def takes_fp8(name: str, dims: Dims) -> bool:
+    heads = (dims.num_qo_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim)
+    return get_implementation(name).unsupported(dims.device, dims.dtype, FP8, *heads) is None
+
+
 def measure(shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list:
     """The rows of one shape. What is compared is timed in turns."""
     problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
     reference = Reference(problem)
     prepared = [checked(kind, name, reference) for kind, name in kinds]
     if fp8:
-        reference = Reference(problem.quantised(torch.float8_e4m3fn))
-        prepared += [checked(kind, name, reference) for kind, name in kinds if kind is Link and name in FP8_CACHES]
+        reference = Reference(problem.quantised(FP8))
+        prepared += [checked(kind, name, reference) for kind, name in kinds if kind is Link and takes_fp8(name, dims)]
     right = [each for each in prepared if "failed" not in each[0]]
     times = timing.in_turns([launch for _, launch, _ in right], repetitions)
     steps = timing.in_turns([step for _, _, step in right], repetitions)

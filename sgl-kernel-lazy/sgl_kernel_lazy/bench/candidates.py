@@ -8,7 +8,6 @@ from sgl_kernel_lazy import get_implementation
 NOT_CAPTURABLE = ("torch",)
 # These take a plan of the batch in link_extend, which is made on the host.
 PLANNED_EXTEND = ("flashinfer",)
-FP8_CACHES = ("torch", "triton", "cuda")
 
 
 class Link:

@@ -11,7 +11,7 @@ __all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "pl
 
 
 def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
-    """Why these kernels cannot serve such a model here, or None if they can. kv_dtype: dtype, or fp8."""
+    """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if reason := missing(device):
         return reason
     # The submodules' names are those of the ops.

@@ -11,7 +11,7 @@ __all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "pl
 
 
 def unsupported(device, dtype, kv_dtype, *_dims) -> str | None:
-    """Why these kernels cannot serve such a model here, or None if they can; as for `sgl_kernel_lazy.cuda`."""
+    """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if kv_dtype not in (dtype, *kv_dtypes(dtype)):
         return f"{kv_dtype} caches with a model in {dtype}"
     if kv_dtype == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
