@@ -23,7 +23,7 @@ class Recipe:
     """All that determines the trained weights. A step sees `rows` rows of `length` tokens."""
 
     shape: Shape = Shape(VOCAB_SIZE)
-    steps: int = 6_000
+    steps: int = 5_000
     rows: int = 16
     length: int = 4096
     learning_rate: float = 5e-4
@@ -36,6 +36,7 @@ class Recipe:
     grow: float = 0.4  # the share of the steps in which documents and similar names become more
     questions: int = 8
     two_hop_share: float = 0.5
+    hard_share: float = 0.5
     block_share: float = 0.5
     seed: int = 0
 
@@ -44,7 +45,7 @@ class Recipe:
         progress = min(1.0, step / (self.grow * self.steps))
         low, high = (round(between(pair, progress)) for pair in zip(self.first_documents, self.documents, strict=True))
         similar = between(self.similar, progress)
-        return Mix((low, high), self.questions, self.two_hop_share, similar, self.block_share)
+        return Mix((low, high), self.questions, self.two_hop_share, similar, self.hard_share, self.block_share)
 
     def weight(self, step: int) -> float:
         """The context's weight in a step's loss: the first of the two while documents become more, then it falls."""

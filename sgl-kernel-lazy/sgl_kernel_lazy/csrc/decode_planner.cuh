@@ -47,7 +47,7 @@ __device__ inline int find_or_enter(Group* groups, int table_size, int length, i
 constexpr int TILE_LENGTH = 4;
 
 // What an item costs besides its tiles: loading and rotating queries, writing results.
-__device__ inline int fixed_cost(int num_users) { return 2 + 5 * num_users / 4; }
+__device__ inline int fixed_cost(int num_users) { return 4 + 3 * num_users / 2; }
 
 // The pieces of an item of `tiles` tiles that begins at `place`: the first span, the last, and the first tile of one.
 __device__ inline int last_span(int place, int tiles, int span) { return (place + (tiles - 1) * TILE_LENGTH) / span; }
