@@ -43,17 +43,8 @@ __device__ inline int find_or_enter(Group* groups, int table_size, int length, i
   }
 }
 
-// The line is measured in quarters of a tile. A tile's place is where it begins; one belongs to the span that has its place.
-constexpr int TILE_LENGTH = 4;
-
-// What an item costs besides its tiles: loading and rotating queries, writing results.
-__device__ inline int fixed_cost(int num_users) { return 4 + 3 * num_users / 2; }
-
-// The pieces of an item of `tiles` tiles that begins at `place`: the first span, the last, and the first tile of one.
-__device__ inline int last_span(int place, int tiles, int span) { return (place + (tiles - 1) * TILE_LENGTH) / span; }
-__device__ inline int first_tile(int place, int tiles, int span, int at) {
-  return min(max(ceil_div(at * span - place, TILE_LENGTH), 0), tiles);
-}
+// What an item costs besides its tiles, in tiles: loading and rotating queries, writing results.
+__device__ inline int fixed_cost(int num_users) { return 1 + num_users / 4; }
 
 // What each block gets of so many tiles.
 __device__ inline int share_of(int tiles, const PlanHeader& header, const PlanLayout& layout) {
@@ -112,7 +103,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     Group& group = plan.groups[plan.shared_groups[i]];
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
     if (users <= layout.users_per_item) {
-      group.place = atomicAdd(&header.line, fixed_cost(users) + tiles * TILE_LENGTH) + fixed_cost(users);
+      group.place = atomicAdd(&header.line, fixed_cost(users) + tiles) + fixed_cost(users);
     } else {
       atomicAdd(&header.crowded, ceil_div(users, layout.users_per_item) * tiles);
     }
@@ -154,23 +145,22 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     if (lane == 0) {
       plan.users[b] = User{b, 0};
       plan.parts[b] = Parts{0, 0, num_tiles, num_runs};
-      if (num_tiles) atomicAdd(&header.private_line, fixed_cost(1) + num_tiles * TILE_LENGTH);
+      if (num_tiles) atomicAdd(&header.private_line, fixed_cost(1) + num_tiles);
     }
   }
   cluster.sync();
 
   // The units of crowded groups, and how many pieces of the others every span holds.
-  const int line = header.line + header.private_line, share = share_of(line + header.crowded * TILE_LENGTH, header, layout);
-  const int wanted = header.crowded ? ceil_div(share, layout.SPANS_PER_BLOCK) : share;
-  const int span = max(max(a.span ? a.span * TILE_LENGTH : wanted, TILE_LENGTH), ceil_div(line, layout.max_spans));
-  const int crowded_piece =
-      max(a.span ? a.span : ceil_div(share, TILE_LENGTH), ceil_div(header.crowded, layout.max_crowded));
+  const int line = header.line + header.private_line, share = share_of(line + header.crowded, header, layout);
+  const int wanted = a.span ? a.span : header.crowded ? ceil_div(share, layout.SPANS_PER_BLOCK) : share;
+  const int span = max(wanted, ceil_div(line, layout.max_spans));
+  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_crowded));
   const int num_spans = ceil_div(line, span);
   Span* spans = plan.spans;
   for (int i = thread; i < num_spans; i += num_threads) spans[i] = Span{0, 0, 0};
   cluster.sync();
   auto count = [&](int place, int tiles) {  // of pieces
-    const int first = place / span, last = last_span(place, tiles, span);
+    const int first = place / span, last = (place + tiles - 1) / span;
     for (int i = first; i <= last; ++i) atomicAdd(&spans[i].count, 1);
     return last - first + 1;
   };
@@ -199,12 +189,12 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     Parts& parts = plan.parts[b];
     // Requests come behind the groups and in their order, so that without groups every step is the same.
     int before = 0, num_parts = 0;
-    for (int i = lane; i < b; i += 32) before += plan.parts[i].tiles ? fixed_cost(1) + plan.parts[i].tiles * TILE_LENGTH : 0;
+    for (int i = lane; i < b; i += 32) before += plan.parts[i].tiles ? fixed_cost(1) + plan.parts[i].tiles : 0;
     before = warp_sum(before);
     if (lane == 0) parts.place = header.line + before + fixed_cost(1);
     __syncwarp();
     if (parts.tiles) {
-      const int first = parts.place / span, last = last_span(parts.place, parts.tiles, span);
+      const int first = parts.place / span, last = (parts.place + parts.tiles - 1) / span;
       for (int i = first + lane; i <= last; i += 32) atomicAdd(&spans[i].count, 1), ++num_parts;
     }
     num_parts = warp_sum(num_parts);
@@ -223,7 +213,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
     header.front_blocks = blocks;
     if (header.crowded && header.num_units * head_groups >= blocks) {
-      const int rounds = max(int(int64_t(share) * header.crowded_units / (int64_t(header.crowded) * TILE_LENGTH)), 1);
+      const int rounds = max(int(int64_t(share) * header.crowded_units / header.crowded), 1);
       header.front_blocks = min(ceil_div(header.crowded_units * head_groups, rounds), blocks);
     }
   }
@@ -241,7 +231,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     if (users > layout.users_per_item) continue;
     for (int p = 0; p < group.pieces; ++p) {
       const int at = group.place / span + p;
-      const int begin = first_tile(group.place, tiles, span, at), end = first_tile(group.place, tiles, span, at + 1);
+      const int begin = max(at * span - group.place, 0), end = min((at + 1) * span - group.place, tiles);
       add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
                    group.partial + p * users});
     }
@@ -266,8 +256,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     part = __shfl_sync(~0u, part, 0);
     for (int p = lane; p < pieces; p += 32) {
       const int at = parts.place / span + p;
-      const int begin = first_tile(parts.place, parts.tiles, span, at);
-      const int end = first_tile(parts.place, parts.tiles, span, at + 1);
+      const int begin = max(at * span - parts.place, 0), end = min((at + 1) * span - parts.place, parts.tiles);
       // The run that holds the first tile: the last that does not begin after it.
       const Run* run = plan.runs + int64_t(b) * (a.max_segments + 1);
       for (int runs = parts.runs; runs > 1;) {
