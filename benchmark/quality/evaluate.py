@@ -8,7 +8,8 @@ mask. The generated test set or files of questions, with any model:
     python benchmark/quality/evaluate.py --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
 
 `--out` gets `rows.jsonl` (a line with the environment, then one for each condition and group of questions),
-`answers.jsonl` (one for each answer), `table.md`, and the servers' logs. Flags after `--` go to every server.
+`answers.jsonl` (one for each answer), `table.md`, and the servers' logs. Flags after `--` go to every server; the
+Hugging Face model follows `--dtype` and `--enable-fp32-lm-head`.
 """
 
 import argparse
@@ -34,6 +35,20 @@ from tqdm import tqdm
 from sglang_lazy.verify.scores import bootstrap, exact_match, wilson
 
 COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
+
+
+def numerics(server_flags: list[str]) -> dict:
+    """The options of a `Reference` that computes as servers with these flags do on this machine."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--enable-fp32-lm-head", action="store_true")
+    known, _ = parser.parse_known_args(server_flags)
+    return {
+        "dtype": getattr(torch, known.dtype),
+        "device": "cuda" if on_gpu else "cpu",
+        "fp32_lm_head": known.enable_fp32_lm_head,
+    }
 
 
 def compare(served: list[Served], reference: Reference) -> list[dict]:
@@ -198,8 +213,7 @@ def main() -> None:
     lines = [answer_line(one, tokenizer) for one in served]
     write_answers(lines, args.out)  # what was served is not lost if the comparison is interrupted
     if not args.no_reference:
-        gpu = torch.cuda.is_available()
-        reference = Reference(args.model, torch.bfloat16 if gpu else torch.float32, "cuda" if gpu else "cpu")
+        reference = Reference(args.model, **numerics(args.server_flags))
         lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]
         write_answers(lines, args.out)
 

@@ -33,11 +33,25 @@ class Verdict:
     gap: float
 
 
-class Reference:
-    """The tests' model and mask in any dtype and on any device."""
+def in_fp32(layer: torch.nn.Linear) -> torch.nn.Linear:
+    """A copy in fp32, which takes inputs of any dtype; the layer's weight may be another's too."""
+    wide = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
+    wide.weight = torch.nn.Parameter(layer.weight.detach().float())
+    wide.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    return wide
 
-    def __init__(self, model_path: str, dtype: torch.dtype, device: str):
+
+class Reference:
+    """The tests' model and mask in any dtype and on any device.
+
+    fp32_lm_head: logits are computed in fp32, as servers with --enable-fp32-lm-head do. In bf16 a logit of 8 to 16 is a
+        multiple of 0.0625, so that two tokens can be equally good.
+    """
+
+    def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_lm_head: bool = False):
         self.model = load_model(model_path, dtype, device)
+        if fp32_lm_head:
+            self.model.set_output_embeddings(in_fp32(self.model.get_output_embeddings()))
         eos = self.model.generation_config.eos_token_id
         self.eos = set(eos if isinstance(eos, list) else [eos])
 

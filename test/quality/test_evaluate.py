@@ -19,6 +19,7 @@ from reference import Claim, Reference
 from transformers import AutoTokenizer
 from worlds import records
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNK_CONDITIONS = ("cold", "warm", "shuffled", "32 at a time")
 
 
@@ -170,3 +171,23 @@ def test_evicting(tokenizer, monkeypatch):
     for one in served:
         first, second = (index for index, prompt in enumerate(prompts) if prompt == one.segments)
         assert one.answered.output_ids == [second] and second - first <= 3 * conditions.LATER + 1
+
+
+def test_the_reference_computes_as_the_servers_do(tiny_model):
+    """--dtype and --enable-fp32-lm-head hold for it too: then logits are sums in fp32 of what bf16 layers give."""
+    flags = ["--mem-fraction-static", "0.6", "--dtype", "bfloat16", "--enable-fp32-lm-head"]
+    usual = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    assert evaluate.numerics([]) == {"dtype": usual, "device": DEVICE, "fp32_lm_head": False}
+    assert evaluate.numerics(flags) == {"dtype": torch.bfloat16, "device": DEVICE, "fp32_lm_head": True}
+
+    claim = Claim([text(range(20, 60))], [7, 8], limit=2)
+    ids = torch.tensor([[*range(20, 60), 7, 8]])
+    plain = Reference(tiny_model, torch.bfloat16, "cpu")
+    wide = Reference(tiny_model, torch.bfloat16, "cpu", fp32_lm_head=True)
+    with torch.inference_mode():
+        hidden = plain.model.model(ids).last_hidden_state[0, -3:]
+    logits = hidden.float() @ plain.model.lm_head.weight.float().T
+    torch.testing.assert_close(wide._last_logits([claim])[0], logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(plain._last_logits([claim])[0], logits.bfloat16().float(), rtol=0.01, atol=0.01)
+    assert not torch.equal(logits, logits.bfloat16().float())
+    assert wide.model.model.embed_tokens.weight.dtype == torch.bfloat16
