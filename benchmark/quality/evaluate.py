@@ -38,10 +38,14 @@ COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
 
 def numerics(server_flags: list[str]) -> dict:
-    """The options of a `Reference` that computes as servers with these flags do on this machine."""
-    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    """The options of a `Reference` that computes as servers with these flags do on this machine.
+
+    Exits with a message if it cannot.
+    """
+    parser = argparse.ArgumentParser(prog="flags after `--`", allow_abbrev=False, add_help=False)
     on_gpu = torch.cuda.is_available()
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16" if on_gpu else "float32")
+    dtypes = ("bfloat16", "float16", "float32")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16" if on_gpu else "float32")
     parser.add_argument("--enable-fp32-lm-head", action="store_true")
     known, _ = parser.parse_known_args(server_flags)
     return {
@@ -190,6 +194,7 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
     args = parse_args()
+    reference_options = numerics(args.server_flags)  # an unknown type is an error before anything is asked
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         if args.questions:
@@ -213,7 +218,7 @@ def main() -> None:
     lines = [answer_line(one, tokenizer) for one in served]
     write_answers(lines, args.out)  # what was served is not lost if the comparison is interrupted
     if not args.no_reference:
-        reference = Reference(args.model, **numerics(args.server_flags))
+        reference = Reference(args.model, **reference_options)
         lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]
         write_answers(lines, args.out)
 

@@ -89,6 +89,9 @@ def parse_args() -> argparse.Namespace:
     args.cases = [parse_case(line) for line in [*itertools.chain(*args.plan), *args.cases]]
     if not args.cases:
         parser.error("there is no case: give --case or --plan")
+    for case in args.cases:
+        if case.contenders and not set(case.contenders) & set(args.contenders):
+            parser.error(f"a {case.name} case is for {', '.join(case.contenders)} only: name one in --contenders")
     if args.out.exists() and any(args.out.iterdir()):
         parser.error(f"{args.out} is not empty: every run has a folder of its own")
     return args
@@ -135,7 +138,7 @@ class Runner:
         results.servers.append(self.facts)
         self.stack = contextlib.ExitStack()
         self.url: str | None = None
-        self.lost: list[tuple[str, Case]] = []  # at a rate that was more than the contender could follow
+        self.lost: set[tuple[str, Case]] = set()  # at a rate that was more than the contender could follow
 
     def start(self, timeout: float) -> None:
         start = time.monotonic()
@@ -152,7 +155,7 @@ class Runner:
             for row in rows:
                 self.results.add_row(row)
             if any(row["saturated"] for row in rows if row["phase"] != "cold"):
-                self.lost.append((name, run.case))
+                self.lost.add((name, run.case))
 
     def finish(self) -> None:
         """To be called when everything has been asked."""

@@ -11,9 +11,12 @@ from contenders import parse_contenders
 from workloads import WORKLOADS, Encode, Stage, Workload
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """Rates are conversations per second; infinity is all at once. contenders: who is sent it, None: all."""
+    """Rates are conversations per second; infinity is all at once. contenders: who is sent it, None: all.
+
+    Equal to itself alone: a case that is given twice is measured twice.
+    """
 
     name: str
     workload: Workload
