@@ -102,6 +102,21 @@ class LazyRadixCache(RadixCache):
             node = node.parent
         return pieces[::-1]
 
+    def publish_fill(self, req) -> None:
+        """Give a chunk that a request has computed in full to the tree, and lock it there until that request ends.
+
+        What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs.
+        """
+        num_tokens = len(req.origin_input_ids)
+        value = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens].to(torch.int64, copy=True)
+        key = RadixKey(req.origin_input_ids, req.extra_key)
+        inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
+        if inserted.prefix_len > req.cache_protected_len:  # a chunk that begins alike came first
+            self.token_to_kv_pool_allocator.free(value[req.cache_protected_len : inserted.prefix_len])
+        self.inc_lock_ref(inserted.last_device_node)
+        self.dec_lock_ref(req.last_node)
+        req.last_node, req.cache_protected_len = inserted.last_device_node, num_tokens
+
     # Linked requests
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -158,6 +173,9 @@ class LazyRadixCache(RadixCache):
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         if getattr(req, "link", None) is None:
+            if getattr(req, "fills", None) is not None and req.cache_protected_len == kv_len_to_handle:
+                self.dec_lock_ref(req.last_node)  # all of it has been published
+                return None
             return super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
         if is_insert and not self.disable_finished_insert:
             self._publish(req, kv_len_to_handle, chunked=False)

@@ -219,7 +219,7 @@ class ChunkAdmission:
         parents: dict[Req, None] = {}
         for req in ended:
             if not req.finished():
-                self.cache.cache_unfinished_req(req)
+                self.cache.publish_fill(req)
             if (fill := self.fills.pop(req.fills.key, None)) is not None:
                 parents.update(dict.fromkeys(fill.parents))
         for parent in parents:
