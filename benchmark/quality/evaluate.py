@@ -194,7 +194,8 @@ def main() -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
     args = parse_args()
-    reference_options = numerics(args.server_flags)  # an unknown type is an error before anything is asked
+    if not args.no_reference:
+        reference_options = numerics(args.server_flags)  # an unknown type is an error before anything is asked
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         if args.questions:

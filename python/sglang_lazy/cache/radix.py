@@ -56,7 +56,8 @@ def num_slots(pieces: list[torch.Tensor]) -> int:
 class LazyRadixCache(RadixCache):
     """The radix tree, grown into a DAG: many paths reach the one copy of a chunk.
 
-    A request is linked if it has a `link` (`scheduler.link.Link`); all others are handled by the stock tree.
+    A request is linked if it has a `link` (`scheduler.link.Link`), and computes a chunk if it has `fills`; all others
+    are handled by the stock tree.
     `release_waiting_lock` frees memory that waiting requests hold, newest first; it returns False when none is left.
     """
 
@@ -105,7 +106,8 @@ class LazyRadixCache(RadixCache):
     def publish_fill(self, req) -> None:
         """Give a chunk that a request has computed in full to the tree, and lock it there until that request ends.
 
-        What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs.
+        What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs: its row is left as it
+        is, so where other slots were kept it must not be read again.
         """
         num_tokens = len(req.origin_input_ids)
         value = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens].to(torch.int64, copy=True)
