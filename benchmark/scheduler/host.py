@@ -112,9 +112,6 @@ class Host:
             with self.clock("admission"):
                 batch, _ = hooks.get_new_batch_prefill_raw(Host.form_batch, self, None, self.running_batch)
             reqs = list(batch.reqs)
-            with self.clock("segments"):
-                hooks.prepare_for_extend(None, batch)
-                LinkedBatch.of(batch)
             with self.clock("publish"):
                 hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):
@@ -141,6 +138,9 @@ class Host:
                 SpeculativeAlgorithm.NONE,
             )  # fmt: skip
             batch.prepare_for_extend()
+        with self.clock("segments"):
+            hooks.prepare_for_extend(None, batch)
+            LinkedBatch.of(batch)
         return batch, running_batch
 
     def publish(self, running_batch: ScheduleBatch, batch: ScheduleBatch) -> None:

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_cache_machine import CHUNK, TEXT, VOCAB_SIZE, Pools, new_request
 
+from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.prompt import CHUNK_NAMESPACE
 from sglang_lazy.scheduler import hooks
 from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
@@ -31,9 +32,12 @@ def no_context_parallelism(monkeypatch):
 class Batch:
     """What hooks and admission see of a `ScheduleBatch`."""
 
-    def __init__(self, reqs=(), forward_mode=ForwardMode.EXTEND):
+    def __init__(self, reqs=(), forward_mode=ForwardMode.EXTEND, scheduler=None):
         self.reqs = list(reqs)
         self.forward_mode = forward_mode
+        if scheduler is not None:
+            self.chunked_req = scheduler.chunked_req
+            self.tree_cache, self.req_to_token_pool = scheduler.tree_cache, scheduler.pools.rows
         self.batch_is_full = False
 
     def is_empty(self):
@@ -55,6 +59,7 @@ class Scheduler:
 
     def __init__(self, pool_size=100, chunked_prefill_size=64, overlap=False, max_chunks=8, materialize=False):
         self.pools = Pools(pool_size, materialize=materialize)
+        self.pools.rows.segment_table = SegmentTable(len(self.pools.rows.req_to_token), max_chunks, "cpu")
         self.tree_cache = self.pools.cache
         self.tree_cache.admission = self.admission = ChunkAdmission(self, self.tree_cache, max_chunks, materialize)
         self.waiting_queue, self.running_batch, self.last_batch = [], Batch(), None
@@ -160,7 +165,9 @@ class Scheduler:
             self.chunked_req.inflight_middle_chunks += 1
         for req in adder.can_run_list:
             self.launch_extend(req)
-        return Batch(adder.can_run_list), running_batch
+        batch = Batch(adder.can_run_list, scheduler=self)
+        hooks.prepare_for_extend(None, batch)
+        return batch, running_batch
 
     def launch_extend(self, req):
         if is_fill(req):
@@ -241,23 +248,74 @@ def fill_tokens(reqs):
 
 
 @both_loops
-def test_fills_come_once_and_before_their_parents(overlap):
-    """Missing chunks of all parents are computed in one batch, each once; then all parents run in one batch."""
-    scheduler = Scheduler(overlap=overlap)
+@pytest.mark.parametrize("materialize", [False, True], ids=["in place", "copies"])
+def test_fills_come_once_and_before_their_parents(overlap, materialize):
+    """Missing chunks of all parents are computed in one batch, each once; parents are in it unless they get copies."""
+    scheduler = Scheduler(overlap=overlap, materialize=materialize)
     parents = [
         scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1),
         scheduler.submit([B, (TEXT, (14,)), C, B, QUESTION], "p1", max_new_tokens=1),
     ]
     scheduler.step()
-    fills, scheduler.log[:] = scheduler.log[0], []
-    assert len(fills) == 3
-    assert scheduler.waiting_queue == parents, "parents wait where SGLang's abort and timeouts look for them"
+    if materialize:
+        assert scheduler.log == [["\0fill-0", "\0fill-1", "\0fill-2"]]
+        assert scheduler.waiting_queue == parents, "parents wait where SGLang's abort and timeouts look for them"
+        scheduler.run()
+        assert scheduler.log[1] == ["p0", "p1"]
+    else:
+        assert scheduler.log == [["\0fill-0", "\0fill-1", "p0", "\0fill-2", "p1"]]
+        scheduler.run()
+
+
+@both_loops
+def test_parent_joins_the_last_of_its_fills(overlap):
+    """Where the fills take several batches, the parent is in that which ends them, and not before."""
+    scheduler = Scheduler(overlap=overlap, chunked_prefill_size=7)
+    parent = scheduler.submit([A, (TEXT, (14,)), B, A, QUESTION], "p0", max_new_tokens=2)
+    scheduler.step()
+    assert scheduler.log == [["\0fill-0", "\0fill-1"]] and scheduler.chunked_req.rid == "\0fill-1"
+    scheduler.step()
+    assert scheduler.log[1:] == [["\0fill-1", "p0"]]
     scheduler.run()
-    assert scheduler.log[0] == ["p0", "p1"]
+    assert len(parent.output_ids) == 2
+
+
+def test_rows_of_ended_fills_are_free_again():
+    """Fills that took all rows leave them to their parent, though nothing else ended."""
+    scheduler = Scheduler()
+    other = scheduler.submit([QUESTION], "other", max_new_tokens=30)
+    scheduler.step()
+    parent = scheduler.submit([*((CHUNK, (i, i)) for i in range(8)), QUESTION], "p0", max_new_tokens=1)
+    scheduler.step()
+    assert len(scheduler.log[-1]) == 7 and scheduler.running_batch.batch_is_full
+    scheduler.step()
+    assert scheduler.log[-1] == ["\0fill-7", "p0"]
+    scheduler.run()
+    assert len(parent.output_ids) == 1 and len(other.output_ids) == 30
+
+
+def test_row_is_completed_though_the_locks_were_taken_back():
+    """A parent that its batch takes may lose what it holds as a waiting one, when SGLang makes room for that batch."""
+    scheduler = Scheduler(pool_size=16)
+    scheduler.warm(A)
+    parent = scheduler.submit([A, B, (TEXT, (14, 13, 12)), QUESTION], "p0", max_new_tokens=1)
+    fill, _ = scheduler.visible()
+    extend = scheduler.launch_extend
+
+    def launch_extend(req):
+        extend(req)
+        if req is fill:
+            assert scheduler.tree_cache.release_waiting_lock()
+
+    scheduler.launch_extend = launch_extend
+    scheduler.step()
+    assert scheduler.log == [[fill.rid, "p0"]]
+    scheduler.run()
+    assert scheduler.counts(parent) == (4, 4, 0b01)
 
 
 def test_visible_queue_keeps_the_order():
-    """Batch formation sees fills in their parents' places; the real queue keeps every request in its place."""
+    """Batch formation sees fills right before their parents; the real queue keeps every request in its place."""
     scheduler = Scheduler()
     scheduler.warm(D)
     reqs = [
@@ -272,8 +330,10 @@ def test_visible_queue_keeps_the_order():
         "plain",
         list(B[1]),
         list(A[1]),
+        "cold",
         "warm",
         list(C[1]),
+        "shares",
         "last",
     ]
     assert scheduler.waiting_queue == reqs
@@ -289,8 +349,8 @@ def test_queue_is_put_back_in_order():
     newcomer = new_request([QUESTION], rid="newcomer")
 
     def formation(scheduler, _delayer, running_batch):
-        assert [is_fill(req) for req in scheduler.waiting_queue] == [True, False, False, False]
-        scheduler.waiting_queue = [*scheduler.waiting_queue[:2], scheduler.waiting_queue[3]]
+        assert [is_fill(req) for req in scheduler.waiting_queue] == [True, False, False, False, False]
+        scheduler.waiting_queue = [*scheduler.waiting_queue[:3], scheduler.waiting_queue[4]]
         scheduler.waiting_queue.append(newcomer)
         return Batch([plain[1]]), running_batch
 
@@ -308,7 +368,7 @@ def test_parent_that_arrives_during_batch_formation_waits(others):
 
     def formation(scheduler, _delayer, running_batch):
         scheduler._add_request_to_queue(late)
-        assert late not in scheduler.waiting_queue, "its chunks are not resident: matching it would fail"
+        assert late not in scheduler.waiting_queue, "it has not been admitted: matching it would fail"
         scheduler.waiting_queue.remove(plain)
         return Batch([plain]), running_batch
 
@@ -316,26 +376,26 @@ def test_parent_that_arrives_during_batch_formation_waits(others):
     assert scheduler.waiting_queue == [*waiting, late]
 
 
-def test_parents_are_held_until_their_fills_settle():
+def test_chunk_under_way_is_not_started_again():
     """A chunk that is prefilled in pieces is awaited, by a later parent too, and is not started twice."""
     scheduler = Scheduler(chunked_prefill_size=2)
     scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     scheduler.step()
     assert scheduler.chunked_req is not None and is_fill(scheduler.chunked_req)
     scheduler.submit([A, QUESTION], "p1", max_new_tokens=1)
-    assert scheduler.visible() == []
+    assert [req.rid for req in scheduler.visible()] == ["p0", "p1"]
     (fill,) = scheduler.admission.fills.values()
     assert [parent.rid for parent in fill.parents] == ["p0", "p1"]
     scheduler.run()
     assert [rid for batch in scheduler.log for rid in batch if rid.startswith("\0fill")] == [fill.req.rid] * 2
-    assert scheduler.log[2:] == [["p0", "p1"]]
+    assert scheduler.log[2:] == [["p0", "p1"]], "the last two tokens of the chunk left no room beside them"
 
 
 def test_fill_is_no_user_request():
     """A fill ends by itself, streams and samples nothing, and its id is no prefix of a user's nor starts with one."""
     scheduler = Scheduler()
     scheduler.submit([A, QUESTION], "p0", extra_key="tenant")
-    (fill,) = scheduler.visible()
+    fill, _ = scheduler.visible()
     assert fill.rid.startswith("\0") and fill.finished_output
     assert fill.sampling_params.max_new_tokens == 0
     # Greedy, as SGLang sees it: one request that samples would make its whole batch sample.
@@ -352,7 +412,7 @@ def test_head_of_line_blocks_under_a_small_budget():
     scheduler.submit([(TEXT, (3,))], "plain", max_new_tokens=1)
     visible = scheduler.visible()
     assert fill_tokens(visible) == [A[1]]
-    assert len(visible) == 1
+    assert len(visible) == 2
     assert [req.rid for req in scheduler.admission.holders] == ["fits"]
     scheduler.run()
 
@@ -518,10 +578,10 @@ def test_retracted_fill_is_started_again():
     """A fill that comes back to the queue is dropped there, and its parents' next admission starts another."""
     scheduler = Scheduler()
     parent = scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
-    (fill,) = scheduler.visible()
+    fill, _ = scheduler.visible()
     scheduler._add_request_to_queue(fill)
     assert scheduler.waiting_queue == [parent]
-    (again,) = scheduler.visible()
+    again, _ = scheduler.visible()
     assert again is not fill and again.fills == fill.fills
     scheduler.run()
 
@@ -566,7 +626,7 @@ def test_idle_check_sees_what_was_forgotten(forget):
     """A lock, a holder or a fill that outlives all requests is an error, not a leak."""
     scheduler = Scheduler()
     req = scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
-    (fill,) = scheduler.admission.visible_queue(scheduler.running_batch)
+    fill, _ = scheduler.visible()
     fills = dict(scheduler.admission.fills)
     scheduler.run()
     hooks.on_idle(None, scheduler)

@@ -30,10 +30,17 @@ from sglang_lazy.cache.prompt import ChunkRef, Row
 
 
 class LinkHandle(NamedTuple):
-    """All tree nodes that a linked request holds: what SGLang locks and unlocks as the request's `last_node`."""
+    """All tree nodes that a linked request holds: what SGLang locks and unlocks as the request's `last_node`.
 
-    chunks: tuple[TreeNode, ...]
+    A chunk that the request's own batch computes is None until `LazyRadixCache.complete_row`.
+    """
+
+    chunks: tuple[TreeNode | None, ...]
     spans: tuple[TreeNode, ...]
+
+    @property
+    def nodes(self) -> list[TreeNode]:
+        return [node for part in self for node in part if node is not None]
 
 
 @dataclasses.dataclass
@@ -56,8 +63,8 @@ def num_slots(pieces: list[torch.Tensor]) -> int:
 class LazyRadixCache(RadixCache):
     """The radix tree, grown into a DAG: many paths reach the one copy of a chunk.
 
-    A request is linked if it has a `link` (`scheduler.link.Link`), and computes a chunk if it has `fills`; all others
-    are handled by the stock tree.
+    A request is linked if it has a `link` (`scheduler.link.Link`); all others are handled by the stock tree, but for a
+    chunk's `publish_fill`.
     `release_waiting_lock` frees memory that waiting requests hold, newest first; it returns False when none is left.
     """
 
@@ -104,17 +111,17 @@ class LazyRadixCache(RadixCache):
         return pieces[::-1]
 
     def publish_fill(self, req) -> None:
-        """Give a chunk that a request has computed in full to the tree, and lock it there until that request ends.
+        """Give a chunk that a request is about to complete to the tree, and lock it there until that request ends.
 
         What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs: its row is left as it
-        is, so where other slots were kept it must not be read again.
+        is. Where the tree has other slots already, of a chunk that begins alike, `req.duplicates` (a slice of the row)
+        says which are still the request's own: its batch writes to them.
         """
         num_tokens = len(req.origin_input_ids)
         value = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens].to(torch.int64, copy=True)
         key = RadixKey(req.origin_input_ids, req.extra_key)
         inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
-        if inserted.prefix_len > req.cache_protected_len:  # a chunk that begins alike came first
-            self.token_to_kv_pool_allocator.free(value[req.cache_protected_len : inserted.prefix_len])
+        req.duplicates = slice(req.cache_protected_len, inserted.prefix_len)
         self.inc_lock_ref(inserted.last_device_node)
         self.dec_lock_ref(req.last_node)
         req.last_node, req.cache_protected_len = inserted.last_device_node, num_tokens
@@ -128,13 +135,17 @@ class LazyRadixCache(RadixCache):
     def _match_linked(self, req) -> MatchResult:
         """Lay out the request's row by what is cached, and give its cached entries as the prefix.
 
-        Sets `req.link.row` and permutes `req.full_untruncated_fill_ids` into row order. All chunks must be locked.
+        Sets `req.link.row` and permutes `req.full_untruncated_fill_ids` into row order. The request must be admitted.
+        If chunks are still missing, its row gets all of them from `complete_row`.
         """
         link = req.link
-        assert link.ready, f"request {req.rid} was scheduled before its chunks"
+        assert link.admitted, f"request {req.rid} was scheduled before its chunks"
         ids = req.origin_input_ids + req.output_ids
         limit = req._compute_max_prefix_len(len(ids))
-        pieces = [piece for node in link.nodes for piece in self._use(node)]
+        if link.ready:
+            pieces = [piece for node in link.nodes for piece in self._use(node)]
+        else:
+            pieces = [torch.zeros(link.prompt.num_chunk_tokens, dtype=torch.int64, device=self.device)]
         last = link.prompt.spans[-1]
         spans, cached = [], []
         for span in link.prompt.spans:
@@ -152,6 +163,24 @@ class LazyRadixCache(RadixCache):
         return MatchResult(
             device_indices=torch.cat(pieces), last_device_node=handle, last_host_node=handle, best_match_node=handle
         )
+
+    def complete_row(self, req) -> None:
+        """Enter the chunks into the row that SGLang has assigned to a request, if it was matched with some missing.
+
+        All must be resident by now. Of `req.prefix_indices` SGLang needs no more than the length from here on.
+        """
+        nodes, spans = req.last_node
+        if None not in nodes:
+            return
+        nodes = list(nodes)
+        for i, chunk in enumerate(req.link.prompt.chunks):
+            if nodes[i] is None:
+                nodes[i] = self.find_chunk(chunk)
+                assert nodes[i] is not None, f"request {req.rid} was scheduled before its chunks"
+                self.inc_lock_ref(nodes[i])
+        req.last_node = LinkHandle(tuple(nodes), spans)
+        slots = torch.cat([piece for node in nodes for piece in self._use(node)])
+        self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
 
     @staticmethod
     def _tokens(req, start: int, end: int) -> array:
@@ -175,10 +204,12 @@ class LazyRadixCache(RadixCache):
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         if getattr(req, "link", None) is None:
-            if getattr(req, "fills", None) is not None and req.cache_protected_len == kv_len_to_handle:
-                self.dec_lock_ref(req.last_node)  # all of it has been published
-                return None
-            return super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+            if getattr(req, "duplicates", None) is None:
+                return super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
+            self.token_to_kv_pool_allocator.free(row[req.duplicates].to(torch.int64))
+            self.dec_lock_ref(req.last_node)
+            return None
         if is_insert and not self.disable_finished_insert:
             self._publish(req, kv_len_to_handle, chunked=False)
         else:
@@ -245,12 +276,14 @@ class LazyRadixCache(RadixCache):
     def inc_lock_ref(self, node: TreeNode | LinkHandle) -> IncLockRefResult:
         if not isinstance(node, LinkHandle):
             return super().inc_lock_ref(node)
-        return IncLockRefResult(delta=sum(RadixCache.inc_lock_ref(self, held).delta for part in node for held in part))
+        held = [RadixCache.inc_lock_ref(self, node) for node in node.nodes]
+        return IncLockRefResult(delta=sum(result.delta for result in held))
 
     def dec_lock_ref(self, node: TreeNode | LinkHandle, params: DecLockRefParams | None = None) -> DecLockRefResult:
         if not isinstance(node, LinkHandle):
             return super().dec_lock_ref(node, params)
-        return DecLockRefResult(delta=sum(RadixCache.dec_lock_ref(self, held).delta for part in node for held in part))
+        freed = [RadixCache.dec_lock_ref(self, node) for node in node.nodes]
+        return DecLockRefResult(delta=sum(result.delta for result in freed))
 
     # Eviction
 

@@ -1,10 +1,12 @@
 """Admission of linked requests: what is filled, who waits for it, and which locks waiting requests hold.
 
-A linked request (*parent*) waits in SGLang's queue until its chunks are resident. Missing chunks are computed by *fill*
-requests: prefill-only, positions from 0, batched and chunked like any other. Parents are admitted in queue order, all
-or nothing: an admitted parent has its resident chunks locked and the others under way. These locks are revocable,
-newest first, so that waiting never takes memory from running requests. All decisions depend on the order of requests
-alone, so that every tensor-parallel rank takes the same ones.
+The missing chunks of a linked request (*parent*) are computed by *fill* requests: prefill-only, positions from 0,
+batched and chunked like any other. The parent stands right behind them in the queue that batch formation sees, so that
+it shares their last batch where there is room: in each layer all keys and values are written before any are read.
+
+Parents are admitted in queue order, all or nothing: an admitted parent has its resident chunks locked and the others
+under way. These locks are revocable, newest first, so that waiting never takes memory from running requests. All
+decisions depend on the order of requests alone, so that every tensor-parallel rank takes the same ones.
 """
 
 import itertools
@@ -21,7 +23,10 @@ from sglang_lazy.scheduler.link import Link, check_request, requested_layout
 
 
 class Fill:
-    """A chunk that is being computed: the internal request that does it, and the parents that wait for it."""
+    """A chunk that is to be computed: the internal request that does it, and the parents that wait for it.
+
+    It ends when the batch with its last tokens is formed.
+    """
 
     def __init__(self, chunk: ChunkRef, req: Req):
         self.chunk = chunk
@@ -92,9 +97,12 @@ class ChunkAdmission:
     # Batch formation
 
     def visible_queue(self, running_batch: ScheduleBatch) -> list[Req]:
-        """The waiting queue as batch formation may see it: fills in their parents' places, parents only when ready.
+        """The waiting queue as batch formation may see it: before each parent, the fills that it waits for.
 
         Admits parents while memory lasts. Where one does not fit, what is behind it waits as well, as on stock SGLang.
+        Batch formation takes requests in this order and stops at the first that it cannot take whole, so no parent runs
+        before its chunks. One that gets copies is left out until they are resident: copying is the first thing in a
+        forward pass.
         """
         self.reconcile()
         waiting = self.scheduler.waiting_queue
@@ -115,7 +123,7 @@ class ChunkAdmission:
                     break
                 fills = self._admit(req, link, nodes)
                 visible.update((fill.req, None) for fill in fills if not fill.launched)
-                if not link.ready:
+                if link.materialize and not link.ready:
                     budget -= need
                     continue
             budget -= need
@@ -207,26 +215,24 @@ class ChunkAdmission:
         req.fills = chunk
         return req
 
-    # Completion
+    # Launch
 
-    def settle(self, batch: ScheduleBatch) -> bool:
-        """Publish the fills that ended with `batch`, hand them to their parents, and take them out of the batch.
+    def launch(self, batch: ScheduleBatch) -> None:
+        """The rows of a prefill batch are assigned: publish the chunks that it completes, for parents in it and others.
 
-        Their KV may still be under way on the forward stream; whatever reads it is launched there later. Returns
-        whether there were any.
+        Whatever reads their KV is launched on the same stream, in the same forward pass or later.
         """
-        ended = [req for req in batch.reqs if is_fill(req) and req is not self.scheduler.chunked_req]
         parents: dict[Req, None] = {}
-        for req in ended:
-            if not req.finished():
+        for req in batch.reqs:
+            if is_fill(req) and req is not batch.chunked_req:
                 self.cache.publish_fill(req)
-            if (fill := self.fills.pop(req.fills.key, None)) is not None:
-                parents.update(dict.fromkeys(fill.parents))
+                parents.update(dict.fromkeys(self.fills.pop(req.fills.key).parents))
+        for req in batch.reqs:
+            if is_linked(req):
+                self.cache.complete_row(req)
+                parents.pop(req, None)
         for parent in parents:
             self._lock(parent.link, self._resident(parent.link))
-        if ended:
-            batch.filter_batch(chunked_req_to_exclude=ended)
-        return bool(ended)
 
     # Locks
 

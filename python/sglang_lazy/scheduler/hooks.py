@@ -44,10 +44,10 @@ def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None
 
 
 def get_next_batch_to_run(original, scheduler, running_batch, last_batch):
-    """Around `Scheduler.get_next_batch_to_run`: fills end before SGLang merges the last batch into the running one."""
-    admission = admission_of(scheduler)
-    is_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
-    if admission is not None and is_prefill and admission.settle(last_batch):
+    """Around `Scheduler.get_next_batch_to_run`: fills leave the last batch before it is merged into the running one."""
+    was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
+    if was_prefill and (fills := [req for req in last_batch.reqs if is_fill(req)]):
+        last_batch.filter_batch(chunked_req_to_exclude=fills)
         running_batch.batch_is_full = False
     return original(scheduler, running_batch, last_batch)
 
@@ -79,10 +79,11 @@ def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, 
 
 
 def prepare_for_extend(_result, batch) -> None:
-    """After `ScheduleBatch.prepare_for_extend`, which assigns the rows: enter the segments of each row."""
+    """After `ScheduleBatch.prepare_for_extend`, which assigns the rows: enter the chunks and segments of each row."""
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
+    batch.tree_cache.admission.launch(batch)
     for req in batch.reqs:
         if is_linked(req) and req.link.materialize and req.link.copy is None:
             batch.tree_cache.allocate_copy(req)
