@@ -1,4 +1,5 @@
-"""The planner of the CUDA decode kernel, run on the host: every entry is read once, with its own rotation."""
+"""The planner of the CUDA decode kernel, run on the host: every entry is read once, with its own rotation, and blocks end
+together."""
 
 import pathlib
 import shutil
@@ -18,5 +19,5 @@ def test_every_entry_is_read_once(tmp_path):
     program = tmp_path / "decode_plan"
     command = ["g++", "-std=c++20", "-O1", "-pthread", f"-I{HERE}", f"-I{CSRC}", str(HERE / "decode_plan.cpp")]
     subprocess.run([*command, "-o", str(program)], check=True)
-    done = subprocess.run([str(program), "0", "30"], capture_output=True, text=True)
+    done = subprocess.run([str(program), "0", "100"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -9,12 +9,13 @@
 // head; the merge kernel combines those of a request.
 //
 // A "unit" is what a block does before it asks for more: one or several items. The private runs and the groups whose
-// users fit into one item are laid out on a line, which is cut into as many equal spans as blocks run at once, one unit
-// each: so that few items are cut, since each cut costs a partial result of every user. Groups with more users than fit
-// are "crowded". They come first, as units of one item; those of the same keys are neighbours, so that only one of them
-// reads these from memory. The line is then cut into shorter spans, for blocks that come to it at different times.
-// Some blocks take units from the front, the others from the back, until they meet: crowded units are held up by the L2
-// cache, the line by memory.
+// users fit into one item are laid out on a line, which is cut into spans, one unit each. Most of it goes into as many
+// long spans as blocks run at once, so that few items are cut, since each cut costs a partial result of every user. Some
+// private runs, which have one user, go into short spans, which are taken last, so that blocks end together.
+// Groups with more users than fit are "crowded". They come first, as units of one item; those of the same keys are
+// neighbours, so that only one of them reads these from memory. The line then has more short spans, for blocks that come
+// to it at different times. Some blocks take units from the front, the others from the back, until they meet: crowded
+// units are held up by the L2 cache, the line by memory. Without crowded units all take them from the back.
 //
 // Where a group comes on the line is decided by atomics and varies from step to step, and with it where items are cut: a
 // result can differ in its last bit where chunks are shared.
@@ -84,7 +85,7 @@ struct PlanHeader {
   int front_blocks;
   int is_wide;  // whether any item has more than NARROW_ROWS query rows
   int num_items, num_groups, num_shared_users, num_shared_partials, num_private_partials, num_parts;
-  int line, private_line;      // of the groups, then of the requests: tiles, and what stands for fixed costs
+  int line, private_line;      // of the groups, and of the requests before them: tiles, and what stands for fixed costs
   int crowded, crowded_units;  // tiles of groups with more users than fit, times items; their units
 };
 
@@ -147,7 +148,7 @@ struct Geometry {
 
 // Sizes and places of everything in the workspace, from static shapes. Places are offsets in 4-byte words.
 struct PlanLayout {
-  static constexpr int SPANS_PER_BLOCK = 6, CROWDED_PER_BLOCK = 2;  // cuts, at most
+  static constexpr int SPANS_PER_BLOCK = 6, CROWDED_PER_BLOCK = 2;  // at most
 
   int tile[2], head_groups[2];  // as in Geometry
   int group_size, users_per_item;

@@ -51,6 +51,41 @@ __device__ inline int share_of(int tiles, const PlanHeader& header, const PlanLa
   return max(ceil_div(tiles, max(layout.num_blocks / layout.head_groups[header.is_wide], 1)), 1);
 }
 
+// How the line is cut: its first `edge` tiles into short spans, the others into long ones.
+struct Cuts {
+  int edge, short_span, long_span;
+
+  __device__ int num_short() const { return edge / short_span; }
+  __device__ int count(int line) const { return num_short() + ceil_div(max(line - edge, 0), long_span); }
+  __device__ int begin(int span) const {
+    return span < num_short() ? span * short_span : edge + (span - num_short()) * long_span;
+  }
+  __device__ int span_at(int place) const {
+    return place < edge ? place / short_span : num_short() + (place - edge) / long_span;
+  }
+};
+
+constexpr int SHORT_SPAN = 3;             // tiles, the fewest whose copies hide what an item costs besides
+constexpr int MIN_SHARE_WITH_SHORT = 40;  // tiles; less is not worth more items
+
+// A long span for each of `takers` blocks that begin at the back, then short ones for whoever is free: the others, when
+// they are through with the crowded units, and all blocks at the end, since some get more of the memory's bandwidth.
+__device__ inline Cuts cut(int line, int share, int takers, const PlanHeader& header, const PlanLayout& layout) {
+  const int room = layout.max_spans / 2;  // for spans of either kind
+  if (header.crowded) {
+    const int long_span = max(6 * share / 7, ceil_div(line, room)), rest = max(line - takers * long_span, 0);
+    // These may cut groups: no more than half of SPANS_PER_BLOCK for each block that could take one.
+    const int most = max(room / layout.head_groups[header.is_wide], 1);
+    const int short_span = max(ceil_div(share, 16), ceil_div(rest, most));
+    return Cuts{ceil_div(rest, short_span) * short_span, short_span, long_span};
+  }
+  // Only requests are cut short: each cut through a group costs a result of every user.
+  const bool with_short = header.num_groups && share >= MIN_SHARE_WITH_SHORT;
+  const int rest = with_short ? min(line / 12, header.private_line) : 0;
+  const int short_span = max(SHORT_SPAN, ceil_div(rest, room)), edge = rest / short_span * short_span;
+  return Cuts{edge, short_span, max(ceil_div(line - edge, max(takers, 1)), ceil_div(line, room))};
+}
+
 // One cluster. A warp takes a request, its lanes the segments.
 __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     plan_kernel(PlanArgs a, Plan plan, PlanLayout layout) {
@@ -150,28 +185,15 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   }
   cluster.sync();
 
-  // The units of crowded groups, and how many pieces of the others every span holds.
+  // The units of crowded groups.
   const int line = header.line + header.private_line, share = share_of(line + header.crowded, header, layout);
-  const int wanted = a.span ? a.span : header.crowded ? ceil_div(share, layout.SPANS_PER_BLOCK) : share;
-  const int span = max(wanted, ceil_div(line, layout.max_spans));
   const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_crowded));
-  const int num_spans = ceil_div(line, span);
   Span* spans = plan.spans;
-  for (int i = thread; i < num_spans; i += num_threads) spans[i] = Span{0, 0, 0};
-  cluster.sync();
-  auto count = [&](int place, int tiles) {  // of pieces
-    const int first = place / span, last = (place + tiles - 1) / span;
-    for (int i = first; i <= last; ++i) atomicAdd(&spans[i].count, 1);
-    return last - first + 1;
-  };
+  for (int i = thread; i < layout.max_spans; i += num_threads) spans[i] = Span{0, 0, 0};
   for (int i = thread; i < header.num_groups; i += num_threads) {
     Group& group = plan.groups[plan.shared_groups[i]];
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
-    if (users <= layout.users_per_item) {
-      group.pieces = count(group.place, tiles);
-      group.partial = atomicAdd(&header.num_shared_partials, users * group.pieces);
-      continue;
-    }
+    if (users <= layout.users_per_item) continue;
     const int length = ceil_div(tiles, ceil_div(tiles, crowded_piece)), pieces = ceil_div(tiles, length);
     group.pieces = pieces;
     group.partial = atomicAdd(&header.num_shared_partials, users * pieces);
@@ -185,16 +207,43 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       }
     }
   }
+  cluster.sync();
+
+  // As few blocks at the front as get through all crowded units in their share of the time, in whole rounds: a unit that
+  // is begun late ends late.
+  const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
+  const int rounds = header.crowded ? max(int(int64_t(share) * header.crowded_units / header.crowded), 1) : 1;
+  const int front_blocks = min(ceil_div(header.crowded_units * head_groups, rounds), blocks);
+  const Cuts cuts = a.span ? Cuts{0, 1, max(a.span, ceil_div(line, layout.max_spans))}
+                           : cut(line, share, (blocks - front_blocks) / head_groups, header, layout);
+  const int num_spans = cuts.count(line), num_units = header.crowded_units + num_spans;
+  if (thread == 0) {
+    header.num_units = num_units;
+    // All of them where the two ends would overlap.
+    header.front_blocks = num_units * head_groups < blocks ? blocks : front_blocks;
+  }
+
+  // How many pieces of the others every span holds.
+  for (int i = thread; i < header.num_groups; i += num_threads) {
+    Group& group = plan.groups[plan.shared_groups[i]];
+    const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
+    if (users > layout.users_per_item) continue;
+    group.place += header.private_line;
+    const int first = cuts.span_at(group.place), last = cuts.span_at(group.place + tiles - 1);
+    for (int at = first; at <= last; ++at) atomicAdd(&spans[at].count, 1);
+    group.pieces = last - first + 1;
+    group.partial = atomicAdd(&header.num_shared_partials, users * group.pieces);
+  }
   for (int b = warp; b < a.bs; b += num_warps) {
     Parts& parts = plan.parts[b];
-    // Requests come behind the groups and in their order, so that without groups every step is the same.
+    // Requests come before the groups and in their order, so that without groups every step is the same.
     int before = 0, num_parts = 0;
     for (int i = lane; i < b; i += 32) before += plan.parts[i].tiles ? fixed_cost(1) + plan.parts[i].tiles : 0;
     before = warp_sum(before);
-    if (lane == 0) parts.place = header.line + before + fixed_cost(1);
+    if (lane == 0) parts.place = before + fixed_cost(1);
     __syncwarp();
     if (parts.tiles) {
-      const int first = parts.place / span, last = (parts.place + parts.tiles - 1) / span;
+      const int first = cuts.span_at(parts.place), last = cuts.span_at(parts.place + parts.tiles - 1);
       for (int i = first + lane; i <= last; i += 32) atomicAdd(&spans[i].count, 1), ++num_parts;
     }
     num_parts = warp_sum(num_parts);
@@ -205,17 +254,6 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     const int first = atomicAdd(&header.num_items, spans[i].count);
     spans[i].first = first;
     plan.units[header.crowded_units + i] = Unit{{}, first, max(spans[i].count - 1, 0)};
-  }
-  if (thread == 0) {
-    header.num_units = header.crowded_units + num_spans;
-    // As few blocks at the front as get through all crowded units in their share of the time, in whole rounds: a unit
-    // that is begun late ends late. All of them if the two ends would overlap.
-    const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
-    header.front_blocks = blocks;
-    if (header.crowded && header.num_units * head_groups >= blocks) {
-      const int rounds = max(int(int64_t(share) * header.crowded_units / header.crowded), 1);
-      header.front_blocks = min(ceil_div(header.crowded_units * head_groups, rounds), blocks);
-    }
   }
   cluster.sync();
 
@@ -230,8 +268,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
     if (users > layout.users_per_item) continue;
     for (int p = 0; p < group.pieces; ++p) {
-      const int at = group.place / span + p;
-      const int begin = max(at * span - group.place, 0), end = min((at + 1) * span - group.place, tiles);
+      const int at = cuts.span_at(group.place) + p;
+      const int begin = max(cuts.begin(at) - group.place, 0), end = min(cuts.begin(at + 1) - group.place, tiles);
       add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
                    group.partial + p * users});
     }
@@ -255,8 +293,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     partial = __shfl_sync(~0u, partial, 0);
     part = __shfl_sync(~0u, part, 0);
     for (int p = lane; p < pieces; p += 32) {
-      const int at = parts.place / span + p;
-      const int begin = max(at * span - parts.place, 0), end = min((at + 1) * span - parts.place, parts.tiles);
+      const int at = cuts.span_at(parts.place) + p;
+      const int begin = max(cuts.begin(at) - parts.place, 0), end = min(cuts.begin(at + 1) - parts.place, parts.tiles);
       // The run that holds the first tile: the last that does not begin after it.
       const Run* run = plan.runs + int64_t(b) * (a.max_segments + 1);
       for (int runs = parts.runs; runs > 1;) {

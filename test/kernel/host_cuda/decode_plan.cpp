@@ -1,5 +1,6 @@
 // Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of its
-// entries once, rotated by its own offset, and nothing else. Usage: decode_plan FIRST_SEED NUM_SEEDS
+// entries once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
+// Usage: decode_plan FIRST_SEED NUM_SEEDS
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -29,12 +30,13 @@ struct Batch {
 Batch random_batch(std::mt19937& rng, auto&& between) {
   Batch batch{between(1, 40), between(1, 40)};
   int next_slot = 1;
-  std::vector<std::vector<int>> chunks(between(1, 12));
+  std::vector<std::vector<int>> chunks(between(1, between(0, 1) ? 12 : 300));
   for (auto& chunk : chunks) {
     chunk.resize(between(1, between(0, 1) ? 5 : 500));
     for (int& slot : chunk) slot = next_slot++;
   }
   const int width = batch.max_segments, stale = 123456;
+  const int together = between(-4, 4);  // requests with the same chunks, if positive; else drawn ones
   batch.segment_ends.resize(batch.bs * width, stale);
   batch.segment_offsets.resize(batch.bs * width, stale);
   for (int b = 0; b < batch.bs; ++b) {
@@ -42,7 +44,8 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
     std::vector<int> row;
     std::vector<Entry> entries;
     for (int s = 0; s < num_segments; ++s) {
-      const auto& chunk = chunks[between(0, chunks.size() - 1)];
+      const auto& chunk =
+          chunks[together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1)];
       const int offset = between(0, 1000);
       for (int slot : chunk) row.push_back(slot), entries.push_back({slot, offset});
       batch.segment_ends[b * width + s] = row.size();
@@ -64,6 +67,12 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
   return batch;
 }
 
+int cuts(const Plan& plan) {  // through groups
+  int cuts = 0;
+  for (int i = 0; i < plan.header->num_groups; ++i) cuts += plan.groups[plan.shared_groups[i]].pieces - 1;
+  return cuts;
+}
+
 void test(int seed) {
   std::mt19937 rng(seed);
   auto between = [&](int low, int high) { return low + int(rng() % unsigned(high - low + 1)); };
@@ -76,9 +85,10 @@ void test(int seed) {
   args.num_segments = batch.num_segments.data();
   args.segment_ends = batch.segment_ends.data(), args.segment_offsets = batch.segment_offsets.data();
   args.bs = batch.bs, args.max_segments = args.stride_ends = args.stride_offsets = batch.max_segments;
-  args.span = one_of(0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
+  args.span = one_of(0, 0, 0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
   const auto layout =
-      PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim, between(1, 132));
+      PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim,
+                       between(1, one_of(6, 132)));
   std::vector<int> workspace(layout.num_words, -1234567);
   const Plan plan(workspace.data(), layout);
   run(plan_kernel, args, plan, layout);
@@ -113,9 +123,14 @@ void test(int seed) {
   CHECK(plan.header->num_units <= layout.max_units, "too many units");
   const int head_groups = layout.head_groups[plan.header->is_wide];
   const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, layout.num_blocks};
-  CHECK(queue.front_blocks > 0 && queue.front_blocks <= queue.num_blocks, "%d blocks at the front", queue.front_blocks);
+  CHECK(queue.front_blocks >= 0 && queue.front_blocks <= queue.num_blocks, "%d blocks at the front",
+        queue.front_blocks);
+  const int num_spans = plan.header->num_units - plan.header->crowded_units, takers = layout.num_blocks / head_groups;
+  CHECK(num_spans <= layout.max_spans, "%d spans", num_spans);
+  CHECK(args.span || plan.header->crowded || cuts(plan) < std::max(takers, 1), "groups are cut %d times", cuts(plan));
   std::vector<int> pairs, working;
   for (int block = 0; block < queue.num_blocks; ++block) {
+    CHECK(queue.first(block) >= 0, "block %d begins before all", block);
     if (queue.first(block) < queue.num_pairs) pairs.push_back(queue.first(block)), working.push_back(block);
   }
   for (unsigned long long taken = 0; !working.empty();) {  // blocks come back in any order
@@ -155,7 +170,74 @@ void test(int seed) {
   CHECK(merged.size() == partials.size(), "%zu partial results, %zu merged", partials.size(), merged.size());
 }
 
+// What it takes beyond the time in which all blocks together could do the work, as a part of that time, where blocks
+// differ in speed by up to a sixteenth each way.
+// Requests of five chunks of 2048 and a text of 64: groups of eight share theirs, or all draw from a pool.
+double lost(int seed, int bs, int pool) {
+  std::mt19937 rng(seed);
+  constexpr int CHUNKS = 5, CHUNK = 2048, TEXT = 64, BLOCKS = 132;
+  std::vector<int> kv_indptr{0}, kv_indices, num_segments(bs, CHUNKS), ends, offsets(bs * CHUNKS);
+  for (int b = 0; b < bs; ++b) {
+    std::vector<int> drawn(pool ? pool : CHUNKS);
+    for (int i = 0; i < int(drawn.size()); ++i) drawn[i] = pool ? i : b / 8 * CHUNKS + i;
+    if (pool) std::shuffle(drawn.begin(), drawn.end(), rng);
+    for (int s = 0; s < CHUNKS; ++s) {
+      for (int i = 0; i < CHUNK; ++i) kv_indices.push_back(drawn[s] * CHUNK + i);
+      ends.push_back((s + 1) * CHUNK);
+    }
+    for (int i = 0; i < TEXT; ++i) kv_indices.push_back(1 << 24 | b * TEXT + i);
+    kv_indptr.push_back(kv_indices.size());
+  }
+  PlanArgs args{kv_indptr.data(), kv_indices.data(), num_segments.data(), ends.data(), offsets.data(),
+                bs,               CHUNKS,            CHUNKS,              CHUNKS,      0,
+                64};
+  const auto layout = PlanLayout::make(bs, CHUNKS, 32, 8, 128, BLOCKS);
+  std::vector<int> workspace(layout.num_words);
+  const Plan plan(workspace.data(), layout);
+  run(plan_kernel, args, plan, layout);
+
+  const int head_groups = layout.head_groups[plan.header->is_wide];
+  CHECK(plan.header->num_units - plan.header->crowded_units <= layout.max_spans, "too many spans");
+  CHECK(plan.header->crowded || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
+  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, BLOCKS};
+  auto cost = [&](int pair) {
+    const Unit& unit = plan.units[pair / head_groups];
+    int tiles = unit.item.num_tiles ? unit.item.num_tiles + fixed_cost(unit.item.num_users) : 0;
+    for (int i = unit.others; i < unit.others + unit.count; ++i) {
+      tiles += plan.items[i].num_tiles + fixed_cost(plan.items[i].num_users);
+    }
+    return tiles;
+  };
+  double work = 0, speeds = 0, end = 0;
+  for (int pair = 0; pair < queue.num_pairs; ++pair) work += cost(pair);
+  std::vector<double> speed(BLOCKS);
+  std::set<std::pair<double, int>> free;  // blocks by the time when they come back
+  auto take = [&](int block, int pair, double now) {
+    if (pair < queue.num_pairs) free.insert({now + cost(pair) / speed[block], block});
+    end = std::max(end, now);
+  };
+  for (int block = 0; block < BLOCKS; ++block) {
+    speeds += speed[block] = 1 + (int(rng() % 1001) - 500) / 8000.;
+    take(block, queue.first(block), 0);
+  }
+  for (unsigned long long taken = 0; !free.empty();) {
+    const auto [now, block] = *free.begin();
+    free.erase(free.begin());
+    take(block, queue.next(block, taken), now);
+    taken += queue.count(block);
+  }
+  return end / (work / speeds) - 1;
+}
+
+void test_ends(int seed) {
+  for (const auto [bs, pool] : {std::pair{128, 0}, {64, 100}, {128, 128}, {128, 1024}}) {
+    const double part = lost(seed, bs, pool);
+    CHECK(part < 0.05, "%d requests, pool of %d: %.3f of the time is lost", bs, pool, part);
+  }
+}
+
 int main(int, char** argv) {
   const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
   for (int seed = first; seed < first + count; ++seed) test(seed);
+  test_ends(first);
 }
