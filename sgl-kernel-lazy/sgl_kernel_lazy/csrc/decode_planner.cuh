@@ -65,7 +65,7 @@ struct Cuts {
   }
 };
 
-constexpr int SHORT_SPAN = 3;             // tiles, the fewest whose copies hide what an item costs besides
+constexpr int SHORT_SPAN = 3;             // tiles; by arithmetic the fewest whose copies hide what an item costs besides
 constexpr int MIN_SHARE_WITH_SHORT = 40;  // tiles; less is not worth more items
 
 // A long span for each of `takers` blocks that begin at the back, then short ones for whoever is free: the others, when
