@@ -1,5 +1,4 @@
-"""The planner of the CUDA decode kernel, run on the host: every entry is read once, with its own rotation, and blocks end
-together."""
+"""The planner of the CUDA decode kernel, run on the host: every entry is read once, and blocks end together."""
 
 import pathlib
 import shutil
