@@ -43,7 +43,7 @@ def link_decode(
 
     q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
     k_cache, v_cache: [num_slots, num_kv_heads, head_dim], both in q's dtype or in fp8 (e4m3fn, e5m2), which is widened
-        without loss.
+        without loss. At most 2**31 slots.
     kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
     num_segments: [bs] int32, 0 for an ordinary request.
     segment_ends: [bs, max_segments] int32, relative to the request's first entry; segment i begins where i - 1 ended.

@@ -44,6 +44,9 @@ def check_link_inputs(
     nnz_qo, num_qo_heads, head_dim = q.shape
     check_tensor("k_cache", k_cache, (None, None, head_dim), (q.dtype, *kv_dtypes), device)
     num_slots, num_kv_heads, _ = k_cache.shape
+    # Kernels hold slots as int32, whatever the dtype of kv_indices.
+    if num_slots > 2**31:
+        raise ValueError(f"k_cache: expected at most 2**31 slots, got {num_slots}")
     check_tensor("v_cache", v_cache, (num_slots, num_kv_heads, head_dim), (k_cache.dtype,), device)
     if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")

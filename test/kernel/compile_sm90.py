@@ -76,7 +76,8 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
     main = compile_kernel(
         extend._link_extend_kernel, dtype, *extend._launch(block_m, head_dim, "cuda").values(),
         **({} if split else {"lse": None}), **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,
-        SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split, BLOCK_M=block_m, BLOCK_SEGMENTS=16,
+        STRIDE_K_SLOT=8 * head_dim, STRIDE_V_SLOT=8 * head_dim, SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split,
+        BLOCK_M=block_m, BLOCK_SEGMENTS=16,
     )  # fmt: skip
     merge = compile_kernel(extend._merge_kernel, dtype, 4, 3, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16)
     return (main, merge) if split else (main,)

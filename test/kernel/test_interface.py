@@ -90,6 +90,15 @@ def test_a_scale_that_is_not_positive_is_refused(op, name, scale):
         run(op, get_implementation(name), random_batch(0), sm_scale=scale)
 
 
+@pytest.mark.parametrize("op", ["decode", "extend"])
+def test_slots_that_need_more_than_int32_are_refused(op):
+    batch = random_batch(0)
+    for inputs in (batch.decode, batch.extend):
+        inputs["k_cache"] = inputs["k_cache"][:1].expand(2**31 + 1, -1, -1)
+    with pytest.raises(ValueError, match=r"^k_cache: expected at most 2\*\*31 slots, got 2147483649"):
+        run(op, get_implementation("triton"), batch)
+
+
 def test_the_message_says_what_was_expected_and_what_came():
     batch = random_batch(0)
     batch.extend["kv_indptr"] = batch.extend["kv_indptr"][:-1]

@@ -25,10 +25,10 @@ from sgl_kernel_lazy.triton.common import (
 from sgl_kernel_lazy.validation import check_extend_inputs
 
 MAX_SPLITS = 64
-# Microseconds on an H200, whose multiprocessors run one program at a time: per 128 entries, to begin and end a program
-# and to merge, and bytes merged in one.
+# Microseconds of an earlier kernel on an H200, whose multiprocessors run one program at a time: per 128 entries, to
+# begin and end a program and to merge, and bytes merged in one.
 TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
-# Of a tile of keys; what a program may take for five stages of these and a tile of queries.
+# Bytes of a tile of keys; shared memory per program, as Hopper's, from which on a third stage is taken.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
 
 
@@ -61,25 +61,56 @@ def _turned_queries(
 
 
 @triton.jit
-def _attend(
-    q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum, stride_k_slot,
-    stride_v_slot, SCALE_LOG2: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The softmax state after the entries [begin, end): whole blocks seen by every row, or MASKED ones."""
-    for start in tl.range(begin, end, BLOCK_N, num_stages=1 if MASKED else None):
-        entry = start + tl.arange(0, BLOCK_N)
+def _load_rows(rows, slot, dim, within, STRIDE_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """The tile [keys, dims] of keys or values at the slots, or at those within; unmasked where nothing is left out.
+
+    With the stride a constant, a row's address costs one instruction. It is compiled in, like head_dim: the caches of a
+    server have one layout, whatever the batch.
+    """
+    pointers = rows + slot.to(tl.int64)[:, None] * STRIDE_SLOT + dim[None, :]
+    if within is None and dim.shape[0] == HEAD_DIM:
+        tile = tl.load(pointers)
+    else:
         mask = (dim < HEAD_DIM)[None, :]
-        visible = None
-        if MASKED:
-            within = entry < end
-            mask = mask & within[:, None]
-            slot = tl.load(kv_indices + entry, mask=within, other=0).to(tl.int64)
-            kv_position = tl.load(kv_positions + entry, mask=within, other=2147483647)
-            visible = kv_position[None, :] <= q_position[:, None]
-        else:
-            slot = tl.load(kv_indices + entry).to(tl.int64)
-        k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=mask, other=0.0)
-        v = tl.load(v_rows + slot[:, None] * stride_v_slot + dim[None, :], mask=mask, other=0.0)
+        tile = tl.load(pointers, mask=mask if within is None else mask & within[:, None], other=0.0)
+    return tile
+
+
+@triton.jit
+def _attend_seen(
+    q_tile, k_rows, v_rows, kv_indices, begin, end, dim, acc, row_max, row_sum,
+    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The softmax state after the entries [begin, end), whole blocks that every row sees."""
+    column = tl.arange(0, BLOCK_N)
+    # Slots are asked for a block ahead and wait in registers, as int32: a pipelined load would bring them by way of
+    # shared memory, at the price of copies, a barrier and stages.
+    ahead = tl.load(kv_indices + begin + column, mask=begin + column < end, other=0).to(tl.int32)
+    for start in tl.range(begin, end, BLOCK_N):
+        slot = ahead
+        ahead = tl.load(kv_indices + start + BLOCK_N + column, mask=start + BLOCK_N < end, other=0).to(tl.int32)
+        k = _load_rows(k_rows, slot, dim, None, STRIDE_K_SLOT, HEAD_DIM)
+        v = _load_rows(v_rows, slot, dim, None, STRIDE_V_SLOT, HEAD_DIM)
+        acc, row_max, row_sum = accumulate(q_tile, k, v, None, acc, row_max, row_sum, SCALE_LOG2)
+    return acc, row_max, row_sum
+
+
+@triton.jit
+def _attend_masked(
+    q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum,
+    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The softmax state after what each row sees of the entries [begin, end): few blocks, which are not pipelined."""
+    for start in tl.range(begin, end, BLOCK_N, num_stages=1):
+        entry = start + tl.arange(0, BLOCK_N)
+        within = entry < end
+        slot = tl.load(kv_indices + entry, mask=within, other=0)
+        kv_position = tl.load(kv_positions + entry, mask=within, other=2147483647)
+        visible = kv_position[None, :] <= q_position[:, None]
+        k = _load_rows(k_rows, slot, dim, within, STRIDE_K_SLOT, HEAD_DIM)
+        v = _load_rows(v_rows, slot, dim, within, STRIDE_V_SLOT, HEAD_DIM)
         acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, SCALE_LOG2)
     return acc, row_max, row_sum
 
@@ -90,10 +121,11 @@ def _link_extend_kernel(
     qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
     nnz_qo, num_splits, v_scale,
-    stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
+    stride_q_row, stride_q_head, stride_k_head, stride_v_head,
     stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr,
+    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    ACC: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
@@ -158,22 +190,21 @@ def _link_extend_kernel(
         full, end = _seen_bounds(kv_positions + row_begin, run_begin, run_end, oldest, newest)
         if run_begin < end:
             blocks_end = run_begin + (full - run_begin) // BLOCK_N * BLOCK_N
-            acc, row_max, row_sum = _attend(
-                q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, run_begin, blocks_end,
-                q_position, dim, acc, row_max, row_sum, stride_k_slot, stride_v_slot,
-                SCALE_LOG2, HEAD_DIM, BLOCK_N, MASKED=False,
+            acc, row_max, row_sum = _attend_seen(
+                q_tile, k_rows, v_rows, kv_indices + row_begin, run_begin, blocks_end,
+                dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
-            acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum = _attend_masked(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, blocks_end, end,
-                q_position, dim, acc, row_max, row_sum, stride_k_slot, stride_v_slot,
-                SCALE_LOG2, HEAD_DIM, BLOCK_N, MASKED=True,
+                q_position, dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
         run_begin = run_end
-        if run < last_run:
-            q_tile = _turned_queries(
-                q_rows, q_mask, dim, offsets, run + 1, segments, cos_sin_cache, stride_position,
-                ROTARY_DIM, IS_NEOX, ACC,
-            )  # fmt: skip
+        # Under an `if` the present tile could be the result and would hold registers all through the run. The mask has
+        # the run in it, which keeps the loads behind the keys.
+        q_tile = _turned_queries(
+            q_rows, q_mask & (run < last_run), dim, offsets, run + 1, segments, cos_sin_cache, stride_position,
+            ROTARY_DIM, IS_NEOX, ACC,
+        )  # fmt: skip
 
     result, result_lse = finish(acc, row_max, row_sum)
     result *= v_scale
@@ -225,10 +256,10 @@ def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_d
 
 
 def _launch(block_m, head_dim, device):
-    """Warps and stages: five stages keep two tiles in flight, three one; see link_decode.py."""
+    """Warps and stages: three stages keep two tiles in flight, two one; slots, unlike in link_decode.py, take none."""
     return dict(
         num_warps=8 if block_m == 128 or head_dim > 128 else 4,
-        num_stages=5 if shared_memory(device) >= DEEP_SHARED_MEMORY else 3,
+        num_stages=3 if shared_memory(device) >= DEEP_SHARED_MEMORY else 2,
     )
 
 
@@ -268,11 +299,12 @@ def link_extend(
         qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
         num_segments, segment_ends, segment_offsets, cos_sin_cache,
         nnz_qo, num_splits, v_scale,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
+        q.stride(0), q.stride(1), k_cache.stride(1), v_cache.stride(1),
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, SPLIT=num_splits > 1,
+        STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0), SCALE_LOG2=sm_scale * LOG2E,
+        ACC=acc, SPLIT=num_splits > 1,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         **_launch(block_m, head_dim, q.device),
     )  # fmt: skip
