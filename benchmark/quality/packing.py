@@ -33,6 +33,7 @@ class Mix:
     questions: int = 8
     two_hop_share: float = 0.5
     similar: float = 0.3
+    hard_share: float = 0.0
     block_share: float = 0.5
     bos_share: float = 0.9
     instruction_share: float = 0.8
@@ -71,7 +72,8 @@ class Row:
             tokens = encode(document_text({"title": title, "text": text}))
             self._segment(tokens, CONTEXT, position=len(self.fields["ids"]) - before, chunk=number * block)
         shared = len(self.fields["ids"]) - before
-        for branch, question in enumerate(world.draw(rng, mix.questions, mix.two_hop_share), start=1):
+        drawn = world.draw(rng, mix.questions, mix.two_hop_share, mix.hard_share)
+        for branch, question in enumerate(drawn, start=1):
             asked = encode(question_text({"question": question.text}))
             self._segment(asked, CONTEXT, position=shared, branch=branch)
             answer = [*encode(f" {question.answer}"), EOS]

@@ -14,34 +14,43 @@ from tokenizers import Tokenizer
 from vocabulary import VOCAB_SIZE, Encoder
 
 
+def between(pair: tuple[float, float], progress: float) -> float:
+    return pair[0] + progress * (pair[1] - pair[0])
+
+
 @dataclasses.dataclass(frozen=True)
 class Recipe:
     """All that determines the trained weights. A step sees `rows` rows of `length` tokens."""
 
     shape: Shape = Shape(VOCAB_SIZE)
-    steps: int = 5_000
+    steps: int = 12_000
     rows: int = 16
     length: int = 4096
     learning_rate: float = 5e-4
     warm_up: int = 300
     weight_decay: float = 0.1
-    context_weight: float = 1.0  # of the loss on documents and questions, next to that on answers
+    context_weight: tuple[float, float] = (1.0, 0.1)  # of the loss on documents and questions, next to that on answers
+    similar: tuple[float, float] = (0.3, 0.7)  # the share of people whose name is half another's
     first_documents: tuple[int, int] = (2, 4)
     documents: tuple[int, int] = (10, 20)
-    grow: float = 0.4  # the share of the steps in which the number of documents grows from the first to the second
+    grow: float = 0.4  # the share of the steps in which documents and similar names become more
     questions: int = 8
     two_hop_share: float = 0.5
+    hard_share: float = 0.5
     block_share: float = 0.5
     seed: int = 0
 
     def mix(self, step: int) -> Mix:
         """What the worlds of a step are like."""
         progress = min(1.0, step / (self.grow * self.steps))
-        low, high = (
-            round(first + progress * (last - first))
-            for first, last in zip(self.first_documents, self.documents, strict=True)
-        )
-        return Mix((low, high), self.questions, self.two_hop_share, block_share=self.block_share)
+        low, high = (round(between(pair, progress)) for pair in zip(self.first_documents, self.documents, strict=True))
+        similar = between(self.similar, progress)
+        return Mix((low, high), self.questions, self.two_hop_share, similar, self.hard_share, self.block_share)
+
+    def weight(self, step: int) -> float:
+        """The context's weight in a step's loss: the first of the two while documents become more, then it falls."""
+        grown = self.grow * self.steps
+        return between(self.context_weight, max(0.0, step - grown) / (self.steps - grown))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: a linear warm-up, then half a cosine down to a twentieth."""

@@ -127,7 +127,7 @@ class Trainer:
             group["lr"] = self.recipe.rate(self.step)
         with self.autocast():
             answer, context = self.losses(self.model, batch, make_mask(batch, self.flex))
-        (answer + self.recipe.context_weight * context).backward()
+        (answer + self.recipe.weight(self.step) * context).backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -37,12 +37,16 @@ def _is_held_out(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """`hops` is 1 or 2, `gold` the documents that are needed, in the order in which they are."""
+    """`hops` is 1 or 2, `gold` the documents that are needed, in the order in which they are.
+
+    hard: the world says the same of somebody else with the first name or the surname of one of these people.
+    """
 
     text: str
     answer: str
     hops: int
     gold: tuple[int, ...]
+    hard: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +57,15 @@ class World:
     single_hop: list[Question]
     two_hop: list[Question]
 
-    def draw(self, rng: random.Random, count: int, two_hop_share: float) -> list[Question]:
-        """`count` questions, with replacement; each is a two-hop question with that probability, if there are any."""
-        return [
-            rng.choice(self.two_hop if self.two_hop and rng.random() < two_hop_share else self.single_hop)
-            for _ in range(count)
-        ]
+    def draw(self, rng: random.Random, count: int, two_hop_share: float, hard_share: float) -> list[Question]:
+        """`count` questions, with replacement; each is a two-hop question with the one probability and a hard one with
+        the other, if there are any."""
+        drawn = []
+        for _ in range(count):
+            questions = self.two_hop if self.two_hop and rng.random() < two_hop_share else self.single_hop
+            hard = [question for question in questions if question.hard]
+            drawn.append(rng.choice(hard if hard and rng.random() < hard_share else questions))
+        return drawn
 
 
 def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = 0.3) -> World:
@@ -67,17 +74,23 @@ def make_world(rng: random.Random, split: Split, num_documents: int, similar: fl
     facts = [_draw_facts(rng, names, index, split) for index in range(num_documents)]
     documents = [(name, _describe(rng, name, known)) for name, known in zip(names, facts, strict=True)]
     single_hop, two_hop = [], []
+
+    def has_rival(index: int, predicate: Predicate) -> bool:
+        others = (other for other in range(num_documents) if other != index and predicate in facts[other])
+        return any(not set(names[index].split()).isdisjoint(names[other].split()) for other in others)
+
     for index, (name, known) in enumerate(zip(names, facts, strict=True)):
         for predicate, value in known.items():
             question = rng.choice(predicate.questions)
-            single_hop.append(Question(question.format(who=name), value, 1, (index,)))
+            hard = has_rival(index, predicate)
+            single_hop.append(Question(question.format(who=name), value, 1, (index,), hard))
             if predicate.phrase and value in names:
                 other = names.index(value)
                 who = predicate.phrase.format(name=name)
                 for asked, answer in facts[other].items():
                     if answer != name:  # else the answer stands in the question
                         text = rng.choice(asked.questions).format(who=who)
-                        two_hop.append(Question(text, answer, 2, (index, other)))
+                        two_hop.append(Question(text, answer, 2, (index, other), hard or has_rival(other, asked)))
     return World(documents, single_hop, two_hop)
 
 
