@@ -32,7 +32,8 @@ class Timeline:
 def new_session() -> aiohttp.ClientSession:
     """For any number of concurrent requests, each as long as it takes."""
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0),
+        # SGLang closes a connection that was idle for 5 s: none that it may be closing is used again.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=600),
         read_bufsize=1 << 22,  # an event repeats the answer so far, and is read as one line
     )
