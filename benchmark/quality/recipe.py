@@ -6,6 +6,7 @@ import itertools
 import math
 import multiprocessing
 import random
+import signal
 
 import numpy as np
 from llama import Shape
@@ -65,6 +66,8 @@ _encode: Encoder
 
 def start_worker(tokenizer: str) -> None:
     global _encode
+    # By which the pool ends its workers: a handler of the parent's would not run while a worker waits for its queue.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _encode = Encoder(Tokenizer.from_str(tokenizer))
 
 
