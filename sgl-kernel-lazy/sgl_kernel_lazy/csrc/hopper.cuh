@@ -32,13 +32,27 @@ __device__ __forceinline__ void copy_async_4(uint32_t smem, const void* global, 
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(smem), "l"(global), "r"(valid ? 4 : 0) : "memory");
 }
 
+// What L2 does with what a copy leaves there: drops it before all else, or after all else.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ uint64_t evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // A box of a three-dimensional tensor, by the copy engine; its bytes count towards what the barrier expects.
 __device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tensor, int x, int y, int z,
-                                         uint32_t barrier) {
+                                         uint32_t barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::
           "r"(smem),
-      "l"(tensor), "r"(x), "r"(y), "r"(z), "r"(barrier)
+      "l"(tensor), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
       : "memory");
 }
 

@@ -351,6 +351,10 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   const int thread = threadIdx.x % WARPGROUP, place = thread % 32 * 4 + thread / 32;  // neighbours in different warps
   const int row = place / 2, is_value = place % 2, group_bytes = mode.heads * ROW_BYTES;
   const UnitQueue queue{plan.header->num_units * mode.head_groups, plan.header->front_blocks, int(gridDim.x)};
+  const int crowded_pairs = plan.header->crowded_units * mode.head_groups;
+  // Keys of a crowded chunk are to stay in L2 until all of its blocks have read them. The others, which one block reads,
+  // unless their chunk is too short to be grouped, make room for these and for the partial results.
+  const uint64_t read_again = evict_last(), read_once = evict_first();
   constexpr int ROWS = WARPGROUP / 2;  // of a tile at once; a tile has at most twice as many
   constexpr int NO_SLOT = -1;          // outside of the cache, for which the copy engine writes zeros
   Ring ring(mode);
@@ -359,6 +363,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   // A tile, and what this thread has asked for: the slots of its rows, a user where an item begins.
   struct Asked {
     Tile tile;
+    bool is_crowded;
     int slots[2];
     User user;
   };
@@ -403,6 +408,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     for (int i = 0; i < 2; ++i) {
       next.slots[i] = row + i * ROWS < count ? a.kv_indices[item.begin + row + i * ROWS] : NO_SLOT;
     }
+    next.is_crowded = unit < crowded_pairs;
     if (begins && thread < item.num_users) next.user = plan.users[item.user + thread];
     next.tile = Tile{item.offset,           item.partial, short(count), short(head_group),
                      short(item.num_users), begins,       --left_tiles == 0};
@@ -424,7 +430,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
       if (asked.tile.count && row + i * ROWS < mode.tile) {
         copy_box((is_value ? ring.values() : ring.keys()) + (row + i * ROWS) * mode.key_lines * LINE,
                  is_value ? &mode.v_cache : &mode.k_cache, 0, asked.tile.head_group * group_bytes / LINE, asked.slots[i],
-                 ring.full());
+                 ring.full(), asked.is_crowded ? read_again : read_once);
       }
     }
     ring.step();
