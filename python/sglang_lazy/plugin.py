@@ -61,7 +61,8 @@ CLIENT_HOOKS = (  # applied in programs of the frontend language, by their first
 )
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
-_DECODE_GRAPHS = "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_RUNNERS = "sglang.srt.model_executor.runner"
+_DECODE_GRAPHS = f"{_RUNNERS}.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 ENGINE_HOOKS = tuple(
     Hook(*row)
     for row in (
@@ -93,6 +94,11 @@ ENGINE_HOOKS = tuple(
         ),
         (f"{_DECODE_GRAPHS}.capture_one_shape", "sglang_lazy.attention.hooks:capture_one_shape", "AROUND"),
         (f"{_DECODE_GRAPHS}._resolve_lora_variant", "sglang_lazy.attention.hooks:resolve_variant", "AROUND"),
+        (
+            f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+            "sglang_lazy.attention.hooks:can_run_prefill_graph",
+            "AROUND",
+        ),
     )
 )
 HOOKS = ENGINE_HOOKS + SURFACE_HOOKS

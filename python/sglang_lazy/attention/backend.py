@@ -1,15 +1,21 @@
-"""The link path of an attention backend: batches with linked rows take it, all others go to SGLang's own code.
+"""The link path of an attention backend: linked rows take it, all others go to SGLang's own code.
 
-A backend keeps its stock name and class, because much of SGLang is decided by them; `with_link_path` gives one
-instance a subclass of its class.
+A prefill batch may hold both, as that of a cold prompt does, whose chunks are ordinary prefills. A backend keeps its
+stock name and class, because much of SGLang is decided by them; `with_link_path` gives one instance a subclass of its
+class.
 """
 
+import copy
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
+import numpy as np
 import torch
 from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.probe import check_rotation
@@ -19,9 +25,12 @@ from sglang_lazy.attention.table import table_of, to_device
 
 @dataclasses.dataclass
 class LinkMetadata:
-    """One batch as the kernels take it; see `sgl_kernel_lazy` for shapes.
+    """The linked rows of a batch as the kernels take them; see `sgl_kernel_lazy` for shapes.
 
     Graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
+
+    rows: which of the rows to compute are linked: a slice, or int64 indices.
+    others: the batch without links, as SGLang's own code is to compute it where some rows are not linked.
     """
 
     kv_indptr: torch.Tensor
@@ -33,6 +42,8 @@ class LinkMetadata:
     q_positions: torch.Tensor | None = None
     kv_positions: torch.Tensor | None = None
     max_extend_len: int = 0
+    rows: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
+    others: ForwardBatch | None = None
     checked: bool = False  # by a layer before
 
     @classmethod
@@ -124,7 +135,7 @@ class LinkAttention(AttentionBackend):
             self.link_metadata = None
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_metadata = self.link_graph_metadata.first(forward_batch.batch_size)
-        self._fill(self.link_metadata, forward_batch)
+        self._fill(self.link_metadata, forward_batch.req_pool_indices, forward_batch.seq_lens)
         self._plan_decode(self.link_metadata)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
@@ -134,24 +145,32 @@ class LinkAttention(AttentionBackend):
     def _snapshot(self, forward_batch) -> LinkMetadata:
         """The metadata of an eager batch."""
         current, device = self.link_table.current, self.link_table.ends.device
-        num_kv = int(forward_batch.seq_lens_cpu.sum())
-        metadata = LinkMetadata.allocate(forward_batch.batch_size, num_kv, self.link_table.ends.shape[1], device)
-        self._fill(metadata, forward_batch)
+        bs, max_segments = forward_batch.batch_size, self.link_table.ends.shape[1]
         if current.kv_positions is None:
+            metadata = LinkMetadata.allocate(bs, int(forward_batch.seq_lens_cpu.sum()), max_segments, device)
+            self._fill(metadata, forward_batch.req_pool_indices, forward_batch.seq_lens)
             self._plan_decode(metadata)
-        else:
-            metadata.qo_indptr = torch.nn.functional.pad(
-                forward_batch.extend_seq_lens.cumsum(0, dtype=torch.int32), (1, 0)
-            )
-            metadata.q_positions = forward_batch.positions
-            metadata.kv_positions = to_device(current.kv_positions, device)
-            metadata.max_extend_len = max(forward_batch.extend_seq_lens_cpu)
+            return metadata
+        requests = indices(current.requests, device)
+        metadata = LinkMetadata.allocate(len(current.requests), len(current.kv_positions), max_segments, device)
+        self._fill(metadata, forward_batch.req_pool_indices[requests], forward_batch.seq_lens[requests])
+        extend_lens = forward_batch.extend_seq_lens[requests]
+        metadata.qo_indptr = torch.nn.functional.pad(extend_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        metadata.kv_positions = to_device(current.kv_positions, device)
+        metadata.max_extend_len = max(forward_batch.extend_seq_lens_cpu[i] for i in current.requests)
+        if len(current.requests) < bs:
+            begins = [*itertools.accumulate(forward_batch.extend_seq_lens_cpu, initial=0)]
+            rows = [np.arange(begins[i], begins[i + 1]) for i in current.requests]
+            metadata.rows = indices(np.concatenate(rows), device)
+            metadata.others = without_links(forward_batch, current.requests)
+            super().init_forward_metadata(metadata.others)
+        metadata.q_positions = forward_batch.positions[metadata.rows]
         return metadata
 
-    def _fill(self, metadata: LinkMetadata, forward_batch) -> None:
-        """Copy the rows and segments of a batch out of the live tables, without a device synchronisation."""
-        rows, table = forward_batch.req_pool_indices, self.link_table
-        torch.cumsum(forward_batch.seq_lens, 0, dtype=torch.int32, out=metadata.kv_indptr[1:])
+    def _fill(self, metadata: LinkMetadata, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Copy rows of these lengths, and their segments, out of the live tables, without a device synchronisation."""
+        table = self.link_table
+        torch.cumsum(seq_lens, 0, dtype=torch.int32, out=metadata.kv_indptr[1:])
         torch.index_select(table.num_segments, 0, rows, out=metadata.num_segments)
         torch.index_select(table.ends, 0, rows, out=metadata.segment_ends)
         torch.index_select(table.offsets, 0, rows, out=metadata.segment_offsets)
@@ -160,14 +179,14 @@ class LinkAttention(AttentionBackend):
             create_flashinfer_kv_indices_triton[(len(rows),)](
                 req_to_token,
                 rows,
-                forward_batch.seq_lens,
+                seq_lens,
                 metadata.kv_indptr,
                 None,
                 metadata.kv_indices,
                 req_to_token.stride(0),
             )
         else:
-            pieces = [req_to_token[row, :n] for row, n in zip(rows, forward_batch.seq_lens, strict=True)]
+            pieces = [req_to_token[row, :n] for row, n in zip(rows, seq_lens, strict=True)]
             torch.cat(pieces, out=metadata.kv_indices)
 
     def _plan_decode(self, metadata: LinkMetadata) -> None:
@@ -205,12 +224,17 @@ class LinkAttention(AttentionBackend):
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
         if self.link_metadata is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        q, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        heads, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         metadata = self.link_metadata
         # In graphs SGLang hands over the memory that it would copy the result to.
-        target = forward_batch._attn_output
-        out = self.link_ops.link_extend(
-            q,
+        out = forward_batch._attn_output
+        if metadata.others is not None:
+            metadata.others._attn_output = out
+            out = super().forward_extend(q, k, v, layer, metadata.others, save_kv_cache=False)
+        out = torch.empty_like(heads, memory_format=torch.contiguous_format) if out is None else out.view(heads.shape)
+        in_place = isinstance(metadata.rows, slice)
+        linked = self.link_ops.link_extend(
+            heads[metadata.rows],
             k_cache,
             v_cache,
             metadata.qo_indptr,
@@ -223,9 +247,11 @@ class LinkAttention(AttentionBackend):
             metadata.segment_offsets,
             max_extend_len=metadata.max_extend_len,
             validate=not metadata.checked,
-            out=None if target is None else target.view(q.shape),
+            out=out[metadata.rows] if in_place else None,
             **arguments,
         )
+        if not in_place:
+            out[metadata.rows] = linked
         metadata.checked = True
         return out.flatten(1)
 
@@ -253,6 +279,32 @@ class LinkAttention(AttentionBackend):
             "sm_scale": layer.scaling * k_scale,
             "v_scale": v_scale,
         }
+
+
+def indices(places: Sequence[int] | np.ndarray, device: torch.device) -> slice | torch.Tensor:
+    """What selects these places, ascending, from a tensor on `device`: a slice where they are consecutive."""
+    first, last = int(places[0]), int(places[-1])
+    if last - first == len(places) - 1:
+        return slice(first, last + 1)
+    return to_device(np.asarray(places, dtype=np.int64), device)
+
+
+def without_links(forward_batch: ForwardBatch, requests: Sequence[int]) -> ForwardBatch:
+    """A copy of a prefill batch for SGLang's own attention, in which these requests see few entries, and wrong ones.
+
+    They cannot be left out, since rows to compute stand one behind the other there; what comes of theirs is replaced.
+    So that it costs little, their rows seem to be as long as what they have to compute.
+    """
+    others = copy.copy(forward_batch)
+    others.extend_prefix_lens_cpu = prefix_lens = list(forward_batch.extend_prefix_lens_cpu)
+    for i in requests:
+        prefix_lens[i] = 0
+    seq_lens = np.add(prefix_lens, forward_batch.extend_seq_lens_cpu, dtype=np.int64)
+    others.seq_lens_cpu, others.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
+    lens = to_device(np.stack([prefix_lens, seq_lens]), forward_batch.seq_lens.device)
+    others.extend_prefix_lens = lens[0].to(forward_batch.extend_prefix_lens.dtype)
+    others.seq_lens = lens[1].to(forward_batch.seq_lens.dtype)
+    return others
 
 
 def kv_scales(layer) -> tuple[float, float]:

@@ -11,11 +11,15 @@ from sglang_lazy.attention.rope import attention_layers
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of, to_device
 from sglang_lazy.compat import Unfit, unfit_flags, unfit_model
 from sglang_lazy.config import LazyConfig, LinkMethod
+from sglang_lazy.scheduler.admission import is_fill, is_linked
 
 logger = logging.getLogger(__name__)
 
 LINK_VARIANT = "link"
 """Names the decode graphs of batches with linked rows, beside the stock ones of the same size."""
+
+SLOW_LAYER_FLOPS = 8e11
+"""A layer of so many operations takes the fastest GPUs a millisecond; the host launches its kernels in half of that."""
 
 
 def wrap_backend(factory):
@@ -79,12 +83,10 @@ def unfit_kernels(name: str, runner) -> str | None:
 def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
     """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
     table = table_of(worker.model_runner.req_to_token_pool)
-    if table is None or batch is None:
+    if table is None or batch is None or not any(is_linked(req) or is_fill(req) for req in batch.reqs):
         return original(worker, batch, *args, **kwargs)
     write_copies(batch)
-    if (linked := LinkedBatch.of(batch)) is None:
-        return original(worker, batch, *args, **kwargs)
-    with table.running(linked):
+    with table.running(LinkedBatch.of(batch)):
         return original(worker, batch, *args, **kwargs)
 
 
@@ -114,3 +116,17 @@ def resolve_variant(original, graph_runner, forward_batch):
     if table is not None and table.current is not None:
         return LINK_VARIANT
     return original(graph_runner, forward_batch)
+
+
+def can_run_prefill_graph(original, graph_runner, forward_batch):
+    """Around `PrefillCudaGraphRunner.can_run_graph`: a large batch with chunks is not padded to fit a graph.
+
+    Graphs are up to 512 tokens apart. Where the host is faster than the device anyway, they save nothing.
+    """
+    runs = original(graph_runner, forward_batch)
+    runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
+    table = table_of(runner.req_to_token_pool)
+    if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
+        return runs
+    weights = 12 * runner.model_config.hidden_size**2 / runner.tp_size  # of a dense layer, about
+    return 2 * weights * num_tokens < SLOW_LAYER_FLOPS

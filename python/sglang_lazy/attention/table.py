@@ -12,37 +12,45 @@ from sglang_lazy.cache.prompt import ChunkRef
 
 
 class LinkedBatch(NamedTuple):
-    """Positions in a batch with linked rows; both None in decode, where a row sees all its entries.
+    """What a forward pass has to know of a batch with linked rows; nothing in decode, where a row sees all its entries.
 
-    q_positions: int64 [nnz_qo], of the rows to compute.
-    kv_positions: int32 [nnz_kv], of all entries of all rows, in row order.
+    requests: the places in the batch of the requests that need the link path, ascending; the others are ordinary.
+    q_positions: int64 [nnz_qo], of the rows to compute, of all requests.
+    kv_positions: int32 [nnz_kv], of all entries of the rows of `requests`, one request behind the other.
     """
 
+    requests: Sequence[int] = ()
     q_positions: np.ndarray | None = None
     kv_positions: np.ndarray | None = None
 
     @classmethod
     def of(cls, batch) -> "LinkedBatch | None":
-        """What a `ScheduleBatch` about to run needs, or None if it is an ordinary one.
+        """What a `ScheduleBatch` about to run needs, or None if all its requests are ordinary.
 
-        That is one without segments in which each row to compute sees all entries before it, and none after.
+        That is one without segments, each of whose rows to compute sees all entries before it, and none after.
         """
         links = [getattr(req, "link", None) for req in batch.reqs]
         if not any(links):
             return None
-        has_segments = any(link is not None and link.segments for link in links)
         if batch.forward_mode.is_decode_or_idle():
-            return cls() if has_segments else None
-        rows, computed, in_order = [], [], True
-        for link, prefix_len, extend_len in zip(links, batch.prefix_lens, batch.extend_lens, strict=True):
+            return cls() if any(link is not None and link.segments for link in links) else None
+        requests, computed, entries = [], [], []
+        for i, (link, prefix_len, extend_len) in enumerate(
+            zip(links, batch.prefix_lens, batch.extend_lens, strict=True)
+        ):
             end = prefix_len + extend_len
-            positions = np.arange(end, dtype=np.int32) if link is None else link.row.positions_of(0, end)
-            rows.append(positions)
-            computed.append(positions[prefix_len:])
-            in_order = in_order and np.array_equal(computed[-1], np.arange(prefix_len, end))
-        if in_order and not has_segments:
+            in_order = np.arange(prefix_len, end, dtype=np.int64)
+            if link is not None:
+                positions = link.row.positions_of(0, end)
+                if link.segments or not np.array_equal(positions[prefix_len:], in_order):
+                    requests.append(i)
+                    computed.append(positions[prefix_len:])
+                    entries.append(positions)
+                    continue
+            computed.append(in_order)
+        if not requests:
             return None
-        return cls(np.concatenate(computed).astype(np.int64), np.concatenate(rows))
+        return cls(requests, np.concatenate(computed, dtype=np.int64), np.concatenate(entries))
 
 
 class SegmentTable:
@@ -51,8 +59,9 @@ class SegmentTable:
     num_segments: int32 [num_rows].
     ends: int32 [num_rows, max_segments], where each segment ends in the row.
     offsets: int32 [num_rows, max_segments], the position of each segment's first token.
-    current: the linked batch that the forward pass under way computes, None for an ordinary one. SGLang builds a
-        `ForwardBatch` and runs it in one call, without fields that a plugin could fill.
+    has_chunks: whether the batch that the forward pass under way computes has chunks, to compute or to attend to.
+    current: what the pass has to know of linked rows, None if there are none. SGLang builds a `ForwardBatch` and runs
+        it in one call, without fields that a plugin could fill.
     """
 
     def __init__(self, num_rows: int, max_segments: int, device: str):
@@ -60,6 +69,7 @@ class SegmentTable:
         self._lines = torch.zeros(num_rows, 1 + 2 * max_segments, dtype=torch.int32, device=device)
         self.num_segments = self._lines[:, 0]
         self.ends, self.offsets = self._lines[:, 1:].chunk(2, dim=1)
+        self.has_chunks = False
         self.current: LinkedBatch | None = None
         self._linked_rows: set[int] = set()
 
@@ -80,12 +90,12 @@ class SegmentTable:
 
     @contextlib.contextmanager
     def running(self, batch: LinkedBatch | None) -> Iterator[None]:
-        """For the time of one forward pass, or of one graph capture, make `batch` the current one."""
-        self.current = batch
+        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one."""
+        self.has_chunks, self.current = True, batch
         try:
             yield
         finally:
-            self.current = None
+            self.has_chunks, self.current = False, None
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,191 @@
+"""A prefill batch of linked and ordinary requests: SGLang's own attention computes its part, ours the other, and every
+row meets exactly what it sees."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang_context import published
+
+from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sgl_kernel_lazy.naive import naive_link_extend
+from sglang_lazy.attention.backend import LinkAttention
+from sglang_lazy.attention.table import LinkedBatch, SegmentTable
+from sglang_lazy.cache.prompt import ChunkRef
+
+QO_HEADS, KV_HEADS, HEAD_DIM, MAX_CHUNKS, POOL, CONTEXT = 4, 2, 32, 4, 4000, 600
+ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 4096), is_neox=True)
+
+
+@pytest.fixture(autouse=True)
+def sglang_context():
+    with published():
+        yield
+
+
+class LinkedTorchBackend(LinkAttention, TorchNativeAttnBackend):
+    """As `with_link_path` makes it, but for what it would read from a model."""
+
+    def __init__(self, runner):
+        super().__init__(runner)
+        self.link_ops = get_implementation("torch")
+        self.link_ropes, self.link_pool, self.link_fp8 = {0: ROPE}, runner.token_to_kv_pool, False
+        self.link_rows = runner.req_to_token_pool
+        self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu")
+
+
+def ordinary(prefix_len, extend_len):
+    """A request whose row is in the order of positions."""
+    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=(), positions=None)
+
+
+def linked(chunk_lens, text_before, between, extend_len):
+    """Text, some of it cached, and chunks in turn: the row has the chunks first, then the text by position."""
+    position, chunks, text = text_before, [], [*range(text_before)]
+    for length in chunk_lens:
+        chunks.append(ChunkRef((), [0] * length, position, length))
+        text += range(position + length, position + length + between)
+        position += length + between
+    text += range(position, position + extend_len)
+    in_chunks = [chunk.start + i for chunk in chunks for i in range(chunk.used)]
+    row = torch.tensor(in_chunks + text, dtype=torch.int32).numpy()
+    return SimpleNamespace(prefix_len=len(row) - extend_len, extend_len=extend_len, chunks=tuple(chunks), positions=row)
+
+
+def out_of_order(length, spans):
+    """A request without segments that computes these spans of its text, between cached ones: one with copied chunks."""
+    new = [position for begin, end in spans for position in range(begin, end)]
+    row = [position for position in range(length) if position not in new] + new
+    positions = torch.tensor(row, dtype=torch.int32).numpy()
+    return SimpleNamespace(prefix_len=length - len(new), extend_len=len(new), chunks=(), positions=positions)
+
+
+COLD = [ordinary(0, 90), ordinary(0, 33), linked([90, 33], 0, 0, 7)]
+BATCHES = {
+    "chunks, then their prompt": COLD,
+    "two prompts": [*COLD, ordinary(0, 120), linked([33, 120, 90], 5, 3, 12)],
+    "the prompt in front": [linked([60], 0, 0, 9), ordinary(40, 1), ordinary(0, 70)],
+    "new text longer than all it is linked to": [ordinary(3, 4), linked([2], 0, 0, 80), ordinary(100, 50)],
+    "rows out of order without segments": [
+        ordinary(7, 30),
+        out_of_order(50, [(5, 15), (40, 50)]),
+        ordinary(0, 5),
+        linked([8, 8], 1, 1, 2),
+    ],
+    "linked alone": [linked([60, 20], 3, 2, 9), linked([5], 0, 0, 40)],
+}
+
+
+def build(requests, seed):
+    """A pool with everything cached in shuffled slots and NaN elsewhere, and the batch as SGLang describes it."""
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    rows = ReqToTokenPool(16, CONTEXT, "cpu", enable_memory_saver=False)
+    pool = MHATokenToKVPool(POOL, 1, torch.float32, KV_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
+    for cache in pool.get_kv_buffer(0):
+        cache.fill_(float("nan"))
+    backend = LinkedTorchBackend(
+        SimpleNamespace(device="cpu", req_to_token_pool=rows, token_to_kv_pool=pool, sliding_window_size=None)
+    )
+    slots = iter(rng.sample(range(1, POOL), POOL - 1))
+    places = rng.sample(range(16), len(requests))
+    new_slots, positions = [], []
+    for place, req in zip(places, requests, strict=True):
+        own = torch.tensor([next(slots) for _ in range(req.prefix_len + req.extend_len)])
+        rows.req_to_token[place, : len(own)] = own
+        for cache in pool.get_kv_buffer(0):
+            cache[own[: req.prefix_len]] = torch.randn(req.prefix_len, KV_HEADS, HEAD_DIM, generator=generator)
+        new_slots.append(own[req.prefix_len :])
+        order = torch.arange(len(own)) if req.positions is None else torch.from_numpy(req.positions)
+        positions.append(order)
+    backend.link_table.assign({place: req.chunks for place, req in zip(places, requests, strict=True)})
+    prefix_lens, extend_lens = [req.prefix_len for req in requests], [req.extend_len for req in requests]
+    seq_lens = torch.tensor(prefix_lens) + torch.tensor(extend_lens)
+    forward_batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        batch_size=len(requests),
+        req_pool_indices=torch.tensor(places),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens.clone(),
+        seq_lens_sum=int(seq_lens.sum()),
+        extend_seq_lens=torch.tensor(extend_lens, dtype=torch.int32),
+        extend_seq_lens_cpu=extend_lens,
+        extend_prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
+        extend_prefix_lens_cpu=prefix_lens,
+        out_cache_loc=torch.cat(new_slots),
+        positions=torch.cat([order[n:] for order, n in zip(positions, prefix_lens, strict=True)]).long(),
+        encoder_lens=None,
+        _attn_output=None,
+    )
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        prefix_lens=prefix_lens,
+        extend_lens=extend_lens,
+        reqs=[as_req(r) for r in requests],
+    )
+    q, k, v = (torch.randn(sum(extend_lens), h * HEAD_DIM, generator=generator) for h in (QO_HEADS, KV_HEADS, KV_HEADS))
+    k, v = (x.view(-1, KV_HEADS, HEAD_DIM) for x in (k, v))
+    return backend, batch, forward_batch, positions, (q, k, v)
+
+
+def as_req(req):
+    if req.positions is None:
+        return SimpleNamespace()
+    row = SimpleNamespace(positions_of=lambda start, end: req.positions[start:end])
+    return SimpleNamespace(link=SimpleNamespace(segments=req.chunks, row=row))
+
+
+def expected(backend, forward_batch, positions, q):
+    """The formula in fp64 for all rows alike, from the tables of SGLang's pools."""
+    table, places = backend.link_table, forward_batch.req_pool_indices
+    seq_lens = forward_batch.seq_lens.tolist()
+    entries = [backend.link_rows.req_to_token[place, :n] for place, n in zip(places, seq_lens, strict=True)]
+    indptr = torch.tensor([0, *seq_lens]).cumsum(0)
+    out, _ = naive_link_extend(
+        q.view(-1, QO_HEADS, HEAD_DIM),
+        *backend.link_pool.get_kv_buffer(0),
+        torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0),
+        forward_batch.positions,
+        indptr,
+        torch.cat(entries),
+        torch.cat(positions),
+        table.num_segments[places],
+        table.ends[places],
+        table.offsets[places],
+        ROPE.cos_sin_cache,
+        is_neox=True,
+        sm_scale=HEAD_DIM**-0.5,
+    )
+    return out.flatten(1)
+
+
+@pytest.mark.parametrize("memory_given", [False, True])
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_row_meets_what_it_sees(name, memory_given):
+    requests = BATCHES[name]
+    backend, batch, forward_batch, positions, (q, k, v) = build(requests, seed=len(name))
+    layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    current = LinkedBatch.of(batch)
+    assert current.requests == [i for i, req in enumerate(requests) if req.positions is not None]
+    with backend.link_table.running(current):
+        backend.init_forward_metadata(forward_batch)
+        ours = sum(requests[i].extend_len for i in current.requests)
+        assert len(backend.link_metadata.q_positions) == ours
+        assert (backend.link_metadata.others is None) == (len(current.requests) == len(requests))
+        if memory_given:
+            forward_batch._attn_output = torch.full_like(q, float("nan"))
+        out = backend.forward_extend(q, k, v, layer, forward_batch)
+    assert out.shape == q.shape
+    torch.testing.assert_close(out.double(), expected(backend, forward_batch, positions, q), rtol=0, atol=1e-5)
+    # SGLang goes on with its own description of the batch.
+    assert forward_batch.extend_prefix_lens_cpu == [req.prefix_len for req in requests]
+    assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
+
+
+def test_ordinary_requests_are_left_to_sglang():
+    _, batch, *_ = build([ordinary(5, 9), ordinary(0, 3)], seed=0)
+    assert LinkedBatch.of(batch) is None
