@@ -7,7 +7,6 @@ class.
 
 import copy
 import dataclasses
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.probe import check_rotation
 from sglang_lazy.attention.rope import attention_layers, layer_ropes
-from sglang_lazy.attention.table import table_of, to_device
+from sglang_lazy.attention.table import LinkedBatch, table_of, to_device
 
 
 @dataclasses.dataclass
@@ -135,7 +134,7 @@ class LinkAttention(AttentionBackend):
             self.link_metadata = None
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_metadata = self.link_graph_metadata.first(forward_batch.batch_size)
-        self._fill(self.link_metadata, forward_batch.req_pool_indices, forward_batch.seq_lens)
+        self._fill(self.link_metadata, forward_batch)
         self._plan_decode(self.link_metadata)
 
     def init_forward_metadata_in_graph(self, forward_batch) -> None:
@@ -144,36 +143,59 @@ class LinkAttention(AttentionBackend):
 
     def _snapshot(self, forward_batch) -> LinkMetadata:
         """The metadata of an eager batch."""
-        current, device = self.link_table.current, self.link_table.ends.device
-        bs, max_segments = forward_batch.batch_size, self.link_table.ends.shape[1]
-        if current.kv_positions is None:
-            metadata = LinkMetadata.allocate(bs, int(forward_batch.seq_lens_cpu.sum()), max_segments, device)
-            self._fill(metadata, forward_batch.req_pool_indices, forward_batch.seq_lens)
-            self._plan_decode(metadata)
-            return metadata
-        requests = indices(current.requests, device)
-        metadata = LinkMetadata.allocate(len(current.requests), len(current.kv_positions), max_segments, device)
-        self._fill(metadata, forward_batch.req_pool_indices[requests], forward_batch.seq_lens[requests])
-        extend_lens = forward_batch.extend_seq_lens[requests]
-        metadata.qo_indptr = torch.nn.functional.pad(extend_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        metadata.kv_positions = to_device(current.kv_positions, device)
-        metadata.max_extend_len = max(forward_batch.extend_seq_lens_cpu[i] for i in current.requests)
-        if len(current.requests) < bs:
-            begins = [*itertools.accumulate(forward_batch.extend_seq_lens_cpu, initial=0)]
-            rows = [np.arange(begins[i], begins[i + 1]) for i in current.requests]
-            metadata.rows = indices(np.concatenate(rows), device)
-            metadata.others = without_links(forward_batch, current.requests)
-            super().init_forward_metadata(metadata.others)
-        metadata.q_positions = forward_batch.positions[metadata.rows]
+        current = self.link_table.current
+        if current.kv_positions is not None:
+            return self._snapshot_prefill(forward_batch, current)
+        table, num_kv = self.link_table, int(forward_batch.seq_lens_cpu.sum())
+        metadata = LinkMetadata.allocate(forward_batch.batch_size, num_kv, table.ends.shape[1], table.ends.device)
+        self._fill(metadata, forward_batch)
+        self._plan_decode(metadata)
         return metadata
 
-    def _fill(self, metadata: LinkMetadata, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Copy rows of these lengths, and their segments, out of the live tables, without a device synchronisation."""
-        table = self.link_table
-        torch.cumsum(seq_lens, 0, dtype=torch.int32, out=metadata.kv_indptr[1:])
+    def _snapshot_prefill(self, forward_batch, current: LinkedBatch) -> LinkMetadata:
+        """The linked rows of a prefill batch; SGLang's attention prepares for the others."""
+        table, device = self.link_table, self.link_table.ends.device
+        numbers, extend_lens = np.array(current.requests), np.array(forward_batch.extend_seq_lens_cpu)
+        begins = extend_lens.cumsum() - extend_lens
+        places = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in numbers])
+        seq_lens = forward_batch.seq_lens_cpu.numpy()
+        indptrs = [np.concatenate([[0], lens[numbers].cumsum()]) for lens in (seq_lens, extend_lens)]
+        kv_indptr, qo_indptr, q_positions, kv_positions = ints_to_device(
+            [*indptrs, current.q_positions[places], current.kv_positions], device
+        )
+        index = to_device(numbers, device)
+        rows = forward_batch.req_pool_indices[index]
+        metadata = LinkMetadata(
+            kv_indptr=kv_indptr,
+            kv_indices=torch.empty_like(kv_positions),
+            num_segments=table.num_segments[rows],
+            segment_ends=table.ends[rows],
+            segment_offsets=table.offsets[rows],
+            qo_indptr=qo_indptr,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            max_extend_len=int(extend_lens[numbers].max()),
+        )
+        self._list_entries(metadata, rows, forward_batch.seq_lens[index])
+        if len(numbers) < forward_batch.batch_size:
+            first, last = int(places[0]), int(places[-1])
+            consecutive = last - first == len(places) - 1
+            metadata.rows = slice(first, last + 1) if consecutive else to_device(places, device)
+            metadata.others = without_links(forward_batch, current.requests)
+            super().init_forward_metadata(metadata.others)
+        return metadata
+
+    def _fill(self, metadata: LinkMetadata, forward_batch) -> None:
+        """Copy the rows and segments of a decode batch out of the live tables, without a device synchronisation."""
+        rows, table = forward_batch.req_pool_indices, self.link_table
+        torch.cumsum(forward_batch.seq_lens, 0, dtype=torch.int32, out=metadata.kv_indptr[1:])
         torch.index_select(table.num_segments, 0, rows, out=metadata.num_segments)
         torch.index_select(table.ends, 0, rows, out=metadata.segment_ends)
         torch.index_select(table.offsets, 0, rows, out=metadata.segment_offsets)
+        self._list_entries(metadata, rows, forward_batch.seq_lens)
+
+    def _list_entries(self, metadata: LinkMetadata, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
+        """Copy the slots of these rows, which are so long."""
         req_to_token = self.link_rows.req_to_token
         if req_to_token.is_cuda:
             create_flashinfer_kv_indices_triton[(len(rows),)](
@@ -281,12 +303,14 @@ class LinkAttention(AttentionBackend):
         }
 
 
-def indices(places: Sequence[int] | np.ndarray, device: torch.device) -> slice | torch.Tensor:
-    """What selects these places, ascending, from a tensor on `device`: a slice where they are consecutive."""
-    first, last = int(places[0]), int(places[-1])
-    if last - first == len(places) - 1:
-        return slice(first, last + 1)
-    return to_device(np.asarray(places, dtype=np.int64), device)
+def ints_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int32 copies, in one transfer, each aligned to 16 bytes: for others Triton compiles its kernels anew."""
+    sizes = [-(-len(array) // 4) * 4 for array in arrays]
+    buffer = np.zeros(sum(sizes), dtype=np.int32)
+    for begin, size, array in zip(np.cumsum(sizes), sizes, arrays, strict=True):
+        buffer[begin - size :][: len(array)] = array
+    parts = to_device(buffer, device).split(sizes)
+    return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
 
 
 def without_links(forward_batch: ForwardBatch, requests: Sequence[int]) -> ForwardBatch:
