@@ -17,6 +17,8 @@ NUM_TOKENS = 12
 HEAD_DIM = 128
 WAYS = {
     "": {},
+    "fa3": {"attention_backend": "fa3"},
+    "flashinfer": {"attention_backend": "flashinfer"},
     "triton": {"lazy_link_backend": "triton"},
     "copies": {"lazy_link": "materialize"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
@@ -31,7 +33,17 @@ WAYS = {
 
 @pytest.fixture(
     scope="module",
-    params=["llama", "qwen3-moe", "glm4", "llama triton", "llama copies", "llama fp8", "qwen3 on two GPUs"],
+    params=[
+        "llama",
+        "qwen3-moe",
+        "glm4",
+        "llama fa3",
+        "llama flashinfer",
+        "llama triton",
+        "llama copies",
+        "llama fp8",
+        "qwen3 on two GPUs",
+    ],
 )
 def served(request, model_dir):
     """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, the model's path, and the
@@ -39,7 +51,7 @@ def served(request, model_dir):
     from sglang_lazy import Engine
 
     name, _, way = request.param.partition(" ")
-    options = WAYS[way]
+    options = {"attention_backend": "triton", **WAYS[way]}
     if torch.cuda.device_count() < options.get("tp_size", 1):
         pytest.skip("tensor parallelism needs as many GPUs")
     spec = MODELS[name]
@@ -47,8 +59,8 @@ def served(request, model_dir):
     MODELS[wide.name] = wide
     path = build(wide.name, model_dir)
     engine = Engine(
-        model_path=path, dtype="bfloat16", attention_backend="triton", max_total_tokens=20000, mem_fraction_static=0.2,
-        cuda_graph_max_bs_decode=16, log_level="error", **options,
+        model_path=path, dtype="bfloat16", max_total_tokens=20000, mem_fraction_static=0.2, cuda_graph_max_bs_decode=16,
+        log_level="error", **options,
     )  # fmt: skip
     try:
         yield engine, path, torch.float8_e4m3fn if way == "fp8" else torch.bfloat16
@@ -71,8 +83,10 @@ def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Ten
 
 
 def test_chunks_on_cuda(served):
-    """Cold, warm and reordered, alone and in a batch: no further from fp32 than twice plain PyTorch in bf16
+    """Cold, warm and reordered, alone and in batches: no further from fp32 than twice plain PyTorch in bf16
     over a cache of the same type.
+
+    The cold batch has chunks, linked prompts and one without chunks between them.
 
     Both errors are the worst over all answers and tokens: one answer's rounding may come out small by luck.
     """
@@ -83,22 +97,25 @@ def test_chunks_on_cuda(served):
     question = text(dice.ids(9))
     prompts = [
         [text(dice.ids(5)), a, text(dice.ids(1)), b, text(dice.ids(2)), c, question],
+        [text(dice.ids(80))],
         [c, text(dice.ids(1)), b, a, question],
         [a, b, c, a, question],
         [text(dice.ids(5)), b],
-        [text(dice.ids(80))],
     ]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     alone = [
         engine.generate(segments=[s.to_request() for s in p], sampling_params=params, return_logprob=True)
         for p in (*prompts, prompts[0])
     ]
-    batch = engine.generate(
-        segments=[[s.to_request() for s in p] for p in prompts], sampling_params=params, return_logprob=True
-    )
+    segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+    warm = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
+    flushed = engine.tokenizer_manager.flush_cache(timeout_s=30)  # as soon as the last batch has wound up
+    assert engine.loop.run_until_complete(flushed).success
+    cold = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
+    assert cold[0]["meta_info"]["cached_tokens"] == 0
     assert alone[-1]["meta_info"]["cached_tokens"] == len(token_ids(prompts[0])) - 1
     ours, plain = [], []
-    for prompt, output in zip([*prompts, prompts[0], *prompts], alone + batch, strict=True):
+    for prompt, output in zip([*prompts, prompts[0], *prompts, *prompts], alone + warm + cold, strict=True):
         tokens = output["output_ids"]
         reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
         chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
