@@ -128,5 +128,5 @@ def can_run_prefill_graph(original, graph_runner, forward_batch):
     table = table_of(runner.req_to_token_pool)
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
-    weights = 12 * runner.model_config.hidden_size**2 / runner.tp_size  # of a dense layer, about
+    weights = 12 * runner.model_config.hidden_size**2 / runner.ps.tp_size  # of a dense layer, about
     return 2 * weights * num_tokens < SLOW_LAYER_FLOPS

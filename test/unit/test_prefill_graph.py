@@ -1,0 +1,45 @@
+"""Which prefill batches run without a graph that SGLang would pad them for."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sglang_lazy.attention.hooks import can_run_prefill_graph
+from sglang_lazy.attention.table import SegmentTable
+
+LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
+
+
+def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):
+    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu"))
+    runner = SimpleNamespace(
+        req_to_token_pool=pool,
+        model_config=SimpleNamespace(hidden_size=hidden_size),
+        ps=SimpleNamespace(tp_size=tp_size),
+    )
+    graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 2048, 2304, 8192])
+    forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
+
+    with pool.segment_table.running(None) if chunks else contextlib.nullcontext():
+        return can_run_prefill_graph(lambda *given: sglang, graph_runner, forward_batch)
+
+
+def test_a_large_batch_with_chunks_is_not_padded():
+    assert not runs_graph(2080)
+    assert not runs_graph(5000)
+
+
+def test_one_of_a_graphs_size_loses_nothing():
+    assert runs_graph(2048)
+
+
+@pytest.mark.parametrize("small", [dict(num_tokens=900), dict(hidden_size=SMALL), dict(tp_size=4)])
+def test_where_launches_take_longer_graphs_are_worth_padding(small):
+    assert runs_graph(**{"num_tokens": 2080, **small})
+
+
+def test_others_are_left_to_sglang():
+    assert runs_graph(2080, chunks=False)
+    assert not runs_graph(2048, sglang=False)
