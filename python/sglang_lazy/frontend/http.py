@@ -1,5 +1,6 @@
 """HTTP: `segments` in `/generate`, chunk parts in `/v1/chat/completions`, and `/lazy_info`."""
 
+import asyncio
 import dataclasses
 import json
 from collections.abc import AsyncIterator, Callable
@@ -15,7 +16,7 @@ from sglang_lazy.config import LazyConfig
 from sglang_lazy.frontend.chat import ChatRequest
 from sglang_lazy.frontend.language import INFO_ROUTE
 from sglang_lazy.frontend.requests import refuse_without_chunks, to_generate_args
-from sglang_lazy.frontend.results import extend_protocol
+from sglang_lazy.frontend.results import REQUEST_SENT, extend_protocol
 
 
 @dataclasses.dataclass
@@ -62,19 +63,29 @@ async def lazy_info() -> dict[str, Any]:
 
 
 async def fail_before_stream(response: Any) -> Any:
-    """`response`, unless it is a stream whose first event is an error: that is answered with its HTTP status."""
+    """`response`, unless it is a stream that fails before its request goes to the scheduler: that is answered with its
+    HTTP status. Those of batches and of several samples are watched up to their first event.
+
+    The head of a stream is held back no longer, since a client takes half a millisecond to read it.
+    """
     if not isinstance(response, StreamingResponse):
         return response
-    events = response.body_iterator
+    events, sent = response.body_iterator, asyncio.get_running_loop().create_future()
+    REQUEST_SENT.set(sent)
+    first = asyncio.ensure_future(anext(events, None))
     try:
-        first = await anext(events)
-    except StopAsyncIteration:  # the client went away
-        return Response(status_code=499)
-    error = _error_in(first)
-    if error is not None:
-        await events.aclose()
-        status = error.get("code") if isinstance(error.get("code"), int) else HTTPStatus.BAD_REQUEST
-        return ORJSONResponse({"error": error}, status_code=status)
+        await asyncio.wait((first, sent), return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        first.cancel()
+        raise
+    if first.done():
+        if first.result() is None:  # the client went away
+            return Response(status_code=499)
+        error = _error_in(first.result())
+        if error is not None:
+            await events.aclose()
+            status = error.get("code") if isinstance(error.get("code"), int) else HTTPStatus.BAD_REQUEST
+            return ORJSONResponse({"error": error}, status_code=status)
     response.body_iterator = _resume(first, events)
     return response
 
@@ -87,8 +98,10 @@ def _error_in(event: bytes | str) -> dict[str, Any] | None:
     return json.loads(payload)["error"]
 
 
-async def _resume(first: Any, events: AsyncIterator) -> AsyncIterator:
-    yield first
+async def _resume(first: asyncio.Future, events: AsyncIterator) -> AsyncIterator:
+    event = await first
+    if event is not None:
+        yield event
     async for event in events:
         yield event
 

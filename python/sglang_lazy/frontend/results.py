@@ -1,7 +1,9 @@
 """Results that say what was reused: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
+from asyncio import Future
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
@@ -10,6 +12,9 @@ from sglang_lazy.frontend.shadow import shadowed
 from sglang_lazy.segments import PromptLayout, chunk_id
 
 _REUSE_ATTR = "_sglang_lazy_reuse"
+
+REQUEST_SENT: ContextVar[Future | None] = ContextVar("REQUEST_SENT", default=None)
+"""Done when the one request that is being served in this context has gone to the scheduler."""
 
 
 class CachedTokens(int):
@@ -39,8 +44,12 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
 def report_chunks(wait: Callable, tokenizer_manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict]:
     """Hook around `TokenizerManager._wait_one_response`: add link and chunk report to a request's last output.
 
-    A request that the scheduler refuses raises ValueError in a stream too, so that surfaces can answer with a 400.
+    It is called when the request has gone to the scheduler. One refused there raises ValueError in a stream too,
+    so that surfaces can answer with an error.
     """
+    sent = REQUEST_SENT.get()
+    if sent is not None and not sent.done() and getattr(obj, "is_single", False):
+        sent.set_result(None)
     outputs = wait(tokenizer_manager, obj, request)
     layout = layout_of(obj)
     if layout is None:
