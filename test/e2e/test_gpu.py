@@ -14,7 +14,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA 
 
 NUM_TOKENS = 12
 # SGLang's fused rotation-and-store, which Qwen3-MoE takes on CUDA, has no kernel for the small heads of the CPU tests.
-HEAD_DIM = 128
+# With this width batches of some 1,000 tokens are attended to in two parts, and those of some 2,000 go without a graph.
+WIDE = {"head_dim": 128, "hidden_size": 4096}
 WAYS = {
     "": {},
     "fa3": {"attention_backend": "fa3"},
@@ -55,7 +56,7 @@ def served(request, model_dir):
     if torch.cuda.device_count() < options.get("tp_size", 1):
         pytest.skip("tensor parallelism needs as many GPUs")
     spec = MODELS[name]
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, "head_dim": HEAD_DIM}})
+    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
     MODELS[wide.name] = wide
     path = build(wide.name, model_dir)
     engine = Engine(
@@ -93,14 +94,14 @@ def test_chunks_on_cuda(served):
     engine, path, cache_dtype = served
     oracle = Oracle(path)
     dice = Dice(5)
-    a, b, c = chunk(dice.ids(300)), chunk(dice.ids(245)), chunk(dice.ids(7))
+    a, b, c, d = (chunk(dice.ids(length)) for length in (700, 500, 7, 700))
     question = text(dice.ids(9))
     prompts = [
         [text(dice.ids(5)), a, text(dice.ids(1)), b, text(dice.ids(2)), c, question],
         [text(dice.ids(80))],
         [c, text(dice.ids(1)), b, a, question],
         [a, b, c, a, question],
-        [text(dice.ids(5)), b],
+        [text(dice.ids(5)), d],
     ]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     alone = [

@@ -4,6 +4,7 @@ row meets exactly what it sees."""
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -164,13 +165,14 @@ def expected(backend, forward_batch, positions, q):
 
 
 @pytest.mark.parametrize("memory_given", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_row_meets_what_it_sees(name, memory_given):
+def test_every_row_meets_what_it_sees(name, apart, memory_given):
     requests = BATCHES[name]
     backend, batch, forward_batch, positions, (q, k, v) = build(requests, seed=len(name))
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
-    current = LinkedBatch.of(batch)
-    assert current.requests == [i for i, req in enumerate(requests) if req.positions is not None]
+    current = LinkedBatch.of(batch, apart)
+    assert current.requests == [i for i, req in enumerate(requests) if req.positions is not None or not apart]
     with backend.link_table.running(current):
         backend.init_forward_metadata(forward_batch)
         ours = sum(requests[i].extend_len for i in current.requests)
@@ -188,4 +190,8 @@ def test_every_row_meets_what_it_sees(name, memory_given):
 
 def test_ordinary_requests_are_left_to_sglang():
     _, batch, *_ = build([ordinary(5, 9), ordinary(0, 3)], seed=0)
-    assert LinkedBatch.of(batch) is None
+    batch.reqs[1].link = SimpleNamespace(
+        segments=(), row=SimpleNamespace(positions_of=lambda start, end: np.arange(end))
+    )
+    for apart in (False, True):
+        assert LinkedBatch.of(batch, apart) is None

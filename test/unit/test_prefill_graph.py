@@ -1,11 +1,13 @@
-"""Which prefill batches run without a graph that SGLang would pad them for."""
+"""Which prefill batches run without a graph that SGLang would pad them for, and which are attended to in two parts."""
 
 import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_lazy.attention import hooks
 from sglang_lazy.attention.hooks import can_run_prefill_graph
 from sglang_lazy.attention.table import SegmentTable
 
@@ -18,6 +20,7 @@ def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=Tru
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
         ps=SimpleNamespace(tp_size=tp_size),
+        device="cuda",
     )
     graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 2048, 2304, 8192])
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
@@ -43,3 +46,24 @@ def test_where_launches_take_longer_graphs_are_worth_padding(small):
 def test_others_are_left_to_sglang():
     assert runs_graph(2080, chunks=False)
     assert not runs_graph(2048, sglang=False)
+
+
+@pytest.mark.parametrize("device, num_tokens, apart", [("cuda", 500, False), ("cuda", 1100, True), ("cpu", 5, True)])
+def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
+    """More kernels than the device can follow would hold up the host."""
+    runner = SimpleNamespace(
+        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu")),
+        model_config=SimpleNamespace(hidden_size=LARGE),
+        ps=SimpleNamespace(tp_size=1),
+        device=device,
+    )
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(fills=object())],
+        forward_mode=ForwardMode.EXTEND,
+        extend_num_tokens=num_tokens,
+        req_to_token_pool=runner.req_to_token_pool,
+    )
+    asked = []
+    monkeypatch.setattr(hooks.LinkedBatch, "of", lambda *given: asked.append(given))
+    hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
+    assert asked == [(batch, apart)]

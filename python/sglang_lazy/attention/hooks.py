@@ -1,6 +1,7 @@
 """Hooks on SGLang's model runner: where a forward pass learns of its linked rows. Registered in `plugin.HOOKS`."""
 
 import logging
+import math
 
 import torch
 
@@ -18,8 +19,10 @@ logger = logging.getLogger(__name__)
 LINK_VARIANT = "link"
 """Names the decode graphs of batches with linked rows, beside the stock ones of the same size."""
 
-SLOW_LAYER_FLOPS = 8e11
-"""A layer of so many operations takes the fastest GPUs a millisecond; the host launches its kernels in half of that."""
+FASTEST_GPU = 8e11
+"""Operations in a millisecond."""
+LAUNCH_TIME = 0.5
+"""Milliseconds that the host takes to launch a layer, with two kernels for attention; most are faster."""
 
 
 def wrap_backend(factory):
@@ -86,7 +89,9 @@ def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
     if table is None or batch is None or not any(is_linked(req) or is_fill(req) for req in batch.reqs):
         return original(worker, batch, *args, **kwargs)
     write_copies(batch)
-    with table.running(LinkedBatch.of(batch)):
+    # A second attention kernel for each layer saves time where the device, not the host, is what all wait for.
+    apart = batch.forward_mode.is_extend() and layer_time(worker.model_runner, batch.extend_num_tokens) > LAUNCH_TIME
+    with table.running(LinkedBatch.of(batch, apart)):
         return original(worker, batch, *args, **kwargs)
 
 
@@ -128,5 +133,15 @@ def can_run_prefill_graph(original, graph_runner, forward_batch):
     table = table_of(runner.req_to_token_pool)
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
-    weights = 12 * runner.model_config.hidden_size**2 / runner.ps.tp_size  # of a dense layer, about
-    return 2 * weights * num_tokens < SLOW_LAYER_FLOPS
+    return layer_time(runner, num_tokens) < 2 * LAUNCH_TIME
+
+
+def layer_time(runner, num_tokens: int) -> float:
+    """Milliseconds that a layer takes the device at least, by the operations of a dense one of its width.
+
+    Without limit on a CPU, where nothing is launched.
+    """
+    if torch.device(runner.device).type != "cuda":
+        return math.inf
+    weights = 12 * runner.model_config.hidden_size**2 / runner.ps.tp_size
+    return 2 * weights * num_tokens / FASTEST_GPU

@@ -24,31 +24,32 @@ class LinkedBatch(NamedTuple):
     kv_positions: np.ndarray | None = None
 
     @classmethod
-    def of(cls, batch) -> "LinkedBatch | None":
+    def of(cls, batch, apart: bool = True) -> "LinkedBatch | None":
         """What a `ScheduleBatch` about to run needs, or None if all its requests are ordinary.
 
-        That is one without segments, each of whose rows to compute sees all entries before it, and none after.
+        That is one without segments, each of whose rows to compute sees all entries before it, and none after. In a
+        prefill batch with others, ordinary ones take the link path as well unless they are to be computed `apart`.
         """
         links = [getattr(req, "link", None) for req in batch.reqs]
         if not any(links):
             return None
         if batch.forward_mode.is_decode_or_idle():
             return cls() if any(link is not None and link.segments for link in links) else None
-        requests, computed, entries = [], [], []
+        requests, computed, entries, all_ordinary = [], [], [], True
         for i, (link, prefix_len, extend_len) in enumerate(
             zip(links, batch.prefix_lens, batch.extend_lens, strict=True)
         ):
-            end = prefix_len + extend_len
-            in_order = np.arange(prefix_len, end, dtype=np.int64)
-            if link is not None:
-                positions = link.row.positions_of(0, end)
-                if link.segments or not np.array_equal(positions[prefix_len:], in_order):
-                    requests.append(i)
-                    computed.append(positions[prefix_len:])
-                    entries.append(positions)
-                    continue
-            computed.append(in_order)
-        if not requests:
+            in_order = np.arange(prefix_len + extend_len, dtype=np.int32)
+            positions = in_order if link is None else link.row.positions_of(0, len(in_order))
+            computed.append(positions[prefix_len:])
+            ordinary = link is None or (
+                not link.segments and np.array_equal(positions[prefix_len:], in_order[prefix_len:])
+            )
+            all_ordinary = all_ordinary and ordinary
+            if not (ordinary and apart):
+                requests.append(i)
+                entries.append(positions)
+        if all_ordinary:
             return None
         return cls(requests, np.concatenate(computed, dtype=np.int64), np.concatenate(entries))
 
