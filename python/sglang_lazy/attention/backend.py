@@ -155,15 +155,15 @@ class LinkAttention(AttentionBackend):
     def _snapshot_prefill(self, forward_batch, current: LinkedBatch) -> LinkMetadata:
         """The linked rows of a prefill batch; SGLang's attention prepares for the others."""
         table, device = self.link_table, self.link_table.ends.device
-        numbers, extend_lens = np.array(current.requests), np.array(forward_batch.extend_seq_lens_cpu)
+        requests, extend_lens = np.array(current.requests), np.array(forward_batch.extend_seq_lens_cpu)
         begins = extend_lens.cumsum() - extend_lens
-        places = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in numbers])
+        places = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in requests])
         seq_lens = forward_batch.seq_lens_cpu.numpy()
-        indptrs = [np.concatenate([[0], lens[numbers].cumsum()]) for lens in (seq_lens, extend_lens)]
+        indptrs = [np.concatenate([[0], lens[requests].cumsum()]) for lens in (seq_lens, extend_lens)]
         kv_indptr, qo_indptr, q_positions, kv_positions = ints_to_device(
             [*indptrs, current.q_positions[places], current.kv_positions], device
         )
-        index = to_device(numbers, device)
+        index = to_device(requests, device)
         rows = forward_batch.req_pool_indices[index]
         metadata = LinkMetadata(
             kv_indptr=kv_indptr,
@@ -174,10 +174,10 @@ class LinkAttention(AttentionBackend):
             qo_indptr=qo_indptr,
             q_positions=q_positions,
             kv_positions=kv_positions,
-            max_extend_len=int(extend_lens[numbers].max()),
+            max_extend_len=int(extend_lens[requests].max()),
         )
         self._list_entries(metadata, rows, forward_batch.seq_lens[index])
-        if len(numbers) < forward_batch.batch_size:
+        if len(requests) < forward_batch.batch_size:
             first, last = int(places[0]), int(places[-1])
             consecutive = last - first == len(places) - 1
             metadata.rows = slice(first, last + 1) if consecutive else to_device(places, device)
