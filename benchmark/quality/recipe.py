@@ -66,8 +66,6 @@ _encode: Encoder
 
 def start_worker(tokenizer: str) -> None:
     global _encode
-    # By which the pool ends its workers: a handler of the parent's would not run while a worker waits for its queue.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _encode = Encoder(Tokenizer.from_str(tokenizer))
 
 
@@ -83,7 +81,11 @@ class Feed:
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, start: int, workers: int):
         self.recipe, self.steps = recipe, iter(range(start, recipe.steps))
+        # By which the pool ends its workers. With a handler from here they could wait for ever: in the first moments
+        # after a fork, what it raises is ignored.
+        handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.pool = multiprocessing.get_context("fork").Pool(workers, start_worker, (tokenizer.to_str(),))
+        signal.signal(signal.SIGTERM, handler)
         self.made = collections.deque()
         for _ in range(4 * workers):
             self._ask_for_more()
