@@ -1,6 +1,7 @@
 """A scheduler without a model: SGLang's classes and our hooks take one request at a time from arrival to its end."""
 
 import contextlib
+import inspect
 import time
 import types
 from collections import defaultdict
@@ -137,7 +138,8 @@ class Host:
                 adder.can_run_list, self.rows, self.slots, self.tree_cache, self.model_config, True,
                 SpeculativeAlgorithm.NONE,
             )  # fmt: skip
-            batch.prepare_for_extend()
+            # Without the hook that is timed below, which is in place where this process has run an engine.
+            inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
         with self.clock("segments"):
             hooks.prepare_for_extend(None, batch)
             LinkedBatch.of(batch)
