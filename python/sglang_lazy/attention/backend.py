@@ -1,8 +1,8 @@
 """The link path of an attention backend: linked rows take it, all others go to SGLang's own code.
 
-A prefill batch may hold both, as that of a cold prompt does, whose chunks are ordinary prefills. A backend keeps its
-stock name and class, because much of SGLang is decided by them; `with_link_path` gives one instance a subclass of its
-class.
+A prefill batch may hold both, as that of a cold prompt does, whose chunks are ordinary prefills; a small one takes the
+link path whole, `LinkedBatch.requests` says which. A backend keeps its stock name and class, because much of SGLang is
+decided by them; `with_link_path` gives one instance a subclass of its class.
 """
 
 import copy
@@ -24,12 +24,12 @@ from sglang_lazy.attention.table import LinkedBatch, table_of, to_device
 
 @dataclasses.dataclass
 class LinkMetadata:
-    """The linked rows of a batch as the kernels take them; see `sgl_kernel_lazy` for shapes.
+    """The rows of a batch that take the link path, as the kernels take them; see `sgl_kernel_lazy` for shapes.
 
     Graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
-    rows: which of the rows to compute are linked: a slice, or int64 indices.
-    others: the batch without links, as SGLang's own code is to compute it where some rows are not linked.
+    rows: which of the rows to compute these are: a slice, or int64 indices.
+    others: the batch without links, as SGLang's own code is to compute it where other rows are left to it.
     """
 
     kv_indptr: torch.Tensor
@@ -153,7 +153,7 @@ class LinkAttention(AttentionBackend):
         return metadata
 
     def _snapshot_prefill(self, forward_batch, current: LinkedBatch) -> LinkMetadata:
-        """The linked rows of a prefill batch; SGLang's attention prepares for the others."""
+        """The rows of a prefill batch that take the link path; SGLang's attention prepares for the others."""
         table, device = self.link_table, self.link_table.ends.device
         requests, extend_lens = np.array(current.requests), np.array(forward_batch.extend_seq_lens_cpu)
         begins = extend_lens.cumsum() - extend_lens
