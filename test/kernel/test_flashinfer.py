@@ -85,10 +85,12 @@ def test_cases(op, dtype, case):
 @on_gpu
 @ops
 @pytest.mark.parametrize("seed", range(4))
-def test_head_dim_128_and_long_rows(op, seed):
+@pytest.mark.parametrize("head_dim, dtype", [(64, HALVES[1]), (128, HALVES[0]), (128, HALVES[1]), (256, HALVES[1])])
+def test_long_rows(op, head_dim, dtype, seed):
+    """Entries long enough for fa3, where the GPU has it."""
     shape = dataclasses.replace(
-        CASES["head_dim 128"][1], num_qo_heads=32, num_kv_heads=8, dtype=torch.bfloat16, max_chunk_len=700,
-        max_segments=9, max_text_len=300, max_position=16384,
+        CASES["ragged"][1], num_qo_heads=32, num_kv_heads=8, head_dim=head_dim, rotary_dim=head_dim, dtype=dtype,
+        max_chunk_len=700, max_segments=9, max_text_len=300, max_position=16384,
     )  # fmt: skip
     check(op, stock, random_batch(seed, shape))
 
