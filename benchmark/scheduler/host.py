@@ -24,7 +24,7 @@ from sglang_lazy import plugin
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable
 from sglang_lazy.cache.radix import LazyRadixCache
 from sglang_lazy.scheduler import hooks
-from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill
+from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256
@@ -142,7 +142,8 @@ class Host:
             inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
         with self.clock("segments"):
             hooks.prepare_for_extend(None, batch)
-            LinkedBatch.of(batch)
+            if any(is_linked(req) or is_fill(req) for req in batch.reqs):
+                LinkedBatch.of(batch)
         return batch, running_batch
 
     def publish(self, running_batch: ScheduleBatch, batch: ScheduleBatch) -> None:

@@ -4,8 +4,9 @@ SGLang's own classes and our hooks, without a model: each request is taken from 
 there. Chunks are drawn by a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and there
 are four times as many chunks, so that misses are filled and evict. `stock` is SGLang's own radix cache with plain
 prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
-tree as long as a chunk. Times are the thread's own, so that other work on the machine counts less. Rows go to `--out`
-as JSON lines, after a line with the environment.
+tree as long as a chunk. `lazy-plain` is sent the same as `stock`: what our hooks cost prompts without chunks. Times are
+the thread's own, so that other work on the machine counts less. Rows go to `--out` as JSON lines, after a line with the
+environment.
 
     python benchmark/scheduler/host_time.py --out host_time.jsonl
 """
@@ -99,7 +100,13 @@ class Plain(Traffic):
         return self.request(self.front + self.document(number), None)
 
 
-CONTENDERS = {"lazy": Linked, "stock": Plain}
+class PlainOnOurs(Plain):
+    """The same prompts without chunks, with our cache and hooks."""
+
+    cache_class = LazyRadixCache
+
+
+CONTENDERS = {"lazy": Linked, "lazy-plain": PlainOnOurs, "stock": Plain}
 
 
 def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool, args: argparse.Namespace) -> dict:

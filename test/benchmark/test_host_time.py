@@ -13,7 +13,7 @@ def test_rows(tmp_path):
     with published():
         measured = list(rows(parse_args([*flags, "--out", str(tmp_path / "rows.jsonl")])))
     cases = [(row["contender"], row["mode"]) for row in measured]
-    assert cases == [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "stock")]
+    assert cases == [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-plain", "stock")]
     for row in measured:
         assert json.loads(json.dumps(row)) == row
         assert row["resident"] == 12, "with two chunks resident no request of three is all hits"
