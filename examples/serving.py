@@ -159,22 +159,15 @@ class Generation:
     """One finished request: what the server reported and what the client's clock saw, in seconds from the send."""
 
     text: str
-    output_ids: list[int]
     prompt_tokens: int
     prefix_tokens: int
     chunk_tokens: int
     ttft: float
-    total: float
 
     @property
     def computed_tokens(self) -> int:
         """Prompt tokens that had to be computed."""
         return self.prompt_tokens - self.prefix_tokens - self.chunk_tokens
-
-    @property
-    def decode_rate(self) -> float:
-        """Output tokens per second after the first."""
-        return (len(self.output_ids) - 1) / (self.total - self.ttft) if len(self.output_ids) > 1 else float("nan")
 
 
 class Client:
@@ -219,10 +212,8 @@ class Client:
         chunk_tokens = (meta.get("cached_tokens_details") or {}).get("chunk", 0)
         return Generation(
             text=message["text"],
-            output_ids=message["output_ids"],
             prompt_tokens=meta["prompt_tokens"],
             prefix_tokens=meta["cached_tokens"] - chunk_tokens,
             chunk_tokens=chunk_tokens,
             ttft=ttft,
-            total=time.perf_counter() - start,
         )
