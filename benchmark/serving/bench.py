@@ -2,15 +2,15 @@
 
 A case is a workload with its flags and the rates at which its conversations arrive; each rate starts from an empty
 cache. One start of a server serves all cases. Cases come from `--case`, which can be repeated, and from the lines of
-`--plan`. With `--together` all servers are up at once and only one is asked at a time. Flags after `--` go to every
-server.
+`--plan`. With `--together` all servers are up at once and take turns, so that only one is asked at a time. Flags after
+`--` go to every server.
 
     python benchmark/serving/bench.py --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
         --case "synthetic --alpha 1.1 --request-rate 1 2 4 8" --case "chat --request-rate 8"
 
 `--case "synthetic --help"` lists a workload's flags; docs/benchmarks.md says what the results mean. The results folder
 gets `rows.jsonl` (a line for each contender, case, rate and phase), `environment.json` and the servers' logs; plots.py
-makes figures of it.
+makes figures of it, paired.py says how sure a difference is.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="start all servers of a pool size at once, beside one another, and measure each run with all in turn",
+        help="start all servers of a pool size at once, beside one another; they take turns, stage by stage",
     )
     parser.add_argument("--out", type=Path, required=True, help="results folder, new or empty")
     args = parser.parse_args()
@@ -120,7 +120,7 @@ class Results:
 class Runner:
     """A server of the comparison, and what is noted about it. If it fails it is stopped, and the others go on.
 
-    measure: gives the rows of a contender's run at a URL.
+    measure: measures a contender's run at a URL, stage by stage; gives the rows that each stage completes.
     """
 
     def __init__(
@@ -129,12 +129,12 @@ class Runner:
         names: list[str],
         flags: list[str],
         results: Results,
-        measure: Callable[[str, str, Run], list[dict]],
+        measure: Callable[[str, str, Run], Iterator[list[dict]]],
     ):
         self.server, self.names, self.flags, self.results, self.measure = server, names, flags, results, measure
         self.log = results.folder / f"{len(results.servers)}-{names[0]}.server.log"
         command = shlex.join([server.module, *flags, *server.flags])
-        self.facts = {"contenders": names, "command": command, "failure": "interrupted"}
+        self.facts = {"contenders": list(names), "command": command, "failure": "interrupted"}
         results.servers.append(self.facts)
         self.stack = contextlib.ExitStack()
         self.url: str | None = None
@@ -146,16 +146,19 @@ class Runner:
             self.url = self.stack.enter_context(running(self.server, self.flags, self.log, timeout))
             self.facts["start_up_s"] = round(time.monotonic() - start, 1)
 
-    def ask(self, name: str, run: Run) -> None:
-        """Measure a contender of this server, unless it has lost the case at a slower rate."""
-        if self.url is None or (name, run.case) in self.lost or name not in (run.case.contenders or [name]):
-            return
-        with self._noting_failure():
-            rows = self.measure(self.url, name, run)
-            for row in rows:
-                self.results.add_row(row)
-            if any(row["saturated"] for row in rows if row["phase"] != "cold"):
-                self.lost.add((name, run.case))
+    def ask(self, run: Run) -> Iterator[None]:
+        """Measure this server's contenders, pausing after each stage, but for those that have lost the case."""
+        for name in self.names:
+            if self.url is None or (name, run.case) in self.lost or name not in (run.case.contenders or [name]):
+                continue
+            with self._noting_failure():
+                for rows in self.measure(self.url, name, run):
+                    for row in rows:
+                        self.results.add_row(row)
+                    if any(row["saturated"] for row in rows if row["phase"] != "cold"):
+                        self.lost.add((name, run.case))
+                    yield
+        self.names.reverse()
 
     def finish(self) -> None:
         """To be called when everything has been asked."""
@@ -173,17 +176,20 @@ class Runner:
 
 
 def compare(runners: list[Runner], runs: list[Run], timeout: float) -> None:
-    """Start all servers at once, and ask their contenders in turn, run by run, from the first to the last and back."""
+    """Start all servers at once, and measure each run with all of them, a stage at a time.
+
+    They take turns, from the first to the last and back, so that none comes after the same one each time.
+    """
     with contextlib.ExitStack() as stack:
         for runner in runners:
             stack.push(runner.stack)
         with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
             list(pool.map(lambda runner: runner.start(timeout), runners))
-        turns = [(runner, name) for runner in runners for name in runner.names]
-        for run in runs:
-            for runner, name in turns:
-                runner.ask(name, run)
-            turns.reverse()  # so that none comes after the same one each time
+        done = object()
+        for number, run in enumerate(runs):
+            asked = [runner.ask(run) for runner in (reversed(runners) if number % 2 else runners)]
+            while asked:
+                asked = [stages for stages in asked if next(stages, done) is not done][::-1]
         for runner in runners:
             runner.finish()
 
@@ -210,9 +216,10 @@ def main() -> None:
         print(TABLE.format(*COLUMNS, "").rstrip())
         for pool_gb in args.kv_pool_gb:
 
-            def measured(url: str, name: str, run: Run, pool_gb: float | None = pool_gb) -> list[dict]:
+            def measured(url: str, name: str, run: Run, pool_gb: float | None = pool_gb) -> Iterator[list[dict]]:
                 columns = {"contender": name, "model": args.model, "kv_pool_gb": pool_gb}
-                return [{**columns, **row} for row in measure(url, name, run, args.seed, kv_bytes)]
+                for rows in measure(url, name, run, args.seed, kv_bytes):
+                    yield [{**columns, **row} for row in rows]
 
             pool = [] if pool_gb is None else ["--max-total-tokens", str(int(pool_gb * 1e9 / kv_bytes))]
             for group in [servers] if args.together else [[one] for one in servers]:

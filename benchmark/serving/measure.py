@@ -3,6 +3,7 @@
 import collections
 import gc
 import math
+from collections.abc import Iterator
 
 import examples_path  # noqa: F401 - puts examples on the path
 import requests
@@ -25,28 +26,31 @@ def freeze_objects(url: str) -> None:
     gc.freeze()
 
 
-def measure(url: str, name: str, run: Run, seed: int, kv_bytes: int) -> list[dict]:
-    """A row for each phase of a run, which starts from an empty cache.
+def measure(url: str, name: str, run: Run, seed: int, kv_bytes: int) -> Iterator[list[dict]]:
+    """Measures a run, which starts from an empty cache, stage by stage: gives the rows of the phases that each ends.
 
     kv_bytes: bytes of KV of one token.
     """
-    how = dict(form=CONTENDERS[name].form, max_concurrency=run.case.max_concurrency, seed=seed)
+    how = dict(form=CONTENDERS[name].form, max_concurrency=run.case.max_concurrency)
     # The first requests of a kind are slower: kernels are compiled, buffers are allocated.
-    send(url, run.stages[0].conversations[:WARM_UP_CONVERSATIONS], request_rate=math.inf, **how)
+    send(url, run.stages[0].conversations[:WARM_UP_CONVERSATIONS], request_rate=math.inf, seed=seed, **how)
     freeze_objects(url)
     Client(url).flush_cache()
     gauges = ServerGauges(url)
-    timelines, facts, tokens = {}, {}, collections.defaultdict(collections.Counter)
-    for stage in run.stages:
-        sent = send(url, stage.conversations, request_rate=run.request_rate, **how)
-        timelines.setdefault(stage.phase, []).append(sent)
-        tokens[stage.phase] += gauges.new_tokens()
-        facts[stage.phase] = {
-            "server_hit_rate": round(tokens[stage.phase]["cached"] / tokens[stage.phase]["prompt"], 4),
+    left = collections.Counter(stage.phase for stage in run.stages)
+    sent, tokens = collections.defaultdict(list), collections.defaultdict(collections.Counter)
+    for number, stage in enumerate(run.stages):
+        phase = stage.phase
+        sent[phase].append(send(url, stage.conversations, request_rate=run.request_rate, seed=seed + number, **how))
+        tokens[phase] += gauges.new_tokens()
+        left[phase] -= 1
+        if left[phase]:
+            yield []
+            continue
+        facts = {
+            "server_hit_rate": round(tokens[phase]["cached"] / tokens[phase]["prompt"], 4),
             "kv_resident_bytes": gauges.resident_tokens() * kv_bytes,
             "kv_pool_bytes": gauges.pool_tokens * kv_bytes,
-            "saturated": is_saturated(sent),
+            "saturated": any(map(is_saturated, sent[phase])),
         }
-    return [
-        {**run.describe(), "phase": phase, **summarise(stages), **facts[phase]} for phase, stages in timelines.items()
-    ]
+        yield [{**run.describe(), "phase": phase, **summarise(sent[phase]), **facts}]

@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import itertools
 import re
+import statistics
 import types
 
 import requests
@@ -63,7 +64,12 @@ def summarise(stages: list[list[Timeline]]) -> dict:
             for ours, name in LATENCIES.items()
             for statistic, theirs in STATISTICS.items()
         },
+        "ttft_ms_stages": [round(mean_ttft(stage) * 1000, 3) for stage in stages],
     }
+
+
+def mean_ttft(timelines: list[Timeline]) -> float:
+    return statistics.fmean(timeline.arrivals[0][0] - timeline.sent for timeline in timelines)
 
 
 def last_arrival(timelines: list[Timeline]) -> float:

@@ -86,6 +86,7 @@ class Traffic(Workload):
     num_prompts: int = option("conversations measured as steady state", 100, least=1)
     cold_prompts: int = option("conversations before these, from the empty cache", 20, least=0)
     warm: bool = option("then measure the steady conversations a second time, as phase `warm`", False)
+    rounds: int = option("parts of these conversations, each sent when the one before is done", 1, least=1)
 
     def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
         raise NotImplementedError
@@ -96,8 +97,12 @@ class Traffic(Workload):
         if len(found) < wanted:
             raise ValueError(f"{wanted} conversations are asked for, there are {len(found)}")
         cold, steady = found[: self.cold_prompts], found[self.cold_prompts :]
-        stages = [Stage("cold", cold), Stage("steady", steady), Stage("warm", steady if self.warm else [])]
-        return [stage for stage in stages if stage.conversations]
+        size = -(-len(steady) // self.rounds)
+        parts = [steady[begin : begin + size] for begin in range(0, len(steady), size)]
+        stages = [Stage("cold", cold)] if cold else []
+        for phase in ["steady", "warm"] if self.warm else ["steady"]:
+            stages += [Stage(phase, part) for part in parts]
+        return stages
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

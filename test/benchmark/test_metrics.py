@@ -53,6 +53,7 @@ def test_stages_add_up():
     found = summarise(stages)
     assert found["duration_s"] == 2
     assert found["request_throughput"] == 1
+    assert found["ttft_ms_stages"] == [500, 500]
 
 
 def test_hit_rates_count_tokens():

@@ -39,8 +39,12 @@ def compared(tmp_path, monkeypatch):
 
         def measure(url, name, run):
             assert url == f"http://{name}" and name in up
-            asked.append((name, run.request_rate))
-            return [{"phase": "cold", "saturated": True}, {"phase": "steady", "saturated": not answer(*asked[-1])}]
+            for stage in run.stages:
+                asked.append((name, run.request_rate))
+                saturated = {"cold": True, "steady": not answer(*asked[-1])}
+                yield [
+                    {"phase": phase, "saturated": saturated[phase]} for phase in dict.fromkeys(["cold", stage.phase])
+                ]
 
         runners = [bench.Runner(Server(name), [name], [], results, measure) for name in contenders]
         runs = [run for line in cases for run in parse_case(line).runs(0, None)]
@@ -69,6 +73,33 @@ def test_turns(compared):
     )
     assert asked == [("stock", 1), ("lazy", 1), ("lazy", 2), ("stock", 2), ("lazy", 3)]
     assert failures == {"stock": None, "lazy": None}
+
+
+def test_turns_by_stage(compared):
+    """A run of several stages is measured stage by stage: none is asked twice before the others."""
+    asked, failures = compared(["stock", "lazy"], ["chat --num-prompts 3 --rounds 3 --cold-prompts 0"] * 2)
+    assert [name for name, _ in asked] == ["stock", "lazy", "lazy", "stock", "stock", "lazy"] + [
+        "lazy", "stock", "stock", "lazy", "lazy", "stock",
+    ]  # fmt: skip
+    assert failures == {"stock": None, "lazy": None}
+
+
+def test_contenders_of_one_server(tmp_path, monkeypatch):
+    """They share a cache, which each run empties: one is measured to the end before the next begins, in turns."""
+    asked = []
+
+    def measure(url, name, run):
+        for _ in run.stages:
+            asked.append(name)
+            yield []
+
+    monkeypatch.setattr(bench, "running", lambda *given: contextlib.nullcontext("http://lazy"))
+    results = bench.Results(tmp_path / "one", {})
+    runner = bench.Runner(Server("lazy"), ["lazy", "lazy-plain"], [], results, measure)
+    cases = [parse_case("chat --num-prompts 2 --rounds 2 --cold-prompts 0") for _ in range(2)]
+    bench.compare([runner], [run for case in cases for run in case.runs(0, None)], timeout=1)
+    assert asked == [name for name in ("lazy", "lazy-plain", "lazy-plain", "lazy") for _ in range(2)]
+    assert runner.facts["contenders"] == ["lazy", "lazy-plain"]
 
 
 def test_falling_behind(compared):

@@ -262,3 +262,14 @@ def test_plans(tmp_path):
     assert read_plan(str(plan)) == ["chat", "latency --chunks 3"]
     with pytest.raises(ValueError, match="cannot read"):
         read_plan(str(tmp_path / "none.txt"))
+
+
+def test_rounds():
+    """The same conversations, in parts that are measured one after another as one phase."""
+    whole = parse_case("chat --num-prompts 7 --cold-prompts 2").workload
+    parts = parse_case("chat --num-prompts 7 --cold-prompts 2 --rounds 3 --warm").workload.stages(0, encode)
+    assert [(stage.phase, len(stage.conversations)) for stage in parts] == [
+        ("cold", 2), ("steady", 3), ("steady", 3), ("steady", 1), ("warm", 3), ("warm", 3), ("warm", 1),
+    ]  # fmt: skip
+    steady = [conversation for stage in parts if stage.phase == "steady" for conversation in stage.conversations]
+    assert steady == whole.stages(0, encode)[1].conversations

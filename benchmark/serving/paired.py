@@ -1,0 +1,98 @@
+"""How sure a difference in TTFT is: two contenders that took turns in a run of bench.py, stage by stage.
+
+With `--together` the same stage of both was sent within seconds, so that what else changed on the machine met both. For
+each case and phase this prints their mean TTFTs, the mean of the differences between the two of a pair, relative to the
+second contender's mean TTFT, half the width of its 95% interval by Student's t, and the median of the differences,
+which a stall does not move. Folders of the same cases are pooled. A stage is one of a case's `--rounds`, or one request
+of `latency`.
+
+    python benchmark/serving/paired.py results/chat --contenders lazy,stock
+"""
+
+import argparse
+import collections
+import json
+import math
+import statistics
+from pathlib import Path
+
+from scipy.stats import t
+
+TABLE = "{:10} {:>6} {:>7} {:10} {:>6} {:>10} {:>10} {:>10} {:>8} {:>9}"
+SAME = ("model", "kv_pool_gb", "workload", "parameters", "request_rate", "max_concurrency", "phase")
+CONFIDENCE = 0.95
+
+
+def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, list[tuple[float, float]]]:
+    """By what the rows have in common: the mean TTFTs of both contenders in each stage, in milliseconds.
+
+    A case that was measured several times is matched in order; one that only one of them was sent is left out. Raises
+    ValueError where one contender has stages of a case that the other has not.
+    """
+    pairs = collections.defaultdict(list)
+    for folder in folders:
+        found = collections.defaultdict(lambda: {first: [], second: []})
+        for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["contender"] in (first, second):
+                key = json.dumps({column: row[column] for column in SAME}, sort_keys=True)
+                found[key][row["contender"]] += row["ttft_ms_stages"]
+        for key, stages in found.items():
+            if not all(stages.values()):
+                continue
+            if len(stages[first]) != len(stages[second]):
+                raise ValueError(f"{folder}: {first} and {second} have different stages of {key}")
+            pairs[key] += zip(stages[first], stages[second], strict=True)
+    return pairs
+
+
+def compare(pairs: list[tuple[float, float]]) -> dict[str, float]:
+    """Means of both in milliseconds; mean and median difference and the half width of the mean's interval, in percent.
+
+    The interval of a single pair is infinite.
+    """
+    first, second = (statistics.fmean(times) for times in zip(*pairs, strict=True))
+    differences = [100 * (a - b) / second for a, b in pairs]
+    half_width = math.inf
+    if len(pairs) > 1:
+        quantile = t.ppf((1 + CONFIDENCE) / 2, len(pairs) - 1)
+        half_width = quantile * statistics.stdev(differences) / math.sqrt(len(pairs))
+    return {
+        "first": first,
+        "second": second,
+        "mean": statistics.fmean(differences),
+        "half_width": half_width,
+        "median": statistics.median(differences),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="+", help="results folders of bench.py --together")
+    parser.add_argument("--contenders", default="lazy,stock", help="two; default: %(default)s")
+    args = parser.parse_args()
+    first, _, second = args.contenders.partition(",")
+    try:
+        found = paired_stages(args.results, first, second)
+    except (OSError, KeyError, ValueError) as error:
+        parser.error(f"cannot pair: {error}")
+    print(TABLE.format("workload", "chunks", "rate", "phase", "pairs", first, second, "mean %", "+-", "median %"))
+    for key, pairs in found.items():
+        case, result = json.loads(key), compare(pairs)
+        chunks, length = (case["parameters"].get(name, "") for name in ("chunks", "chunk_len"))
+        print(
+            TABLE.format(
+                case["workload"],
+                f"{chunks}x{length}" if chunks else "",
+                "inf" if case["request_rate"] is None else f"{case['request_rate']:g}",
+                case["phase"],
+                len(pairs),
+                f"{result['first']:.2f}",
+                f"{result['second']:.2f}",
+                *(f"{result[name]:+.2f}" for name in ("mean", "half_width", "median")),
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

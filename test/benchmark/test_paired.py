@@ -1,0 +1,58 @@
+"""Differences between contenders that took turns: known answers, pooling, and what cannot be paired."""
+
+import json
+
+import numpy as np
+import pytest
+from paired import SAME, compare, paired_stages
+
+
+def write_rows(folder, *rows):
+    """rows: (contender, phase, mean TTFT of each stage)."""
+    folder.mkdir()
+    common = dict.fromkeys(SAME, None)
+    lines = [{**common, "contender": name, "phase": phase, "ttft_ms_stages": times} for name, phase, times in rows]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_known_answer():
+    """Differences of 1, 2 and 6 ms at a mean of 20: 15% on average; Student's t for 2 degrees of freedom is 4.303."""
+    found = compare([(11, 10), (22, 20), (36, 30)])
+    assert (found["first"], found["second"]) == (23, 20)
+    assert found["mean"] == pytest.approx(15)
+    assert found["median"] == pytest.approx(10)
+    assert found["half_width"] == pytest.approx(4.303 * np.std([5, 10, 30], ddof=1) / 3**0.5, rel=1e-3)
+    assert compare([(11, 10)])["half_width"] == float("inf")
+
+
+def test_the_interval_holds_what_it_says():
+    """95 of 100 intervals contain the true difference, within 4.5 standard errors, however much both drift together."""
+    rng = np.random.default_rng(0)
+    hits, trials = 0, 2000
+    for _ in range(trials):
+        drift = rng.normal(0, 50, 8)
+        pairs = np.stack([1020 + drift + rng.normal(0, 5, 8), 1000 + drift + rng.normal(0, 5, 8)], axis=1)
+        found = compare(pairs.tolist())
+        true = 100 * 20 / found["second"]
+        hits += abs(found["mean"] - true) < found["half_width"]
+    assert abs(hits / trials - 0.95) < 4.5 * (0.95 * 0.05 / trials) ** 0.5
+
+
+def test_pooling(tmp_path):
+    """Repetitions in a folder and in others are pooled by case and phase, each paired with its own."""
+    one = write_rows(
+        tmp_path / "one",
+        ("lazy", "cold", [1]), ("stock", "cold", [2]), ("stock", "warm", [4]), ("lazy", "warm", [3]),
+        ("stock", "cold", [6]), ("lazy", "cold", [5]), ("materialize", "cold", [9]),
+        ("lazy", "hot", [9]),
+    )  # fmt: skip
+    other = write_rows(tmp_path / "other", ("stock", "cold", [8]), ("lazy", "cold", [7]))
+    found = {json.loads(key)["phase"]: pairs for key, pairs in paired_stages([one, other], "lazy", "stock").items()}
+    assert found == {"cold": [(1, 2), (5, 6), (7, 8)], "warm": [(3, 4)]}
+
+
+def test_what_cannot_be_paired(tmp_path):
+    folder = write_rows(tmp_path / "one", ("lazy", "cold", [1, 2]), ("stock", "cold", [3]))
+    with pytest.raises(ValueError, match="different stages"):
+        paired_stages([folder], "lazy", "stock")
