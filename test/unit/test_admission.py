@@ -1,5 +1,6 @@
 """Admission of linked requests, beside a scheduler that is SGLang's in what admission sees of it, and runs no model."""
 
+import dataclasses
 import random
 import types
 
@@ -671,6 +672,18 @@ def test_counts_after_eviction_before_admission():
     scheduler.tree_cache.dec_lock_ref(holder)
     scheduler.run()
     assert scheduler.counts(req) == (4, 4, 0b10)
+
+
+def test_split_before_admission():
+    """A chunk's node that is split after its request has arrived still ends where the chunk does."""
+    scheduler = Scheduler()
+    scheduler.warm(A, B)
+    req = scheduler.submit([B, A, QUESTION], "p0", max_new_tokens=1)
+    found = list(req.link.found)
+    beginning = dataclasses.replace(req.link.prompt.chunks[1], used=2)
+    assert scheduler.tree_cache.find_chunk(beginning) is found[1].parent, "of the chunk, which is a node of its own now"
+    scheduler.run()
+    assert scheduler.counts(req) == (8, 8, 0b11)
 
 
 def test_chunk_that_another_request_fills_is_no_hit():

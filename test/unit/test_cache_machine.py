@@ -138,8 +138,8 @@ class Pools:
         if layout is not None:
             prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
             if prompt.chunks:
-                reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
-                req.link = Link(prompt, reused, self.materialize)
+                found = [self.cache.find_chunk(chunk) for chunk in prompt.chunks]
+                req.link = Link(prompt, found, self.materialize)
                 self.name_paths(req)
 
     def name_paths(self, req):

@@ -19,7 +19,7 @@ CHUNK_NAMESPACE = "chunk"
 TEXT_NAMESPACE = "text"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class ChunkRef:
     """One use of a chunk in a prompt.
 

@@ -300,6 +300,7 @@ class LazyRadixCache(RadixCache):
             num_evicted += len(leaf.key)
             self._delete_leaf(leaf)
             self._record_remove_event(leaf)
+            leaf.value = None  # makes it `evicted` to whoever has found it before
         if freed:
             self.token_to_kv_pool_allocator.free(torch.cat(freed))
         self.update_eviction_metrics(num_evicted, start_time)

@@ -80,8 +80,8 @@ class ChunkAdmission:
             req.set_finish_with_abort(str(error))
             return
         if prompt.chunks:
-            reused = [self.cache.find_chunk(chunk) is not None for chunk in prompt.chunks]
-            req.link = Link(prompt, reused, self.materialize)
+            found = [self.cache.find_chunk(chunk) for chunk in prompt.chunks]
+            req.link = Link(prompt, found, self.materialize)
 
     def _check_copy_fits(self, prompt: LinkedPrompt) -> None:
         """Raise ValueError unless the pool holds the prompt beside the chunks that are copied into it."""
@@ -149,9 +149,10 @@ class ChunkAdmission:
 
     def _resident(self, link: Link) -> list[Any]:
         """Per chunk of a parent, the node at which it is resident, None where it is missing or under way."""
+        nodes = link.nodes or [None if node is None or node.evicted else node for node in link.found]
         return [
             self.cache.find_chunk(chunk) if node is None and not self._under_way(chunk) else node
-            for chunk, node in zip(link.prompt.chunks, link.nodes or itertools.repeat(None), strict=False)
+            for chunk, node in zip(link.prompt.chunks, nodes, strict=True)
         ]
 
     def _chunk_need(self, link: Link, nodes: list[Any]) -> int:

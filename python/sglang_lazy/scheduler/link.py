@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from sglang.srt.mem_cache.radix_cache import TreeNode
+
 from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt, Row
 from sglang_lazy.cache.radix import ChunkCopy
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
@@ -12,6 +14,7 @@ from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
 class Link:
     """State of one linked request.
 
+    found: per chunk, the tree node at which it was resident on arrival, or None. Not locked: it may be evicted since.
     reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
     materialize: whether the request gets a copy of its chunks, turned to their positions, instead of attending to the
         shared ones in place.
@@ -22,11 +25,14 @@ class Link:
     """
 
     prompt: LinkedPrompt
-    reused: list[bool]
+    found: list[TreeNode | None]
     materialize: bool = False
-    nodes: list[Any] = dataclasses.field(default_factory=list)
+    nodes: list[TreeNode | None] = dataclasses.field(default_factory=list)
     row: Row | None = None
     copy: ChunkCopy | None = None
+
+    def __post_init__(self):
+        self.reused = [node is not None for node in self.found]
 
     @property
     def admitted(self) -> bool:
