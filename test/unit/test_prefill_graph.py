@@ -48,7 +48,7 @@ def test_others_are_left_to_sglang():
     assert not runs_graph(2048, sglang=False)
 
 
-@pytest.mark.parametrize("device, num_tokens, apart", [("cuda", 500, False), ("cuda", 1100, True), ("cpu", 5, True)])
+@pytest.mark.parametrize("device, num_tokens, apart", [("cuda", 2080, False), ("cuda", 3104, True), ("cpu", 5, True)])
 def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
     """More kernels than the device can follow would hold up the host."""
     runner = SimpleNamespace(
