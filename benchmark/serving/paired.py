@@ -3,8 +3,8 @@
 With `--together` the same stage of both was sent within seconds, so that what else changed on the machine met both. For
 each case and phase this prints their mean TTFTs, the mean of the differences between the two of a pair, relative to the
 second contender's mean TTFT, half the width of its 95% interval by Student's t, and the median of the differences,
-which a stall does not move. Folders of the same cases are pooled. A stage is one of a case's `--rounds`, or one request
-of `latency`.
+which a stall does not move. Folders are pooled: a case may have another number of stages there, as long as they are of
+the same size. A stage is one of a case's `--rounds`, or one request of `latency`.
 
     python benchmark/serving/paired.py results/chat --contenders lazy,stock
 """
@@ -19,7 +19,8 @@ from pathlib import Path
 from scipy.stats import t
 
 TABLE = "{:10} {:>6} {:>7} {:10} {:>6} {:>10} {:>10} {:>10} {:>8} {:>9}"
-SAME = ("model", "kv_pool_gb", "workload", "parameters", "request_rate", "max_concurrency", "phase")
+SAME = ("model", "kv_pool_gb", "workload", "request_rate", "max_concurrency", "phase")
+COUNTS = ("num_prompts", "rounds")
 CONFIDENCE = 0.95
 
 
@@ -35,8 +36,10 @@ def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, lis
         for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row["contender"] in (first, second):
-                key = json.dumps({column: row[column] for column in SAME}, sort_keys=True)
-                found[key][row["contender"]] += row["ttft_ms_stages"]
+                case = {column: row[column] for column in SAME}
+                case["parameters"] = {name: row["parameters"][name] for name in row["parameters"].keys() - {*COUNTS}}
+                case["requests"] = round(row["requests"] / len(row["ttft_ms_stages"]))  # of a stage
+                found[json.dumps(case, sort_keys=True)][row["contender"]] += row["ttft_ms_stages"]
         for key, stages in found.items():
             if not all(stages.values()):
                 continue

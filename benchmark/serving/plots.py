@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 OURS = "lazy"
-SAMPLE_SIZES = {"num_prompts", "cold_prompts", "warm"}
+SAMPLE_SIZES = {"num_prompts", "cold_prompts", "warm", "rounds"}
 """Parameters that say how much was measured, not what."""
 
 

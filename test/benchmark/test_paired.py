@@ -7,11 +7,20 @@ import pytest
 from paired import SAME, compare, paired_stages
 
 
-def write_rows(folder, *rows):
+def write_rows(folder, *rows, stage_size=4):
     """rows: (contender, phase, mean TTFT of each stage)."""
     folder.mkdir()
-    common = dict.fromkeys(SAME, None)
-    lines = [{**common, "contender": name, "phase": phase, "ttft_ms_stages": times} for name, phase, times in rows]
+    lines = [
+        {
+            **dict.fromkeys(SAME, None),
+            "contender": name,
+            "phase": phase,
+            "parameters": {"alpha": 1, "num_prompts": stage_size * len(times), "rounds": len(times)},
+            "requests": stage_size * len(times),
+            "ttft_ms_stages": times,
+        }
+        for name, phase, times in rows
+    ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -40,16 +49,23 @@ def test_the_interval_holds_what_it_says():
 
 
 def test_pooling(tmp_path):
-    """Repetitions in a folder and in others are pooled by case and phase, each paired with its own."""
+    """Repetitions in a folder and in others are pooled by case and phase, each paired with its own; stages of another
+    size are another case."""
     one = write_rows(
         tmp_path / "one",
         ("lazy", "cold", [1]), ("stock", "cold", [2]), ("stock", "warm", [4]), ("lazy", "warm", [3]),
         ("stock", "cold", [6]), ("lazy", "cold", [5]), ("materialize", "cold", [9]),
         ("lazy", "hot", [9]),
     )  # fmt: skip
-    other = write_rows(tmp_path / "other", ("stock", "cold", [8]), ("lazy", "cold", [7]))
-    found = {json.loads(key)["phase"]: pairs for key, pairs in paired_stages([one, other], "lazy", "stock").items()}
-    assert found == {"cold": [(1, 2), (5, 6), (7, 8)], "warm": [(3, 4)]}
+    other = write_rows(tmp_path / "other", ("stock", "cold", [8, 10]), ("lazy", "cold", [7, 9]))
+    larger = write_rows(tmp_path / "larger", ("stock", "cold", [8]), ("lazy", "cold", [7]), stage_size=5)
+    found = paired_stages([one, other, larger], "lazy", "stock")
+    cases = {(case["phase"], case["requests"]): found[key] for key in found for case in [json.loads(key)]}
+    assert cases == {
+        ("cold", 4): [(1, 2), (5, 6), (7, 8), (9, 10)],
+        ("warm", 4): [(3, 4)],
+        ("cold", 5): [(7, 8)],
+    }
 
 
 def test_what_cannot_be_paired(tmp_path):

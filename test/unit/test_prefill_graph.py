@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_lazy.attention import hooks
 from sglang_lazy.attention.hooks import can_run_prefill_graph
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.cache.prompt import ChunkRef
 
 LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
 
@@ -67,3 +68,16 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
     monkeypatch.setattr(hooks.LinkedBatch, "of", lambda *given: asked.append(given))
     hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
     assert asked == [(batch, apart)]
+
+
+def test_plain_decode_is_told_at_once():
+    """Requests are not asked where no row has chunks, and are where one has."""
+    table = SegmentTable(2, 1, "cpu")
+    batch = SimpleNamespace(reqs=[SimpleNamespace(link=object())], forward_mode=ForwardMode.DECODE)
+    assert not hooks.involves_chunks(batch, table)
+    table.assign({1: [ChunkRef((), [0] * 3, 0, 3)]})
+    assert hooks.involves_chunks(batch, table)
+    table.assign({1: ()})
+    assert not hooks.involves_chunks(batch, table)
+    batch.forward_mode = ForwardMode.EXTEND
+    assert hooks.involves_chunks(batch, table), "of fills, whose rows have no segments, too"

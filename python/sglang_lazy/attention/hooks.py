@@ -87,13 +87,20 @@ def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
     """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
     runner = worker.model_runner
     table = table_of(runner.req_to_token_pool)
-    if table is None or batch is None or not any(is_linked(req) or is_fill(req) for req in batch.reqs):
+    if table is None or batch is None or not involves_chunks(batch, table):
         return original(worker, batch, *args, **kwargs)
     write_copies(batch)
     # A second attention kernel for each layer costs a fifth more launches; what it saves grows with the batch.
     apart = batch.forward_mode.is_extend() and layer_time(runner, batch.extend_num_tokens) > 3 * LAUNCH_TIME
     with table.running(LinkedBatch.of(batch, apart)):
         return original(worker, batch, *args, **kwargs)
+
+
+def involves_chunks(batch, table: SegmentTable) -> bool:
+    """Whether a batch has linked requests or fills. Plain traffic is asked for each of its tokens: told at once."""
+    if batch.forward_mode.is_decode() and not table.linked_rows:
+        return False
+    return any(is_linked(req) or is_fill(req) for req in batch.reqs)
 
 
 def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:

@@ -60,6 +60,7 @@ class SegmentTable:
     num_segments: int32 [num_rows].
     ends: int32 [num_rows, max_segments], where each segment ends in the row.
     offsets: int32 [num_rows, max_segments], the position of each segment's first token.
+    linked_rows: the rows with segments; one stays until its next request gets it.
     has_chunks: whether the batch that the forward pass under way computes has chunks, to compute or to attend to.
     current: what the pass has to know of linked rows, None if there are none. SGLang builds a `ForwardBatch` and runs
         it in one call, without fields that a plugin could fill.
@@ -72,11 +73,11 @@ class SegmentTable:
         self.ends, self.offsets = self._lines[:, 1:].chunk(2, dim=1)
         self.has_chunks = False
         self.current: LinkedBatch | None = None
-        self._linked_rows: set[int] = set()
+        self.linked_rows: set[int] = set()
 
     def assign(self, rows: Mapping[int, Sequence[ChunkRef]]) -> None:
         """Enter the chunk segments of rows that were given to requests; ordered with the writes of `req_to_token`."""
-        changed = {row: chunks for row, chunks in rows.items() if chunks or row in self._linked_rows}
+        changed = {row: chunks for row, chunks in rows.items() if chunks or row in self.linked_rows}
         if not changed:
             return
         lines = np.zeros((len(changed), self._lines.shape[1]), dtype=np.int32)
@@ -85,7 +86,7 @@ class SegmentTable:
             line[0] = len(chunks)
             line[1 : 1 + len(chunks)] = [*itertools.accumulate(chunk.used for chunk in chunks)]
             line[1 + max_segments : 1 + max_segments + len(chunks)] = [chunk.start for chunk in chunks]
-            (self._linked_rows.add if chunks else self._linked_rows.discard)(row)
+            (self.linked_rows.add if chunks else self.linked_rows.discard)(row)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         self._lines.index_copy_(0, to_device(index, self._lines.device), to_device(lines, self._lines.device))
 
