@@ -5,13 +5,15 @@ there. Chunks are drawn by a Zipf distribution. `warm`: every chunk is resident.
 are four times as many chunks, so that misses are filled and evict. `stock` is SGLang's own radix cache with plain
 prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
 tree as long as a chunk. `lazy-plain` is sent the same as `stock`: what our hooks cost prompts without chunks. Times are
-the thread's own, so that other work on the machine counts less. Rows go to `--out` as JSON lines, after a line with the
-environment.
+the thread's own, so that other work on the machine counts less. A request has its own host time, whatever it asks for;
+what each further chunk adds to it comes last, where there are shapes of several numbers of chunks as long. Rows go to
+`--out` as JSON lines, after a line with the environment.
 
     python benchmark/scheduler/host_time.py --out host_time.jsonl
 """
 
 import argparse
+import collections
 import gc
 import itertools
 import json
@@ -39,6 +41,7 @@ QUESTION_LEN = 32
 SEPARATOR = 11
 UNIVERSE = 4  # chunks there are for each resident one, when evicting
 TABLE = "{:6} {:9} {:8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  " + " ".join(["{:>9}"] * len(STEPS))
+FURTHER = "{contender:6} further chunk of {chunk_len}, {mode}, {resident} resident: {us_per_further_chunk} us"
 
 
 class Traffic:
@@ -165,6 +168,25 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
             yield measure(name, shape, num_resident, evicting, args)
 
 
+def further_chunks(rows: list[dict]) -> Iterator[dict]:
+    """What each further chunk adds to a request, p50: the slope between the fewest and the most chunks of a length."""
+    requests = collections.defaultdict(dict)
+    for row in rows:
+        num_chunks, chunk_len = parse_shape(row["shape"])
+        same = (row["contender"], chunk_len, row["mode"], row["resident"])
+        requests[same][num_chunks] = row["us_per_chunk"]["p50"] * num_chunks
+    for (contender, chunk_len, mode, resident), times in requests.items():
+        fewest, most = min(times), max(times)
+        if fewest < most:
+            yield {
+                "contender": contender,
+                "chunk_len": chunk_len,
+                "mode": mode,
+                "resident": resident,
+                "us_per_further_chunk": round((times[most] - times[fewest]) / (most - fewest), 2),
+            }
+
+
 def print_row(row: dict) -> None:
     total, steps = row["us_per_chunk"], row["steps_us_per_chunk"]
     evicted = "" if row["us_per_evicted"] is None else row["us_per_evicted"]
@@ -189,8 +211,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--shapes",
         type=typed(parse_shape),
         nargs="+",
-        default=[(20, 128), (5, 2048)],
-        help="chunks a request and tokens a chunk; default: 20x128 5x2048",
+        default=[(1, 128), (20, 128), (1, 2048), (5, 2048), (20, 2048)],
+        help="chunks a request and tokens a chunk; default: 1x128 20x128 1x2048 5x2048 20x2048",
     )
     parser.add_argument("--resident", type=count, nargs="+", default=[100, 1000, 10000, 50000], help="chunks")
     parser.add_argument(
@@ -211,9 +233,16 @@ def main() -> None:
     with published(), open(args.out, "a", encoding="utf-8") as out:
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
         print(json.dumps({"environment": environment}), file=out, flush=True)
+        measured = []
         for row in rows(args):
             print(json.dumps(row), file=out, flush=True)
             print_row(row)
+            measured.append(row)
+        for row in further_chunks(measured):
+            print(json.dumps(row), file=out, flush=True)
+            print(
+                "{contender:6} {chunk_len:9} {mode:8} {resident:8} {us_per_further_chunk:17} us/further".format(**row)
+            )
 
 
 if __name__ == "__main__":

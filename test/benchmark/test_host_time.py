@@ -4,7 +4,7 @@ import json
 
 import pytest
 from host import STEPS, published
-from host_time import parse_args, parse_shape, rows
+from host_time import further_chunks, parse_args, parse_shape, rows
 
 
 def test_rows(tmp_path):
@@ -23,6 +23,20 @@ def test_rows(tmp_path):
         assert sum(step["mean"] for step in steps.values()) == pytest.approx(total["mean"], abs=0.1)
         assert 0 < total["p50"] <= total["p99"] <= total["max"]
         assert all(steps[step]["mean"] > 0 for step in ("layout", "batch", "publish", "finish"))
+
+
+def test_further_chunks():
+    """A request of 100 us, and 10 us for each chunk: the slope, of equal rows only."""
+
+    def row(contender, shape, mode="warm"):
+        per_chunk = 10 + 100 / parse_shape(shape)[0]
+        return dict(contender=contender, shape=shape, mode=mode, resident=50, us_per_chunk={"p50": per_chunk})
+
+    found = list(further_chunks([row("lazy", "1x8"), row("stock", "1x8"), row("lazy", "4x8"), row("lazy", "2x8"),
+                                 row("lazy", "2x9"), row("lazy", "4x8", "evicting")]))  # fmt: skip
+    assert found == [
+        dict(contender="lazy", chunk_len=8, mode="warm", resident=50, us_per_further_chunk=pytest.approx(10))
+    ]
 
 
 def test_shapes():
