@@ -240,9 +240,7 @@ def main() -> None:
             measured.append(row)
         for row in further_chunks(measured):
             print(json.dumps(row), file=out, flush=True)
-            print(
-                "{contender:6} {chunk_len:9} {mode:8} {resident:8} {us_per_further_chunk:17} us/further".format(**row)
-            )
+            print(FURTHER.format(**row))
 
 
 if __name__ == "__main__":
