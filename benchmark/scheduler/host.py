@@ -64,6 +64,7 @@ class Host:
     """What admission and hooks see of SGLang's scheduler, over real pools on the CPU.
 
     evicted: leaves taken out of the tree so far.
+    filled: chunks computed so far.
     """
 
     def __init__(self, cache_class: type[RadixCache], pool_size: int, context_len: int):
@@ -84,7 +85,7 @@ class Host:
         if isinstance(self.tree_cache, LazyRadixCache):
             self.tree_cache.admission = ChunkAdmission(self, self.tree_cache, MAX_CHUNKS)
             self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, "cpu")
-        self.clock, self.evicted = Clock(), 0
+        self.clock, self.evicted, self.filled = Clock(), 0, 0
         evict, delete_leaf = self.tree_cache.evict, self.tree_cache._delete_leaf
 
         def timed_evict(params):
@@ -113,6 +114,7 @@ class Host:
             with self.clock("admission"):
                 batch, _ = hooks.get_new_batch_prefill_raw(Host.form_batch, self, None, self.running_batch)
             reqs = list(batch.reqs)
+            self.filled += sum(map(is_fill, reqs))
             with self.clock("publish"):
                 hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):

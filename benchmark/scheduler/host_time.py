@@ -6,8 +6,9 @@ are four times as many chunks, so that misses are filled and evict. `stock` is S
 prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
 tree as long as a chunk. `lazy-plain` is sent the same as `stock`: what our hooks cost prompts without chunks. Times are
 the thread's own, so that other work on the machine counts less. A request has its own host time, whatever it asks for;
-what each further chunk adds to it comes last, where there are shapes of several numbers of chunks as long. Rows go to
-`--out` as JSON lines, after a line with the environment.
+what each further chunk adds to it comes last, where there are shapes of several numbers of chunks as long: one that is
+there, and one that is missing and computed, told apart by least squares over the requests. Rows go to `--out` as JSON
+lines, after a line with the environment.
 
     python benchmark/scheduler/host_time.py --out host_time.jsonl
 """
@@ -113,7 +114,7 @@ CONTENDERS = {"lazy": Linked, "lazy-plain": PlainOnOurs, "stock": Plain}
 
 
 def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool, args: argparse.Namespace) -> dict:
-    """One row: microseconds per chunk of a request, by step and in all, and per leaf evicted."""
+    """One row: microseconds per chunk of a request, by step and in all, per leaf evicted and per chunk computed."""
     num_chunks, chunk_len = shape
     traffic = CONTENDERS[name](args, shape, num_resident * (UNIVERSE if evicting else 1))
     text_len = num_chunks * args.separator_len + QUESTION_LEN
@@ -127,9 +128,11 @@ def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool
     for _ in range(args.warm_up):
         host.serve(traffic.next())
     gc.collect()
-    samples, evicted_before = [], host.evicted
+    samples, filled, evicted_before = [], [], host.evicted
     for _ in range(args.requests):
+        filled_before = host.filled
         samples.append(host.serve(traffic.next()))
+        filled.append(host.filled - filled_before)
     evicted = host.evicted - evicted_before
     per_chunk = {step: [sample.get(step, 0) / 1000 / num_chunks for sample in samples] for step in STEPS}
     totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
@@ -142,6 +145,7 @@ def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool
         "requests": args.requests,
         "us_per_chunk": {"p50": p(totals, 50), "p99": p(totals, 99), "mean": mean(totals), "max": p(totals, 100)},
         "ms_per_request_p50": round(p(totals, 50) * num_chunks / 1000, 3),
+        **regression(filled, [total * num_chunks for total in totals]),
         "evicted": evicted,
         "us_per_evicted": round(sum(per_chunk["eviction"]) * num_chunks / evicted, 2) if evicted else None,
         "steps_us_per_chunk": {
@@ -149,6 +153,18 @@ def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool
             for step, values in per_chunk.items()
         },
     }
+
+
+def regression(filled: list[int], totals: list[float]) -> dict:
+    """Microseconds of a request for which nothing is filled, and what each fill adds, by least squares."""
+    if min(filled) == max(filled):
+        return {
+            "filled": sum(filled),
+            "us_without_fills": p(totals, 50) if not max(filled) else None,
+            "us_per_fill": None,
+        }
+    per_fill, without = np.polyfit(filled, totals, 1)
+    return {"filled": sum(filled), "us_without_fills": round(without, 2), "us_per_fill": round(per_fill, 2)}
 
 
 def p(values: list[float], percent: int) -> float:
@@ -169,12 +185,13 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def further_chunks(rows: list[dict]) -> Iterator[dict]:
-    """What each further chunk adds to a request, p50: the slope between the fewest and the most chunks of a length."""
+    """What one more chunk that is there adds to a request: the slope between the fewest and the most of a length."""
     requests = collections.defaultdict(dict)
     for row in rows:
         num_chunks, chunk_len = parse_shape(row["shape"])
         same = (row["contender"], chunk_len, row["mode"], row["resident"])
-        requests[same][num_chunks] = row["us_per_chunk"]["p50"] * num_chunks
+        if row["us_without_fills"] is not None:
+            requests[same][num_chunks] = row["us_without_fills"]
     for (contender, chunk_len, mode, resident), times in requests.items():
         fewest, most = min(times), max(times)
         if fewest < most:

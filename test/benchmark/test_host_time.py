@@ -4,7 +4,7 @@ import json
 
 import pytest
 from host import STEPS, published
-from host_time import further_chunks, parse_args, parse_shape, rows
+from host_time import further_chunks, parse_args, parse_shape, regression, rows
 
 
 def test_rows(tmp_path):
@@ -16,6 +16,7 @@ def test_rows(tmp_path):
     assert cases == [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-plain", "stock")]
     for row in measured:
         assert json.loads(json.dumps(row)) == row
+        assert (row["filled"] > 0) == (row["mode"] == "evicting" and row["contender"] == "lazy")
         assert row["resident"] == 12, "with two chunks resident no request of three is all hits"
         assert (row["evicted"] > 0) == (row["mode"] == "evicting") == (row["us_per_evicted"] is not None)
         steps, total = row["steps_us_per_chunk"], row["us_per_chunk"]
@@ -29,14 +30,22 @@ def test_further_chunks():
     """A request of 100 us, and 10 us for each chunk: the slope, of equal rows only."""
 
     def row(contender, shape, mode="warm"):
-        per_chunk = 10 + 100 / parse_shape(shape)[0]
-        return dict(contender=contender, shape=shape, mode=mode, resident=50, us_per_chunk={"p50": per_chunk})
+        total = 100 + 10 * parse_shape(shape)[0]
+        return dict(contender=contender, shape=shape, mode=mode, resident=50, us_without_fills=total)
 
-    found = list(further_chunks([row("lazy", "1x8"), row("stock", "1x8"), row("lazy", "4x8"), row("lazy", "2x8"),
-                                 row("lazy", "2x9"), row("lazy", "4x8", "evicting")]))  # fmt: skip
-    assert found == [
-        dict(contender="lazy", chunk_len=8, mode="warm", resident=50, us_per_further_chunk=pytest.approx(10))
+    measured = [row("lazy", shape) for shape in ("1x8", "4x8", "2x8", "2x9")]
+    measured += [row("stock", "1x8"), row("lazy", "4x8", "evicting")]
+    assert list(further_chunks(measured)) == [
+        dict(contender="lazy", chunk_len=8, mode="warm", resident=50, us_per_further_chunk=10)
     ]
+    assert not list(further_chunks([row("lazy", "1x8"), row("lazy", "4x8") | {"us_without_fills": None}]))
+
+
+def test_fills():
+    """50 us for each fill, beside 200: told apart where their number varies, and not where it does not."""
+    assert regression([0, 3, 1], [200, 350, 250]) == dict(filled=4, us_without_fills=200, us_per_fill=50)
+    assert regression([0, 0, 0], [100, 300, 200]) == dict(filled=0, us_without_fills=200, us_per_fill=None)
+    assert regression([2, 2], [300, 300]) == dict(filled=4, us_without_fills=None, us_per_fill=None)
 
 
 def test_shapes():
