@@ -80,7 +80,14 @@ class LazyRadixCache(RadixCache):
 
     def find_chunk(self, chunk: ChunkRef) -> TreeNode | None:
         """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use."""
-        pieces, node = self._find(chunk.tokens[: chunk.used], chunk.namespace)
+        key = RadixKey(chunk.tokens[: chunk.used], chunk.namespace)
+        first = self.root_node.children.get(key.child_key())
+        if first is None:
+            return None
+        if first.key.token_ids == key.token_ids:  # most chunks are a node of their own: told by one comparison
+            first.last_access_time = time.monotonic()
+            return first
+        pieces, node = self._find(key.token_ids, key.extra_key)
         return node if num_slots(pieces) == chunk.used else None
 
     def unlocked_size(self, nodes: Iterable[TreeNode]) -> int:
