@@ -86,7 +86,7 @@ class Traffic(Workload):
     num_prompts: int = option("conversations measured as steady state", 100, least=1)
     cold_prompts: int = option("conversations before these, from the empty cache", 20, least=0)
     warm: bool = option("then measure the steady conversations a second time, as phase `warm`", False)
-    rounds: int = option("parts of these conversations, each sent when the one before is done", 1, least=1)
+    rounds: int = option("parts of the steady conversations, each sent when the one before is done", 1, least=1)
 
     def conversations(self, rng: random.Random, encode: Encode) -> Iterator[Conversation]:
         raise NotImplementedError

@@ -674,6 +674,18 @@ def test_counts_after_eviction_before_admission():
     assert scheduler.counts(req) == (4, 4, 0b10)
 
 
+def test_looking_for_a_chunk_counts_as_a_use():
+    """The chunk that was looked for last goes last, though it was computed first."""
+    scheduler = Scheduler()
+    scheduler.warm(A, B)
+    cache = scheduler.tree_cache
+    a, b = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1).link.prompt.chunks
+    assert cache.find_chunk(b) and cache.find_chunk(a)
+    while len(cache.evictable_leaves) > 1:
+        cache.evict(EvictParams(num_tokens=1))
+    assert cache.find_chunk(a) and not cache.find_chunk(b)
+
+
 def test_split_before_admission():
     """A chunk's node that is split after its request has arrived still ends where the chunk does."""
     scheduler = Scheduler()

@@ -97,7 +97,7 @@ def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
 
 
 def involves_chunks(batch, table: SegmentTable) -> bool:
-    """Whether a batch has linked requests or fills. Plain traffic is asked for each of its tokens: told at once."""
+    """Whether a batch has linked requests or fills; of plain decode, asked with each token, it is told at once."""
     if batch.forward_mode.is_decode() and not table.linked_rows:
         return False
     return any(is_linked(req) or is_fill(req) for req in batch.reqs)

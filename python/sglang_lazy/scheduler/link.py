@@ -15,13 +15,13 @@ class Link:
     """State of one linked request.
 
     found: per chunk, the tree node at which it was resident on arrival, or None. Not locked: it may be evicted since.
-    reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
     materialize: whether the request gets a copy of its chunks, turned to their positions, instead of attending to the
         shared ones in place.
     nodes: per chunk, the tree node locked for this request while it waits, None where the chunk is still missing;
         empty while the request holds nothing.
     row: the row's order, once the request has been matched for a batch.
     copy: the copy of its chunks while the request has a row, if it gets one.
+    reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
     """
 
     prompt: LinkedPrompt
@@ -30,6 +30,7 @@ class Link:
     nodes: list[TreeNode | None] = dataclasses.field(default_factory=list)
     row: Row | None = None
     copy: ChunkCopy | None = None
+    reused: list[bool] = dataclasses.field(init=False)
 
     def __post_init__(self):
         self.reused = [node is not None for node in self.found]
