@@ -56,10 +56,6 @@ class ChunkCopy:
     written: bool = False
 
 
-def num_slots(pieces: list[torch.Tensor]) -> int:
-    return sum(piece.numel() for piece in pieces)
-
-
 class LazyRadixCache(RadixCache):
     """The radix tree, grown into a DAG: many paths reach the one copy of a chunk.
 
@@ -87,8 +83,8 @@ class LazyRadixCache(RadixCache):
         if first.key.token_ids == key.token_ids:  # most chunks are a node of their own: told by one comparison
             first.last_access_time = time.monotonic()
             return first
-        pieces, node = self._find(key.token_ids, key.extra_key)
-        return node if num_slots(pieces) == chunk.used else None
+        found = self._find(key)
+        return found.last_device_node if len(found.device_indices) == chunk.used else None
 
     def unlocked_size(self, nodes: Iterable[TreeNode]) -> int:
         """How many tokens locking `nodes` would take from what is evictable."""
@@ -99,14 +95,9 @@ class LazyRadixCache(RadixCache):
                 node = node.parent
         return sum(len(node.key) for node in counted)
 
-    def _find(self, tokens: array, namespace: tuple | str | None) -> tuple[list[torch.Tensor], TreeNode]:
-        """The longest beginning of `tokens` that is cached: its slots, in pieces, and the node where it ends.
-
-        Counts as a use. SGLang's `match_prefix` is this and a copy of the slots into one tensor.
-        """
-        if not tokens:
-            return [], self.root_node
-        return self._match_prefix_helper(self.root_node, RadixKey(tokens, namespace))
+    def _find(self, key: RadixKey) -> MatchResult:
+        """The longest beginning of `key` that is cached: its slots, and the node where it ends. Counts as a use."""
+        return super().match_prefix(MatchPrefixParams(key))
 
     def _use(self, node: TreeNode) -> list[torch.Tensor]:
         """The slots from the beginning of its namespace to the end of a locked node, in pieces. Counts as a use."""
@@ -157,10 +148,10 @@ class LazyRadixCache(RadixCache):
         spans, cached = [], []
         for span in link.prompt.spans:
             tokens = self._tokens(req, span.start, limit if span is last else span.end)
-            found, node = self._find(tokens, self._namespace(req, span))
-            pieces += found
-            spans.append(node)
-            cached.append(num_slots(found))
+            found = self._find(RadixKey(tokens, self._namespace(req, span)))
+            pieces.append(found.device_indices)
+            spans.append(found.last_device_node)
+            cached.append(len(found.device_indices))
         link.row = Row(link.prompt, cached, len(ids))
         req.full_untruncated_fill_ids = link.row.permuted(ids)
         if not req.retracted_stain:
@@ -250,7 +241,7 @@ class LazyRadixCache(RadixCache):
             if inserted.prefix_len > published:
                 self.token_to_kv_pool_allocator.free(value[published : inserted.prefix_len])
                 start, end = computed_start + published - cached, computed_start + inserted.prefix_len - cached
-                kept = torch.cat(self._find(key.token_ids, key.extra_key)[0])[published : inserted.prefix_len]
+                kept = self._find(key).device_indices[published : inserted.prefix_len]
                 self.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), kept.to(torch.int32))
             row.published[i] = count
             nodes[i] = inserted.last_device_node
