@@ -91,7 +91,10 @@ def tiny_server(*flags: str, model: Path | None = None, log: Path = CACHE / "tin
     model = str(model or tiny_model())
     log.parent.mkdir(parents=True, exist_ok=True)
     usual = 60 if torch.cuda.is_available() else 25
-    with running_server(["--model-path", model, *KV_POOL, *device_flags(), *flags], log, usual=usual) as url:
+    # To share operations of so small a model among threads takes longer than to do them.
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    arguments = ["--model-path", model, *KV_POOL, *device_flags(), *flags]
+    with running_server(arguments, log, usual=usual, environment=environment) as url:
         yield url
 
 
