@@ -42,7 +42,10 @@ QUESTION_LEN = 32
 SEPARATOR = 11
 UNIVERSE = 4  # chunks there are for each resident one, when evicting
 TABLE = "{:6} {:9} {:8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  " + " ".join(["{:>9}"] * len(STEPS))
-FURTHER = "{contender:6} further chunk of {chunk_len}, {mode}, {resident} resident: {us_per_further_chunk} us"
+FURTHER = (
+    "{contender:6} further chunk of {chunk_len}, {mode}, {resident} resident: {us_per_further_chunk} us, "
+    "computed {us_per_fill} more"
+)
 
 
 class Traffic:
@@ -185,14 +188,19 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def further_chunks(rows: list[dict]) -> Iterator[dict]:
-    """What one more chunk that is there adds to a request: the slope between the fewest and the most of a length."""
-    requests = collections.defaultdict(dict)
+    """What one more chunk that is there adds to a request: the slope between the fewest and the most of a length.
+
+    Beside it, what one adds that is computed, in requests of the most.
+    """
+    requests, fills = collections.defaultdict(dict), collections.defaultdict(dict)
     for row in rows:
         num_chunks, chunk_len = parse_shape(row["shape"])
         same = (row["contender"], chunk_len, row["mode"], row["resident"])
         if row["us_without_fills"] is not None:
             requests[same][num_chunks] = row["us_without_fills"]
-    for (contender, chunk_len, mode, resident), times in requests.items():
+            fills[same][num_chunks] = row["us_per_fill"]
+    for same, times in requests.items():
+        contender, chunk_len, mode, resident = same
         fewest, most = min(times), max(times)
         if fewest < most:
             yield {
@@ -201,6 +209,7 @@ def further_chunks(rows: list[dict]) -> Iterator[dict]:
                 "mode": mode,
                 "resident": resident,
                 "us_per_further_chunk": round((times[most] - times[fewest]) / (most - fewest), 2),
+                "us_per_fill": fills[same][most],
             }
 
 

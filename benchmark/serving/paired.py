@@ -28,10 +28,14 @@ def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, lis
     """By what the rows have in common: the mean TTFTs of both contenders in each stage, in milliseconds.
 
     A case that was measured several times is matched in order; one that only one of them was sent is left out. Raises
-    ValueError where one contender has stages of a case that the other has not.
+    ValueError where the contenders did not take turns, or one has stages of a case that the other has not, and where
+    there is nothing to pair.
     """
     pairs = collections.defaultdict(list)
     for folder in folders:
+        environment = json.loads((folder / "environment.json").read_text(encoding="utf-8"))
+        if "--together" not in environment["command"]:
+            raise ValueError(f"{folder}: the contenders did not take turns (--together)")
         found = collections.defaultdict(lambda: {first: [], second: []})
         for line in (folder / "rows.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
@@ -46,6 +50,8 @@ def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, lis
             if len(stages[first]) != len(stages[second]):
                 raise ValueError(f"{folder}: {first} and {second} have different stages of {key}")
             pairs[key] += zip(stages[first], stages[second], strict=True)
+    if not pairs:
+        raise ValueError(f"there is no case that both {first} and {second} were sent")
     return pairs
 
 
@@ -74,8 +80,8 @@ def main() -> None:
     parser.add_argument("results", type=Path, nargs="+", help="results folders of bench.py --together")
     parser.add_argument("--contenders", default="lazy,stock", help="two; default: %(default)s")
     args = parser.parse_args()
-    first, _, second = args.contenders.partition(",")
     try:
+        first, second = args.contenders.split(",")
         found = paired_stages(args.results, first, second)
     except (OSError, KeyError, ValueError) as error:
         parser.error(f"cannot pair: {error}")

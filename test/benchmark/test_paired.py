@@ -21,6 +21,7 @@ def write_rows(folder, *rows, stage_size=4):
         }
         for name, phase, times in rows
     ]
+    (folder / "environment.json").write_text(json.dumps({"command": "bench.py --together"}))
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 
@@ -71,4 +72,9 @@ def test_pooling(tmp_path):
 def test_what_cannot_be_paired(tmp_path):
     folder = write_rows(tmp_path / "one", ("lazy", "cold", [1, 2]), ("stock", "cold", [3]))
     with pytest.raises(ValueError, match="different stages"):
+        paired_stages([folder], "lazy", "stock")
+    with pytest.raises(ValueError, match="no case that both"):
+        paired_stages([folder], "lazy", "materialize")
+    (folder / "environment.json").write_text(json.dumps({"command": "bench.py"}))
+    with pytest.raises(ValueError, match="did not take turns"):
         paired_stages([folder], "lazy", "stock")
