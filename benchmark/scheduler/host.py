@@ -32,10 +32,11 @@ MAX_CHUNKS = 64
 
 
 @contextlib.contextmanager
-def published() -> Iterator[None]:
-    """SGLang's default flags for a CPU, which its modules ask a global configuration for."""
+def published(device: str = "cpu") -> Iterator[None]:
+    """SGLang's default flags for `device`, which its modules ask a global configuration for."""
     plugin._provide_rotary_import()
-    flags = ServerArgs(model_path="dummy", device="cpu", attention_backend="torch_native")
+    backend = "torch_native" if device == "cpu" else "triton"
+    flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
     runtime_context.publish(flags, role="scheduler")
     try:
         yield
@@ -44,32 +45,40 @@ def published() -> Iterator[None]:
 
 
 class Clock:
-    """Nanoseconds of this thread by step; a step within another counts for itself alone."""
+    """Nanoseconds of this thread by step; a step within another counts for itself alone.
+
+    Used as `with clock(step):`. It is one object for all of them, since what it takes itself counts for the steps.
+    """
 
     def __init__(self):
         self.steps: dict[str, int] = defaultdict(int)
-        self._inner = 0
+        self._under_way: list[list] = []  # of each step: its name, when it began, how long steps within it took
 
-    @contextlib.contextmanager
-    def __call__(self, step: str) -> Iterator[None]:
-        outer, self._inner = self._inner, 0
-        begin = time.thread_time_ns()
-        yield
+    def __call__(self, step: str) -> "Clock":
+        self._under_way.append([step, time.thread_time_ns(), 0])
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_exception) -> None:
+        step, begin, within = self._under_way.pop()
         spent = time.thread_time_ns() - begin
-        self.steps[step] += spent - self._inner
-        self._inner = outer + spent
+        self.steps[step] += spent - within
+        if self._under_way:
+            self._under_way[-1][2] += spent
 
 
 class Host:
-    """What admission and hooks see of SGLang's scheduler, over real pools on the CPU.
+    """What admission and hooks see of SGLang's scheduler, over real pools on a device.
 
     evicted: leaves taken out of the tree so far.
     filled: chunks computed so far.
     """
 
-    def __init__(self, cache_class: type[RadixCache], pool_size: int, context_len: int):
-        self.rows = ReqToTokenPool(MAX_CHUNKS, context_len, "cpu", enable_memory_saver=False)
-        self.slots = TokenToKVPoolAllocator(pool_size, torch.bfloat16, "cpu", None, need_sort=False)
+    def __init__(self, cache_class: type[RadixCache], pool_size: int, context_len: int, device: str):
+        self.rows = ReqToTokenPool(MAX_CHUNKS, context_len, device, enable_memory_saver=False)
+        self.slots = TokenToKVPoolAllocator(pool_size, torch.bfloat16, device, None, need_sort=False)
         self.tree_cache = cache_class(
             CacheInitParams(
                 disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.slots, page_size=1
@@ -84,7 +93,7 @@ class Host:
         self.new_token_ratio_tracker = types.SimpleNamespace(current=0.7)
         if isinstance(self.tree_cache, LazyRadixCache):
             self.tree_cache.admission = ChunkAdmission(self, self.tree_cache, MAX_CHUNKS)
-            self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, "cpu")
+            self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, device)
         self.clock, self.evicted, self.filled = Clock(), 0, 0
         evict, delete_leaf = self.tree_cache.evict, self.tree_cache._delete_leaf
 

@@ -126,7 +126,7 @@ def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool
     # when evicting, for that of one.
     texts = 1 if evicting else args.requests + args.warm_up
     pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
-    host = Host(traffic.cache_class, pool_size, prompt_len + 8)
+    host = Host(traffic.cache_class, pool_size, prompt_len + 8, args.device)
     traffic.fill(host, num_resident)
     for _ in range(args.warm_up):
         host.serve(traffic.next())
@@ -247,6 +247,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=count, default=300, help="measured for each row")
     parser.add_argument("--warm-up", type=count, default=50, help="requests before these")
     parser.add_argument("--alpha", type=typed(positive_float), default=0.8, help="of the Zipf distribution")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the slots' numbers are kept")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to this file")
@@ -256,7 +257,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     print(TABLE.format("", "", "", "resident", "ms/req", "us/chunk", "p99", "mean", "us/evict", *STEPS))
-    with published(), open(args.out, "a", encoding="utf-8") as out:
+    with published(args.device), open(args.out, "a", encoding="utf-8") as out:
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
         print(json.dumps({"environment": environment}), file=out, flush=True)
         measured = []

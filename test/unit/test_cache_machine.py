@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.prompt import CHUNK_NAMESPACE, ChunkRef, LinkedPrompt
-from sglang_lazy.cache.radix import LazyRadixCache
+from sglang_lazy.cache.radix import LazyRadixCache, LinkHandle
 from sglang_lazy.scheduler.link import Link, requested_layout
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
@@ -339,7 +339,7 @@ class Pools:
 
 def nodes_of(handle):
     """The nodes that a request holds, in groups."""
-    return handle if isinstance(handle, tuple) else ((handle,),)
+    return (handle.chunks, handle.spans) if isinstance(handle, LinkHandle) else ((handle,),)
 
 
 CHUNKS = [(1, 2, 3), (1, 2, 3, 4, 1), (1, 2), (4,), (3, 1, 2, 4)]
@@ -479,7 +479,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pools.waiting_locks) < 2 and self.pools.paths)
     @rule(tokens=st.sampled_from(CHUNKS), used=st.integers(1, 5))
     def lock_for_waiting(self, tokens, used):
-        chunk = ChunkRef((CHUNK_NAMESPACE, None, None), array("q", tokens), 0, min(used, len(tokens)))
+        chunk = ChunkRef((CHUNK_NAMESPACE, None, None), array("q", tokens), b"", 0, min(used, len(tokens)))
         node = self.pools.cache.find_chunk(chunk)
         if node is not None:
             self.pools.cache.inc_lock_ref(node)
@@ -629,7 +629,7 @@ def test_segment_table_rows_follow_their_requests():
     tensors = table.num_segments, table.ends, table.offsets
 
     def chunk(start, used):
-        return ChunkRef((CHUNK_NAMESPACE, None, None), array("q", range(used)), start, used)
+        return ChunkRef((CHUNK_NAMESPACE, None, None), array("q", range(used)), b"", start, used)
 
     def assign(rows):
         before = [tensor.clone() for tensor in tensors]

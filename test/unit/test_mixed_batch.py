@@ -49,7 +49,7 @@ def linked(chunk_lens, text_before, between, extend_len):
     """Text, some of it cached, and chunks in turn: the row has the chunks first, then the text by position."""
     position, chunks, text = text_before, [], [*range(text_before)]
     for length in chunk_lens:
-        chunks.append(ChunkRef((), [0] * length, position, length))
+        chunks.append(ChunkRef((), [0] * length, b"", position, length))
         text += range(position + length, position + length + between)
         position += length + between
     text += range(position, position + extend_len)

@@ -75,7 +75,7 @@ def test_plain_decode_is_told_at_once():
     table = SegmentTable(2, 1, "cpu")
     batch = SimpleNamespace(reqs=[SimpleNamespace(link=object())], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
-    table.assign({1: [ChunkRef((), [0] * 3, 0, 3)]})
+    table.assign({1: [ChunkRef((), [0] * 3, b"", 0, 3)]})
     assert hooks.involves_chunks(batch, table)
     table.assign({1: ()})
     assert not hooks.involves_chunks(batch, table)

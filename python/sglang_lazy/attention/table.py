@@ -39,11 +39,11 @@ class LinkedBatch(NamedTuple):
         for i, (link, prefix_len, extend_len) in enumerate(
             zip(links, batch.prefix_lens, batch.extend_lens, strict=True)
         ):
-            in_order = np.arange(prefix_len + extend_len, dtype=np.int32)
-            positions = in_order if link is None else link.row.positions_of(0, len(in_order))
+            row_len = prefix_len + extend_len
+            positions = link.row.positions_of(0, row_len) if link is not None else np.arange(row_len, dtype=np.int32)
             computed.append(positions[prefix_len:])
             ordinary = link is None or (
-                not link.segments and np.array_equal(positions[prefix_len:], in_order[prefix_len:])
+                not link.segments and np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
             )
             all_ordinary = all_ordinary and ordinary
             if not (ordinary and apart):

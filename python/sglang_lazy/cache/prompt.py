@@ -6,9 +6,7 @@ prompt's length has its index as position.
 """
 
 import dataclasses
-import functools
 import hashlib
-import itertools
 from array import array
 from typing import NamedTuple
 
@@ -26,6 +24,7 @@ class ChunkRef:
 
     namespace: key of the tree's namespace that holds it: a tuple, which no client can name.
     tokens: all its token ids, int64: what is computed and kept.
+    digest: their SHA-256.
     start: the position of its first token.
     used: how many of its tokens the prompt takes from the cache: all, or all but the last where the chunk ends the
         prompt, because the last token of a prompt is contextual.
@@ -33,13 +32,14 @@ class ChunkRef:
 
     namespace: tuple
     tokens: array
+    digest: bytes
     start: int
     used: int
 
-    @functools.cached_property
+    @property
     def key(self) -> tuple:
         """What makes two uses the same chunk."""
-        return self.namespace, self.tokens.tobytes()
+        return self.namespace, self.digest
 
 
 class TextSpan(NamedTuple):
@@ -65,14 +65,14 @@ class LinkedPrompt(NamedTuple):
 
     @classmethod
     def build(cls, input_ids: array, layout: PromptLayout, extra_key: str | None) -> "LinkedPrompt":
-        """Cut `input_ids` (int64) by `layout`.
+        """Cut `input_ids` (int64) by `layout`. Raises ValueError for a token id that is negative or 2^31 and more.
 
-        A text span after a chunk is keyed by the SHA-256 of the path before it: every text token and every chunk slice
-        really used, so that its KV is found again exactly where it is valid.
+        A text span after a chunk is keyed by the SHA-256 of the path before it: every text token and the SHA-256 of
+        every chunk slice really used, so that its KV is found again exactly where it is valid.
         """
         tenant = (extra_key, layout.salt)
         chunk_namespace = (CHUNK_NAMESPACE, *tenant)
-        path, ids = hashlib.sha256(), memoryview(input_ids)
+        path, ids = hashlib.sha256(), _narrowed(input_ids)
         chunks, spans = [], []
         position = 0
 
@@ -89,12 +89,34 @@ class LinkedPrompt(NamedTuple):
             add_text(start)
             used = min(end, len(input_ids) - 1) - start
             if used > 0:
-                chunks.append(ChunkRef(chunk_namespace, input_ids[start:end], start, used))
-                path.update(b"chunk %d " % used)
-                path.update(ids[start : start + used])
+                digest = used_digest = hashlib.sha256(ids[start : start + used]).digest()
+                if start + used < end:
+                    digest = hashlib.sha256(ids[start:end]).digest()
+                chunks.append(ChunkRef(chunk_namespace, input_ids[start:end], digest, start, used))
+                path.update(b"chunk %d %b" % (used, used_digest))
                 position = start + used
         add_text(len(input_ids))
         return cls(tuple(chunks), tuple(spans), sum(chunk.used for chunk in chunks))
+
+
+def _narrowed(ids: array) -> np.ndarray:
+    """`ids` as int32: half as much to hash. Raises ValueError where they do not fit."""
+    wide = np.frombuffer(ids, dtype=np.int64)
+    if np.bitwise_or.reduce(wide) >> 31:
+        bad = next(token for token in ids if not 0 <= token < 1 << 31)
+        raise ValueError(f"token id {bad} is outside the vocabulary")
+    return wide.astype(np.int32)
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same positions in as few ranges as there can be, none of them empty."""
+    joined = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif start < end:
+            joined.append((start, end))
+    return joined
 
 
 class Row:
@@ -111,23 +133,24 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        self._ranges = [(chunk.start, chunk.start + chunk.used) for chunk in prompt.chunks]
+        ranges = [(chunk.start, chunk.start + chunk.used) for chunk in prompt.chunks]
         row_end = prompt.num_chunk_tokens
         for span, count in zip(prompt.spans, cached, strict=True):
             self.cached_start.append(row_end)
-            self._ranges.append((span.start, span.start + count))
+            ranges.append((span.start, span.start + count))
             row_end += count
         for i, (span, count) in enumerate(zip(prompt.spans, cached, strict=True)):
             end = num_tokens if i == len(prompt.spans) - 1 else span.end
             self.computed_start.append(row_end)
-            self._ranges.append((span.start + count, end))
+            ranges.append((span.start + count, end))
             row_end += end - span.start - count
         assert row_end == num_tokens, (row_end, num_tokens)
+        self._ranges = _joined(ranges)
         self.positions = np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in self._ranges])
 
     def permuted(self, ids: array) -> array:
         """The tokens `ids`, by position, in the order of the row: `ids` itself if that is the same."""
-        if all(end == start for (_, end), (start, _) in itertools.pairwise(self._ranges)):
+        if len(self._ranges) == 1:
             return ids
         view = memoryview(ids)
         return array("q", b"".join([view[start:end] for start, end in self._ranges]))

@@ -8,7 +8,6 @@ import dataclasses
 import time
 from array import array
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
@@ -29,18 +28,22 @@ from sglang_lazy.cache.eviction import EvictionHeap
 from sglang_lazy.cache.prompt import ChunkRef, Row
 
 
-class LinkHandle(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class LinkHandle:
     """All tree nodes that a linked request holds: what SGLang locks and unlocks as the request's `last_node`.
 
-    A chunk that the request's own batch computes is None until `LazyRadixCache.complete_row`.
+    chunks: per chunk, its node; None, for one that the request's own batch computes, until `complete_row`.
+    spans: per text span, the node where its cached part ends.
+    num_locks: SGLang's locks on it. Its nodes are locked once, while there is any.
     """
 
-    chunks: tuple[TreeNode | None, ...]
-    spans: tuple[TreeNode, ...]
+    chunks: list[TreeNode | None]
+    spans: list[TreeNode]
+    num_locks: int = 0
 
     @property
     def nodes(self) -> list[TreeNode]:
-        return [node for part in self for node in part if node is not None]
+        return [node for node in self.chunks + self.spans if node is not None]
 
 
 @dataclasses.dataclass
@@ -138,7 +141,7 @@ class LazyRadixCache(RadixCache):
         """
         link = req.link
         assert link.admitted, f"request {req.rid} was scheduled before its chunks"
-        ids = req.origin_input_ids + req.output_ids
+        ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         limit = req._compute_max_prefix_len(len(ids))
         if link.ready:
             pieces = [piece for node in link.nodes for piece in self._use(node)]
@@ -157,7 +160,7 @@ class LazyRadixCache(RadixCache):
         if not req.retracted_stain:
             # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
             req.already_computed = link.num_fresh_tokens
-        handle = LinkHandle(tuple(link.nodes), tuple(spans))
+        handle = LinkHandle(list(link.nodes), spans)
         return MatchResult(
             device_indices=torch.cat(pieces), last_device_node=handle, last_host_node=handle, best_match_node=handle
         )
@@ -167,16 +170,14 @@ class LazyRadixCache(RadixCache):
 
         All must be resident by now. Of `req.prefix_indices` SGLang needs no more than the length from here on.
         """
-        nodes, spans = req.last_node
+        nodes = req.last_node.chunks
         if None not in nodes:
             return
-        nodes = list(nodes)
         for i, chunk in enumerate(req.link.prompt.chunks):
             if nodes[i] is None:
                 nodes[i] = self.find_chunk(chunk)
                 assert nodes[i] is not None, f"request {req.rid} was scheduled before its chunks"
                 self.inc_lock_ref(nodes[i])
-        req.last_node = LinkHandle(tuple(nodes), spans)
         slots = torch.cat([piece for node in nodes for piece in self._use(node)])
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
 
@@ -227,7 +228,6 @@ class LazyRadixCache(RadixCache):
         row, handle = req.link.row, req.last_node
         text_start = row.prompt.num_chunk_tokens
         text_slots = self.req_to_token_pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
-        nodes = list(handle.spans)
         for i, span in enumerate(row.prompt.spans):
             published, count = row.published[i], row.available(i, row_len)
             if count == published:
@@ -244,10 +244,9 @@ class LazyRadixCache(RadixCache):
                 kept = self._find(key).device_indices[published : inserted.prefix_len]
                 self.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), kept.to(torch.int32))
             row.published[i] = count
-            nodes[i] = inserted.last_device_node
-            self.inc_lock_ref(nodes[i])
+            self.inc_lock_ref(inserted.last_device_node)
             self.dec_lock_ref(handle.spans[i])
-        req.last_node = LinkHandle(handle.chunks, tuple(nodes))
+            handle.spans[i] = inserted.last_device_node
 
     # Copies, of requests that do not attend to chunks in place
 
@@ -266,22 +265,27 @@ class LazyRadixCache(RadixCache):
     def end_copy(self, req) -> None:
         """The copying has been launched: what reuses the chunks' slots is launched later, so they need no lock."""
         req.link.copy.written = True
-        chunks, req.last_node = req.last_node.chunks, LinkHandle((), req.last_node.spans)
-        self.dec_lock_ref(LinkHandle(chunks, ()))
+        for node in req.last_node.chunks:
+            self.dec_lock_ref(node)
+        req.last_node.chunks = []
 
     # Locks
 
     def inc_lock_ref(self, node: TreeNode | LinkHandle) -> IncLockRefResult:
         if not isinstance(node, LinkHandle):
             return super().inc_lock_ref(node)
-        held = [RadixCache.inc_lock_ref(self, node) for node in node.nodes]
-        return IncLockRefResult(delta=sum(result.delta for result in held))
+        node.num_locks += 1
+        if node.num_locks > 1:
+            return IncLockRefResult(delta=0)
+        return IncLockRefResult(delta=sum(self.inc_lock_ref(held).delta for held in node.nodes))
 
     def dec_lock_ref(self, node: TreeNode | LinkHandle, params: DecLockRefParams | None = None) -> DecLockRefResult:
         if not isinstance(node, LinkHandle):
             return super().dec_lock_ref(node, params)
-        freed = [RadixCache.dec_lock_ref(self, node) for node in node.nodes]
-        return DecLockRefResult(delta=sum(result.delta for result in freed))
+        node.num_locks -= 1
+        if node.num_locks > 0:
+            return DecLockRefResult(delta=0)
+        return DecLockRefResult(delta=sum(self.dec_lock_ref(held).delta for held in node.nodes))
 
     # Eviction
 

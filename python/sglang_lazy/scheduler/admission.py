@@ -151,7 +151,7 @@ class ChunkAdmission:
         """Per chunk of a parent, the node at which it is resident, None where it is missing or under way."""
         nodes = link.nodes or [None if node is None or node.evicted else node for node in link.found]
         return [
-            self.cache.find_chunk(chunk) if node is None and not self._under_way(chunk) else node
+            self.cache.find_chunk(chunk) if node is None and chunk.key not in self.fills else node
             for chunk, node in zip(link.prompt.chunks, nodes, strict=True)
         ]
 
@@ -163,9 +163,6 @@ class ChunkAdmission:
         missing = {chunk.key: chunk for chunk, node in zip(link.prompt.chunks, nodes, strict=True) if node is None}
         to_fill = sum(len(chunk.tokens) + 1 for key, chunk in missing.items() if not self._launched(key))
         return to_fill + self.cache.unlocked_size(node for node in nodes if node is not None)
-
-    def _under_way(self, chunk: ChunkRef) -> bool:
-        return bool(self.fills) and chunk.key in self.fills  # a key is as long as its chunk: not hashed for nothing
 
     def _launched(self, key: tuple) -> bool:
         return key in self.fills and self.fills[key].launched
