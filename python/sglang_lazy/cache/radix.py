@@ -79,11 +79,12 @@ class LazyRadixCache(RadixCache):
 
     def find_chunk(self, chunk: ChunkRef) -> TreeNode | None:
         """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use."""
-        key = RadixKey(chunk.tokens[: chunk.used], chunk.namespace)
+        tokens = chunk.tokens if chunk.used == len(chunk.tokens) else chunk.tokens[: chunk.used]
+        key = RadixKey(tokens, chunk.namespace)
         first = self.root_node.children.get(key.child_key())
         if first is None:
             return None
-        if first.key.token_ids == key.token_ids:  # most chunks are a node of their own: told by one comparison
+        if first.key.token_ids == tokens:  # most chunks are a node of their own: told by one comparison
             first.last_access_time = time.monotonic()
             return first
         found = self._find(key)
@@ -198,8 +199,9 @@ class LazyRadixCache(RadixCache):
         row_len = len(req.get_fill_ids())
         self._publish(req, row_len, chunked)
         req.cache_protected_len = row_len
-        row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :row_len]
-        req.prefix_indices = row.to(torch.int64, copy=True)
+        if chunked:  # it goes on from here
+            row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :row_len]
+            req.prefix_indices = row.to(torch.int64, copy=True)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         if getattr(req, "link", None) is None:
