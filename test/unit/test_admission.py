@@ -5,6 +5,7 @@ import random
 import types
 
 import pytest
+import torch
 from sglang.srt.managers import schedule_batch, schedule_policy
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
@@ -39,6 +40,10 @@ class Batch:
         if scheduler is not None:
             self.chunked_req = scheduler.chunked_req
             self.tree_cache, self.req_to_token_pool = scheduler.tree_cache, scheduler.pools.rows
+            self.extend_lens = [req.extend_range.length for req in self.reqs]
+            rows = self.req_to_token_pool.req_to_token
+            computed = [rows[req.req_pool_idx, slice(*req.extend_range)] for req in self.reqs]
+            self.out_cache_loc = torch.cat(computed).to(torch.int64)
         self.batch_is_full = False
 
     def is_empty(self):

@@ -288,7 +288,7 @@ class Pools:
         for req in self.running:
             row = self.rows.req_to_token[req.req_pool_idx]
             places += row[req.cache_protected_len : req.kv_committed_len].tolist()
-            places += row[getattr(req, "duplicates", slice(0))].tolist()
+            places += getattr(req, "duplicates", row[:0]).tolist()
             if hasattr(req, "link") and req.link.copy is not None:
                 places += req.link.copy.slots.tolist()
         assert sorted(places) == list(range(1, self.slots.size + 1))

@@ -112,18 +112,20 @@ class LazyRadixCache(RadixCache):
             node = node.parent
         return pieces[::-1]
 
-    def publish_fill(self, req) -> None:
+    def publish_fill(self, req, slots: torch.Tensor) -> None:
         """Give a chunk that a request is about to complete to the tree, and lock it there until that request ends.
 
+        slots: int64, where its batch writes the tokens behind the request's prefix.
+
         What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs: its row is left as it
-        is. Where the tree has other slots already, of a chunk that begins alike, `req.duplicates` (a slice of the row)
-        says which are still the request's own: its batch writes to them.
+        is. Where the tree has other slots already, of a chunk that begins alike, those in `req.duplicates` are still
+        its own: its batch writes to them.
         """
         num_tokens = len(req.origin_input_ids)
-        value = self.req_to_token_pool.req_to_token[req.req_pool_idx, :num_tokens].to(torch.int64, copy=True)
+        value = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
         key = RadixKey(req.origin_input_ids, req.extra_key)
         inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
-        req.duplicates = slice(req.cache_protected_len, inserted.prefix_len)
+        req.duplicates = value[req.cache_protected_len : inserted.prefix_len]
         self.inc_lock_ref(inserted.last_device_node)
         self.dec_lock_ref(req.last_node)
         req.last_node, req.cache_protected_len = inserted.last_device_node, num_tokens
@@ -207,8 +209,7 @@ class LazyRadixCache(RadixCache):
         if getattr(req, "link", None) is None:
             if getattr(req, "duplicates", None) is None:
                 return super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
-            row = self.req_to_token_pool.req_to_token[req.req_pool_idx]
-            self.token_to_kv_pool_allocator.free(row[req.duplicates].to(torch.int64))
+            self.token_to_kv_pool_allocator.free(req.duplicates)
             self.dec_lock_ref(req.last_node)
             return None
         if is_insert and not self.disable_finished_insert:

@@ -221,9 +221,10 @@ class ChunkAdmission:
         Whatever reads their KV is launched on the same stream, in the same forward pass or later.
         """
         parents: dict[Req, None] = {}
-        for req in batch.reqs:
+        ends = itertools.accumulate(batch.extend_lens)
+        for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
             if is_fill(req) and req is not batch.chunked_req:
-                self.cache.publish_fill(req)
+                self.cache.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
                 parents.update(dict.fromkeys(self.fills.pop(req.fills.key).parents))
         for req in batch.reqs:
             if is_linked(req):
