@@ -121,6 +121,14 @@ def test_adjacent_chunks_have_no_text_between():
     assert [(span.start, span.end) for span in prompt.spans] == [(3, 4)]
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 31, (1 << 32) + 1])
+@pytest.mark.parametrize("kind", [TEXT, CHUNK])
+def test_token_ids_that_no_vocabulary_has_are_refused(token, kind):
+    """Paths are hashed over 32 bits of each id: two that differ above them must not pass for one."""
+    with pytest.raises(ValueError, match=f"token id {token} "):
+        build([(CHUNK, (1,)), (kind, (2, token)), (TEXT, (3,))])
+
+
 def test_same_chunk_has_one_key():
     """Uses of a chunk share their key at any position, in whole or but for the last token."""
     _, prompt = build([(CHUNK, (1, 2)), (TEXT, (4,)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2))])
