@@ -5,10 +5,10 @@ there. Chunks are drawn by a Zipf distribution. `warm`: every chunk is resident.
 are four times as many chunks, so that misses are filled and evict. `stock` is SGLang's own radix cache with plain
 prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
 tree as long as a chunk. `lazy-plain` is sent the same as `stock`: what our hooks cost prompts without chunks. Times are
-the thread's own, so that other work on the machine counts less. A request has its own host time, whatever it asks for;
-what each further chunk adds to it comes last, where there are shapes of several numbers of chunks as long: one that is
-there, and one that is missing and computed, told apart by least squares over the requests. Rows go to `--out` as JSON
-lines, after a line with the environment.
+the thread's own, so that other work on the machine counts less; shapes and contenders of one chunk length take turns. A
+request has its own host time, whatever it asks for; what each further chunk adds to it comes last, where there are
+shapes of several numbers of chunks as long: one that is there, and one that is missing and computed, told apart by
+least squares over the requests. Rows go to `--out` as JSON lines, after a line with the environment.
 
     python benchmark/scheduler/host_time.py --out host_time.jsonl
 """
@@ -44,7 +44,7 @@ UNIVERSE = 4  # chunks there are for each resident one, when evicting
 TABLE = "{:6} {:9} {:8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  " + " ".join(["{:>9}"] * len(STEPS))
 FURTHER = (
     "{contender:6} further chunk of {chunk_len}, {mode}, {resident} resident: {us_per_further_chunk} us, "
-    "computed {us_per_fill} more"
+    "computed {us_per_fill} more, on average {us_on_average}"
 )
 
 
@@ -116,46 +116,54 @@ class PlainOnOurs(Plain):
 CONTENDERS = {"lazy": Linked, "lazy-plain": PlainOnOurs, "stock": Plain}
 
 
-def measure(name: str, shape: tuple[int, int], num_resident: int, evicting: bool, args: argparse.Namespace) -> dict:
-    """One row: microseconds per chunk of a request, by step and in all, per leaf evicted and per chunk computed."""
-    num_chunks, chunk_len = shape
-    traffic = CONTENDERS[name](args, shape, num_resident * (UNIVERSE if evicting else 1))
-    text_len = num_chunks * args.separator_len + QUESTION_LEN
-    prompt_len = num_chunks * chunk_len + text_len
-    # Beside the chunks, and what stands in front of plain prompts, the pool has room for the text of all requests, or,
-    # when evicting, for that of one.
-    texts = 1 if evicting else args.requests + args.warm_up
-    pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
-    host = Host(traffic.cache_class, pool_size, prompt_len + 8, args.device)
-    traffic.fill(host, num_resident)
-    for _ in range(args.warm_up):
-        host.serve(traffic.next())
-    gc.collect()
-    samples, filled, evicted_before = [], [], host.evicted
-    for _ in range(args.requests):
-        filled_before = host.filled
-        samples.append(host.serve(traffic.next()))
-        filled.append(host.filled - filled_before)
-    evicted = host.evicted - evicted_before
-    per_chunk = {step: [sample.get(step, 0) / 1000 / num_chunks for sample in samples] for step in STEPS}
-    totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
-    return {
-        "contender": name,
-        "shape": f"{num_chunks}x{chunk_len}",
-        "separator_len": args.separator_len,
-        "mode": "evicting" if evicting else "warm",
-        "resident": num_resident,
-        "requests": args.requests,
-        "us_per_chunk": {"p50": p(totals, 50), "p99": p(totals, 99), "mean": mean(totals), "max": p(totals, 100)},
-        "ms_per_request_p50": round(p(totals, 50) * num_chunks / 1000, 3),
-        **regression(filled, [total * num_chunks for total in totals]),
-        "evicted": evicted,
-        "us_per_evicted": round(sum(per_chunk["eviction"]) * num_chunks / evicted, 2) if evicted else None,
-        "steps_us_per_chunk": {
-            step: {"p50": p(values, 50), "p99": p(values, 99), "mean": mean(values)}
-            for step, values in per_chunk.items()
-        },
-    }
+class Case:
+    """One contender's requests of one shape, and the host that serves them."""
+
+    def __init__(self, name: str, shape: tuple[int, int], num_resident: int, evicting: bool, args: argparse.Namespace):
+        num_chunks, chunk_len = shape
+        self.name, self.num_chunks, self.chunk_len = name, num_chunks, chunk_len
+        self.num_resident, self.evicting, self.separator_len = num_resident, evicting, args.separator_len
+        self.traffic = CONTENDERS[name](args, shape, num_resident * (UNIVERSE if evicting else 1))
+        text_len = num_chunks * args.separator_len + QUESTION_LEN
+        prompt_len = num_chunks * chunk_len + text_len
+        # Beside the chunks, and what stands in front of plain prompts, the pool has room for the text of all requests,
+        # or, when evicting, for that of one.
+        texts = 1 if evicting else args.requests + args.warm_up
+        pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
+        self.host = Host(self.traffic.cache_class, pool_size, prompt_len + 8, args.device)
+        self.traffic.fill(self.host, num_resident)
+        for _ in range(args.warm_up):
+            self.host.serve(self.traffic.next())
+        self.samples, self.filled, self.evicted_before = [], [], self.host.evicted
+
+    def ask(self) -> None:
+        """One request."""
+        filled_before = self.host.filled
+        self.samples.append(self.host.serve(self.traffic.next()))
+        self.filled.append(self.host.filled - filled_before)
+
+    def row(self) -> dict:
+        """Microseconds per chunk of a request, by step and in all, per leaf evicted and per chunk computed."""
+        evicted = self.host.evicted - self.evicted_before
+        per_chunk = {step: [sample.get(step, 0) / 1000 / self.num_chunks for sample in self.samples] for step in STEPS}
+        totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
+        return {
+            "contender": self.name,
+            "shape": f"{self.num_chunks}x{self.chunk_len}",
+            "separator_len": self.separator_len,
+            "mode": "evicting" if self.evicting else "warm",
+            "resident": self.num_resident,
+            "requests": len(self.samples),
+            "us_per_chunk": {"p50": p(totals, 50), "p99": p(totals, 99), "mean": mean(totals), "max": p(totals, 100)},
+            "ms_per_request_p50": round(p(totals, 50) * self.num_chunks / 1000, 3),
+            **regression(self.filled, [total * self.num_chunks for total in totals]),
+            "evicted": evicted,
+            "us_per_evicted": round(sum(per_chunk["eviction"]) * self.num_chunks / evicted, 2) if evicted else None,
+            "steps_us_per_chunk": {
+                step: {"p50": p(values, 50), "p99": p(values, 99), "mean": mean(values)}
+                for step, values in per_chunk.items()
+            },
+        }
 
 
 def regression(filled: list[int], totals: list[float]) -> dict:
@@ -179,26 +187,35 @@ def mean(values: list[float]) -> float:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
-    """What is compared is measured one right after the other."""
-    for shape, evicting, num_resident, name in itertools.product(
-        args.shapes, (False, True), args.resident, args.contenders
-    ):
-        if num_resident >= shape[0]:
-            yield measure(name, shape, num_resident, evicting, args)
+    """What is compared is asked in turns, request by request, so that a machine's slow times meet all of it."""
+    lengths = dict.fromkeys(chunk_len for _, chunk_len in args.shapes)
+    for chunk_len, evicting, num_resident in itertools.product(lengths, (False, True), args.resident):
+        shapes = [shape for shape in args.shapes if shape[1] == chunk_len and shape[0] <= num_resident]
+        compared = itertools.product(shapes, args.contenders)
+        cases = [Case(name, shape, num_resident, evicting, args) for shape, name in compared]
+        gc.collect()
+        gc.freeze()  # as a server is told to
+        for _ in range(args.requests):
+            for case in cases:
+                case.ask()
+        gc.unfreeze()
+        yield from (case.row() for case in cases)
 
 
 def further_chunks(rows: list[dict]) -> Iterator[dict]:
     """What one more chunk that is there adds to a request: the slope between the fewest and the most of a length.
 
-    Beside it, what one adds that is computed, in requests of the most.
+    Beside it, what one adds that is computed, in requests of the most, and the slope of the means: of chunks that are
+    there and others.
     """
-    requests, fills = collections.defaultdict(dict), collections.defaultdict(dict)
+    requests, fills, means = (collections.defaultdict(dict) for _ in range(3))
     for row in rows:
         num_chunks, chunk_len = parse_shape(row["shape"])
         same = (row["contender"], chunk_len, row["mode"], row["resident"])
         if row["us_without_fills"] is not None:
             requests[same][num_chunks] = row["us_without_fills"]
             fills[same][num_chunks] = row["us_per_fill"]
+            means[same][num_chunks] = row["us_per_chunk"]["mean"] * num_chunks
     for same, times in requests.items():
         contender, chunk_len, mode, resident = same
         fewest, most = min(times), max(times)
@@ -210,6 +227,7 @@ def further_chunks(rows: list[dict]) -> Iterator[dict]:
                 "resident": resident,
                 "us_per_further_chunk": round((times[most] - times[fewest]) / (most - fewest), 2),
                 "us_per_fill": fills[same][most],
+                "us_on_average": round((means[same][most] - means[same][fewest]) / (most - fewest), 2),
             }
 
 

@@ -32,12 +32,21 @@ def test_further_chunks():
     def row(contender, shape, mode="warm"):
         total = 100 + 10 * parse_shape(shape)[0]
         fields = dict(contender=contender, shape=shape, mode=mode, resident=50)
-        return fields | dict(us_without_fills=total, us_per_fill=total / 2)
+        mean = 1.5 * total / parse_shape(shape)[0]
+        return fields | dict(us_without_fills=total, us_per_fill=total / 2, us_per_chunk=dict(mean=mean))
 
     measured = [row("lazy", shape) for shape in ("1x8", "4x8", "2x8", "2x9")]
     measured += [row("stock", "1x8"), row("lazy", "4x8", "evicting")]
     assert list(further_chunks(measured)) == [
-        dict(contender="lazy", chunk_len=8, mode="warm", resident=50, us_per_further_chunk=10, us_per_fill=70)
+        dict(
+            contender="lazy",
+            chunk_len=8,
+            mode="warm",
+            resident=50,
+            us_per_further_chunk=10,
+            us_per_fill=70,
+            us_on_average=15,
+        )
     ]
     assert not list(further_chunks([row("lazy", "1x8"), row("lazy", "4x8") | {"us_without_fills": None}]))
 
