@@ -255,8 +255,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         "--shapes",
         type=typed(parse_shape),
         nargs="+",
-        default=[(1, 128), (20, 128), (1, 2048), (5, 2048), (20, 2048)],
-        help="chunks a request and tokens a chunk; default: 1x128 20x128 1x2048 5x2048 20x2048",
+        default=[(1, 128), (20, 128), (1, 2048), (20, 2048)],
+        help="chunks a request and tokens a chunk; default: 1x128 20x128 1x2048 20x2048",
     )
     parser.add_argument("--resident", type=count, nargs="+", default=[100, 1000, 10000, 50000], help="chunks")
     parser.add_argument(
