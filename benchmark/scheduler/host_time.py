@@ -187,19 +187,22 @@ def mean(values: list[float]) -> float:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
-    """What is compared is asked in turns, request by request, so that a machine's slow times meet all of it."""
-    lengths = dict.fromkeys(chunk_len for _, chunk_len in args.shapes)
-    for chunk_len, evicting, num_resident in itertools.product(lengths, (False, True), args.resident):
+    """What is compared is asked in turns, request by request, so that a machine's slow times meet all of it.
+
+    The most memory is taken last: a process that has given much of it back is slower to get any.
+    """
+    lengths = sorted({chunk_len for _, chunk_len in args.shapes})
+    for chunk_len, num_resident, evicting in itertools.product(lengths, sorted(args.resident), (False, True)):
         shapes = [shape for shape in args.shapes if shape[1] == chunk_len and shape[0] <= num_resident]
         compared = itertools.product(shapes, args.contenders)
         cases = [Case(name, shape, num_resident, evicting, args) for shape, name in compared]
         gc.collect()
-        gc.freeze()  # as a server is told to
         for _ in range(args.requests):
             for case in cases:
                 case.ask()
-        gc.unfreeze()
-        yield from (case.row() for case in cases)
+        yield from [case.row() for case in cases]
+        del cases  # hosts are cycles: their memory has to be free again before the next take theirs
+        gc.collect()
 
 
 def further_chunks(rows: list[dict]) -> Iterator[dict]:
