@@ -65,7 +65,7 @@ def _check_text(kind: str, text: Any) -> None:
 
 
 def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
-    if not isinstance(input_ids, list | tuple) or not set(map(type, input_ids)) <= {int}:
+    if not isinstance(input_ids, list | tuple) or list(map(type, input_ids)).count(int) < len(input_ids):
         raise ValueError(f"the input_ids of a {kind} segment must be a list of integers")
     if not input_ids:
         raise ValueError(f"the input_ids of a {kind} segment are empty")
