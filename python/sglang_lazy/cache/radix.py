@@ -144,6 +144,7 @@ class LazyRadixCache(RadixCache):
         """
         link = req.link
         assert link.admitted, f"request {req.rid} was scheduled before its chunks"
+        # No copy where there is no answer yet: SGLang's `_refresh_fill_ids` never appends to the prompt's own array.
         ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         limit = req._compute_max_prefix_len(len(ids))
         if link.ready:
