@@ -3,6 +3,7 @@
 import dataclasses
 import random
 import types
+from array import array
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_params import SamplingParams
 from test_cache_machine import CHUNK, TEXT, VOCAB_SIZE, Pools, new_request
 
 from sglang_lazy.attention.table import SegmentTable
@@ -111,7 +113,7 @@ class Scheduler:
         self.last_batch = batch
         if batch is None:
             hooks.on_idle(None, self)
-        self.pools.check([node for req in self.admission.holders for node in req.link.nodes if node is not None])
+        self.pools.check(self.admission.holders)
 
     def run(self, max_steps=200):
         """Until everything is answered."""
@@ -480,7 +482,7 @@ def test_locked_chunk_may_be_split_before_its_parent_is_ready(overlap):
     scheduler.warm(A)
     parent = scheduler.submit([B, A, QUESTION], "waits", max_new_tokens=1)
     scheduler.step()
-    node = parent.link.nodes[1]
+    node = parent.link.chunks.nodes[1]
     assert not parent.link.ready and len(node.key) == 2, "the fill came in two pieces"
     scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "splits", max_new_tokens=1)
     assert len(node.key) == 1
@@ -537,6 +539,54 @@ def test_eviction_takes_waiting_locks_when_nothing_else_is_left():
     assert first.link.ready and not second.link.admitted
     assert scheduler.resident(first) == [True] and scheduler.resident(second) == [False]
     scheduler.run()
+
+
+def test_locks_of_a_parent_can_go_while_its_batch_is_formed(monkeypatch):
+    """What the batch allocates may take back the locks of a parent in it: its row still gets what its fills compute."""
+    scheduler = Scheduler()
+    scheduler.warm(A)
+    launch = scheduler.admission.launch
+
+    def launch_after_eviction(batch):
+        assert scheduler.admission.revoke_newest()
+        launch(batch)
+
+    monkeypatch.setattr(scheduler.admission, "launch", launch_after_eviction)
+    parent = scheduler.submit([A, B, B, QUESTION], "p0", max_new_tokens=2)
+    scheduler.step()
+    assert scheduler.log == [["\0fill-1", "p0"]]
+    monkeypatch.undo()
+    scheduler.run()
+    assert len(parent.output_ids) == 2
+
+
+def test_a_fill_is_like_a_new_request():
+    """Fills are copies of a request, as SGLang would make it, and share nothing that it writes to."""
+    scheduler = Scheduler()
+    scheduler.submit([A, B, QUESTION], "p0")
+    scheduler.visible()
+    fill, other = (fill.req for fill in scheduler.admission.fills.values())
+    params = SamplingParams(max_new_tokens=0, temperature=0)
+    params.normalize(None)
+    model = scheduler.model_config
+    new = schedule_batch.Req(
+        fill.rid, "", array("q", A[1]), params, extra_key=(CHUNK_NAMESPACE, None, None),
+        vocab_size=model.vocab_size, eos_token_ids=model.hf_eos_token_id,
+    )  # fmt: skip
+    new.fills, new.finished_output = fill.fills, True
+    new.tokenizer, new.logprob_start_len = scheduler.tokenizer, len(A[1])
+    assert (vars(fill).keys(), fill.fills.tokens) == (vars(new).keys(), array("q", A[1]))
+    for name, value in vars(new).items():
+        copied = vars(fill)[name]
+        assert type(copied) is type(value), name
+        if name == "time_stats":
+            pass
+        elif isinstance(value, (torch.Tensor, SamplingParams)):
+            assert str(copied) == str(value), name
+        else:
+            assert copied == value, name
+        if copied is vars(other)[name] and not isinstance(value, (type(None), bool, int, float, str, tuple)):
+            assert name in ("sampling_params", "eos_token_ids", "prefix_indices"), f"{name} is shared"
 
 
 def test_reconcile_after_an_abort():

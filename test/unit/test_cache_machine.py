@@ -19,7 +19,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.prompt import CHUNK_NAMESPACE, ChunkRef, LinkedPrompt
-from sglang_lazy.cache.radix import LazyRadixCache, LinkHandle
+from sglang_lazy.cache.radix import ChunkNodes, LazyRadixCache, LinkHandle
 from sglang_lazy.scheduler.link import Link, requested_layout
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
@@ -168,19 +168,19 @@ class Pools:
 
     def begin(self, req, num_tokens):
         """Make the chunks of `req` resident, match it, and compute up to `num_tokens`; False if that does not fit."""
-        held = []
-        for chunk in req.link.prompt.chunks if hasattr(req, "link") else ():
+        refs = req.link.prompt.chunks if hasattr(req, "link") else ()
+        chunks = ChunkNodes([None] * len(refs), num_locks=1)
+        for i, chunk in enumerate(refs):
             node = self.cache.find_chunk(chunk)
             if node is None and self.fill(chunk):
                 node = self.cache.find_chunk(chunk)
                 assert node is not None
             if node is None:
                 break
-            self.cache.inc_lock_ref(node)
-            held.append(node)
+            self.cache.enter_chunk(chunks, i, node)
         else:
             if hasattr(req, "link"):
-                req.link.nodes = held
+                req.link.chunks = chunks
             req.init_next_round_input(self.cache)
             self.cache.inc_lock_ref(req.last_node)
         begun = req.last_node is not None and self.extend(req, num_tokens)
@@ -189,8 +189,7 @@ class Pools:
         elif req.last_node is not None:
             self.cache.dec_lock_ref(req.last_node)
             req.last_node = None
-        for node in held:
-            self.cache.dec_lock_ref(node)
+        self.cache.unlock_chunks(chunks)
         return begun
 
     def extend(self, req, num_tokens):
@@ -273,9 +272,9 @@ class Pools:
             yield node, node.key.extra_key, before
             stack += [(child, before + tuple(node.key.token_ids)) for child in node.children.values()]
 
-    def check(self, waiting_locks=None):
+    def check(self, admitted=()):
         self.check_slots()
-        self.check_locks(self.waiting_locks if waiting_locks is None else waiting_locks)
+        self.check_locks(admitted)
         self.check_tree_contents()
         self.check_row_contents()
 
@@ -293,11 +292,20 @@ class Pools:
                 places += req.link.copy.slots.tolist()
         assert sorted(places) == list(range(1, self.slots.size + 1))
 
-    def check_locks(self, waiting_locks):
-        """A node is locked once by each user at or below it; the sizes and the leaves say what the locks say."""
+    def check_locks(self, admitted):
+        """A node is locked once by each user at or below it; the sizes and the leaves say what the locks say.
+
+        The chunks of a request are one user, whether it is admitted, runs, or both.
+        """
         users = collections.Counter()
-        held = [node for req in self.running for part in nodes_of(req.last_node) for node in part]
-        for node in held + waiting_locks:
+        handles = [req.last_node for req in self.running if isinstance(req.last_node, LinkHandle)]
+        held = [req.last_node for req in self.running if not isinstance(req.last_node, LinkHandle)]
+        held += [node for handle in handles for node in handle.spans]
+        holders = collections.Counter([handle.chunks for handle in handles] + [req.link.chunks for req in admitted])
+        for chunks, num_locks in holders.items():
+            assert chunks.num_locks == num_locks
+            held += [node for node in chunks.nodes if node is not None]
+        for node in held + self.waiting_locks:
             while node is not self.cache.root_node:
                 users[node] += 1
                 node = node.parent
@@ -335,11 +343,6 @@ class Pools:
             row = self.rows.req_to_token[req.req_pool_idx, : req.kv_committed_len].tolist()
             positions = positions_of(req, 0, req.kv_committed_len)
             assert [self.slots.contents.get(slot) for slot in row] == [req.contents[p] for p in positions]
-
-
-def nodes_of(handle):
-    """The nodes that a request holds, in groups."""
-    return (handle.chunks, handle.spans) if isinstance(handle, LinkHandle) else ((handle,),)
 
 
 CHUNKS = [(1, 2, 3), (1, 2, 3, 4, 1), (1, 2), (4,), (3, 1, 2, 4)]

@@ -146,7 +146,8 @@ class Row:
             row_end += end - span.start - count
         assert row_end == num_tokens, (row_end, num_tokens)
         self._ranges = _joined(ranges)
-        self.positions = np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in self._ranges])
+        positions = [np.arange(start, end, dtype=np.int32) for start, end in self._ranges]
+        self.positions = positions[0] if len(positions) == 1 else np.concatenate(positions)
 
     def permuted(self, ids: array) -> array:
         """The tokens `ids`, by position, in the order of the row: `ids` itself if that is the same."""

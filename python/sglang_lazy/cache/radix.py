@@ -7,7 +7,7 @@ lists the slots of shared nodes; those are neither counted nor freed with the re
 import dataclasses
 import time
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from sglang.srt.mem_cache.allocation import alloc_token_slots
@@ -29,21 +29,32 @@ from sglang_lazy.cache.prompt import ChunkRef, Row
 
 
 @dataclasses.dataclass(eq=False)
-class LinkHandle:
-    """All tree nodes that a linked request holds: what SGLang locks and unlocks as the request's `last_node`.
+class ChunkNodes:
+    """Where a linked request's chunks are: locked once, for the request while it waits, for its row, or for both.
 
-    chunks: per chunk, its node; None, for one that the request's own batch computes, until `complete_row`.
-    spans: per text span, the node where its cached part ends.
-    num_locks: SGLang's locks on it. Its nodes are locked once, while there is any.
+    nodes: per chunk, the node at which it ends; None while it is missing.
+    num_locks: how many of those hold them now.
     """
 
-    chunks: list[TreeNode | None]
-    spans: list[TreeNode]
+    nodes: list[TreeNode | None]
     num_locks: int = 0
 
     @property
-    def nodes(self) -> list[TreeNode]:
-        return [node for node in self.chunks + self.spans if node is not None]
+    def complete(self) -> bool:
+        return None not in self.nodes
+
+
+@dataclasses.dataclass(eq=False)
+class LinkHandle:
+    """All tree nodes that a linked request holds: what SGLang locks and unlocks as the request's `last_node`.
+
+    spans: per text span, the node where its cached part ends.
+    num_locks: SGLang's locks on it. What it holds is locked once, while there is any.
+    """
+
+    chunks: ChunkNodes
+    spans: list[TreeNode]
+    num_locks: int = 0
 
 
 @dataclasses.dataclass
@@ -73,6 +84,7 @@ class LazyRadixCache(RadixCache):
 
     def reset(self) -> None:
         self._heap = EvictionHeap(self.eviction_strategy.get_priority)
+        self._blank = torch.empty(0, dtype=torch.int64, device=self.device)
         super().reset()
 
     # Chunks
@@ -112,10 +124,11 @@ class LazyRadixCache(RadixCache):
             node = node.parent
         return pieces[::-1]
 
-    def publish_fill(self, req, slots: torch.Tensor) -> None:
+    def publish_fill(self, req, slots: torch.Tensor) -> TreeNode:
         """Give a chunk that a request is about to complete to the tree, and lock it there until that request ends.
 
         slots: int64, where its batch writes the tokens behind the request's prefix.
+        Returns the node at which the chunk ends.
 
         What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs: its row is left as it
         is. Where the tree has other slots already, of a chunk that begins alike, those in `req.duplicates` are still
@@ -125,10 +138,12 @@ class LazyRadixCache(RadixCache):
         value = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
         key = RadixKey(req.origin_input_ids, req.extra_key)
         inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
-        req.duplicates = value[req.cache_protected_len : inserted.prefix_len]
+        duplicated = inserted.prefix_len > req.cache_protected_len
+        req.duplicates = value[req.cache_protected_len : inserted.prefix_len] if duplicated else self._blank[:0]
         self.inc_lock_ref(inserted.last_device_node)
         self.dec_lock_ref(req.last_node)
         req.last_node, req.cache_protected_len = inserted.last_device_node, num_tokens
+        return inserted.last_device_node
 
     # Linked requests
 
@@ -148,9 +163,9 @@ class LazyRadixCache(RadixCache):
         ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         limit = req._compute_max_prefix_len(len(ids))
         if link.ready:
-            pieces = [piece for node in link.nodes for piece in self._use(node)]
+            pieces = [piece for node in link.chunks.nodes for piece in self._use(node)]
         else:
-            pieces = [torch.zeros(link.prompt.num_chunk_tokens, dtype=torch.int64, device=self.device)]
+            pieces = [self._blank_slots(link.prompt.num_chunk_tokens)]
         last = link.prompt.spans[-1]
         spans, cached = [], []
         for span in link.prompt.spans:
@@ -164,25 +179,28 @@ class LazyRadixCache(RadixCache):
         if not req.retracted_stain:
             # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
             req.already_computed = link.num_fresh_tokens
-        handle = LinkHandle(list(link.nodes), spans)
-        return MatchResult(
-            device_indices=torch.cat(pieces), last_device_node=handle, last_host_node=handle, best_match_node=handle
-        )
+        handle = LinkHandle(link.chunks, spans)
+        slots = torch.cat(pieces) if link.ready or any(cached) else pieces[0]
+        return MatchResult(device_indices=slots, last_device_node=handle, last_host_node=handle, best_match_node=handle)
 
-    def complete_row(self, req) -> None:
+    def _blank_slots(self, num_tokens: int) -> torch.Tensor:
+        """Some slots, int64 [num_tokens], in the place of those that a row will have: to be read only."""
+        if len(self._blank) < num_tokens:
+            self._blank = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
+        return self._blank[:num_tokens]
+
+    def complete_row(self, req, published: Mapping[tuple, TreeNode]) -> None:
         """Enter the chunks into the row that SGLang has assigned to a request, if it was matched with some missing.
 
-        All must be resident by now. Of `req.prefix_indices` SGLang needs no more than the length from here on.
+        published: by key, where the chunks that its batch computes end. None may be missing besides.
+        Of `req.prefix_indices` SGLang needs no more than the length from here on.
         """
-        nodes = req.last_node.chunks
-        if None not in nodes:
+        chunks = req.last_node.chunks
+        if chunks.complete:
             return
-        for i, chunk in enumerate(req.link.prompt.chunks):
-            if nodes[i] is None:
-                nodes[i] = self.find_chunk(chunk)
-                assert nodes[i] is not None, f"request {req.rid} was scheduled before its chunks"
-                self.inc_lock_ref(nodes[i])
-        slots = torch.cat([piece for node in nodes for piece in self._use(node)])
+        self.enter_published(chunks, req.link.prompt.chunks, published)
+        assert chunks.complete, f"request {req.rid} was scheduled before its chunks"
+        slots = torch.cat([piece for node in chunks.nodes for piece in self._use(node)])
         self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
 
     @staticmethod
@@ -269,11 +287,38 @@ class LazyRadixCache(RadixCache):
     def end_copy(self, req) -> None:
         """The copying has been launched: what reuses the chunks' slots is launched later, so they need no lock."""
         req.link.copy.written = True
-        for node in req.last_node.chunks:
-            self.dec_lock_ref(node)
-        req.last_node.chunks = []
+        self.unlock_chunks(req.last_node.chunks)
+        req.last_node.chunks = ChunkNodes([], num_locks=1)
 
     # Locks
+
+    def lock_chunks(self, chunks: ChunkNodes) -> int:
+        """Lock them for one more holder; returns by how much that changes what is evictable."""
+        chunks.num_locks += 1
+        if chunks.num_locks > 1:
+            return 0
+        return sum(self.inc_lock_ref(node).delta for node in chunks.nodes if node is not None)
+
+    def unlock_chunks(self, chunks: ChunkNodes) -> int:
+        """Give one holder's lock back; returns the same."""
+        chunks.num_locks -= 1
+        if chunks.num_locks > 0:
+            return 0
+        return sum(self.dec_lock_ref(node).delta for node in chunks.nodes if node is not None)
+
+    def enter_chunk(self, chunks: ChunkNodes, i: int, node: TreeNode) -> None:
+        """Chunk `i`, which was missing, is at `node` now: lock it for whoever holds the others."""
+        chunks.nodes[i] = node
+        if chunks.num_locks:
+            self.inc_lock_ref(node)
+
+    def enter_published(
+        self, chunks: ChunkNodes, refs: Sequence[ChunkRef], published: Mapping[tuple, TreeNode]
+    ) -> None:
+        """Enter those of the missing chunks `refs` that have been published, at a node by chunk key."""
+        for i, chunk in enumerate(refs):
+            if chunks.nodes[i] is None and (node := published.get(chunk.key)) is not None:
+                self.enter_chunk(chunks, i, node if chunk.used == len(chunk.tokens) else self.find_chunk(chunk))
 
     def inc_lock_ref(self, node: TreeNode | LinkHandle) -> IncLockRefResult:
         if not isinstance(node, LinkHandle):
@@ -281,7 +326,8 @@ class LazyRadixCache(RadixCache):
         node.num_locks += 1
         if node.num_locks > 1:
             return IncLockRefResult(delta=0)
-        return IncLockRefResult(delta=sum(self.inc_lock_ref(held).delta for held in node.nodes))
+        delta = self.lock_chunks(node.chunks) + sum(self.inc_lock_ref(span).delta for span in node.spans)
+        return IncLockRefResult(delta=delta)
 
     def dec_lock_ref(self, node: TreeNode | LinkHandle, params: DecLockRefParams | None = None) -> DecLockRefResult:
         if not isinstance(node, LinkHandle):
@@ -289,7 +335,8 @@ class LazyRadixCache(RadixCache):
         node.num_locks -= 1
         if node.num_locks > 0:
             return DecLockRefResult(delta=0)
-        return DecLockRefResult(delta=sum(self.dec_lock_ref(held).delta for held in node.nodes))
+        delta = self.unlock_chunks(node.chunks) + sum(self.dec_lock_ref(span).delta for span in node.spans)
+        return DecLockRefResult(delta=delta)
 
     # Eviction
 

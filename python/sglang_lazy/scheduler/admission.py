@@ -9,16 +9,19 @@ under way. These locks are revocable, newest first, so that waiting never takes 
 decisions depend on the order of requests alone, so that every tensor-parallel rank takes the same ones.
 """
 
+import copy
+import functools
 import itertools
 from array import array
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ReqLogprob, ScheduleBatch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt
-from sglang_lazy.cache.radix import LazyRadixCache
+from sglang_lazy.cache.radix import ChunkNodes, LazyRadixCache
 from sglang_lazy.scheduler.link import Link, check_request, requested_layout
 
 
@@ -36,6 +39,25 @@ class Fill:
     @property
     def launched(self) -> bool:
         return self.req.req_pool_idx is not None
+
+
+class BlankRequests:
+    """Copies of one request that has never been scheduled: cheaper than to have SGLang make each of them."""
+
+    # What SGLang writes to as a request goes on; anything else in a request is replaced, or stays as it is.
+    WRITTEN = (array, dict, list, ReqLogprob, SchedulerReqTimeStats)
+
+    def __init__(self, req: Req):
+        self._state = vars(req)
+        self._written = [(name, value) for name, value in self._state.items() if isinstance(value, self.WRITTEN)]
+
+    def new(self) -> Req:
+        req = object.__new__(Req)
+        state = vars(req)
+        state.update(self._state)
+        for name, value in self._written:
+            state[name] = copy.copy(value)
+        return req
 
 
 class ChunkAdmission:
@@ -149,7 +171,10 @@ class ChunkAdmission:
 
     def _resident(self, link: Link) -> list[Any]:
         """Per chunk of a parent, the node at which it is resident, None where it is missing or under way."""
-        nodes = link.nodes or [None if node is None or node.evicted else node for node in link.found]
+        if link.admitted:
+            nodes = link.chunks.nodes
+        else:
+            nodes = [None if node is None or node.evicted else node for node in link.found]
         return [
             self.cache.find_chunk(chunk) if node is None and chunk.key not in self.fills else node
             for chunk, node in zip(link.prompt.chunks, nodes, strict=True)
@@ -170,12 +195,13 @@ class ChunkAdmission:
     def _admit(self, req: Req, link: Link, nodes: list[Any]) -> list[Fill]:
         """Lock the chunks of a parent resident at `nodes` and have the others computed; returns the fills it awaits."""
         if not link.admitted:
-            link.nodes = [None] * len(nodes)
+            link.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
-        self._lock(link, nodes)
         awaited = []
-        for chunk, node in zip(link.prompt.chunks, nodes, strict=True):
+        for i, (chunk, node) in enumerate(zip(link.prompt.chunks, nodes, strict=True)):
             if node is not None:
+                if link.chunks.nodes[i] is None:
+                    self.cache.enter_chunk(link.chunks, i, node)
                 continue
             if chunk.key not in self.fills:
                 self.fills[chunk.key] = Fill(chunk, self._fill_request(chunk))
@@ -186,32 +212,33 @@ class ChunkAdmission:
         link.reused = [reused and node is not None for reused, node in zip(link.reused, nodes, strict=True)]
         return awaited
 
-    def _lock(self, link: Link, nodes: list[Any]) -> None:
-        """Lock those of `nodes` that are not locked for this admitted parent yet."""
-        for node, held in zip(nodes, link.nodes, strict=True):
-            if node is not None and held is None:
-                self.cache.inc_lock_ref(node)
-        link.nodes = nodes
-
     def _fill_request(self, chunk: ChunkRef) -> Req:
         """A request that computes `chunk` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
+        req = self._blank_fills.new()
+        req.rid = f"\0fill-{next(self._fill_ids)}"
+        req.origin_input_ids = req.origin_input_ids_unpadded = chunk.tokens
+        req.logprob_start_len = len(chunk.tokens)
+        req.extra_key = chunk.namespace
+        req.fills = chunk
+        return req
+
+    @functools.cached_property
+    def _blank_fills(self) -> BlankRequests:
+        """Requests that are fills but for their id, tokens and namespace."""
         scheduler = self.scheduler
         params = SamplingParams(max_new_tokens=0, temperature=0)
         params.normalize(None)
         req = Req(
-            f"\0fill-{next(self._fill_ids)}",
             "",
-            array("q", chunk.tokens),
+            "",
+            array("q"),
             params,
             vocab_size=scheduler.model_config.vocab_size,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
-            extra_key=chunk.namespace,
         )
         req.tokenizer = scheduler.tokenizer
-        req.logprob_start_len = len(chunk.tokens)
         req.finished_output = True  # nothing of it is ever streamed
-        req.fills = chunk
-        return req
+        return BlankRequests(req)
 
     # Launch
 
@@ -220,18 +247,19 @@ class ChunkAdmission:
 
         Whatever reads their KV is launched on the same stream, in the same forward pass or later.
         """
-        parents: dict[Req, None] = {}
+        published, parents = {}, {}
         ends = itertools.accumulate(batch.extend_lens)
         for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
             if is_fill(req) and req is not batch.chunked_req:
-                self.cache.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
-                parents.update(dict.fromkeys(self.fills.pop(req.fills.key).parents))
+                key = req.fills.key
+                published[key] = self.cache.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
+                parents.update(dict.fromkeys(self.fills.pop(key).parents))
         for req in batch.reqs:
             if is_linked(req):
-                self.cache.complete_row(req)
+                self.cache.complete_row(req, published)
                 parents.pop(req, None)
         for parent in parents:
-            self._lock(parent.link, self._resident(parent.link))
+            self.cache.enter_published(parent.link.chunks, parent.link.prompt.chunks, published)
 
     # Locks
 
@@ -255,12 +283,11 @@ class ChunkAdmission:
 
     def _release(self, req: Req) -> None:
         self.holders.remove(req)
-        for chunk, node in zip(req.link.prompt.chunks, req.link.nodes, strict=True):
-            if node is not None:
-                self.cache.dec_lock_ref(node)
-            elif chunk.key in self.fills and req in self.fills[chunk.key].parents:
+        chunks, req.link.chunks = req.link.chunks, None
+        self.cache.unlock_chunks(chunks)
+        for chunk, node in zip(req.link.prompt.chunks, chunks.nodes, strict=True):
+            if node is None and chunk.key in self.fills and req in self.fills[chunk.key].parents:
                 self.fills[chunk.key].parents.remove(req)
-        req.link.nodes = []
 
     def requeue_fill(self, req: Req) -> None:
         """A fill came back (retracted): its parents' next admission starts it again."""

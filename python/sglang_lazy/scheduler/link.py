@@ -6,7 +6,7 @@ from typing import Any
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt, Row
-from sglang_lazy.cache.radix import ChunkCopy
+from sglang_lazy.cache.radix import ChunkCopy, ChunkNodes
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
 
 
@@ -17,8 +17,7 @@ class Link:
     found: per chunk, the tree node at which it was resident on arrival, or None. Not locked: it may be evicted since.
     materialize: whether the request gets a copy of its chunks, turned to their positions, instead of attending to the
         shared ones in place.
-    nodes: per chunk, the tree node locked for this request while it waits, None where the chunk is still missing;
-        empty while the request holds nothing.
+    chunks: where its chunks are, locked for it while it waits; None while it holds nothing.
     row: the row's order, once the request has been matched for a batch.
     copy: the copy of its chunks while the request has a row, if it gets one.
     reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
@@ -27,7 +26,7 @@ class Link:
     prompt: LinkedPrompt
     found: list[TreeNode | None]
     materialize: bool = False
-    nodes: list[TreeNode | None] = dataclasses.field(default_factory=list)
+    chunks: ChunkNodes | None = None
     row: Row | None = None
     copy: ChunkCopy | None = None
     reused: list[bool] = dataclasses.field(init=False)
@@ -38,12 +37,12 @@ class Link:
     @property
     def admitted(self) -> bool:
         """Whether its chunks are locked or being computed."""
-        return bool(self.nodes)
+        return self.chunks is not None
 
     @property
     def ready(self) -> bool:
         """Whether all its chunks are resident and locked."""
-        return self.admitted and None not in self.nodes
+        return self.chunks is not None and self.chunks.complete
 
     @property
     def segments(self) -> tuple[ChunkRef, ...]:
