@@ -5,10 +5,11 @@ there. Chunks are drawn by a Zipf distribution. `warm`: every chunk is resident.
 are four times as many chunks, so that misses are filled and evict. `stock` is SGLang's own radix cache with plain
 prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
 tree as long as a chunk. `lazy-plain` is sent the same as `stock`: what our hooks cost prompts without chunks. Times are
-the thread's own, so that other work on the machine counts less; shapes and contenders of one chunk length take turns. A
-request has its own host time, whatever it asks for; what each further chunk adds to it comes last, where there are
-shapes of several numbers of chunks as long: one that is there, and one that is missing and computed, told apart by
-least squares over the requests. Rows go to `--out` as JSON lines, after a line with the environment.
+the thread's own, so that other work on the machine counts less, and torch has no other threads; shapes and contenders
+of one chunk length take turns. A request has its own host time, whatever it asks for; what each further chunk adds to
+it comes last, where there are shapes of several numbers of chunks as long: one that is there, and one that is missing
+and computed, told apart by least squares over the requests. Rows go to `--out` as JSON lines, after a line with the
+environment.
 
     python benchmark/scheduler/host_time.py --out host_time.jsonl
 """
@@ -26,6 +27,7 @@ from pathlib import Path
 
 import numpy as np
 import serving_path  # noqa: F401 - puts benchmark/serving on the path
+import torch
 from arguments import positive, positive_float, typed
 from environment import describe_environment
 from host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
@@ -277,6 +279,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    torch.set_num_threads(1)
     print(TABLE.format("", "", "", "resident", "ms/req", "us/chunk", "p99", "mean", "us/evict", *STEPS))
     with published(args.device), open(args.out, "a", encoding="utf-8") as out:
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
