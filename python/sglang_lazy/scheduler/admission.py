@@ -9,15 +9,11 @@ under way. These locks are revocable, newest first, so that waiting never takes 
 decisions depend on the order of requests alone, so that every tensor-parallel rank takes the same ones.
 """
 
-import copy
-import functools
 import itertools
-from array import array
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req, ReqLogprob, ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt
@@ -41,25 +37,6 @@ class Fill:
         return self.req.req_pool_idx is not None
 
 
-class BlankRequests:
-    """Copies of one request that has never been scheduled: cheaper than to have SGLang make each of them."""
-
-    # What SGLang writes to as a request goes on; anything else in a request is replaced, or stays as it is.
-    WRITTEN = (array, dict, list, ReqLogprob, SchedulerReqTimeStats)
-
-    def __init__(self, req: Req):
-        self._state = vars(req)
-        self._written = [(name, value) for name, value in self._state.items() if isinstance(value, self.WRITTEN)]
-
-    def new(self) -> Req:
-        req = object.__new__(Req)
-        state = vars(req)
-        state.update(self._state)
-        for name, value in self._written:
-            state[name] = copy.copy(value)
-        return req
-
-
 class ChunkAdmission:
     """Bookkeeping of parents and fills beside one SGLang scheduler.
 
@@ -79,6 +56,8 @@ class ChunkAdmission:
         self.holders: list[Req] = []
         self.fills: dict[tuple, Fill] = {}
         self._fill_ids = itertools.count()
+        self._fill_params = SamplingParams(max_new_tokens=0, temperature=0)
+        self._fill_params.normalize(None)
         self.linked_waiting = False
         self.forming = False
         self.late: list[Req] = []
@@ -214,31 +193,21 @@ class ChunkAdmission:
 
     def _fill_request(self, chunk: ChunkRef) -> Req:
         """A request that computes `chunk` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
-        req = self._blank_fills.new()
-        req.rid = f"\0fill-{next(self._fill_ids)}"
-        req.origin_input_ids = req.origin_input_ids_unpadded = chunk.tokens
-        req.logprob_start_len = len(chunk.tokens)
-        req.extra_key = chunk.namespace
-        req.fills = chunk
-        return req
-
-    @functools.cached_property
-    def _blank_fills(self) -> BlankRequests:
-        """Requests that are fills but for their id, tokens and namespace."""
         scheduler = self.scheduler
-        params = SamplingParams(max_new_tokens=0, temperature=0)
-        params.normalize(None)
         req = Req(
+            f"\0fill-{next(self._fill_ids)}",
             "",
-            "",
-            array("q"),
-            params,
+            chunk.tokens,
+            self._fill_params,
             vocab_size=scheduler.model_config.vocab_size,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            extra_key=chunk.namespace,
         )
         req.tokenizer = scheduler.tokenizer
+        req.logprob_start_len = len(chunk.tokens)
         req.finished_output = True  # nothing of it is ever streamed
-        return BlankRequests(req)
+        req.fills = chunk
+        return req
 
     # Launch
 
