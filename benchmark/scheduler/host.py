@@ -29,6 +29,8 @@ from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256
 MAX_CHUNKS = 64
+CHUNKED_PREFILL_SIZE = 8192
+"""SGLang's default on a GPU of the H200's memory; here a batch may have more tokens, but no fill of several chunks."""
 
 
 @contextlib.contextmanager
@@ -87,6 +89,7 @@ class Host:
         self.waiting_queue: list[Req] = []
         self.running_batch = ScheduleBatch(reqs=[])
         self.chunked_req = self.tokenizer = None
+        self.chunked_prefill_size = CHUNKED_PREFILL_SIZE
         self.model_config = types.SimpleNamespace(
             vocab_size=VOCAB_SIZE, hf_eos_token_id=set(), is_encoder_decoder=False
         )
@@ -123,7 +126,7 @@ class Host:
             with self.clock("admission"):
                 batch, _ = hooks.get_new_batch_prefill_raw(Host.form_batch, self, None, self.running_batch)
             reqs = list(batch.reqs)
-            self.filled += sum(map(is_fill, reqs))
+            self.filled += sum(len(req.fill.chunks) for req in reqs if is_fill(req))
             with self.clock("publish"):
                 hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):

@@ -12,12 +12,12 @@ from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from test_cache_machine import CHUNK, TEXT, VOCAB_SIZE, Pools, new_request
+from test_cache_machine import CHUNK, TEXT, VOCAB_SIZE, Pools, contents_of_chunks, new_request
 
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.prompt import CHUNK_NAMESPACE
 from sglang_lazy.scheduler import hooks
-from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
+from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_launched, is_linked
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
 A, B, C, D = ((CHUNK, (i, i + 1, i + 2, i + 3)) for i in (1, 5, 9, 12))
@@ -67,10 +67,10 @@ class Scheduler:
         self.pools = Pools(pool_size, materialize=materialize)
         self.pools.rows.segment_table = SegmentTable(len(self.pools.rows.req_to_token), max_chunks, "cpu")
         self.tree_cache = self.pools.cache
+        self.chunked_prefill_size, self.overlap, self.results = chunked_prefill_size, overlap, []
         self.tree_cache.admission = self.admission = ChunkAdmission(self, self.tree_cache, max_chunks, materialize)
         self.waiting_queue, self.running_batch, self.last_batch = [], Batch(), None
         self.chunked_req, self.chunked_abort = None, None
-        self.chunked_prefill_size, self.overlap, self.results = chunked_prefill_size, overlap, []
         self.tokenizer = None
         self.model_config = types.SimpleNamespace(vocab_size=VOCAB_SIZE, hf_eos_token_id=set())
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
@@ -177,11 +177,7 @@ class Scheduler:
 
     def launch_extend(self, req):
         if is_fill(req):
-            chunk = req.fills
-            _, extra_key, salt = chunk.namespace
-            tokens = tuple(chunk.tokens)
-            req.contents = [("chunk", extra_key, salt, tokens[: i + 1]) for i in range(len(tokens))]
-            req.future = [0]
+            req.contents, req.future = contents_of_chunks(req.fill.chunks), [0]
         if not req.retracted_stain:
             req.cached_tokens += len(req.prefix_indices) - req.already_computed
             req.already_computed = req.extend_range.end
@@ -250,7 +246,8 @@ both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "
 
 
 def fill_tokens(reqs):
-    return [tuple(req.fills.tokens) for req in reqs if is_fill(req)]
+    """Of each fill, the chunks that it computes."""
+    return [[tuple(chunk.tokens) for chunk in req.fill.chunks] for req in reqs if is_fill(req)]
 
 
 @both_loops
@@ -262,15 +259,16 @@ def test_fills_come_once_and_before_their_parents(overlap, materialize):
         scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1),
         scheduler.submit([B, (TEXT, (14,)), C, B, QUESTION], "p1", max_new_tokens=1),
     ]
+    assert fill_tokens(scheduler.visible()) == [[A[1], B[1]], [C[1]]]
     scheduler.step()
     if materialize:
-        assert scheduler.log == [["\0fill-0", "\0fill-1", "\0fill-2"]]
+        assert scheduler.log == [["\0fill-0", "\0fill-1"]]
         assert scheduler.waiting_queue == parents, "parents wait where SGLang's abort and timeouts look for them"
         assert all(parent.link.ready for parent in parents), "what has been computed is locked for them from then on"
         scheduler.run()
         assert scheduler.log[1] == ["p0", "p1"]
     else:
-        assert scheduler.log == [["\0fill-0", "\0fill-1", "p0", "\0fill-2", "p1"]]
+        assert scheduler.log == [["\0fill-0", "p0", "\0fill-1", "p1"]]
         scheduler.run()
 
 
@@ -287,9 +285,39 @@ def test_parent_joins_the_last_of_its_fills(overlap):
     assert len(parent.output_ids) == 2
 
 
+def test_a_fill_computes_as_much_as_a_batch():
+    """Missing chunks share a fill up to that size; a larger one has a fill of its own; what is known is left out."""
+    scheduler = Scheduler(chunked_prefill_size=9)
+    scheduler.warm(D)
+    long = (CHUNK, tuple(range(1, 11)))
+    parent = scheduler.submit([A, B, D, A, C, long, (CHUNK, (9,)), QUESTION], "p0", max_new_tokens=1)
+    shares = [[A[1], B[1]], [C[1]], [long[1]], [(9,)]]
+    assert fill_tokens(scheduler.visible()) == shares
+    scheduler.run()
+    assert scheduler.counts(parent) == (4, 4, 0b100)
+    assert all(scheduler.resident(parent))
+
+
+@both_loops
+def test_a_fill_in_pieces_gives_its_chunks_when_it_ends(overlap):
+    """Until then nobody finds any of them; what begins like a cached chunk is computed from there on."""
+    scheduler = Scheduler(chunked_prefill_size=3, overlap=overlap)
+    scheduler.warm((CHUNK, (5, 6, 1)))
+    scheduler.admission.max_fill_tokens = 64
+    parent = scheduler.submit([A, B, C, QUESTION], "p0", max_new_tokens=1)
+    for _ in range(3):
+        scheduler.step()
+        assert scheduler.resident(parent) == [False] * 3
+    scheduler.step()
+    assert scheduler.resident(parent) == [True] * 3
+    assert [batch[0] for batch in scheduler.log] == ["\0fill-1"] * 4, "10 tokens, 2 of B being known"
+    scheduler.run()
+
+
 def test_rows_of_ended_fills_are_free_again():
     """Fills that took all rows leave them to their parent, though nothing else ended."""
     scheduler = Scheduler()
+    scheduler.admission.max_fill_tokens = 2
     other = scheduler.submit([QUESTION], "other", max_new_tokens=30)
     scheduler.step()
     parent = scheduler.submit([*((CHUNK, (i, i)) for i in range(8)), QUESTION], "p0", max_new_tokens=1)
@@ -333,19 +361,18 @@ def test_visible_queue_keeps_the_order():
         scheduler.submit([(TEXT, (3, 4))], "last"),
     ]
     visible = scheduler.visible()
-    assert [req.fills.tokens.tolist() if is_fill(req) else req.rid for req in visible] == [
+    assert [fill_tokens([req])[0] if is_fill(req) else req.rid for req in visible] == [
         "plain",
-        list(B[1]),
-        list(A[1]),
+        [B[1], A[1]],
         "cold",
         "warm",
-        list(C[1]),
+        [C[1]],
         "shares",
         "last",
     ]
     assert scheduler.waiting_queue == reqs
     assert scheduler.visible() == visible, "looking twice changes nothing"
-    assert all(not scheduler.admission.fills[fill.fills.key].launched for fill in visible if is_fill(fill))
+    assert not any(is_launched(fill) for fill in visible if is_fill(fill))
 
 
 def test_queue_is_put_back_in_order():
@@ -392,9 +419,9 @@ def test_chunk_under_way_is_not_started_again():
     scheduler.submit([A, QUESTION], "p1", max_new_tokens=1)
     assert [req.rid for req in scheduler.visible()] == ["p0", "p1"]
     (fill,) = scheduler.admission.fills.values()
-    assert [parent.rid for parent in fill.parents] == ["p0", "p1"]
+    assert [parent.rid for parent in fill.fill.parents] == ["p0", "p1"]
     scheduler.run()
-    assert [rid for batch in scheduler.log for rid in batch if rid.startswith("\0fill")] == [fill.req.rid] * 2
+    assert [rid for batch in scheduler.log for rid in batch if rid.startswith("\0fill")] == [fill.rid] * 2
     assert scheduler.log[2:] == [["p0", "p1"]], "the last two tokens of the chunk left no room beside them"
 
 
@@ -407,7 +434,7 @@ def test_fill_is_no_user_request():
     assert fill.sampling_params.max_new_tokens == 0
     # Greedy, as SGLang sees it: one request that samples would make its whole batch sample.
     assert fill.sampling_params.top_k == 1
-    assert fill.extra_key == (CHUNK_NAMESPACE, "tenant", None)
+    assert [chunk.namespace for chunk in fill.fill.chunks] == [(CHUNK_NAMESPACE, "tenant", None)]
     assert list(fill.origin_input_ids) == list(A[1])
 
 
@@ -418,7 +445,7 @@ def test_head_of_line_blocks_under_a_small_budget():
     scheduler.submit([B, C, QUESTION], "does not", max_new_tokens=10)
     scheduler.submit([(TEXT, (3,))], "plain", max_new_tokens=1)
     visible = scheduler.visible()
-    assert fill_tokens(visible) == [A[1]]
+    assert fill_tokens(visible) == [[A[1]]]
     assert len(visible) == 2
     assert [req.rid for req in scheduler.admission.holders] == ["fits"]
     scheduler.run()
@@ -482,7 +509,7 @@ def test_locked_chunk_may_be_split_before_its_parent_is_ready(overlap):
     parent = scheduler.submit([B, A, QUESTION], "waits", max_new_tokens=1)
     scheduler.step()
     node = parent.link.chunks.nodes[1]
-    assert not parent.link.ready and len(node.key) == 2, "the fill came in two pieces"
+    assert not parent.link.ready and len(node.key) == 4, "though it was computed in two pieces"
     scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "splits", max_new_tokens=1)
     assert len(node.key) == 1
     scheduler.run()
@@ -511,10 +538,10 @@ def test_revoking_releases_the_newest_parent_alone():
     cache, admission = scheduler.tree_cache, scheduler.admission
     assert cache.protected_size() == 12
     (fill,) = admission.fills.values()
-    assert [parent.rid for parent in fill.parents] == ["p2"]
+    assert [parent.rid for parent in fill.fill.parents] == ["p2"]
 
     assert cache.release_waiting_lock()
-    assert (cache.protected_size(), fill.parents) == (12, []), "C is still locked for p1"
+    assert (cache.protected_size(), fill.fill.parents) == (12, []), "C is still locked for p1"
     assert admission.revoke_newest()
     assert cache.protected_size() == 8
     assert admission.revoke_newest()
@@ -565,13 +592,13 @@ def test_reconcile_after_an_abort():
     scheduler.warm(A)
     aborted = scheduler.submit([A, B, C, QUESTION], "aborted")
     scheduler.submit([C, QUESTION], "stays")
-    assert fill_tokens(scheduler.visible()) == [B[1], C[1]]
+    assert fill_tokens(scheduler.visible()) == [[B[1], C[1]]]
     assert scheduler.tree_cache.protected_size() == 4
     scheduler.abort(aborted)
-    assert fill_tokens(scheduler.visible()) == [C[1]]
+    assert fill_tokens(scheduler.visible()) == [[C[1]]]
     assert scheduler.tree_cache.protected_size() == 0
     assert [req.rid for req in scheduler.admission.holders] == ["stays"]
-    assert [tuple(fill.chunk.tokens) for fill in scheduler.admission.fills.values()] == [C[1]]
+    assert fill_tokens(scheduler.admission.fills.values()) == [[C[1]]]
     scheduler.run()
 
 
@@ -588,15 +615,17 @@ def test_started_fill_outlives_its_parent(overlap):
 
 
 @both_loops
-def test_aborted_fill_is_started_again(overlap):
+@pytest.mark.parametrize("max_fill_tokens, num_fills", [(2, 3), (64, 2)], ids=["of one chunk", "of two"])
+def test_aborted_fill_is_started_again(overlap, max_fill_tokens, num_fills):
     """When SGLang aborts a fill between two of its pieces, its parents get another one."""
     scheduler = Scheduler(chunked_prefill_size=2, overlap=overlap)
-    scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
+    scheduler.admission.max_fill_tokens = max_fill_tokens
+    scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
     scheduler.step()
     first = scheduler.abort_chunked().rid
     scheduler.run()
     fills = [rid for batch in scheduler.log for rid in batch if rid.startswith("\0fill")]
-    assert fills[0] == first and len(set(fills)) == 2
+    assert fills[0] == first and len(set(fills)) == num_fills
     assert scheduler.log[-1] == ["p0"]
 
 
@@ -608,7 +637,7 @@ def test_retracted_fill_is_started_again():
     scheduler._add_request_to_queue(fill)
     assert scheduler.waiting_queue == [parent]
     again, _ = scheduler.visible()
-    assert again is not fill and again.fills == fill.fills
+    assert again is not fill and again.fill.chunks == fill.fill.chunks
     scheduler.run()
 
 
@@ -766,6 +795,7 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap, pool_size, materi
     dice = random.Random(seed)
     chunked_prefill_size = dice.choice([3, 64])
     scheduler = Scheduler(pool_size, chunked_prefill_size, overlap, materialize=materialize)
+    scheduler.admission.max_fill_tokens = dice.choice([3, 9, 64])
     reqs, aborted = [], set()
     for i in range(40):
         parts = [dice.choice([A, B, C, D, QUESTION, (CHUNK, (1, 2))]) for _ in range(dice.randint(1, 5))]

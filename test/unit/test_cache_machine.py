@@ -1,6 +1,7 @@
 """The cache against a record of what the KV in every slot depends on, through random histories of requests."""
 
 import collections
+import dataclasses
 import itertools
 from array import array
 
@@ -20,7 +21,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.cache.prompt import CHUNK_NAMESPACE, ChunkRef, LinkedPrompt
 from sglang_lazy.cache.radix import ChunkNodes, LazyRadixCache, LinkHandle
-from sglang_lazy.scheduler.link import Link, requested_layout
+from sglang_lazy.scheduler.link import Fill, Link, requested_layout
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
 TEXT, CHUNK = False, True
@@ -70,8 +71,20 @@ def contents_of(ids, generated, layout, extra_key):
     return contents
 
 
+def contents_of_chunks(chunks):
+    """What the KV of a fill's tokens depends on, chunk by chunk."""
+    contents = []
+    for chunk in chunks:
+        _, extra_key, salt = chunk.namespace
+        tokens = tuple(chunk.tokens)
+        contents += [("chunk", extra_key, salt, tokens[: i + 1]) for i in range(len(tokens))]
+    return contents
+
+
 def positions_of(req, start, end):
-    """The positions of row entries [start, end)."""
+    """The positions of row entries [start, end); of a fill, places in what it computes."""
+    if getattr(req, "fill", None) is not None:
+        return req.fill.row.permuted(array("q", range(len(req.origin_input_ids)))).tolist()[start:end]
     link = getattr(req, "link", None)
     return list(range(start, end)) if link is None else link.row.positions_of(start, end).tolist()
 
@@ -154,33 +167,45 @@ class Pools:
     def fits(self, num_tokens):
         return self.slots.available_size() + self.cache.evictable_size() >= num_tokens
 
-    def fill(self, chunk):
-        """Compute a chunk as admission does: an ordinary request in the chunk's namespace, never decoded."""
-        req = new_request([(TEXT, chunk.tokens)], extra_key=chunk.namespace, max_new_tokens=0, rid="fill")
-        _, extra_key, salt = chunk.namespace
-        tokens = tuple(chunk.tokens)
-        req.contents = [("chunk", extra_key, salt, tokens[: i + 1]) for i in range(len(tokens))]
-        if not self.begin(req, len(tokens)):
-            return False
-        self.cache.cache_unfinished_req(req)
-        self.release(req)
-        return True
+    def fill(self, parent, chunks, num_tokens):
+        """Compute chunks of a request as admission does, `num_tokens` at a time; False if they do not fit."""
+        tokens = array("q", itertools.chain.from_iterable(chunk.tokens for chunk in chunks))
+        req = new_request([(TEXT, tokens)], max_new_tokens=0, rid="fill")
+        req.fill, req.contents = Fill(chunks, parent), contents_of_chunks(chunks)
+        begun = self.begin(req, num_tokens)
+        while begun and req.extend_range.end < len(tokens):
+            self.check([parent])
+            self.end_extend(req)
+            req.inflight_middle_chunks = 1
+            req.init_next_round_input()
+            if not self.extend(req, num_tokens):
+                self.release(req, is_insert=False)
+                begun = False
+        if begun:
+            row = self.rows.req_to_token[req.req_pool_idx, slice(*req.extend_range)]
+            nodes = self.cache.publish_fill(req, row.to(torch.int64))
+            assert nodes == [
+                self.cache.find_chunk(dataclasses.replace(chunk, used=len(chunk.tokens))) for chunk in chunks
+            ]
+            self.check([parent])
+            self.release(req)
+        return begun
 
     def begin(self, req, num_tokens):
         """Make the chunks of `req` resident, match it, and compute up to `num_tokens`; False if that does not fit."""
         refs = req.link.prompt.chunks if hasattr(req, "link") else ()
         chunks = ChunkNodes([None] * len(refs), num_locks=1)
+        if refs:
+            req.link.chunks = chunks
         for i, chunk in enumerate(refs):
-            node = self.cache.find_chunk(chunk)
-            if node is None and self.fill(chunk):
-                node = self.cache.find_chunk(chunk)
-                assert node is not None
-            if node is None:
-                break
-            self.cache.enter_chunk(chunks, i, node)
-        else:
-            if hasattr(req, "link"):
-                req.link.chunks = chunks
+            if (node := self.cache.find_chunk(chunk)) is not None:
+                self.cache.enter_chunk(chunks, i, node)
+        missing = {chunk.key: chunk for chunk, node in zip(refs, chunks.nodes, strict=True) if node is None}
+        if not missing or self.fill(req, list(missing.values()), num_tokens):
+            for i, chunk in enumerate(refs):
+                if chunks.nodes[i] is None:
+                    self.cache.enter_chunk(chunks, i, self.cache.find_chunk(chunk))
+            assert chunks.complete
             req.init_next_round_input(self.cache)
             self.cache.inc_lock_ref(req.last_node)
         begun = req.last_node is not None and self.extend(req, num_tokens)
@@ -287,7 +312,8 @@ class Pools:
         for req in self.running:
             row = self.rows.req_to_token[req.req_pool_idx]
             places += row[req.cache_protected_len : req.kv_committed_len].tolist()
-            places += getattr(req, "duplicates", row[:0]).tolist()
+            if getattr(req, "fill", None) is not None and req.fill.duplicates is not None:
+                places += req.fill.duplicates.tolist()
             if hasattr(req, "link") and req.link.copy is not None:
                 places += req.link.copy.slots.tolist()
         assert sorted(places) == list(range(1, self.slots.size + 1))

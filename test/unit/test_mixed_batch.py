@@ -1,7 +1,8 @@
-"""A prefill batch of linked and ordinary requests: SGLang's own attention computes its part, ours the other, and every
-row meets exactly what it sees."""
+"""A prefill batch of linked requests, others and fills: SGLang's own attention computes its part, ours the other,
+and every row meets exactly what it sees."""
 
 import random
+from array import array
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
 from sglang_lazy.attention.backend import LinkAttention
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable
-from sglang_lazy.cache.prompt import ChunkRef
+from sglang_lazy.cache.prompt import ChunkRef, FillRow
 
 QO_HEADS, KV_HEADS, HEAD_DIM, MAX_CHUNKS, POOL, CONTEXT = 4, 2, 32, 4, 4000, 600
 ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 4096), is_neox=True)
@@ -42,7 +43,16 @@ class LinkedTorchBackend(LinkAttention, TorchNativeAttnBackend):
 
 def ordinary(prefix_len, extend_len):
     """A request whose row is in the order of positions."""
-    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=(), positions=None)
+    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=(), positions=None, fill=None)
+
+
+def fill(chunk_lens, cached, computed=0, extend_len=None):
+    """A fill with so many tokens of each chunk cached, which has computed some of the others before this batch."""
+    chunks = [ChunkRef((), array("q", range(n)), b"", 0, n) for n in chunk_lens]
+    prefix_len = sum(cached) + computed
+    extend_len = sum(chunk_lens) - prefix_len if extend_len is None else extend_len
+    state = SimpleNamespace(chunks=chunks, row=FillRow(chunks, cached))
+    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=(), positions=None, fill=state)
 
 
 def linked(chunk_lens, text_before, between, extend_len):
@@ -55,7 +65,8 @@ def linked(chunk_lens, text_before, between, extend_len):
     text += range(position, position + extend_len)
     in_chunks = [chunk.start + i for chunk in chunks for i in range(chunk.used)]
     row = torch.tensor(in_chunks + text, dtype=torch.int32).numpy()
-    return SimpleNamespace(prefix_len=len(row) - extend_len, extend_len=extend_len, chunks=tuple(chunks), positions=row)
+    prefix_len = len(row) - extend_len
+    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=tuple(chunks), positions=row, fill=None)
 
 
 def out_of_order(length, spans):
@@ -63,7 +74,7 @@ def out_of_order(length, spans):
     new = [position for begin, end in spans for position in range(begin, end)]
     row = [position for position in range(length) if position not in new] + new
     positions = torch.tensor(row, dtype=torch.int32).numpy()
-    return SimpleNamespace(prefix_len=length - len(new), extend_len=len(new), chunks=(), positions=positions)
+    return SimpleNamespace(prefix_len=length - len(new), extend_len=len(new), chunks=(), positions=positions, fill=None)
 
 
 COLD = [ordinary(0, 90), ordinary(0, 33), linked([90, 33], 0, 0, 7)]
@@ -79,6 +90,13 @@ BATCHES = {
         linked([8, 8], 1, 1, 2),
     ],
     "linked alone": [linked([60, 20], 3, 2, 9), linked([5], 0, 0, 40)],
+    "a fill of one chunk": [fill([90], [20]), linked([90], 0, 0, 7)],
+    "a fill of several chunks": [fill([90, 1, 33], [0, 0, 0]), linked([90, 1, 33], 0, 0, 7)],
+    "cached beginnings": [fill([90, 33, 20, 2], [20, 0, 19, 1]), ordinary(4, 9), linked([90, 33], 2, 1, 7)],
+    "a fill that is cut within a chunk": [ordinary(0, 9), fill([40, 30, 50], [0, 5, 0], 10, 50), linked([9], 0, 0, 3)],
+    "the end of such a fill": [fill([40, 30, 50, 7], [0, 5, 0, 6], 60), linked([40, 30, 50, 7], 3, 0, 8)],
+    "two fills": [fill([40, 30], [0, 0]), linked([40, 30], 0, 0, 8), fill([20, 60], [5, 5]), linked([20, 60], 0, 0, 1)],
+    "fills alone": [fill([40, 30], [0, 9]), fill([200, 100], [0, 0], 100, 150)],
 }
 
 
@@ -94,15 +112,13 @@ def build(requests, seed):
     )
     slots = iter(rng.sample(range(1, POOL), POOL - 1))
     places = rng.sample(range(16), len(requests))
-    new_slots, positions = [], []
+    new_slots = []
     for place, req in zip(places, requests, strict=True):
         own = torch.tensor([next(slots) for _ in range(req.prefix_len + req.extend_len)])
         rows.req_to_token[place, : len(own)] = own
         for cache in pool.get_kv_buffer(0):
             cache[own[: req.prefix_len]] = torch.randn(req.prefix_len, KV_HEADS, HEAD_DIM, generator=generator)
         new_slots.append(own[req.prefix_len :])
-        order = torch.arange(len(own)) if req.positions is None else torch.from_numpy(req.positions)
-        positions.append(order)
     backend.link_table.assign({place: req.chunks for place, req in zip(places, requests, strict=True)})
     prefix_lens, extend_lens = [req.prefix_len for req in requests], [req.extend_len for req in requests]
     seq_lens = torch.tensor(prefix_lens) + torch.tensor(extend_lens)
@@ -118,7 +134,7 @@ def build(requests, seed):
         extend_prefix_lens=torch.tensor(prefix_lens, dtype=torch.int32),
         extend_prefix_lens_cpu=prefix_lens,
         out_cache_loc=torch.cat(new_slots),
-        positions=torch.cat([order[n:] for order, n in zip(positions, prefix_lens, strict=True)]).long(),
+        positions=torch.cat([entries_of(req)[1][req.prefix_len :] for req in requests]),
         encoder_lens=None,
         _attn_output=None,
     )
@@ -130,30 +146,50 @@ def build(requests, seed):
     )
     q, k, v = (torch.randn(sum(extend_lens), h * HEAD_DIM, generator=generator) for h in (QO_HEADS, KV_HEADS, KV_HEADS))
     k, v = (x.view(-1, KV_HEADS, HEAD_DIM) for x in (k, v))
-    return backend, batch, forward_batch, positions, (q, k, v)
+    return backend, batch, forward_batch, (q, k, v)
+
+
+def entries_of(req):
+    """Of each entry of a row so far: which chunk of a fill it belongs to, and its position there or in the prompt."""
+    if req.fill is not None:
+        lens, cached = [len(chunk.tokens) for chunk in req.fill.chunks], req.fill.row.cached
+        beginnings = [(i, position) for i, count in enumerate(cached) for position in range(count)]
+        rest = [(i, position) for i, length in enumerate(lens) for position in range(cached[i], length)]
+        return torch.tensor(beginnings + rest)[: req.prefix_len + req.extend_len].T
+    positions = torch.arange(req.prefix_len + req.extend_len)
+    if req.positions is not None:
+        positions = torch.from_numpy(req.positions).long()
+    return torch.stack([torch.zeros_like(positions), positions])
 
 
 def as_req(req):
+    if req.fill is not None:
+        return SimpleNamespace(fill=req.fill)
     if req.positions is None:
         return SimpleNamespace()
     row = SimpleNamespace(positions_of=lambda start, end: req.positions[start:end])
     return SimpleNamespace(link=SimpleNamespace(segments=req.chunks, row=row))
 
 
-def expected(backend, forward_batch, positions, q):
-    """The formula in fp64 for all rows alike, from the tables of SGLang's pools."""
-    table, places = backend.link_table, forward_batch.req_pool_indices
-    seq_lens = forward_batch.seq_lens.tolist()
-    entries = [backend.link_rows.req_to_token[place, :n] for place, n in zip(places, seq_lens, strict=True)]
-    indptr = torch.tensor([0, *seq_lens]).cumsum(0)
+def expected(backend, forward_batch, requests, q):
+    """The formula in fp64 for all rows alike, from the pools of SGLang; a chunk of a fill is a row of its own."""
+    table, slots, q_positions, kv_positions, places = backend.link_table, [], [], [], []
+    for place, req in zip(forward_batch.req_pool_indices.tolist(), requests, strict=True):
+        chunks, positions = entries_of(req)
+        own = backend.link_rows.req_to_token[place, : len(chunks)]
+        for chunk in chunks[req.prefix_len :].unique():
+            slots.append(own[chunks == chunk])
+            kv_positions.append(positions[chunks == chunk])
+            q_positions.append(positions[req.prefix_len :][chunks[req.prefix_len :] == chunk])
+            places.append(place)
     out, _ = naive_link_extend(
         q.view(-1, QO_HEADS, HEAD_DIM),
         *backend.link_pool.get_kv_buffer(0),
-        torch.tensor([0, *forward_batch.extend_seq_lens_cpu]).cumsum(0),
-        forward_batch.positions,
-        indptr,
-        torch.cat(entries),
-        torch.cat(positions),
+        torch.tensor([0, *map(len, q_positions)]).cumsum(0),
+        torch.cat(q_positions),
+        torch.tensor([0, *map(len, slots)]).cumsum(0),
+        torch.cat(slots),
+        torch.cat(kv_positions),
         table.num_segments[places],
         table.ends[places],
         table.offsets[places],
@@ -169,21 +205,25 @@ def expected(backend, forward_batch, positions, q):
 @pytest.mark.parametrize("name", BATCHES)
 def test_every_row_meets_what_it_sees(name, apart, memory_given):
     requests = BATCHES[name]
-    backend, batch, forward_batch, positions, (q, k, v) = build(requests, seed=len(name))
+    backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name))
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
     current = LinkedBatch.of(batch, apart)
-    assert current.requests == [i for i, req in enumerate(requests) if req.positions is not None or not apart]
+    assert current.q_positions.tolist() == forward_batch.positions.tolist()
+    all_ordinary = all(req.positions is None for req in requests)
+    ours = [req for req in requests if req.positions is not None or not (apart or all_ordinary)]
     with backend.link_table.running(current):
         backend.init_forward_metadata(forward_batch)
-        ours = sum(requests[i].extend_len for i in current.requests)
-        assert len(backend.link_metadata.q_positions) == ours
-        assert (backend.link_metadata.others is None) == (len(current.requests) == len(requests))
+        assert (backend.link_stock_part is None) == (len(ours) == len(requests))
+        assert (backend.link_metadata is None) == (not ours)
+        if ours:
+            assert len(backend.link_metadata.q_positions) == sum(req.extend_len for req in ours)
         if memory_given:
             forward_batch._attn_output = torch.full_like(q, float("nan"))
         out = backend.forward_extend(q, k, v, layer, forward_batch)
     assert out.shape == q.shape
-    torch.testing.assert_close(out.double(), expected(backend, forward_batch, positions, q), rtol=0, atol=1e-5)
-    # SGLang goes on with its own description of the batch.
+    torch.testing.assert_close(out.double(), expected(backend, forward_batch, requests, q), rtol=0, atol=1e-5)
+    # SGLang goes on with its own description of the batch, and with its own rows.
+    assert backend.req_to_token_pool.req_to_token.shape == (17, CONTEXT)
     assert forward_batch.extend_prefix_lens_cpu == [req.prefix_len for req in requests]
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
@@ -195,3 +235,11 @@ def test_ordinary_requests_are_left_to_sglang():
     )
     for apart in (False, True):
         assert LinkedBatch.of(batch, apart) is None
+
+
+def test_more_rows_than_sglang_takes_are_ours():
+    """Its attention has buffers for as many rows as there may be requests: a batch with more is computed without it."""
+    _, batch, *_ = build([ordinary(5, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
+    for max_rows, linked in ((4, []), (3, [0, 1, 2, 3])):
+        for apart in (False, True):
+            assert LinkedBatch.of(batch, apart, max_rows).linked == linked

@@ -53,13 +53,13 @@ def test_others_are_left_to_sglang():
 def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
     """More kernels than the device can follow would hold up the host."""
     runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu")),
+        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu"), size=7),
         model_config=SimpleNamespace(hidden_size=LARGE),
         ps=SimpleNamespace(tp_size=1),
         device=device,
     )
     batch = SimpleNamespace(
-        reqs=[SimpleNamespace(fills=object())],
+        reqs=[SimpleNamespace(fill=object())],
         forward_mode=ForwardMode.EXTEND,
         extend_num_tokens=num_tokens,
         req_to_token_pool=runner.req_to_token_pool,
@@ -67,7 +67,7 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
     asked = []
     monkeypatch.setattr(hooks.LinkedBatch, "of", lambda *given: asked.append(given))
     hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
-    assert asked == [(batch, apart)]
+    assert asked == [(batch, apart, 7)]
 
 
 def test_plain_decode_is_told_at_once():

@@ -1,13 +1,15 @@
 """The link path of an attention backend: linked rows take it, all others go to SGLang's own code.
 
 A prefill batch may hold both, as that of a cold prompt does, whose chunks are ordinary prefills; a small one takes the
-link path whole, `LinkedBatch.requests` says which. A backend keeps its stock name and class, because much of SGLang is
+link path whole, `LinkedBatch.linked` says which. A backend keeps its stock name and class, because much of SGLang is
 decided by them; `with_link_path` gives one instance a subclass of its class.
 """
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +21,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention.probe import check_rotation
 from sglang_lazy.attention.rope import attention_layers, layer_ropes
-from sglang_lazy.attention.table import LinkedBatch, table_of, to_device
+from sglang_lazy.attention.table import AttentionRow, LinkedBatch, table_of, to_device
+
+ROW_WIDTH = 8192
+"""Entries that a row of what SGLang's own attention reads instead of `req_to_token` has room for, at least."""
 
 
 @dataclasses.dataclass
@@ -28,8 +33,7 @@ class LinkMetadata:
 
     Graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
-    rows: which of the rows to compute these are: a slice, or int64 indices.
-    others: the batch without links, as SGLang's own code is to compute it where other rows are left to it.
+    tokens: which of the tokens to compute are theirs: a slice, or int32 indices.
     """
 
     kv_indptr: torch.Tensor
@@ -41,8 +45,7 @@ class LinkMetadata:
     q_positions: torch.Tensor | None = None
     kv_positions: torch.Tensor | None = None
     max_extend_len: int = 0
-    rows: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
-    others: ForwardBatch | None = None
+    tokens: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
     checked: bool = False  # by a layer before
 
     @classmethod
@@ -67,12 +70,27 @@ class LinkMetadata:
         )
 
 
+class StockPart(NamedTuple):
+    """What SGLang's own attention computes of a prefill batch that it cannot take as SGLang describes it.
+
+    batch: the description that it is given.
+    req_to_token: int32 [rows of `batch`, width], which it is to read instead of the pool's.
+    """
+
+    batch: ForwardBatch
+    req_to_token: torch.Tensor
+
+
 class LinkAttention(AttentionBackend):
-    """Mixed into a stock backend's class by `with_link_path`."""
+    """Mixed into a stock backend's class by `with_link_path`.
+
+    link_metadata, link_stock_part: of the batch under way, None for what it does not have; both None if it is SGLang's.
+    """
 
     def init_link_path(self, runner, link_backend: str) -> None:
         """Read what the link path needs from a `ModelRunner` whose model is loaded."""
         self.link_metadata: LinkMetadata | None = None
+        self.link_stock_part: StockPart | None = None
         self.link_ops = get_implementation(link_backend)
         self.link_ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
         check_rotation(runner.model, self.link_ropes, runner.model_config.hidden_size, runner.dtype)
@@ -116,10 +134,19 @@ class LinkAttention(AttentionBackend):
     # Metadata
 
     def init_forward_metadata(self, forward_batch) -> None:
-        if self.link_table.current is None:
-            self.link_metadata = None
+        self.link_metadata = self.link_stock_part = None
+        current = self.link_table.current
+        if current is None:
             return super().init_forward_metadata(forward_batch)
-        self.link_metadata = self._snapshot(forward_batch)
+        if not current.rows:
+            self.link_metadata = self._snapshot(forward_batch)
+            return
+        if len(current.linked):
+            self.link_metadata = self._snapshot_prefill(forward_batch, current)
+        if len(current.linked) < len(current.rows):
+            self.link_stock_part = part = self._stock_part(forward_batch, current)
+            with self._reading(part.req_to_token):
+                super().init_forward_metadata(part.batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
@@ -130,6 +157,7 @@ class LinkAttention(AttentionBackend):
         )
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        self.link_stock_part = None
         if self.link_table.current is None:
             self.link_metadata = None
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
@@ -142,10 +170,7 @@ class LinkAttention(AttentionBackend):
             super().init_forward_metadata_in_graph(forward_batch)
 
     def _snapshot(self, forward_batch) -> LinkMetadata:
-        """The metadata of an eager batch."""
-        current = self.link_table.current
-        if current.kv_positions is not None:
-            return self._snapshot_prefill(forward_batch, current)
+        """The metadata of an eager decode batch."""
         table, num_kv = self.link_table, int(forward_batch.seq_lens_cpu.sum())
         metadata = LinkMetadata.allocate(forward_batch.batch_size, num_kv, table.ends.shape[1], table.ends.device)
         self._fill(metadata, forward_batch)
@@ -153,37 +178,83 @@ class LinkAttention(AttentionBackend):
         return metadata
 
     def _snapshot_prefill(self, forward_batch, current: LinkedBatch) -> LinkMetadata:
-        """The rows of a prefill batch that take the link path; SGLang's attention prepares for the others."""
+        """The metadata of the rows of a prefill batch that take the link path."""
         table, device = self.link_table, self.link_table.ends.device
-        requests, extend_lens = np.array(current.requests), np.array(forward_batch.extend_seq_lens_cpu)
+        extend_lens = np.array([row.num_new for row in current.rows])
         begins = extend_lens.cumsum() - extend_lens
-        places = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in requests])
-        seq_lens = forward_batch.seq_lens_cpu.numpy()
-        indptrs = [np.concatenate([[0], lens[requests].cumsum()]) for lens in (seq_lens, extend_lens)]
-        kv_indptr, qo_indptr, q_positions, kv_positions = ints_to_device(
-            [*indptrs, current.q_positions[places], current.kv_positions], device
+        tokens = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in current.linked])
+        rows = [current.rows[i] for i in current.linked]
+        indptrs = [
+            np.cumsum([0, *lens]) for lens in ([len(row.positions) for row in rows], [row.num_new for row in rows])
+        ]
+        windows = windows_of(rows, indptrs[0][:-1])
+        kv_indptr, qo_indptr, q_positions, kv_positions, requests, *windows = ints_to_device(
+            [
+                *indptrs,
+                current.q_positions[tokens],
+                np.concatenate([row.positions for row in rows]),
+                np.array([row.request for row in rows]),
+                *windows,
+            ],
+            device,
         )
-        index = to_device(requests, device)
-        rows = forward_batch.req_pool_indices[index]
+        pool_rows = forward_batch.req_pool_indices[requests]
         metadata = LinkMetadata(
             kv_indptr=kv_indptr,
             kv_indices=torch.empty_like(kv_positions),
-            num_segments=table.num_segments[rows],
-            segment_ends=table.ends[rows],
-            segment_offsets=table.offsets[rows],
+            num_segments=table.num_segments[pool_rows],
+            segment_ends=table.ends[pool_rows],
+            segment_offsets=table.offsets[pool_rows],
             qo_indptr=qo_indptr,
             q_positions=q_positions,
             kv_positions=kv_positions,
-            max_extend_len=int(extend_lens[requests].max()),
+            max_extend_len=max(row.num_new for row in rows),
         )
-        self._list_entries(metadata, rows, forward_batch.seq_lens[index])
-        if len(requests) < forward_batch.batch_size:
-            first, last = int(places[0]), int(places[-1])
-            consecutive = last - first == len(places) - 1
-            metadata.rows = slice(first, last + 1) if consecutive else to_device(places, device)
-            metadata.others = without_links(forward_batch, current.requests)
-            super().init_forward_metadata(metadata.others)
+        self._copy_windows(metadata.kv_indices, forward_batch, windows)
+        if len(rows) < len(current.rows):
+            first, last = int(tokens[0]), int(tokens[-1])
+            consecutive = last - first == len(tokens) - 1
+            metadata.tokens = slice(first, last + 1) if consecutive else to_device(tokens.astype(np.int32), device)
         return metadata
+
+    def _stock_part(self, forward_batch, current: LinkedBatch) -> StockPart:
+        """The batch for SGLang's own attention, row by row as `current` cuts it.
+
+        Linked rows cannot be left out, since tokens to compute stand one behind the other there; what comes of theirs
+        is replaced. So that it costs little, they seem to be as long as what they have to compute.
+        """
+        linked = set(current.linked)
+        rows = [
+            row._replace(windows=[(0, row.num_new)], positions=row.positions[: row.num_new]) if i in linked else row
+            for i, row in enumerate(current.rows)
+        ]
+        prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
+        seq_lens, indices = prefix_lens + extend_lens, np.arange(len(rows))
+        # Few widths, since SGLang's Triton kernels are compiled for each.
+        width = max(ROW_WIDTH, 1 << int(seq_lens.max() - 1).bit_length())
+        starts, windows = extend_lens.cumsum() - extend_lens, windows_of(rows, indices * width)
+        part = copy.copy(forward_batch)
+        part.batch_size = len(rows)
+        part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu = prefix_lens.tolist(), extend_lens.tolist()
+        part.seq_lens_cpu, part.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
+        device = forward_batch.seq_lens.device
+        part.extend_prefix_lens, part.extend_seq_lens, part.extend_start_loc, seq_lens, indices, *windows = (
+            ints_to_device([prefix_lens, extend_lens, starts, seq_lens, indices, *windows], device)
+        )
+        part.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
+        part.req_pool_indices = indices.to(forward_batch.req_pool_indices.dtype)
+        req_to_token = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
+        self._copy_windows(req_to_token.view(-1), forward_batch, windows)
+        return StockPart(part, req_to_token)
+
+    @contextlib.contextmanager
+    def _reading(self, req_to_token: torch.Tensor) -> Iterator[None]:
+        """Have SGLang's code read other rows than the pool's: its backends keep references to one tensor object."""
+        kept, self.link_rows.req_to_token.data = self.link_rows.req_to_token.data, req_to_token
+        try:
+            yield
+        finally:
+            self.link_rows.req_to_token.data = kept
 
     def _fill(self, metadata: LinkMetadata, forward_batch) -> None:
         """Copy the rows and segments of a decode batch out of the live tables, without a device synchronisation."""
@@ -192,24 +263,24 @@ class LinkAttention(AttentionBackend):
         torch.index_select(table.num_segments, 0, rows, out=metadata.num_segments)
         torch.index_select(table.ends, 0, rows, out=metadata.segment_ends)
         torch.index_select(table.offsets, 0, rows, out=metadata.segment_offsets)
-        self._list_entries(metadata, rows, forward_batch.seq_lens)
+        self._copy_slots(metadata.kv_indices, rows, None, forward_batch.seq_lens, metadata.kv_indptr)
 
-    def _list_entries(self, metadata: LinkMetadata, rows: torch.Tensor, seq_lens: torch.Tensor) -> None:
-        """Copy the slots of these rows, which are so long."""
+    def _copy_windows(self, out: torch.Tensor, forward_batch, windows: Sequence[torch.Tensor]) -> None:
+        """windows: of `windows_of`, on the device."""
+        requests, starts, lens, places = windows
+        self._copy_slots(out, forward_batch.req_pool_indices[requests], starts, lens, places)
+
+    def _copy_slots(self, out, rows, starts, lens, places) -> None:
+        """Copy `lens` slots of these rows of `req_to_token`, the first those at `starts` (None: 0), to `places`."""
         req_to_token = self.link_rows.req_to_token
         if req_to_token.is_cuda:
             create_flashinfer_kv_indices_triton[(len(rows),)](
-                req_to_token,
-                rows,
-                seq_lens,
-                metadata.kv_indptr,
-                None,
-                metadata.kv_indices,
-                req_to_token.stride(0),
+                req_to_token, rows, lens, places, starts, out, req_to_token.stride(0)
             )
-        else:
-            pieces = [req_to_token[row, :n] for row, n in zip(rows, seq_lens, strict=True)]
-            torch.cat(pieces, out=metadata.kv_indices)
+            return
+        starts = torch.zeros_like(lens) if starts is None else starts
+        for row, start, length, place in torch.stack([rows, starts, lens, places[: len(rows)]], dim=1).tolist():
+            out[place : place + length] = req_to_token[row, start : start + length]
 
     def _plan_decode(self, metadata: LinkMetadata) -> None:
         self.link_ops.plan_decode(
@@ -244,19 +315,22 @@ class LinkAttention(AttentionBackend):
         return out.flatten(1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        if self.link_metadata is None:
+        metadata, stock_part = self.link_metadata, self.link_stock_part
+        if metadata is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         heads, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        metadata = self.link_metadata
         # In graphs SGLang hands over the memory that it would copy the result to.
         out = forward_batch._attn_output
-        if metadata.others is not None:
-            metadata.others._attn_output = out
-            out = super().forward_extend(q, k, v, layer, metadata.others, save_kv_cache=False)
+        if stock_part is not None:
+            stock_part.batch._attn_output = out
+            with self._reading(stock_part.req_to_token):
+                out = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False)
+        if metadata is None:
+            return out
         out = torch.empty_like(heads, memory_format=torch.contiguous_format) if out is None else out.view(heads.shape)
-        in_place = isinstance(metadata.rows, slice)
+        in_place = isinstance(metadata.tokens, slice)
         linked = self.link_ops.link_extend(
-            heads[metadata.rows],
+            heads[metadata.tokens],
             k_cache,
             v_cache,
             metadata.qo_indptr,
@@ -269,11 +343,11 @@ class LinkAttention(AttentionBackend):
             metadata.segment_offsets,
             max_extend_len=metadata.max_extend_len,
             validate=not metadata.checked,
-            out=out[metadata.rows] if in_place else None,
+            out=out[metadata.tokens] if in_place else None,
             **arguments,
         )
         if not in_place:
-            out[metadata.rows] = linked
+            out[metadata.tokens] = linked
         metadata.checked = True
         return out.flatten(1)
 
@@ -313,22 +387,14 @@ def ints_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
     return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
 
 
-def without_links(forward_batch: ForwardBatch, requests: Sequence[int]) -> ForwardBatch:
-    """A copy of a prefill batch for SGLang's own attention, in which these requests see few entries, and wrong ones.
-
-    They cannot be left out, since rows to compute stand one behind the other there; what comes of theirs is replaced.
-    So that it costs little, their rows seem to be as long as what they have to compute.
-    """
-    others = copy.copy(forward_batch)
-    others.extend_prefix_lens_cpu = prefix_lens = list(forward_batch.extend_prefix_lens_cpu)
-    for i in requests:
-        prefix_lens[i] = 0
-    seq_lens = np.add(prefix_lens, forward_batch.extend_seq_lens_cpu, dtype=np.int64)
-    others.seq_lens_cpu, others.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
-    lens = to_device(np.stack([prefix_lens, seq_lens]), forward_batch.seq_lens.device)
-    others.extend_prefix_lens = lens[0].to(forward_batch.extend_prefix_lens.dtype)
-    others.seq_lens = lens[1].to(forward_batch.seq_lens.dtype)
-    return others
+def windows_of(rows: Sequence[AttentionRow], places: np.ndarray) -> list[np.ndarray]:
+    """The windows of rows whose entries go to `places`: of each its request, start, length and place."""
+    windows = []
+    for row, place in zip(rows, places.tolist(), strict=True):
+        for start, end in row.windows:
+            windows.append((row.request, start, end - start, place))
+            place += end - start
+    return list(np.array(windows).T)
 
 
 def kv_scales(layer) -> tuple[float, float]:

@@ -92,7 +92,7 @@ def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
     write_copies(batch)
     # A second attention kernel for each layer costs a fifth more launches; what it saves grows with the batch.
     apart = batch.forward_mode.is_extend() and layer_time(runner, batch.extend_num_tokens) > 3 * LAUNCH_TIME
-    with table.running(LinkedBatch.of(batch, apart)):
+    with table.running(LinkedBatch.of(batch, apart, runner.req_to_token_pool.size)):
         return original(worker, batch, *args, **kwargs)
 
 
@@ -106,7 +106,7 @@ def involves_chunks(batch, table: SegmentTable) -> bool:
 def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:
     """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
     table = table_of(runner.req_to_token_pool)
-    if table is not None and table.current is not None and table.current.q_positions is not None:
+    if table is not None and table.current is not None and table.current.rows:
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,47 +12,91 @@ import torch
 from sglang_lazy.cache.prompt import ChunkRef
 
 
-class LinkedBatch(NamedTuple):
-    """What a forward pass has to know of a batch with linked rows; nothing in decode, where a row sees all its entries.
+class AttentionRow(NamedTuple):
+    """Tokens to compute of a prefill batch that stand one behind the other and see the same entries.
 
-    requests: the places in the batch of the requests that need the link path, ascending; the others are ordinary.
-    q_positions: int64 [nnz_qo], of the rows to compute, of all requests.
-    kv_positions: int32 [nnz_kv], of all entries of the rows of `requests`, one request behind the other.
+    Those of one request, or of one of the chunks that a fill computes.
+
+    request: the place of the request in the batch.
+    windows: the ranges of the request's row that hold the entries, in order; those to compute are the last.
+    positions: int32 [number of entries].
+    num_new: how many of them are to be computed.
+    ordinary: whether each token sees all entries before it and none after, and no segments.
     """
 
-    requests: Sequence[int] = ()
-    q_positions: np.ndarray | None = None
-    kv_positions: np.ndarray | None = None
+    request: int
+    windows: Sequence[tuple[int, int]]
+    positions: np.ndarray
+    num_new: int
+    ordinary: bool
+
+    @property
+    def prefix_len(self) -> int:
+        return len(self.positions) - self.num_new
 
     @classmethod
-    def of(cls, batch, apart: bool = True) -> "LinkedBatch | None":
-        """What a `ScheduleBatch` about to run needs, or None if all its requests are ordinary.
+    def of(cls, request: int, req, prefix_len: int, extend_len: int) -> list["AttentionRow"]:
+        """The rows of a request that computes `extend_len` tokens behind the first `prefix_len` of its row."""
+        row_len = prefix_len + extend_len
+        if is_cut(req):
+            return [
+                cls(request, windows, np.arange(length, dtype=np.int32), num_new, ordinary=True)
+                for windows, length, num_new in req.fill.row.parts(prefix_len, row_len)
+            ]
+        link = getattr(req, "link", None)
+        positions = np.arange(row_len, dtype=np.int32) if link is None else link.row.positions_of(0, row_len)
+        ordinary = link is None or (
+            not link.segments and np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
+        )
+        return [cls(request, [(0, row_len)], positions, extend_len, ordinary)]
 
-        That is one without segments, each of whose rows to compute sees all entries before it, and none after. In a
-        prefill batch with others, ordinary ones take the link path as well unless they are to be computed `apart`.
+
+def is_cut(req) -> bool:
+    """Whether attention has a row for each of several chunks that `req` computes."""
+    fill = getattr(req, "fill", None)
+    return fill is not None and len(fill.chunks) > 1
+
+
+class LinkedBatch(NamedTuple):
+    """What attention has to know of a batch whose requests it cannot take as SGLang describes them.
+
+    Nothing in decode, where a row sees all its entries.
+
+    rows: how attention takes the tokens to compute, in their order.
+    linked: the places in `rows` of those that take the link path, ascending; the others are ordinary.
+    """
+
+    rows: Sequence[AttentionRow] = ()
+    linked: Sequence[int] = ()
+
+    @property
+    def q_positions(self) -> np.ndarray:
+        """int64 [number of tokens to compute]."""
+        return np.concatenate([row.positions[row.prefix_len :] for row in self.rows], dtype=np.int64)
+
+    @classmethod
+    def of(cls, batch, apart: bool = True, max_rows: float = math.inf) -> "LinkedBatch | None":
+        """What a `ScheduleBatch` about to run needs, or None if SGLang's description will do.
+
+        In a prefill batch with rows that are not ordinary, the ordinary ones take the link path as well unless they are
+        to be computed `apart`. SGLang's attention is given `max_rows` at most.
         """
         links = [getattr(req, "link", None) for req in batch.reqs]
-        if not any(links):
-            return None
         if batch.forward_mode.is_decode_or_idle():
             return cls() if any(link is not None and link.segments for link in links) else None
-        requests, computed, entries, all_ordinary = [], [], [], True
-        for i, (link, prefix_len, extend_len) in enumerate(
-            zip(links, batch.prefix_lens, batch.extend_lens, strict=True)
-        ):
-            row_len = prefix_len + extend_len
-            positions = link.row.positions_of(0, row_len) if link is not None else np.arange(row_len, dtype=np.int32)
-            computed.append(positions[prefix_len:])
-            ordinary = link is None or (
-                not link.segments and np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
-            )
-            all_ordinary = all_ordinary and ordinary
-            if not (ordinary and apart):
-                requests.append(i)
-                entries.append(positions)
-        if all_ordinary:
+        cut = any(is_cut(req) for req in batch.reqs)
+        if not cut and not any(links):
             return None
-        return cls(requests, np.concatenate(computed, dtype=np.int64), np.concatenate(entries))
+        rows = [
+            row
+            for i, lens in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True))
+            for row in AttentionRow.of(i, batch.reqs[i], *lens)
+        ]
+        all_ordinary = all(row.ordinary for row in rows)
+        if all_ordinary and not cut:
+            return None
+        apart = (apart or all_ordinary) and len(rows) <= max_rows
+        return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and apart)])
 
 
 class SegmentTable:

@@ -7,7 +7,9 @@ prompt's length has its index as position.
 
 import dataclasses
 import hashlib
+import itertools
 from array import array
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -170,3 +172,42 @@ class Row:
             return known
         generated = np.arange(max(start, len(self.positions)), end, dtype=np.int32)
         return np.concatenate([known, generated])
+
+
+class FillRow:
+    """The order in which a fill lays its chunks into `req_to_token`: the beginnings that are cached, then the rest.
+
+    cached: per chunk, how many of its first tokens are cached.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkRef], cached: Sequence[int]):
+        self.cached = cached
+        self._lens = [len(chunk.tokens) for chunk in chunks]
+        self._cached_start = [*itertools.accumulate(cached, initial=0)]
+        computed = [length - count for length, count in zip(self._lens, cached, strict=True)]
+        self._computed_start = [*itertools.accumulate(computed, initial=self._cached_start[-1])]
+
+    def permuted(self, ids: array) -> array:
+        """The tokens `ids`, chunk by chunk, in the order of the row: `ids` itself if that is the same."""
+        if not any(self.cached[1:]):
+            return ids
+        view, start, beginnings, rest = memoryview(ids), 0, [], []
+        for length, count in zip(self._lens, self.cached, strict=True):
+            beginnings.append(view[start : start + count])
+            rest.append(view[start + count : start + length])
+            start += length
+        return array("q", b"".join(beginnings + rest))
+
+    def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
+        """The ranges of the row that hold chunk `i`, in order, as far as it is in the first `end` entries."""
+        computed_end = self._computed_start[i + 1] if end is None else min(self._computed_start[i + 1], end)
+        ranges = [(self._cached_start[i], self._cached_start[i + 1]), (self._computed_start[i], computed_end)]
+        return [(start, stop) for start, stop in ranges if start < stop]
+
+    def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
+        """Of each chunk with tokens to compute among entries [start, end): its windows until `end`, how many entries
+        these hold, and how many of them are to be computed."""
+        for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
+            num_new = min(last, end) - max(first, start)
+            if num_new > 0:
+                yield self.windows(i, end), self.cached[i] + min(last, end) - first, num_new

@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sglang_lazy.cache.eviction import EvictionHeap
-from sglang_lazy.cache.prompt import ChunkRef, Row
+from sglang_lazy.cache.prompt import ChunkRef, FillRow, Row
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,9 +46,9 @@ class ChunkNodes:
 
 @dataclasses.dataclass(eq=False)
 class LinkHandle:
-    """All tree nodes that a linked request holds: what SGLang locks and unlocks as the request's `last_node`.
+    """All tree nodes that a linked request or a fill holds: what SGLang locks and unlocks as its `last_node`.
 
-    spans: per text span, the node where its cached part ends.
+    spans: per text span, the node where its cached part ends; of a fill, the same per chunk.
     num_locks: SGLang's locks on it. What it holds is locked once, while there is any.
     """
 
@@ -73,8 +73,8 @@ class ChunkCopy:
 class LazyRadixCache(RadixCache):
     """The radix tree, grown into a DAG: many paths reach the one copy of a chunk.
 
-    A request is linked if it has a `link` (`scheduler.link.Link`); all others are handled by the stock tree, but for a
-    chunk's `publish_fill`.
+    A request is linked if it has a `link` and internal if it has a `fill` (`scheduler.link`); all others are handled by
+    the stock tree.
     `release_waiting_lock` frees memory that waiting requests hold, newest first; it returns False when none is left.
     """
 
@@ -124,32 +124,65 @@ class LazyRadixCache(RadixCache):
             node = node.parent
         return pieces[::-1]
 
-    def publish_fill(self, req, slots: torch.Tensor) -> TreeNode:
-        """Give a chunk that a request is about to complete to the tree, and lock it there until that request ends.
+    # Fills
 
-        slots: int64, where its batch writes the tokens behind the request's prefix.
-        Returns the node at which the chunk ends.
+    def _match_fill(self, req) -> MatchResult:
+        """Lay out the row of a fill, and give the beginnings of its chunks that are cached as its prefix.
 
-        What SGLang's `cache_unfinished_req` does, but for what only a request that goes on needs: its row is left as it
-        is. Where the tree has other slots already, of a chunk that begins alike, those in `req.duplicates` are still
-        its own: its batch writes to them.
+        Sets `req.fill.row` and permutes `req.full_untruncated_fill_ids` into row order. As SGLang does, the last token
+        of each chunk is computed in any case.
         """
-        num_tokens = len(req.origin_input_ids)
-        value = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
-        key = RadixKey(req.origin_input_ids, req.extra_key)
-        inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
-        duplicated = inserted.prefix_len > req.cache_protected_len
-        req.duplicates = value[req.cache_protected_len : inserted.prefix_len] if duplicated else self._blank[:0]
-        self.inc_lock_ref(inserted.last_device_node)
+        pieces, nodes, cached = [], [], []
+        for chunk in req.fill.chunks:
+            key = RadixKey(chunk.tokens, chunk.namespace, limit=len(chunk.tokens) - 1)
+            if key.child_key() not in self.root_node.children:  # most have no beginning in common with another
+                cached.append(0)
+                continue
+            found = self._find(key)
+            cached.append(len(found.device_indices))
+            pieces.append(found.device_indices)
+            nodes.append(found.last_device_node)
+        req.fill.row = FillRow(req.fill.chunks, cached)
+        req.full_untruncated_fill_ids = req.fill.row.permuted(req.origin_input_ids)
+        slots = torch.cat(pieces) if pieces else self._blank[:0]
+        handle = LinkHandle(ChunkNodes([]), nodes)
+        return MatchResult(device_indices=slots, last_device_node=handle, last_host_node=handle, best_match_node=handle)
+
+    def publish_fill(self, req, slots: torch.Tensor) -> list[TreeNode]:
+        """Give the chunks that a fill is about to complete to the tree, and lock them there until it ends.
+
+        slots: int64, where its batch writes the tokens behind the fill's prefix.
+        Returns, per chunk, the node at which it ends.
+
+        Where the tree has other slots already, of a chunk that begins alike, those in `req.fill.duplicates` are still
+        the fill's own: its batch writes to them.
+        """
+        fill = req.fill
+        slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
+        nodes, duplicates = [], [self._blank[:0]]
+        for i, chunk in enumerate(fill.chunks):
+            pieces = [slots[start:end] for start, end in fill.row.windows(i)]
+            value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            key = RadixKey(chunk.tokens, chunk.namespace)
+            inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
+            if inserted.prefix_len > fill.row.cached[i]:
+                duplicates.append(value[fill.row.cached[i] : inserted.prefix_len])
+            nodes.append(inserted.last_device_node)
+        handle = LinkHandle(ChunkNodes([]), nodes)
+        self.inc_lock_ref(handle)
         self.dec_lock_ref(req.last_node)
-        req.last_node, req.cache_protected_len = inserted.last_device_node, num_tokens
-        return inserted.last_device_node
+        req.last_node, req.cache_protected_len = handle, len(req.origin_input_ids)
+        fill.duplicates = torch.cat(duplicates)
+        return nodes
 
     # Linked requests
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        link = getattr(params.req, "link", None)
-        return super().match_prefix(params) if link is None else self._match_linked(params.req)
+        if getattr(params.req, "link", None) is not None:
+            return self._match_linked(params.req)
+        if getattr(params.req, "fill", None) is not None:
+            return self._match_fill(params.req)
+        return super().match_prefix(params)
 
     def _match_linked(self, req) -> MatchResult:
         """Lay out the request's row by what is cached, and give its cached entries as the prefix.
@@ -215,31 +248,32 @@ class LazyRadixCache(RadixCache):
         return req.extra_key if span.namespace is None else span.namespace
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        if getattr(req, "link", None) is None:
+        linked = getattr(req, "link", None) is not None
+        if not linked and getattr(req, "fill", None) is None:
             return super().cache_unfinished_req(req, chunked=chunked)
         row_len = len(req.get_fill_ids())
-        self._publish(req, row_len, chunked)
-        req.cache_protected_len = row_len
+        if linked:
+            self._publish(req, row_len, chunked)
+            req.cache_protected_len = row_len
         if chunked:  # it goes on from here
             row = self.req_to_token_pool.req_to_token[req.req_pool_idx, :row_len]
             req.prefix_indices = row.to(torch.int64, copy=True)
 
     def cache_finished_req(self, req, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
-        if getattr(req, "link", None) is None:
-            if getattr(req, "duplicates", None) is None:
-                return super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
-            self.token_to_kv_pool_allocator.free(req.duplicates)
-            self.dec_lock_ref(req.last_node)
-            return None
-        if is_insert and not self.disable_finished_insert:
+        link, fill = getattr(req, "link", None), getattr(req, "fill", None)
+        if link is None and fill is None:
+            return super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
+        if link is not None and is_insert and not self.disable_finished_insert:
             self._publish(req, kv_len_to_handle, chunked=False)
+        elif fill is not None and fill.duplicates is not None:
+            self.token_to_kv_pool_allocator.free(fill.duplicates)
         else:
             owned = self.req_to_token_pool.req_to_token[req.req_pool_idx, req.cache_protected_len : kv_len_to_handle]
             self.token_to_kv_pool_allocator.free(owned)
         self.dec_lock_ref(req.last_node)
-        if req.link.copy is not None:
-            self.token_to_kv_pool_allocator.free(req.link.copy.slots)
-            req.link.copy = None
+        if link is not None and link.copy is not None:
+            self.token_to_kv_pool_allocator.free(link.copy.slots)
+            link.copy = None
 
     def _publish(self, req, row_len: int, chunked: bool) -> None:
         """Give the text in the first `row_len` entries of the row to the tree, and lock it there.

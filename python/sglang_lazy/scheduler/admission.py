@@ -1,8 +1,9 @@
 """Admission of linked requests: what is filled, who waits for it, and which locks waiting requests hold.
 
-The missing chunks of a linked request (*parent*) are computed by *fill* requests: prefill-only, positions from 0,
-batched and chunked like any other. The parent stands right behind them in the queue that batch formation sees, so that
-it shares their last batch where there is room: in each layer all keys and values are written before any are read.
+The missing chunks of a linked request (*parent*) are computed by *fill* requests: prefill-only, each for as many chunks
+as SGLang computes of a prompt at once, batched and cut like any other. The parent stands right behind them in the queue
+that batch formation sees, so that it shares their last batch where there is room: in each layer all keys and values are
+written before any are read.
 
 Parents are admitted in queue order, all or nothing: an admitted parent has its resident chunks locked and the others
 under way. These locks are revocable, newest first, so that waiting never takes memory from running requests. All
@@ -10,6 +11,7 @@ decisions depend on the order of requests alone, so that every tensor-parallel r
 """
 
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -18,30 +20,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt
 from sglang_lazy.cache.radix import ChunkNodes, LazyRadixCache
-from sglang_lazy.scheduler.link import Link, check_request, requested_layout
-
-
-class Fill:
-    """A chunk that is to be computed: the internal request that does it, and the parents that wait for it.
-
-    It ends when the batch with its last tokens is formed.
-    """
-
-    def __init__(self, chunk: ChunkRef, req: Req):
-        self.chunk = chunk
-        self.req = req
-        self.parents: list[Req] = []
-
-    @property
-    def launched(self) -> bool:
-        return self.req.req_pool_idx is not None
+from sglang_lazy.scheduler.link import Fill, Link, check_request, requested_layout
 
 
 class ChunkAdmission:
     """Bookkeeping of parents and fills beside one SGLang scheduler.
 
     holders: the admitted parents, in order of admission.
-    fills: the chunks under way, by chunk key.
+    fills: the requests that compute the chunks under way, by chunk key.
+    max_fill_tokens: how many tokens a fill of several chunks may have. More would not be computed at once, nor be of
+        use before its end.
     materialize: whether requests get copies of their chunks.
     linked_waiting: whether the waiting queue may have a linked request: none joins it but by the hook that sets this.
     forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
@@ -54,7 +42,8 @@ class ChunkAdmission:
         self.max_chunks = max_chunks
         self.materialize = materialize
         self.holders: list[Req] = []
-        self.fills: dict[tuple, Fill] = {}
+        self.fills: dict[tuple, Req] = {}
+        self.max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
         self._fill_ids = itertools.count()
         self._fill_params = SamplingParams(max_new_tokens=0, temperature=0)
         self._fill_params.normalize(None)
@@ -123,7 +112,7 @@ class ChunkAdmission:
                 if not link.admitted and need > budget and not alone:
                     break
                 fills = self._admit(req, link, nodes)
-                visible.update((fill.req, None) for fill in fills if not fill.launched)
+                visible.update((fill, None) for fill in fills if not is_launched(fill))
                 if link.materialize and not link.ready:
                     budget -= need
                     continue
@@ -165,48 +154,62 @@ class ChunkAdmission:
         Missing chunks, unless their fill has started, and resident ones that nobody has locked yet.
         """
         missing = {chunk.key: chunk for chunk, node in zip(link.prompt.chunks, nodes, strict=True) if node is None}
-        to_fill = sum(len(chunk.tokens) + 1 for key, chunk in missing.items() if not self._launched(key))
+        to_start = [
+            chunk for key, chunk in missing.items() if key not in self.fills or not is_launched(self.fills[key])
+        ]
+        to_fill = sum(len(chunk.tokens) + 1 for chunk in to_start)
         return to_fill + self.cache.unlocked_size(node for node in nodes if node is not None)
 
-    def _launched(self, key: tuple) -> bool:
-        return key in self.fills and self.fills[key].launched
-
-    def _admit(self, req: Req, link: Link, nodes: list[Any]) -> list[Fill]:
+    def _admit(self, req: Req, link: Link, nodes: list[Any]) -> list[Req]:
         """Lock the chunks of a parent resident at `nodes` and have the others computed; returns the fills it awaits."""
         if not link.admitted:
             link.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
-        awaited = []
+        missing: dict[tuple, ChunkRef] = {}
         for i, (chunk, node) in enumerate(zip(link.prompt.chunks, nodes, strict=True)):
-            if node is not None:
-                if link.chunks.nodes[i] is None:
-                    self.cache.enter_chunk(link.chunks, i, node)
-                continue
-            if chunk.key not in self.fills:
-                self.fills[chunk.key] = Fill(chunk, self._fill_request(chunk))
-            fill = self.fills[chunk.key]
-            if req not in fill.parents:
-                fill.parents.append(req)
-            awaited.append(fill)
+            if node is None:
+                missing[chunk.key] = chunk
+            elif link.chunks.nodes[i] is None:
+                self.cache.enter_chunk(link.chunks, i, node)
+        for chunks in self._shares([chunk for key, chunk in missing.items() if key not in self.fills]):
+            self.fills.update(dict.fromkeys((chunk.key for chunk in chunks), self._fill_request(req, chunks)))
+        awaited = list(dict.fromkeys(self.fills[key] for key in missing))
+        for fill in awaited:
+            if req not in fill.fill.parents:
+                fill.fill.parents.append(req)
         link.reused = [reused and node is not None for reused, node in zip(link.reused, nodes, strict=True)]
         return awaited
 
-    def _fill_request(self, chunk: ChunkRef) -> Req:
-        """A request that computes `chunk` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
+    def _shares(self, chunks: Iterable[ChunkRef]) -> Iterator[list[ChunkRef]]:
+        """The chunks of each fill that is to compute `chunks`."""
+        share, num_tokens = [], 0
+        for chunk in chunks:
+            num_tokens += len(chunk.tokens)
+            if share and num_tokens > self.max_fill_tokens:
+                yield share
+                share, num_tokens = [], len(chunk.tokens)
+            share.append(chunk)
+        if share:
+            yield share
+
+    def _fill_request(self, parent: Req, chunks: list[ChunkRef]) -> Req:
+        """A request that computes `chunks` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
         scheduler = self.scheduler
+        tokens = chunks[0].tokens
+        for chunk in chunks[1:]:
+            tokens = tokens + chunk.tokens
         req = Req(
             f"\0fill-{next(self._fill_ids)}",
             "",
-            chunk.tokens,
+            tokens,
             self._fill_params,
             vocab_size=scheduler.model_config.vocab_size,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
-            extra_key=chunk.namespace,
         )
         req.tokenizer = scheduler.tokenizer
-        req.logprob_start_len = len(chunk.tokens)
+        req.logprob_start_len = len(tokens)
         req.finished_output = True  # nothing of it is ever streamed
-        req.fills = chunk
+        req.fill = Fill(chunks, parent)
         return req
 
     # Launch
@@ -220,9 +223,10 @@ class ChunkAdmission:
         ends = itertools.accumulate(batch.extend_lens)
         for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
             if is_fill(req) and req is not batch.chunked_req:
-                key = req.fills.key
-                published[key] = self.cache.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
-                parents.update(dict.fromkeys(self.fills.pop(key).parents))
+                nodes = self.cache.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
+                published.update(zip((chunk.key for chunk in req.fill.chunks), nodes, strict=True))
+                parents.update(dict.fromkeys(req.fill.parents))
+                self._forget(req)
         for req in batch.reqs:
             if is_linked(req):
                 self.cache.complete_row(req, published)
@@ -233,15 +237,17 @@ class ChunkAdmission:
     # Locks
 
     def reconcile(self) -> None:
-        """Compare lock holders with the requests that wait; drop fills that were aborted, or not started nor wanted."""
+        """Compare lock holders with the requests that wait; drop fills that were aborted, or not started for nobody.
+
+        One that is not started goes with the request it was made for: who else waits for its chunks has others made.
+        """
         if self.holders:
             waiting = set(self.scheduler.waiting_queue)
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
-        unwanted = [key for key, fill in self.fills.items() if not fill.launched and not fill.parents]
-        aborted = [key for key, fill in self.fills.items() if fill.req.finished()]
-        for key in unwanted + aborted:
-            self.fills.pop(key, None)
+        for req in dict.fromkeys(self.fills.values()):
+            if req.finished() or (not is_launched(req) and req.fill.owner not in req.fill.parents):
+                self._forget(req)
 
     def revoke_newest(self) -> bool:
         """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""
@@ -255,12 +261,18 @@ class ChunkAdmission:
         chunks, req.link.chunks = req.link.chunks, None
         self.cache.unlock_chunks(chunks)
         for chunk, node in zip(req.link.prompt.chunks, chunks.nodes, strict=True):
-            if node is None and chunk.key in self.fills and req in self.fills[chunk.key].parents:
-                self.fills[chunk.key].parents.remove(req)
+            if node is None and chunk.key in self.fills and req in self.fills[chunk.key].fill.parents:
+                self.fills[chunk.key].fill.parents.remove(req)
 
     def requeue_fill(self, req: Req) -> None:
         """A fill came back (retracted): its parents' next admission starts it again."""
-        self.fills.pop(req.fills.key, None)
+        self._forget(req)
+
+    def _forget(self, fill: Req) -> None:
+        """Its chunks are not under way any more."""
+        for chunk in fill.fill.chunks:
+            if self.fills.get(chunk.key) is fill:
+                del self.fills[chunk.key]
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
@@ -277,4 +289,9 @@ def is_linked(req: Req) -> bool:
 
 def is_fill(req: Req) -> bool:
     """Whether `req` is internal."""
-    return getattr(req, "fills", None) is not None
+    return getattr(req, "fill", None) is not None
+
+
+def is_launched(fill: Req) -> bool:
+    """Whether a batch has taken it."""
+    return fill.req_pool_idx is not None

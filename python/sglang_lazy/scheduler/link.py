@@ -1,11 +1,14 @@
-"""What a request with chunks carries through the scheduler, as `req.link`."""
+"""What requests carry through the scheduler: one with chunks as `req.link`, one that computes chunks as `req.fill`."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt, Row
+from sglang_lazy.cache.prompt import ChunkRef, FillRow, LinkedPrompt, Row
 from sglang_lazy.cache.radix import ChunkCopy, ChunkNodes
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
 
@@ -63,6 +66,26 @@ class Link:
     def hit_mask(self) -> int:
         """Bit i is set if chunk i was reused."""
         return sum(1 << i for i, reused in enumerate(self.reused) if reused)
+
+
+@dataclasses.dataclass(eq=False)
+class Fill:
+    """State of an internal request that computes missing chunks, one behind the other; none sees another.
+
+    It ends when the batch with its last tokens is formed.
+
+    owner: the request it was made for.
+    parents: the requests that wait for it.
+    row: the row's order, once it has been matched for a batch.
+    duplicates: int64, slots that it has written, or will, for tokens that the tree has in others; None until its chunks
+        are published.
+    """
+
+    chunks: Sequence[ChunkRef]
+    owner: Req
+    parents: list[Req] = dataclasses.field(default_factory=list)
+    row: FillRow | None = None
+    duplicates: torch.Tensor | None = None
 
 
 def requested_layout(req: Any) -> PromptLayout | None:
