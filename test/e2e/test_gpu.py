@@ -18,8 +18,9 @@ NUM_TOKENS = 12
 WIDE = {"head_dim": 128, "hidden_size": 8192}
 WAYS = {
     "": {},
-    "fa3": {"attention_backend": "fa3"},
-    "flashinfer": {"attention_backend": "flashinfer"},
+    # With batches that end within a fill, and within its chunks.
+    "fa3": {"attention_backend": "fa3", "chunked_prefill_size": 1024},
+    "flashinfer": {"attention_backend": "flashinfer", "chunked_prefill_size": 1024},
     "triton": {"lazy_link_backend": "triton"},
     "copies": {"lazy_link": "materialize"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
@@ -87,14 +88,16 @@ def test_chunks_on_cuda(served):
     """Cold, warm and reordered, alone and in batches: no further from fp32 than twice plain PyTorch in bf16
     over a cache of the same type.
 
-    The cold batch has chunks, linked prompts and one without chunks between them.
+    The cold batch has chunks, linked prompts and one without chunks between them. One chunk begins like another, which
+    is cached when it is first computed, and is computed beside it in the cold batch.
 
     Both errors are the worst over all answers and tokens: one answer's rounding may come out small by luck.
     """
     engine, path, cache_dtype = served
     oracle = Oracle(path)
     dice = Dice(5)
-    a, b, c, d = (chunk(dice.ids(length)) for length in (700, 500, 7, 700))
+    a, b, c, d, e = (chunk(dice.ids(length)) for length in (700, 500, 7, 700, 400))
+    like_a = chunk(a.ids[:600] + dice.ids(150))
     question = text(dice.ids(9))
     prompts = [
         [text(dice.ids(5)), a, text(dice.ids(1)), b, text(dice.ids(2)), c, question],
@@ -102,6 +105,7 @@ def test_chunks_on_cuda(served):
         [c, text(dice.ids(1)), b, a, question],
         [a, b, c, a, question],
         [text(dice.ids(5)), d],
+        [e, like_a, question],
     ]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     alone = [
