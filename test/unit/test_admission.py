@@ -314,6 +314,20 @@ def test_a_fill_in_pieces_gives_its_chunks_when_it_ends(overlap):
     scheduler.run()
 
 
+@both_loops
+def test_a_chunk_may_be_there_when_its_fill_begins(overlap):
+    """As the beginning of another, which was computed first: its last token is computed all the same."""
+    scheduler = Scheduler(chunked_prefill_size=4, overlap=overlap)
+    scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
+    late = scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "p1", max_new_tokens=1)
+    scheduler.step()
+    fill = next(req for req in scheduler.visible() if is_fill(req))
+    assert fill_tokens([fill]) == [[A[1][:3]]] and all(scheduler.resident(late))
+    scheduler.run()
+    assert fill.extend_range.length == 1
+    assert scheduler.counts(late) == (0, 0, 0)
+
+
 def test_rows_of_ended_fills_are_free_again():
     """Fills that took all rows leave them to their parent, though nothing else ended."""
     scheduler = Scheduler()

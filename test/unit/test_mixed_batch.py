@@ -30,7 +30,15 @@ def sglang_context():
         yield
 
 
-class LinkedTorchBackend(LinkAttention, TorchNativeAttnBackend):
+class ReadingBackend(TorchNativeAttnBackend):
+    """SGLang's, and like those for GPUs it reads rows when it prepares for a batch."""
+
+    def init_forward_metadata(self, forward_batch):
+        rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
+        self.prepared = [row[:n].tolist() for row, n in zip(rows, forward_batch.seq_lens.tolist(), strict=True)]
+
+
+class LinkedTorchBackend(LinkAttention, ReadingBackend):
     """As `with_link_path` makes it, but for what it would read from a model."""
 
     def __init__(self, runner):
@@ -96,6 +104,7 @@ BATCHES = {
     "a fill that is cut within a chunk": [ordinary(0, 9), fill([40, 30, 50], [0, 5, 0], 10, 50), linked([9], 0, 0, 3)],
     "the end of such a fill": [fill([40, 30, 50, 7], [0, 5, 0, 6], 60), linked([40, 30, 50, 7], 3, 0, 8)],
     "two fills": [fill([40, 30], [0, 0]), linked([40, 30], 0, 0, 8), fill([20, 60], [5, 5]), linked([20, 60], 0, 0, 1)],
+    "a prompt in front of a fill that is cut": [linked([9], 0, 0, 3), fill([40, 30], [7, 0], 0, 50)],
     "fills alone": [fill([40, 30], [0, 9]), fill([200, 100], [0, 0], 100, 150)],
 }
 
@@ -162,6 +171,14 @@ def entries_of(req):
     return torch.stack([torch.zeros_like(positions), positions])
 
 
+def stock_rows(req, row):
+    """What SGLang's attention is to read of a request: as little as can be of a linked one."""
+    if req.positions is not None:
+        return [row[: req.extend_len].tolist()]
+    chunks = entries_of(req)[0]
+    return [row[: len(chunks)][chunks == chunk].tolist() for chunk in chunks[req.prefix_len :].unique()]
+
+
 def as_req(req):
     if req.fill is not None:
         return SimpleNamespace(fill=req.fill)
@@ -217,6 +234,12 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given):
         assert (backend.link_metadata is None) == (not ours)
         if ours:
             assert len(backend.link_metadata.q_positions) == sum(req.extend_len for req in ours)
+        if len(ours) < len(requests):
+            assert backend.prepared == [
+                row
+                for req, place in zip(requests, forward_batch.req_pool_indices.tolist(), strict=True)
+                for row in stock_rows(req, backend.link_rows.req_to_token[place])
+            ]
         if memory_given:
             forward_batch._attn_output = torch.full_like(q, float("nan"))
         out = backend.forward_extend(q, k, v, layer, forward_batch)
