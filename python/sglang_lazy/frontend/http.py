@@ -30,7 +30,7 @@ class GenerateRequest(GenerateReqInput):
 
 async def generate(obj: GenerateRequest, request: Request) -> Response:
     """Handle a generate request."""
-    plain = GenerateReqInput(**{field.name: getattr(obj, field.name) for field in dataclasses.fields(GenerateReqInput)})
+    plain = _plain(obj)
     try:
         if obj.segments is not None:
             _take_segments(plain, obj)
@@ -40,6 +40,15 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
     response = await http_server.generate_request(plain, request)
     return await fail_before_stream(response) if obj.segments is not None else response
+
+
+def _plain(obj: GenerateRequest) -> GenerateReqInput:
+    """`obj` as SGLang's own request; a copy field by field would be most of what we cost prompts without chunks."""
+    plain = GenerateReqInput.__new__(GenerateReqInput)
+    vars(plain).update(vars(obj))
+    for field in ("segments", "salt", "link"):
+        delattr(plain, field)
+    return plain
 
 
 def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
