@@ -18,10 +18,14 @@ LAZY = "sglang_lazy.launch_server"
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A launcher and the flags that set it apart from the others'."""
+    """A launcher and the flags that set it apart from the others'.
+
+    number: sets servers apart that are started alike.
+    """
 
     module: str
     flags: tuple[str, ...] = ()
+    number: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +38,7 @@ class Contender:
 
 CONTENDERS = {
     "stock": Contender(Server(STOCK), as_plain),
+    "stock-again": Contender(Server(STOCK, number=1), as_plain),
     "stock-flashinfer": Contender(Server(STOCK, ("--attention-backend", "flashinfer")), as_plain),
     "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
     "lazy": Contender(Server(LAZY), as_chunks),

@@ -1,13 +1,17 @@
 """Names of contenders and models."""
 
 import pytest
-from contenders import CONTENDERS, parse_contenders
+from contenders import CONTENDERS, parse_contenders, server_of
 from models import model_name
 
 
 def test_order():
     """Contenders of one server are side by side, however they were named."""
     assert parse_contenders("lazy,stock,lazy-plain,lazy") == ["lazy", "lazy-plain", "stock"]
+
+
+def test_a_second_server_of_a_kind_is_one_of_its_own():
+    assert server_of("stock") == server_of("stock") != server_of("stock-again")
 
 
 def test_unknown_names():
