@@ -111,11 +111,12 @@ class LinkAttention(AttentionBackend):
             self._compile_extend(layers[layer_id], runner)
 
     def _compile_extend(self, attn, runner) -> None:
-        """One row over one entry, so that a kernel is compiled before the first request needs it."""
+        """One row over one entry, so that the kernels are compiled before the first request needs them."""
 
         def ints(*values):
             return torch.tensor(values, dtype=torch.int32, device=runner.device)
 
+        self._copy_slots(ints(0), ints(0).to(torch.int64), ints(0), ints(0), ints(0))
         self.link_ops.link_extend(
             torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
             *self.link_pool.get_kv_buffer(attn.layer_id),
