@@ -11,6 +11,7 @@ decisions depend on the order of requests alone, so that every tensor-parallel r
 """
 
 import itertools
+from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -195,9 +196,9 @@ class ChunkAdmission:
     def _fill_request(self, parent: Req, chunks: list[ChunkRef]) -> Req:
         """A request that computes `chunks` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
         scheduler = self.scheduler
-        tokens = chunks[0].tokens
-        for chunk in chunks[1:]:
-            tokens = tokens + chunk.tokens
+        tokens = array("q")
+        for chunk in chunks:
+            tokens += chunk.tokens
         req = Req(
             f"\0fill-{next(self._fill_ids)}",
             "",
