@@ -238,7 +238,7 @@ class ChunkAdmission:
     # Locks
 
     def reconcile(self) -> None:
-        """Compare lock holders with the requests that wait; drop fills that were aborted, or not started for nobody.
+        """Compare lock holders with the requests that wait; drop fills that were aborted, and unwanted ones.
 
         One that is not started goes with the request it was made for: who else waits for its chunks has others made.
         """
