@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import time
 import types
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -22,9 +23,11 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sglang_lazy import plugin
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable
+from sglang_lazy.cache.prompt import LinkedPrompt
 from sglang_lazy.cache.radix import LazyRadixCache
 from sglang_lazy.scheduler import hooks
 from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
+from sglang_lazy.segments import PromptLayout
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256
@@ -110,12 +113,17 @@ class Host:
 
         self.tree_cache.evict, self.tree_cache._delete_leaf = timed_evict, counted_delete
 
-    def insert(self, tokens, namespace=None, known: torch.Tensor | None = None) -> torch.Tensor:
+    def insert(self, tokens: array, known: torch.Tensor | None = None) -> torch.Tensor:
         """Make `tokens` resident, the first of them in the slots `known`; returns all their slots."""
         new = self.slots.alloc(len(tokens) - (0 if known is None else len(known)))
         slots = new if known is None else torch.cat([known, new])
-        self.tree_cache.insert(InsertParams(key=RadixKey(tokens, namespace), value=slots))
+        self.tree_cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
         return slots
+
+    def insert_chunk(self, tokens: array) -> None:
+        """Make `tokens` resident as a chunk."""
+        (chunk,) = LinkedPrompt.build(tokens + array("q", [0]), PromptLayout(((0, len(tokens)),)), None).chunks
+        self.tree_cache.insert_chunk(chunk, self.slots.alloc(len(tokens)))
 
     def serve(self, req: Req) -> dict[str, int]:
         """Take `req` to its first token and end it there; returns the nanoseconds of each step."""

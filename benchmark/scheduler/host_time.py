@@ -36,7 +36,6 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from workloads import draw_distinct, zipf_weights
 
-from sglang_lazy.cache.prompt import CHUNK_NAMESPACE
 from sglang_lazy.cache.radix import LazyRadixCache
 from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
@@ -83,7 +82,7 @@ class Linked(Traffic):
 
     def fill(self, host: Host, num_resident: int) -> None:
         for number in self.rng.sample(range(num_resident), num_resident):
-            host.insert(self.document(number), (CHUNK_NAMESPACE, None, None))
+            host.insert_chunk(self.document(number))
 
     def next(self) -> Req:
         ids, chunks = array("q"), []
@@ -102,7 +101,7 @@ class Plain(Traffic):
         self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
         slots = host.insert(self.front)
         for number in self.rng.sample(range(num_resident), num_resident):
-            host.insert(self.front + self.document(number), None, slots)
+            host.insert(self.front + self.document(number), slots)
 
     def next(self) -> Req:
         (number,) = draw_distinct(self.rng, self.weights, 1)

@@ -2,9 +2,11 @@
 
 import collections
 import dataclasses
+import hashlib
 import itertools
 from array import array
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import settings
@@ -185,7 +187,7 @@ class Pools:
             row = self.rows.req_to_token[req.req_pool_idx, slice(*req.extend_range)]
             nodes = self.cache.publish_fill(req, row.to(torch.int64))
             assert nodes == [
-                self.cache.find_chunk(dataclasses.replace(chunk, used=len(chunk.tokens))) for chunk in chunks
+                self.cache.find_chunk(dataclasses.replace(chunk, used=chunk.num_tokens)) for chunk in chunks
             ]
             self.check([parent])
             self.release(req)
@@ -350,11 +352,14 @@ class Pools:
         assert self.cache.evictable_leaves == leaves
 
     def check_tree_contents(self):
-        """The slots of a node hold what its key and namespace promise to whoever matches it."""
+        """The slots of a node hold what its key and namespace promise to whoever matches it; chunks are found there."""
+        ends = {}
         for node, namespace, before in self.nodes():
             tokens = before + tuple(node.key.token_ids)
+            ends[namespace, hashlib.sha256(np.array(tokens, dtype=np.int32)).digest()] = node
             for i, slot in enumerate(node.value.tolist(), len(before)):
                 assert self.slots.contents[slot] == self.promise(namespace, tokens[: i + 1])
+        assert self.cache._chunk_ends.items() <= ends.items()
 
     def promise(self, namespace, tokens):
         if isinstance(namespace, tuple) and namespace[0] == CHUNK_NAMESPACE:
@@ -369,6 +374,14 @@ class Pools:
             row = self.rows.req_to_token[req.req_pool_idx, : req.kv_committed_len].tolist()
             positions = positions_of(req, 0, req.kv_committed_len)
             assert [self.slots.contents.get(slot) for slot in row] == [req.contents[p] for p in positions]
+
+
+def chunk_of(tokens, used):
+    """The first `used` tokens of a chunk."""
+    last = array("q") if used < len(tokens) else array("q", [0])
+    layout = PromptLayout(((0, len(tokens)),))
+    (chunk,) = LinkedPrompt.build(array("q", tokens) + last, layout, None).chunks
+    return dataclasses.replace(chunk, used=used)
 
 
 CHUNKS = [(1, 2, 3), (1, 2, 3, 4, 1), (1, 2), (4,), (3, 1, 2, 4)]
@@ -508,7 +521,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pools.waiting_locks) < 2 and self.pools.paths)
     @rule(tokens=st.sampled_from(CHUNKS), used=st.integers(1, 5))
     def lock_for_waiting(self, tokens, used):
-        chunk = ChunkRef((CHUNK_NAMESPACE, None, None), array("q", tokens), b"", 0, min(used, len(tokens)))
+        chunk = chunk_of(tokens, min(used, len(tokens)))
         node = self.pools.cache.find_chunk(chunk)
         if node is not None:
             self.pools.cache.inc_lock_ref(node)
@@ -658,7 +671,7 @@ def test_segment_table_rows_follow_their_requests():
     tensors = table.num_segments, table.ends, table.offsets
 
     def chunk(start, used):
-        return ChunkRef((CHUNK_NAMESPACE, None, None), array("q", range(used)), b"", start, used)
+        return ChunkRef((CHUNK_NAMESPACE, None, None), array("q"), start, used, b"", used)
 
     def assign(rows):
         before = [tensor.clone() for tensor in tensors]

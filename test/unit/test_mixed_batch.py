@@ -56,7 +56,7 @@ def ordinary(prefix_len, extend_len):
 
 def fill(chunk_lens, cached, computed=0, extend_len=None):
     """A fill with so many tokens of each chunk cached, which has computed some of the others before this batch."""
-    chunks = [ChunkRef((), array("q", range(n)), b"", 0, n) for n in chunk_lens]
+    chunks = [ChunkRef((), array("q", range(n)), 0, n, b"", n) for n in chunk_lens]
     prefix_len = sum(cached) + computed
     extend_len = sum(chunk_lens) - prefix_len if extend_len is None else extend_len
     state = SimpleNamespace(chunks=chunks, row=FillRow(chunks, cached))
@@ -67,7 +67,7 @@ def linked(chunk_lens, text_before, between, extend_len):
     """Text, some of it cached, and chunks in turn: the row has the chunks first, then the text by position."""
     position, chunks, text = text_before, [], [*range(text_before)]
     for length in chunk_lens:
-        chunks.append(ChunkRef((), [0] * length, b"", position, length))
+        chunks.append(ChunkRef((), array("q"), position, length, b"", length))
         text += range(position + length, position + length + between)
         position += length + between
     text += range(position, position + extend_len)

@@ -1,6 +1,7 @@
 """Which prefill batches run without a graph that SGLang would pad them for, and which are attended to in two parts."""
 
 import contextlib
+from array import array
 from types import SimpleNamespace
 
 import pytest
@@ -75,7 +76,7 @@ def test_plain_decode_is_told_at_once():
     table = SegmentTable(2, 1, "cpu")
     batch = SimpleNamespace(reqs=[SimpleNamespace(link=object())], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
-    table.assign({1: [ChunkRef((), [0] * 3, b"", 0, 3)]})
+    table.assign({1: [ChunkRef((), array("q"), 0, 3, b"", 3)]})
     assert hooks.involves_chunks(batch, table)
     table.assign({1: ()})
     assert not hooks.involves_chunks(batch, table)

@@ -6,6 +6,7 @@ prompt's length has its index as position.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 from array import array
@@ -25,18 +26,25 @@ class ChunkRef:
     """One use of a chunk in a prompt.
 
     namespace: key of the tree's namespace that holds it: a tuple, which no client can name.
-    tokens: all its token ids, int64: what is computed and kept.
-    digest: their SHA-256.
-    start: the position of its first token.
+    prompt_ids: int64, the prompt that it is cut from.
+    start: the position of its first token there.
+    num_tokens: how many it has in all: what is computed and kept.
+    digest: SHA-256 of all its tokens.
     used: how many of its tokens the prompt takes from the cache: all, or all but the last where the chunk ends the
         prompt, because the last token of a prompt is contextual.
     """
 
     namespace: tuple
-    tokens: array
-    digest: bytes
+    prompt_ids: array
     start: int
+    num_tokens: int
+    digest: bytes
     used: int
+
+    @functools.cached_property
+    def tokens(self) -> array:
+        """All its token ids, int64. Only what computes or keeps a chunk needs them: the others are spared the copy."""
+        return self.prompt_ids[self.start : self.start + self.num_tokens]
 
     @property
     def key(self) -> tuple:
@@ -94,7 +102,7 @@ class LinkedPrompt(NamedTuple):
                 digest = used_digest = hashlib.sha256(ids[start : start + used]).digest()
                 if start + used < end:
                     digest = hashlib.sha256(ids[start:end]).digest()
-                chunks.append(ChunkRef(chunk_namespace, input_ids[start:end], digest, start, used))
+                chunks.append(ChunkRef(chunk_namespace, input_ids, start, end - start, digest, used))
                 path.update(b"chunk %d %b" % (used, used_digest))
                 position = start + used
         add_text(len(input_ids))
@@ -182,7 +190,7 @@ class FillRow:
 
     def __init__(self, chunks: Sequence[ChunkRef], cached: Sequence[int]):
         self.cached = cached
-        self._lens = [len(chunk.tokens) for chunk in chunks]
+        self._lens = [chunk.num_tokens for chunk in chunks]
         self._cached_start = [*itertools.accumulate(cached, initial=0)]
         computed = [length - count for length, count in zip(self._lens, cached, strict=True)]
         self._computed_start = [*itertools.accumulate(computed, initial=self._cached_start[-1])]

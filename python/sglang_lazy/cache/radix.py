@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     EvictResult,
     IncLockRefResult,
     InsertParams,
+    InsertResult,
     MatchPrefixParams,
     MatchResult,
 )
@@ -76,6 +77,7 @@ class LazyRadixCache(RadixCache):
     A request is linked if it has a `link` and internal if it has a `fill` (`scheduler.link`); all others are handled by
     the stock tree.
     `release_waiting_lock` frees memory that waiting requests hold, newest first; it returns False when none is left.
+    `_chunk_ends` has the node at which each resident chunk ends, by chunk key; the node has that key as `chunk_key`.
     """
 
     def __init__(self, params: CacheInitParams):
@@ -85,22 +87,31 @@ class LazyRadixCache(RadixCache):
     def reset(self) -> None:
         self._heap = EvictionHeap(self.eviction_strategy.get_priority)
         self._blank = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._chunk_ends: dict[tuple, TreeNode] = {}
         super().reset()
 
     # Chunks
 
     def find_chunk(self, chunk: ChunkRef) -> TreeNode | None:
-        """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use."""
-        tokens = chunk.tokens if chunk.used == len(chunk.tokens) else chunk.tokens[: chunk.used]
-        key = RadixKey(tokens, chunk.namespace)
-        first = self.root_node.children.get(key.child_key())
-        if first is None:
+        """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use.
+
+        A chunk counts as resident from its publication on, not where its tokens happen to begin a longer one.
+        """
+        node = self._chunk_ends.get(chunk.key)
+        if node is None:
             return None
-        if first.key.token_ids == tokens:  # most chunks are a node of their own: told by one comparison
-            first.last_access_time = time.monotonic()
-            return first
-        found = self._find(key)
-        return found.last_device_node if len(found.device_indices) == chunk.used else None
+        if chunk.used < chunk.num_tokens:
+            return self._find(RadixKey(chunk.tokens[: chunk.used], chunk.namespace)).last_device_node
+        node.last_access_time = time.monotonic()
+        return node
+
+    def insert_chunk(self, chunk: ChunkRef, slots: torch.Tensor, priority: int = 0) -> InsertResult:
+        """Make all of `chunk` resident, in `slots` (int64 [num_tokens]) but for those that the tree has already."""
+        inserted = self.insert(InsertParams(RadixKey(chunk.tokens, chunk.namespace), slots, priority=priority))
+        node = inserted.last_device_node
+        node.chunk_key = chunk.key
+        self._chunk_ends[chunk.key] = node
+        return inserted
 
     def unlocked_size(self, nodes: Iterable[TreeNode]) -> int:
         """How many tokens locking `nodes` would take from what is evictable."""
@@ -134,7 +145,7 @@ class LazyRadixCache(RadixCache):
         """
         pieces, nodes, cached = [], [], []
         for chunk in req.fill.chunks:
-            key = RadixKey(chunk.tokens, chunk.namespace, limit=len(chunk.tokens) - 1)
+            key = RadixKey(chunk.tokens, chunk.namespace, limit=chunk.num_tokens - 1)
             if key.child_key() not in self.root_node.children:  # most have no beginning in common with another
                 cached.append(0)
                 continue
@@ -163,8 +174,7 @@ class LazyRadixCache(RadixCache):
         for i, chunk in enumerate(fill.chunks):
             pieces = [slots[start:end] for start, end in fill.row.windows(i)]
             value = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            key = RadixKey(chunk.tokens, chunk.namespace)
-            inserted = self.insert(InsertParams(key=key, value=value, priority=req.priority or 0))
+            inserted = self.insert_chunk(chunk, value, req.priority or 0)
             if inserted.prefix_len > fill.row.cached[i]:
                 duplicates.append(value[fill.row.cached[i] : inserted.prefix_len])
             nodes.append(inserted.last_device_node)
@@ -234,7 +244,7 @@ class LazyRadixCache(RadixCache):
         self.enter_published(chunks, req.link.prompt.chunks, published)
         assert chunks.complete, f"request {req.rid} was scheduled before its chunks"
         slots = torch.cat([piece for node in chunks.nodes for piece in self._use(node)])
-        self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots.to(torch.int32))
+        self.req_to_token_pool.write((req.req_pool_idx, slice(0, len(slots))), slots)
 
     @staticmethod
     def _tokens(req, start: int, end: int) -> array:
@@ -298,7 +308,7 @@ class LazyRadixCache(RadixCache):
                 self.token_to_kv_pool_allocator.free(value[published : inserted.prefix_len])
                 start, end = computed_start + published - cached, computed_start + inserted.prefix_len - cached
                 kept = self._find(key).device_indices[published : inserted.prefix_len]
-                self.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), kept.to(torch.int32))
+                self.req_to_token_pool.write((req.req_pool_idx, slice(start, end)), kept)
             row.published[i] = count
             self.inc_lock_ref(inserted.last_device_node)
             self.dec_lock_ref(handle.spans[i])
@@ -315,7 +325,7 @@ class LazyRadixCache(RadixCache):
         entries = (req.req_pool_idx, slice(0, num_tokens))
         source = self.req_to_token_pool.req_to_token[entries].to(torch.int64, copy=True)
         slots = alloc_token_slots(self, num_tokens)
-        self.req_to_token_pool.write(entries, slots.to(torch.int32))
+        self.req_to_token_pool.write(entries, slots)
         req.link.copy = ChunkCopy(source, slots)
 
     def end_copy(self, req) -> None:
@@ -352,7 +362,7 @@ class LazyRadixCache(RadixCache):
         """Enter those of the missing chunks `refs` that have been published, at a node by chunk key."""
         for i, chunk in enumerate(refs):
             if chunks.nodes[i] is None and (node := published.get(chunk.key)) is not None:
-                self.enter_chunk(chunks, i, node if chunk.used == len(chunk.tokens) else self.find_chunk(chunk))
+                self.enter_chunk(chunks, i, node if chunk.used == chunk.num_tokens else self.find_chunk(chunk))
 
     def inc_lock_ref(self, node: TreeNode | LinkHandle) -> IncLockRefResult:
         if not isinstance(node, LinkHandle):
@@ -386,6 +396,7 @@ class LazyRadixCache(RadixCache):
             freed.append(leaf.value)
             num_evicted += len(leaf.key)
             self._delete_leaf(leaf)
+            self._chunk_ends.pop(getattr(leaf, "chunk_key", None), None)
             self._record_remove_event(leaf)
             leaf.value = None  # makes it `evicted` to whoever has found it before
         if freed:

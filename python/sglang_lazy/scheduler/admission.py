@@ -77,7 +77,7 @@ class ChunkAdmission:
     def _check_copy_fits(self, prompt: LinkedPrompt) -> None:
         """Raise ValueError unless the pool holds the prompt beside the chunks that are copied into it."""
         in_prompt = prompt.spans[-1].end
-        copied = sum(len(chunk.tokens) for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
+        copied = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
         size = self.cache.token_to_kv_pool_allocator.size
         if in_prompt + copied + 1 > size:
             raise ValueError(
@@ -158,7 +158,7 @@ class ChunkAdmission:
         to_start = [
             chunk for key, chunk in missing.items() if key not in self.fills or not is_launched(self.fills[key])
         ]
-        to_fill = sum(len(chunk.tokens) + 1 for chunk in to_start)
+        to_fill = sum(chunk.num_tokens + 1 for chunk in to_start)
         return to_fill + self.cache.unlocked_size(node for node in nodes if node is not None)
 
     def _admit(self, req: Req, link: Link, nodes: list[Any]) -> list[Req]:
@@ -185,10 +185,10 @@ class ChunkAdmission:
         """The chunks of each fill that is to compute `chunks`."""
         share, num_tokens = [], 0
         for chunk in chunks:
-            num_tokens += len(chunk.tokens)
+            num_tokens += chunk.num_tokens
             if share and num_tokens > self.max_fill_tokens:
                 yield share
-                share, num_tokens = [], len(chunk.tokens)
+                share, num_tokens = [], chunk.num_tokens
             share.append(chunk)
         if share:
             yield share
