@@ -40,7 +40,8 @@ def summarise(stages: list[list[Timeline]]) -> dict:
     Throughputs count the time from a stage's first send to its last token.
     """
     timelines = [timeline for stage in stages for timeline in stage]
-    duration = sum(last_arrival(stage) - min(timeline.sent for timeline in stage) for stage in stages)
+    durations = [last_arrival(stage) - min(timeline.sent for timeline in stage) for stage in stages]
+    duration = sum(durations)
     no_tokenizer = types.SimpleNamespace(encode=lambda text, add_special_tokens: [])  # tokens are counted by the server
     found, _ = calculate_metrics(
         [DatasetRow(None, timeline.prompt_tokens, timeline.output_tokens) for timeline in timelines],
@@ -65,6 +66,7 @@ def summarise(stages: list[list[Timeline]]) -> dict:
             for statistic, theirs in STATISTICS.items()
         },
         "ttft_ms_stages": [round(mean_ttft(stage) * 1000, 3) for stage in stages],
+        "duration_s_stages": [round(seconds, 4) for seconds in durations],
     }
 
 

@@ -1,10 +1,11 @@
-"""How sure a difference in TTFT is: two contenders that took turns in a run of bench.py, stage by stage.
+"""How sure a difference is: two contenders that took turns in a run of bench.py, stage by stage.
 
 With `--together` the same stage of both was sent within seconds, so that what else changed on the machine met both. For
-each case and phase this prints their mean TTFTs, the mean of the differences between the two of a pair, relative to the
-second contender's mean TTFT, half the width of its 95% interval by Student's t, and the median of the differences,
-which a stall does not move. Folders are pooled: a case may have another number of stages there, as long as they are of
-the same size. A stage is one of a case's `--rounds`, or one request of `latency`.
+each case and phase this prints the mean of both, of a stage's mean TTFT or of the seconds that it took (`--of`), the
+mean of the differences between the two of a pair, relative to the second contender's mean, half the width of its 95%
+interval by Student's t, and the median of the differences, which a stall does not move. Folders are pooled: a case may
+have another number of stages there, as long as they are of the same size. A stage is one of a case's `--rounds`, or one
+request of `latency`.
 
     python benchmark/serving/paired.py results/chat --contenders lazy,stock
 """
@@ -22,10 +23,14 @@ TABLE = "{:10} {:>6} {:>7} {:10} {:>6} {:>10} {:>10} {:>10} {:>8} {:>9}"
 SAME = ("model", "kv_pool_gb", "workload", "request_rate", "max_concurrency", "phase")
 COUNTS = ("num_prompts", "rounds")
 CONFIDENCE = 0.95
+MEASURES = ("ttft_ms", "duration_s")
+"""The mean TTFT of a stage, and the time from its first send to its last token: the inverse of its throughput."""
 
 
-def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, list[tuple[float, float]]]:
-    """By what the rows have in common: the mean TTFTs of both contenders in each stage, in milliseconds.
+def paired_stages(
+    folders: list[Path], first: str, second: str, measure: str = MEASURES[0]
+) -> dict[str, list[tuple[float, float]]]:
+    """By what the rows have in common: what `measure` was for both contenders in each stage.
 
     A case that was measured several times is matched in order; one that only one of them was sent is left out. Raises
     ValueError where the contenders did not take turns, or one has stages of a case that the other has not, and where
@@ -42,8 +47,9 @@ def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, lis
             if row["contender"] in (first, second):
                 case = {column: row[column] for column in SAME}
                 case["parameters"] = {name: row["parameters"][name] for name in row["parameters"].keys() - {*COUNTS}}
-                case["requests"] = round(row["requests"] / len(row["ttft_ms_stages"]))  # of a stage
-                found[json.dumps(case, sort_keys=True)][row["contender"]] += row["ttft_ms_stages"]
+                values = row[f"{measure}_stages"]
+                case["requests"] = round(row["requests"] / len(values))  # of a stage
+                found[json.dumps(case, sort_keys=True)][row["contender"]] += values
         for key, stages in found.items():
             if not all(stages.values()):
                 continue
@@ -56,11 +62,11 @@ def paired_stages(folders: list[Path], first: str, second: str) -> dict[str, lis
 
 
 def compare(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Means of both in milliseconds; mean and median difference and the half width of the mean's interval, in percent.
+    """Means of both; mean and median difference and the half width of the mean's interval, in percent.
 
     The interval of a single pair is infinite.
     """
-    first, second = (statistics.fmean(times) for times in zip(*pairs, strict=True))
+    first, second = (statistics.fmean(values) for values in zip(*pairs, strict=True))
     differences = [100 * (a - b) / second for a, b in pairs]
     half_width = math.inf
     if len(pairs) > 1:
@@ -79,10 +85,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="+", help="results folders of bench.py --together")
     parser.add_argument("--contenders", default="lazy,stock", help="two; default: %(default)s")
+    parser.add_argument("--of", choices=MEASURES, default=MEASURES[0], help="default: %(default)s")
     args = parser.parse_args()
     try:
         first, second = args.contenders.split(",")
-        found = paired_stages(args.results, first, second)
+        found = paired_stages(args.results, first, second, args.of)
     except (OSError, KeyError, ValueError) as error:
         parser.error(f"cannot pair: {error}")
     print(TABLE.format("workload", "chunks", "rate", "phase", "pairs", first, second, "mean %", "+-", "median %"))

@@ -48,12 +48,13 @@ def test_percentiles():
 
 
 def test_stages_add_up():
-    """Time between stages is nobody's: two seconds of requests, an hour apart."""
-    stages = [[timeline(0, (0.5, 1), (1, 2))], [timeline(3600, (3600.5, 1), (3601, 2))]]
+    """Time between stages is nobody's: four seconds of requests, an hour apart."""
+    stages = [[timeline(0, (0.5, 1), (1, 2))], [timeline(3600, (3600.25, 1), (3603, 2))]]
     found = summarise(stages)
-    assert found["duration_s"] == 2
-    assert found["request_throughput"] == 1
-    assert found["ttft_ms_stages"] == [500, 500]
+    assert found["duration_s"] == 4
+    assert found["request_throughput"] == 0.5
+    assert found["ttft_ms_stages"] == [500, 250]
+    assert found["duration_s_stages"] == [1, 3]
 
 
 def test_hit_rates_count_tokens():

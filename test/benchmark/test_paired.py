@@ -18,6 +18,7 @@ def write_rows(folder, *rows, stage_size=4):
             "parameters": {"alpha": 1, "num_prompts": stage_size * len(times), "rounds": len(times)},
             "requests": stage_size * len(times),
             "ttft_ms_stages": times,
+            "duration_s_stages": [-time for time in times],
         }
         for name, phase, times in rows
     ]
@@ -67,6 +68,7 @@ def test_pooling(tmp_path):
         ("warm", 4): [(3, 4)],
         ("cold", 5): [(7, 8)],
     }
+    assert list(paired_stages([larger], "lazy", "stock", "duration_s").values()) == [[(-7, -8)]]
 
 
 def test_what_cannot_be_paired(tmp_path):

@@ -1,0 +1,65 @@
+"""Keeps the processes of a comparison on cores of their own, so that none is slowed by where another happens to run.
+
+SGLang's schedulers spin while they wait, and two threads on one core slow each other down: whom the idle servers'
+schedulers meet would be luck, of seconds or of a whole run.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def physical_cores() -> list[set[int]]:
+    """The CPUs that this process may use, by the core that they share."""
+    allowed = os.sched_getaffinity(0)
+    cores = {_siblings(cpu) for cpu in allowed}
+    return [set(core) & allowed for core in sorted(cores, key=min)]
+
+
+def _siblings(cpu: int) -> frozenset[int]:
+    ranges = (TOPOLOGY / f"cpu{cpu}/topology/thread_siblings_list").read_text().strip().split(",")
+    ends = [list(map(int, part.split("-"))) for part in ranges]
+    return frozenset(number for end in ends for number in range(end[0], end[-1] + 1))
+
+
+def pin(urls: list[str]) -> None:
+    """Pin this process and those of its child servers at `urls`.
+
+    Each scheduler has a core of its own. The HTTP processes, which sleep while they wait, have one core between them,
+    the detokenizers have another, and this process has a third. Raises ValueError where there are too few cores.
+    """
+    cores = physical_cores()
+    needed = 3 + sum(_is_scheduler(process) for url in urls for process in server_processes(url))
+    if len(cores) < needed:
+        raise ValueError(f"to pin these processes takes {needed} cores, there are {len(cores)}")
+    client, http, detokenizer, *schedulers = cores
+    for url in urls:
+        for process in server_processes(url):
+            if _is_scheduler(process):
+                _pin_threads(process, schedulers.pop())
+            else:
+                _pin_threads(process, detokenizer if "sglang::detokenizer" in process.cmdline()[0] else http)
+    _pin_threads(psutil.Process(), client)
+
+
+def server_processes(url: str) -> list[psutil.Process]:
+    """The process that this one has started to serve `url`, and all that came of it."""
+    port = str(urlsplit(url).port)
+    (server,) = (child for child in psutil.Process().children() if port in child.cmdline())
+    return [server, *server.children(recursive=True)]
+
+
+def _is_scheduler(process: psutil.Process) -> bool:
+    return "sglang::scheduler" in process.cmdline()[0]
+
+
+def _pin_threads(process: psutil.Process, cpus: Iterable[int]) -> None:
+    for thread in process.threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(thread.id, cpus)

@@ -1,0 +1,85 @@
+"""Which core each process of a comparison is kept on; servers are stand-ins with the names that SGLang gives."""
+
+import contextlib
+import os
+import subprocess
+import sys
+
+import pinning
+import pytest
+
+CPUS = sorted(os.sched_getaffinity(0))
+WAIT = "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print(flush=True); sys.stdin.read()"
+SERVE = f"""
+import subprocess, sys
+for name in sys.argv[2:]:
+    subprocess.Popen([name, "-c", {WAIT!r}], executable=sys.executable)
+{WAIT}
+"""
+CHILDREN = ("sglang::scheduler", "sglang::detokenizer", "other")
+
+
+@pytest.fixture
+def servers():
+    """URLs of two servers: each a process with the port among its arguments, and three children."""
+    with contextlib.ExitStack() as stack:
+        for port in ("2001", "2002"):
+            command = [sys.executable, "-c", SERVE, port, *CHILDREN]
+            server = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+            stack.callback(server.stdin.close)
+            for _ in range(1 + len(CHILDREN)):
+                server.stdout.readline()
+        allowed = os.sched_getaffinity(0)
+        yield ["http://127.0.0.1:2001", "http://127.0.0.1:2002"]
+        os.sched_setaffinity(0, allowed)
+
+
+def affinities(url):
+    """By the first word of a process's command: the CPUs that each of its threads may use."""
+    return {
+        os.path.basename(process.cmdline()[0]): [os.sched_getaffinity(thread.id) for thread in process.threads()]
+        for process in pinning.server_processes(url)
+    }
+
+
+def test_each_scheduler_has_a_core_of_its_own(servers, monkeypatch):
+    class Core(set):
+        """CPUs that can be told from the same ones as another core."""
+
+    cores, pinned = [Core([CPUS[0]]) for _ in range(5)], []
+    monkeypatch.setattr(pinning, "physical_cores", lambda: cores)
+    pin_threads = pinning._pin_threads
+    monkeypatch.setattr(
+        pinning, "_pin_threads", lambda process, core: (pinned.append((process, core)), pin_threads(process, core))
+    )
+    pinning.pin(servers)
+    by_name = {}
+    for process, core in pinned:
+        by_name.setdefault(os.path.basename(process.cmdline()[0]), []).append(id(core))
+    schedulers, detokenizers = by_name["sglang::scheduler"], by_name["sglang::detokenizer"]
+    assert len(set(schedulers)) == 2 and len(set(detokenizers)) == 1
+    python = by_name[os.path.basename(sys.executable)]
+    http, client = set(python[:2]) | set(by_name["other"]), set(python[2:])
+    assert len(http) == len(client) == 1
+    assert len({*schedulers, *detokenizers, *http, *client}) == 5
+    for url in servers:
+        assert all(threads == [{CPUS[0]}] * 2 for threads in affinities(url).values())
+
+
+def test_too_few_cores_are_said(servers, monkeypatch):
+    monkeypatch.setattr(pinning, "physical_cores", lambda: [{CPUS[0]}] * 4)
+    before = [affinities(url) for url in servers]
+    with pytest.raises(ValueError, match="takes 5 cores, there are 4"):
+        pinning.pin(servers)
+    assert [affinities(url) for url in servers] == before
+
+
+def test_cores_are_told_from_their_threads(tmp_path, monkeypatch):
+    """Those of one core stay together, as far as this process may use them."""
+    for cpu, siblings in enumerate(["0,4", "1,5", "2-3", "2-3", "0,4", "1,5"]):
+        folder = tmp_path / f"cpu{cpu}" / "topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(siblings + "\n")
+    monkeypatch.setattr(pinning, "TOPOLOGY", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4})
+    assert pinning.physical_cores() == [{0, 4}, {1}, {2, 3}]
