@@ -77,7 +77,7 @@ class LazyRadixCache(RadixCache):
     A request is linked if it has a `link` and internal if it has a `fill` (`scheduler.link`); all others are handled by
     the stock tree.
     `release_waiting_lock` frees memory that waiting requests hold, newest first; it returns False when none is left.
-    `_chunk_ends` has the node at which each resident chunk ends, by chunk key; the node has that key as `chunk_key`.
+    `_chunk_ends` has the node at which each published chunk ends, by chunk key; the node has that key as `chunk_key`.
     """
 
     def __init__(self, params: CacheInitParams):
@@ -93,17 +93,28 @@ class LazyRadixCache(RadixCache):
     # Chunks
 
     def find_chunk(self, chunk: ChunkRef) -> TreeNode | None:
-        """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use.
-
-        A chunk counts as resident from its publication on, not where its tokens happen to begin a longer one.
-        """
-        node = self._chunk_ends.get(chunk.key)
-        if node is None:
+        """The node at which the used part of `chunk` ends, or None if it is not resident in full. Counts as a use."""
+        if chunk.used == chunk.num_tokens and (node := self._chunk_ends.get(chunk.key)) is not None:
+            node.last_access_time = time.monotonic()
+            return node
+        if not self._holds(chunk.tokens, chunk.used, chunk.namespace):
             return None
-        if chunk.used < chunk.num_tokens:
-            return self._find(RadixKey(chunk.tokens[: chunk.used], chunk.namespace)).last_device_node
-        node.last_access_time = time.monotonic()
-        return node
+        return self._find(RadixKey(chunk.tokens, chunk.namespace, limit=chunk.used)).last_device_node
+
+    def _holds(self, tokens: array, end: int, namespace: tuple) -> bool:
+        """Whether the first `end` tokens are cached: `_find` tells it too, but splits a node wherever tokens differ."""
+        node, start = self.root_node, 0
+        while start < end:
+            node = node.children.get(RadixKey(tokens[start : start + 1], namespace).child_key())
+            if node is None:
+                return False
+            known = node.key.token_ids
+            count = min(len(known), end - start)
+            # The last one first: whatever differs mostly differs there, and the others need not be fetched.
+            if known[count - 1] != tokens[start + count - 1] or known[:count] != tokens[start : start + count]:
+                return False
+            start += count
+        return True
 
     def insert_chunk(self, chunk: ChunkRef, slots: torch.Tensor, priority: int = 0) -> InsertResult:
         """Make all of `chunk` resident, in `slots` (int64 [num_tokens]) but for those that the tree has already."""
