@@ -754,6 +754,16 @@ def test_looking_for_a_chunk_counts_as_a_use():
     assert cache.find_chunk(a) and not cache.find_chunk(b)
 
 
+def test_only_what_is_used_of_a_chunk_has_to_be_there():
+    """At the end of a prompt its last token is text: what stands before it may have been another chunk."""
+    scheduler = Scheduler()
+    scheduler.warm((CHUNK, A[1][:3]))
+    req = scheduler.submit([A], "p0", max_new_tokens=1)
+    assert req.link.hit_mask == 0b1
+    scheduler.run()
+    assert scheduler.counts(req) == (3, 3, 0b1)
+
+
 def test_split_before_admission():
     """A chunk's node that is split after its request has arrived still ends where the chunk does."""
     scheduler = Scheduler()
