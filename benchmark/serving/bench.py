@@ -33,7 +33,7 @@ from case import Case, Run, parse_case, read_plan
 from contenders import Server, running, server_of
 from environment import describe_environment
 from models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
-from pinning import pin
+from pinning import pinned
 from serving import ServerError, device_flags, log_tail
 
 TABLE = "{:16} {:>6} {:10} {:>6} {:10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>8} {:>6} {}"
@@ -179,20 +179,22 @@ class Runner:
             self.stack.close()
 
 
-def compare(runners: list[Runner], runs: list[Run], timeout: float, pinned: bool = False) -> None:
+def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = False) -> None:
     """Start all servers at once, and measure each run with all of them, a stage at a time.
 
     They take turns, from the first to the last and back, so that none comes after the same one each time.
-    pinned: whether processes are kept on cores of their own, once the servers are up. Raises ValueError where there are
-    too few.
+    pin: whether processes are kept on cores of their own once the servers are up. Exits where there are too few.
     """
     with contextlib.ExitStack() as stack:
         for runner in runners:
             stack.push(runner.stack)
         with concurrent.futures.ThreadPoolExecutor(len(runners)) as pool:
             list(pool.map(lambda runner: runner.start(timeout), runners))
-        if pinned:
-            pin([runner.url for runner in runners if runner.url is not None])
+        if pin:
+            try:
+                stack.enter_context(pinned([runner.url for runner in runners if runner.url is not None]))
+            except ValueError as error:
+                sys.exit(f"error: {error}")
         done = object()
         for number, run in enumerate(runs):
             asked = [runner.ask(run) for runner in (reversed(runners) if number % 2 else runners)]
@@ -238,8 +240,6 @@ def main() -> None:
                         args.start_timeout,
                         args.pin,
                     )
-                except ValueError as error:
-                    sys.exit(f"error: {error}")
                 finally:
                     results.write_environment()
     if failed := [name for server in results.servers if server["failure"] for name in server["contenders"]]:

@@ -6,13 +6,15 @@ schedulers meet would be luck, of seconds or of a whole run.
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
+SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
+"""How the names begin that SGLang gives its processes."""
 
 
 def physical_cores() -> list[set[int]]:
@@ -28,24 +30,30 @@ def _siblings(cpu: int) -> frozenset[int]:
     return frozenset(number for end in ends for number in range(end[0], end[-1] + 1))
 
 
-def pin(urls: list[str]) -> None:
-    """Pin this process and those of its child servers at `urls`.
+@contextlib.contextmanager
+def pinned(urls: list[str]) -> Iterator[None]:
+    """Keep this process and its child servers at `urls` on cores of their own for the length of a `with` block.
 
     Each scheduler has a core of its own. The HTTP processes, which sleep while they wait, have one core between them,
     the detokenizers have another, and this process has a third. Raises ValueError where there are too few cores.
     """
-    cores = physical_cores()
-    needed = 3 + sum(_is_scheduler(process) for url in urls for process in server_processes(url))
+    allowed, cores = os.sched_getaffinity(0), physical_cores()
+    processes = [process for url in urls for process in server_processes(url)]
+    needed = 3 + sum(_title(process).startswith(SCHEDULER) for process in processes)
     if len(cores) < needed:
         raise ValueError(f"to pin these processes takes {needed} cores, there are {len(cores)}")
     client, http, detokenizer, *schedulers = cores
-    for url in urls:
-        for process in server_processes(url):
-            if _is_scheduler(process):
-                _pin_threads(process, schedulers.pop())
-            else:
-                _pin_threads(process, detokenizer if "sglang::detokenizer" in process.cmdline()[0] else http)
+    for process in processes:
+        title = _title(process)
+        if title.startswith(SCHEDULER):
+            _pin_threads(process, schedulers.pop())
+        else:
+            _pin_threads(process, detokenizer if title.startswith(DETOKENIZER) else http)
     _pin_threads(psutil.Process(), client)
+    try:
+        yield
+    finally:
+        _pin_threads(psutil.Process(), allowed)  # those of servers that are started after these
 
 
 def server_processes(url: str) -> list[psutil.Process]:
@@ -55,11 +63,15 @@ def server_processes(url: str) -> list[psutil.Process]:
     return [server, *server.children(recursive=True)]
 
 
-def _is_scheduler(process: psutil.Process) -> bool:
-    return "sglang::scheduler" in process.cmdline()[0]
+def _title(process: psutil.Process) -> str:
+    """What it calls itself; nothing if it has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return "".join(process.cmdline()[:1])
+    return ""
 
 
 def _pin_threads(process: psutil.Process, cpus: Iterable[int]) -> None:
-    for thread in process.threads():
-        with contextlib.suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(thread.id, cpus)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for thread in process.threads():
+            with contextlib.suppress(ProcessLookupError):  # it has ended
+                os.sched_setaffinity(thread.id, cpus)

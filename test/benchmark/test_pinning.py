@@ -29,9 +29,7 @@ def servers():
             stack.callback(server.stdin.close)
             for _ in range(1 + len(CHILDREN)):
                 server.stdout.readline()
-        allowed = os.sched_getaffinity(0)
         yield ["http://127.0.0.1:2001", "http://127.0.0.1:2002"]
-        os.sched_setaffinity(0, allowed)
 
 
 def affinities(url):
@@ -46,31 +44,33 @@ def test_each_scheduler_has_a_core_of_its_own(servers, monkeypatch):
     class Core(set):
         """CPUs that can be told from the same ones as another core."""
 
-    cores, pinned = [Core([CPUS[0]]) for _ in range(5)], []
+    cores, calls, before = [Core([CPUS[0]]) for _ in range(5)], [], os.sched_getaffinity(0)
     monkeypatch.setattr(pinning, "physical_cores", lambda: cores)
     pin_threads = pinning._pin_threads
     monkeypatch.setattr(
-        pinning, "_pin_threads", lambda process, core: (pinned.append((process, core)), pin_threads(process, core))
+        pinning, "_pin_threads", lambda process, core: (calls.append((process, core)), pin_threads(process, core))
     )
-    pinning.pin(servers)
-    by_name = {}
-    for process, core in pinned:
-        by_name.setdefault(os.path.basename(process.cmdline()[0]), []).append(id(core))
-    schedulers, detokenizers = by_name["sglang::scheduler"], by_name["sglang::detokenizer"]
+    with pinning.pinned(servers):
+        assert os.sched_getaffinity(0) == {CPUS[0]}
+        for url in servers:
+            assert all(threads == [{CPUS[0]}] * 2 for threads in affinities(url).values())
+        found = {}
+        for process, core in calls:
+            found.setdefault(os.path.basename(process.cmdline()[0]), []).append(id(core))
+    schedulers, detokenizers = found["sglang::scheduler"], found["sglang::detokenizer"]
     assert len(set(schedulers)) == 2 and len(set(detokenizers)) == 1
-    python = by_name[os.path.basename(sys.executable)]
-    http, client = set(python[:2]) | set(by_name["other"]), set(python[2:])
+    python = found[os.path.basename(sys.executable)]
+    http, client = set(python[:2]) | set(found["other"]), set(python[2:])
     assert len(http) == len(client) == 1
     assert len({*schedulers, *detokenizers, *http, *client}) == 5
-    for url in servers:
-        assert all(threads == [{CPUS[0]}] * 2 for threads in affinities(url).values())
+    assert os.sched_getaffinity(0) == before, "for servers that are started later"
 
 
 def test_too_few_cores_are_said(servers, monkeypatch):
     monkeypatch.setattr(pinning, "physical_cores", lambda: [{CPUS[0]}] * 4)
     before = [affinities(url) for url in servers]
-    with pytest.raises(ValueError, match="takes 5 cores, there are 4"):
-        pinning.pin(servers)
+    with pytest.raises(ValueError, match="takes 5 cores, there are 4"), pinning.pinned(servers):
+        pass
     assert [affinities(url) for url in servers] == before
 
 
