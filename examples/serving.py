@@ -18,7 +18,7 @@ import requests
 import torch
 from tqdm import tqdm
 
-from sglang_lazy.config import ENV_VAR
+from sglang_lazy.core.config import ENV_VAR
 
 
 class ServerError(RuntimeError):

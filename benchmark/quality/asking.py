@@ -11,8 +11,8 @@ from oracle.segments import Segment, chunk, text, token_ids
 from questions import Question
 from serving import ServerError
 
-from sglang_lazy.frontend.tokenization import SegmentTokenizer
-from sglang_lazy.segments import parse_segment
+from sglang_lazy.core.segments import parse_segment
+from sglang_lazy.serving.tokenization import SegmentTokenizer
 
 
 class Prompts:

@@ -21,13 +21,13 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_lazy import plugin
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable
-from sglang_lazy.cache.prompt import LinkedPrompt
-from sglang_lazy.cache.radix import LazyRadixCache
-from sglang_lazy.scheduler import hooks
+from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port import plugin
+from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
-from sglang_lazy.segments import PromptLayout
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256

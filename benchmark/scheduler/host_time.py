@@ -36,8 +36,8 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from workloads import draw_distinct, zipf_weights
 
-from sglang_lazy.cache.radix import LazyRadixCache
-from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.port.radix import LazyRadixCache
 
 QUESTION_LEN = 32
 SEPARATOR = 11

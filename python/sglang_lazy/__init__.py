@@ -7,17 +7,17 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any
 
-from sglang_lazy.config import LazyConfig
+from sglang_lazy.core.config import LazyConfig
 
 if TYPE_CHECKING:
     from sglang.lang.ir import SglExpr
 
-    from sglang_lazy.engine import Engine
-    from sglang_lazy.runtime import Runtime
+    from sglang_lazy.entrypoints.engine import Engine
+    from sglang_lazy.entrypoints.runtime import Runtime
 
 __all__ = ["Engine", "LazyConfig", "Runtime", "chunk", "link"]
 
-_LAZY = {"Engine": "sglang_lazy.engine", "Runtime": "sglang_lazy.runtime"}
+_LAZY = {"Engine": "sglang_lazy.entrypoints.engine", "Runtime": "sglang_lazy.entrypoints.runtime"}
 
 
 def chunk(text: str) -> "SglExpr":
@@ -26,7 +26,7 @@ def chunk(text: str) -> "SglExpr":
     For `Engine.generate(segments=[…])` and, as `sgl.chunk(…)`, for programs of SGLang's frontend language.
     Raises ValueError if `text` is empty or no string.
     """
-    from sglang_lazy.frontend.language import make_chunk
+    from sglang_lazy.lang.language import make_chunk
 
     return make_chunk(text)
 
@@ -36,7 +36,7 @@ def link(how: str) -> "SglExpr":
 
     Appended like text, as `sgl.link(…)`; adds none. Without it the server's default holds. Raises ValueError on others.
     """
-    from sglang_lazy.frontend.language import make_link
+    from sglang_lazy.lang.language import make_link
 
     return make_link(how)
 

@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_lazy import plugin
-from sglang_lazy.config import LazyConfig, add_cli_args, from_cli_args
+from sglang_lazy.core.config import LazyConfig, add_cli_args, from_cli_args
+from sglang_lazy.port import plugin
 
 # Processes that SGLang spawns import this module again before anything of SGLang's runs; those that it does not load
 # plugins in get ours here. In the process that was started by hand the plugin is asked for in `main`.
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_lazy.compat import Unfit, unfit_flags
+    from sglang_lazy.port.compat import Unfit, unfit_flags
 
     load_plugins()
     server_args = prepare_server_args(rest)

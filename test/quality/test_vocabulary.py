@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 from vocabulary import VOCAB_SIZE, Encoder, save_tokenizer, train_tokenizer
 from worlds import make_world, people
 
-from sglang_lazy.frontend.tokenization import SegmentTokenizer
-from sglang_lazy.segments import parse_segment
+from sglang_lazy.core.segments import parse_segment
+from sglang_lazy.serving.tokenization import SegmentTokenizer
 
 
 @pytest.fixture(scope="module")

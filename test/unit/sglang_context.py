@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from sglang.srt import runtime_context
 from sglang.srt.server_args import ServerArgs
 
-from sglang_lazy import plugin
+from sglang_lazy.port import plugin
 
 
 @contextlib.contextmanager

@@ -15,10 +15,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from test_cache_machine import CHUNK, TEXT, VOCAB_SIZE, Pools, contents_of_chunks, new_request
 
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.cache.prompt import CHUNK_NAMESPACE
-from sglang_lazy.scheduler import hooks
+from sglang_lazy.core.prompt import CHUNK_NAMESPACE
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_launched, is_linked
-from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
 
 A, B, C, D = ((CHUNK, (i, i + 1, i + 2, i + 3)) for i in (1, 5, 9, 12))
 QUESTION = (TEXT, (15,))

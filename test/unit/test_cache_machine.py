@@ -21,10 +21,10 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.cache.prompt import CHUNK_NAMESPACE, ChunkRef, LinkedPrompt
-from sglang_lazy.cache.radix import ChunkNodes, LazyRadixCache, LinkHandle
-from sglang_lazy.scheduler.link import Fill, Link, requested_layout
-from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.prompt import CHUNK_NAMESPACE, ChunkRef, LinkedPrompt
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.state import Fill, Link, requested_layout
+from sglang_lazy.port.radix import ChunkNodes, LazyRadixCache, LinkHandle
 
 TEXT, CHUNK = False, True
 MAX_LEN = 64

@@ -11,8 +11,8 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang_context import published
 
-from sglang_lazy import compat, plugin
-from sglang_lazy.attention import hooks
+from sglang_lazy.port import compat, plugin
+from sglang_lazy.port import model_runner as hooks
 
 FLAGS = {
     "page_size": 1,
@@ -235,7 +235,7 @@ def test_another_sglang_is_refused(monkeypatch):
 def test_a_hook_that_did_not_take_is_named(monkeypatch):
     """SGLang only logs plugin failures; `verify` stops with the target's name."""
     monkeypatch.setattr(plugin, "_installed", True)
-    lost = plugin.Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "sglang_lazy.plugin:load", "AFTER")
+    lost = plugin.Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "sglang_lazy.port.plugin:load", "AFTER")
     monkeypatch.setattr(plugin, "HOOKS", (lost,))
     with pytest.raises(RuntimeError, match="Scheduler.on_idle"):
         plugin.verify()

@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang_context import published
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
-from sglang_lazy.attention.backend import LinkAttention
+from sglang_lazy.port.attention import LinkAttention
 
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 5, 2, 32
 

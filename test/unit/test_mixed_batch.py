@@ -16,9 +16,9 @@ from sglang_context import published
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
-from sglang_lazy.attention.backend import LinkAttention
 from sglang_lazy.attention.table import LinkedBatch, SegmentTable
-from sglang_lazy.cache.prompt import ChunkRef, FillRow
+from sglang_lazy.core.prompt import ChunkRef, FillRow
+from sglang_lazy.port.attention import LinkAttention
 
 QO_HEADS, KV_HEADS, HEAD_DIM, MAX_CHUNKS, POOL, CONTEXT = 4, 2, 32, 4, 4000, 600
 ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 4096), is_neox=True)

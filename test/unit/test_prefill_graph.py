@@ -8,10 +8,10 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from sglang_lazy.attention import hooks
-from sglang_lazy.attention.hooks import can_run_prefill_graph
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.cache.prompt import ChunkRef
+from sglang_lazy.core.prompt import ChunkRef
+from sglang_lazy.port import model_runner as hooks
+from sglang_lazy.port.model_runner import can_run_prefill_graph
 
 LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
 

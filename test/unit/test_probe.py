@@ -6,8 +6,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang_context import published
 
-from sglang_lazy.attention.probe import check_rotation
-from sglang_lazy.attention.rope import LayerRope, layer_ropes
+from sglang_lazy.port.probe import check_rotation
+from sglang_lazy.port.rope import LayerRope, layer_ropes
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 

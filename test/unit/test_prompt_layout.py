@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lazy.cache.prompt import LinkedPrompt, Row
-from sglang_lazy.segments import PromptLayout
+from sglang_lazy.core.prompt import LinkedPrompt, Row
+from sglang_lazy.core.segments import PromptLayout
 
 TEXT, CHUNK = False, True
 repeatable = settings(derandomize=True, deadline=None, database=None)

@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from sglang_lazy.segments import PromptLayout, Segment, chunk_id, parse_segment, parse_segments
+from sglang_lazy.core.segments import PromptLayout, Segment, chunk_id, parse_segment, parse_segments
 
 
 def test_accepted_forms():

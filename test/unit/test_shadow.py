@@ -7,11 +7,11 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers.io_struct import AbortReq
 
-from sglang_lazy.config import LazyConfig
-from sglang_lazy.frontend import shadow
-from sglang_lazy.frontend.requests import layout_of
-from sglang_lazy.frontend.shadow import COUNTERS, Shadow, abort_with_all, give_way, make_idle, shadowed
-from sglang_lazy.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.serving import shadow
+from sglang_lazy.serving.requests import layout_of
+from sglang_lazy.serving.shadow import COUNTERS, Shadow, abort_with_all, give_way, make_idle, shadowed
 
 LAYOUT = PromptLayout(((0, 2),), salt="tenant")
 ANSWER = [7, 8, 9]
@@ -271,7 +271,8 @@ def test_bad_configuration(field, value):
 
 def test_where_nobody_would_see_it(monkeypatch):
     """An engine, and servers without metrics, before any model is loaded."""
-    from sglang_lazy import Engine, Runtime, launch_server, plugin
+    from sglang_lazy import Engine, Runtime, launch_server
+    from sglang_lazy.port import plugin
 
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)

@@ -317,7 +317,8 @@ def test_bad_usage(capsys, prompts_file, argv, reason):
 
 
 def test_engine_gets_the_flags_after_the_dashes(capsys, monkeypatch, prompts_file):
-    from sglang_lazy import engine, plugin
+    from sglang_lazy.entrypoints import engine
+    from sglang_lazy.port import plugin
 
     class Engine:
         def __init__(self, server_args, **options):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from sglang_lazy.cache.prompt import ChunkRef
+from sglang_lazy.core.prompt import ChunkRef
 
 
 class AttentionRow(NamedTuple):

@@ -19,9 +19,9 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.cache.prompt import ChunkRef, LinkedPrompt
-from sglang_lazy.cache.radix import ChunkNodes, LazyRadixCache
-from sglang_lazy.scheduler.link import Fill, Link, check_request, requested_layout
+from sglang_lazy.core.prompt import ChunkRef, LinkedPrompt
+from sglang_lazy.core.state import Fill, Link, check_request, requested_layout
+from sglang_lazy.port.radix import ChunkNodes, LazyRadixCache
 
 
 class ChunkAdmission:

@@ -63,15 +63,15 @@ _HELP = {
 @contextlib.contextmanager
 def started(model_path: str, flags: Sequence[str]) -> Iterator[Generate]:
     """`generate` of an engine with the flags of `sglang_lazy.launch_server`."""
-    from sglang_lazy import plugin
     from sglang_lazy.launch_server import parse_args as parse_server_args
+    from sglang_lazy.port import plugin
 
     config, rest = parse_server_args(["--model-path", model_path, "--log-level", "error", *flags])
     plugin.activate(config)
 
     from sglang.srt.server_args import prepare_server_args
 
-    from sglang_lazy.engine import Engine
+    from sglang_lazy.entrypoints.engine import Engine
 
     options = {f"lazy_{name}": value for name, value in dataclasses.asdict(config).items()}
     with Engine(server_args=prepare_server_args(rest), **options) as engine:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_lazy.segments import parse_segments
+from sglang_lazy.core.segments import parse_segments
 
 INSTRUCTION = "Answer the question from the documents.\n\n"
 

@@ -1,1 +1,0 @@
-"""The chunk-keyed cache: one radix tree whose namespaces anchor chunks and the text that follows them."""

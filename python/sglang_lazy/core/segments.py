@@ -1,0 +1,148 @@
+"""Prompts as segments: what users write, and the layout that travels with a request."""
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from sglang_lazy.core.config import RequestLink
+
+LAYOUT_PARAM = "sglang_lazy"
+"""Key in `SamplingParams.custom_params` under which a request's packed layout travels to the scheduler."""
+
+_KINDS = ("text", "chunk")
+_KEYS = frozenset(("type", "text", "input_ids"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """One element of a prompt, given as text or as token ids (exactly one of them, never empty)."""
+
+    is_chunk: bool
+    text: str | None = None
+    input_ids: Sequence[int] | None = None
+
+    @property
+    def kind(self) -> str:
+        return _KINDS[self.is_chunk]
+
+
+def parse_segment(value: Any, vocab_size: int | None = None) -> Segment:
+    """The segment in `value`: a string (text), `sglang_lazy.chunk(…)`, or a dict as in a JSON request.
+
+    Raises ValueError on anything else: an unknown type or key, empty or non-string text, both or neither of text and
+    input_ids, token ids that are no integers or lie outside the vocabulary.
+    """
+    if isinstance(value, str):
+        value = {"type": "text", "text": value}
+    elif hasattr(value, "to_segment"):
+        value = value.to_segment()
+    if not isinstance(value, Mapping):
+        raise ValueError(f"expected a string, a chunk or an object with a type, got {type(value).__name__}")
+    kind = value.get("type")
+    if kind not in _KINDS:
+        raise ValueError(f"unknown segment type {kind!r}, expected one of {', '.join(map(repr, _KINDS))}")
+    unknown = sorted(map(str, value.keys() - _KEYS))
+    if unknown:
+        raise ValueError(f"unknown key {unknown[0]!r} in a {kind} segment, expected type and text or input_ids")
+    text, input_ids = value.get("text"), value.get("input_ids")
+    if (text is None) == (input_ids is None):
+        raise ValueError(f"a {kind} segment needs exactly one of text and input_ids")
+    if text is not None:
+        _check_text(kind, text)
+    else:
+        _check_input_ids(kind, input_ids, vocab_size)
+    return Segment(kind == "chunk", text, input_ids)
+
+
+def _check_text(kind: str, text: Any) -> None:
+    if not isinstance(text, str):
+        raise ValueError(f"the text of a {kind} segment must be a string, got {type(text).__name__}")
+    if not text:
+        raise ValueError(f"the text of a {kind} segment is empty")
+
+
+def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
+    if not isinstance(input_ids, list | tuple) or list(map(type, input_ids)).count(int) < len(input_ids):
+        raise ValueError(f"the input_ids of a {kind} segment must be a list of integers")
+    if not input_ids:
+        raise ValueError(f"the input_ids of a {kind} segment are empty")
+    if min(input_ids) < 0 or (vocab_size is not None and max(input_ids) >= vocab_size):
+        bad = next(token for token in input_ids if token < 0 or (vocab_size is not None and token >= vocab_size))
+        raise ValueError(f"token id {bad} in a {kind} segment is outside the vocabulary of {vocab_size} tokens")
+
+
+def parse_segments(values: Any, vocab_size: int | None = None) -> list[Segment]:
+    """The segments of one prompt. Raises ValueError, naming the index, as `parse_segment` does, and for no segments."""
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"segments must be a list, got {type(values).__name__}")
+    if not values:
+        raise ValueError("segments is empty: a prompt needs at least one segment")
+    segments = []
+    for index, value in enumerate(values):
+        try:
+            segments.append(parse_segment(value, vocab_size))
+        except ValueError as error:
+            raise ValueError(f"segments[{index}]: {error}") from None
+    return segments
+
+
+def check_num_chunks(num_chunks: int, max_chunks: int) -> None:
+    """Raise ValueError if a prompt of `num_chunks` chunks has too many."""
+    if num_chunks > max_chunks:
+        raise ValueError(f"the prompt has {num_chunks} chunks, at most {max_chunks} are allowed (--lazy-max-chunks)")
+
+
+def check_link(link: Any) -> RequestLink:
+    """`link` if it is one of the choices, else ValueError."""
+    if link not in get_args(RequestLink):
+        raise ValueError(f"link must be one of {', '.join(map(repr, get_args(RequestLink)))}, got {link!r:.50}")
+    return link
+
+
+def chunk_id(input_ids: Sequence[int]) -> str:
+    """A chunk's name in results: the first 16 hex digits of the SHA-256 of its token ids as little-endian int64."""
+    return hashlib.sha256(struct.pack(f"<{len(input_ids)}q", *input_ids)).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptLayout:
+    """Where the chunks of a prompt lie that are to be reused.
+
+    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty. None at all:
+        the prompt came with chunks and with `link: full`, which makes it an ordinary one.
+    salt: private namespace of this request's chunks, or None for the shared one.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    salt: str | None = None
+
+    @property
+    def link(self) -> RequestLink:
+        """How the prompt is answered."""
+        return "block" if self.chunks else "full"
+
+    def pack(self) -> str:
+        """A string that survives every transport between SGLang's processes."""
+        return json.dumps({"chunks": self.chunks, "salt": self.salt}, separators=(",", ":"))
+
+    @classmethod
+    def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":
+        """The layout in `packed`. Raises ValueError if it does not fit a prompt of `prompt_len` tokens."""
+        try:
+            fields = json.loads(packed)
+            layout = cls(tuple((int(start), int(end)) for start, end in fields["chunks"]), fields["salt"])
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
+        if layout.salt is not None and not isinstance(layout.salt, str):
+            raise ValueError(f"salt must be a string or null, got {type(layout.salt).__name__}")
+        position = 0
+        for start, end in layout.chunks:
+            if not position <= start < end <= prompt_len:
+                raise ValueError(
+                    f"chunk [{start}, {end}) is empty, out of order or beyond the prompt's {prompt_len} tokens"
+                )
+            position = end
+        return layout

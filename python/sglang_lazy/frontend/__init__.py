@@ -1,1 +1,0 @@
-"""Where prompts made of segments enter SGLang's main process, and where results say what was reused."""

@@ -1,0 +1,1 @@
+"""Client side: chunks in programs of SGLang's frontend language."""

@@ -1,0 +1,1 @@
+"""How a prompt uses its chunks: one module for each policy."""

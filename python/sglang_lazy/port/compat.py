@@ -1,0 +1,141 @@
+"""What chunk reuse fits: every flag and model property it cannot honour, each with its reason.
+
+Turning the query by an offset is right only where a score depends on positions through RoPE's distance alone, where
+every token's KV is kept in one pool, one slot a token, and where a row of `req_to_token` may be any list of slots.
+"""
+
+from sglang.srt.environ import envs
+from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.server_args import ServerArgs
+
+from sgl_kernel_lazy.validation import FP8
+from sglang_lazy.port.rope import INV_FREQ, attention_layers
+
+ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
+
+ARCHITECTURES = frozenset(
+    {
+        "CohereForCausalLM",
+        "Glm4ForCausalLM",
+        "LlamaForCausalLM",
+        "MistralForCausalLM",
+        "MixtralForCausalLM",
+        "Phi3ForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM",
+        "Qwen3ForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "StableLmForCausalLM",
+    }
+)
+"""Models whose queries and keys enter attention exactly as the rotation left them: those tested against the oracle."""
+
+
+class Unfit(ValueError):
+    """Chunk reuse does not fit this server; the message says why and what to do."""
+
+    def __init__(self, reasons: list[str]):
+        lines = "".join(f"\n  - {reason}" for reason in reasons)
+        super().__init__(
+            f"sglang-lazy cannot reuse chunks here:{lines}\n"
+            "Change these, or start with --lazy-fallback to serve without chunk reuse."
+        )
+
+
+def unfit_flags(args: ServerArgs) -> list[str]:
+    """Reasons in the server's flags, known before the model is loaded."""
+    wanted = {
+        f"page size {args.page_size}: chunks of any length pack without padding only at --page-size 1": (
+            args.page_size not in (None, 1)
+        ),
+        "--disable-radix-cache: chunks live in the radix cache": args.disable_radix_cache,
+        "speculative decoding: draft tokens have no linked attention": args.speculative_algorithm is not None,
+        "prefill-decode disaggregation: linked rows are not transferred": args.disaggregation_mode != "null",
+        "pipeline parallelism: fills are published by the rank that launches them": args.pp_size > 1,
+        "data-parallel attention: ranks would have to agree on fills": args.enable_dp_attention,
+        "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
+        "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
+        "hierarchical cache: linked rows have no host copy": args.enable_hierarchical_cache,
+        "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
+        "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
+        "session radix cache: it is another cache": args.enable_session_radix_cache,
+        "deterministic inference: linked attention has no fixed split size": args.enable_deterministic_inference,
+        "LoRA: chunks are not keyed by adapter yet": bool(args.enable_lora),
+        "priority scheduling: parents are admitted in order of arrival": args.enable_priority_scheduling,
+        f"schedule policy {args.schedule_policy!r}: parents are admitted in order of arrival (use fcfs)": (
+            args.schedule_policy != "fcfs"
+        ),
+        "eviction policy 'mru': the eviction heap needs priorities that only grow": (
+            args.radix_eviction_policy == "mru"
+        ),
+        "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
+            args.quantization_param_path is not None
+        ),
+        "several tokenizer workers: they would take requests without our surfaces": args.tokenizer_worker_num > 1,
+        "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
+        "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
+        "the gRPC server: it takes requests without our surfaces": args.smg_grpc_mode or args.grpc_mode,
+        "Ray: its scheduler actors load no plugins": args.use_ray,
+        "--encoder-only: nothing is generated": args.encoder_only,
+        "SGLANG_RADIX_FORCE_MISS: a linked row cannot miss its chunks": envs.SGLANG_RADIX_FORCE_MISS.get(),
+        "--radix-cache-backend: another cache was chosen": args.radix_cache_backend not in (None, "lazy"),
+    }
+    return [reason for reason, applies in wanted.items() if applies]
+
+
+def unfit_model(runner) -> list[str]:
+    """Reasons in the model that a `ModelRunner` has loaded, and in how it runs it."""
+    config, args = runner.model_config, runner.server_args
+    architecture = (config.hf_config.architectures or ["unknown"])[0]
+    reasons = []
+    backends = {args.attention_backend, *args.get_attention_backends()}
+    if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
+        known = ", ".join(ATTENTION_BACKENDS)
+        reasons.append(f"attention backend {', '.join(foreign)}: linked attention knows {known}")
+    if runner.use_mla_backend:
+        return [*reasons, "MLA: keys are latent, their positions cannot be taken back by turning the query"]
+    if config.is_encoder_decoder:
+        reasons.append("encoder-decoder: cross attention has no chunks")
+    if config.model_is_mrope:
+        reasons.append("M-RoPE: positions have several axes")
+    if config.is_hybrid_swa or runner.sliding_window_size is not None and runner.sliding_window_size > -1:
+        reasons.append("sliding window: a chunk's tokens fall out of it at different offsets")
+    if config.is_multimodal:
+        reasons.append("multimodal model: image tokens cannot stand in chunks")
+    if not config.is_generation:
+        reasons.append("embedding or reward model: nothing is generated")
+    if architecture not in ARCHITECTURES:
+        reasons.append(f"architecture {architecture}: not among {', '.join(sorted(ARCHITECTURES))}")
+    # The blocks of mxfp8 have scales of their own.
+    if runner.kv_cache_dtype not in (runner.dtype, *FP8) or runner.kv_cache_dtype_str == "mxfp8":
+        reasons.append(
+            f"KV cache dtype {runner.kv_cache_dtype_str}: linked attention reads fp8_e4m3, fp8_e5m2 and the model's "
+            f"own {runner.dtype}"
+        )
+    return [*reasons, *_unfit_layers(runner.model)]
+
+
+def _unfit_layers(model) -> list[str]:
+    """Reasons in the attention layers themselves, each given once."""
+    reasons: dict[str, None] = {}
+    shapes = set()
+    for attn, rope in attention_layers(model):
+        shapes.add((attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim))
+        properties = {
+            f"rotary embedding {type(rope).__name__}: its angles are not position times a fixed frequency": (
+                type(rope) not in INV_FREQ
+            ),
+            f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: keys and values must have the same": (
+                attn.qk_head_dim != attn.v_head_dim
+            ),
+            f"logit cap {attn.logit_cap}: linked attention has none": attn.logit_cap > 0,
+            "sliding window layers": attn.sliding_window_size > -1,
+            "cross attention layers": attn.is_cross_attention,
+            f"attention of type {attn.attn_type}": attn.attn_type != AttentionType.DECODER,
+            "query scale that depends on position": attn.xai_temperature_len > 0,
+            f"position encoding {attn.pos_encoding_mode}": attn.pos_encoding_mode != "NONE",
+        }
+        reasons |= {reason: None for reason, applies in properties.items() if applies}
+    if len(shapes) > 1:
+        reasons["layers of different head counts or dimensions"] = None
+    return list(reasons)

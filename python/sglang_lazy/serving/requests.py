@@ -1,0 +1,177 @@
+"""Requests with segments: from what a user sent to the token ids and the layout that the scheduler gets."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang_lazy.core.config import LazyConfig, RequestLink
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_link, check_num_chunks, parse_segments
+from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
+
+_TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
+
+_REFUSED = {
+    "input_embeds": "input embeddings",
+    "positional_embed_overrides": "input embeddings",
+    "image_data": "images",
+    "video_data": "videos",
+    "audio_data": "audio",
+    "lora_path": "LoRA adapters",
+    "session_params": "sessions",
+    "multi_item_delimiter_indices": "multi-item scoring",
+}
+"""Request fields that chunks do not go together with."""
+
+
+def segment_tokenizer(tokenizer_manager: Any) -> SegmentTokenizer:
+    """The segment tokenizer of `tokenizer_manager`, made at first use."""
+    cached = getattr(tokenizer_manager, _TOKENIZER_ATTR, None)
+    if cached is None or cached.tokenizer is not tokenizer_manager.tokenizer:
+        cached = SegmentTokenizer(tokenizer_manager.tokenizer)
+        setattr(tokenizer_manager, _TOKENIZER_ATTR, cached)
+    return cached
+
+
+def tokenize(tokenizer_manager: Any, segments: Sequence[Segment]) -> TokenizedPrompt:
+    """The token ids of a prompt. Raises ValueError for text on a server without a tokenizer."""
+    if tokenizer_manager.tokenizer is not None:
+        return segment_tokenizer(tokenizer_manager).encode(segments)
+    for index, segment in enumerate(segments):
+        if segment.text is not None:
+            raise ValueError(f"segments[{index}]: this server has no tokenizer, give input_ids instead of text")
+    return concatenate(segments, [segment.input_ids for segment in segments])
+
+
+def is_batch(segments: Any) -> bool:
+    """Whether `segments` is a list of prompts rather than one prompt."""
+    return isinstance(segments, list | tuple) and bool(segments) and isinstance(segments[0], list | tuple)
+
+
+def to_generate_args(
+    tokenizer_manager: Any, segments: Any, salt: Any = None, sampling_params: Any = None, link: Any = None
+) -> dict[str, Any]:
+    """`input_ids` and `sampling_params` of the request that `segments` (one prompt, or a list of prompts) stand for.
+
+    salt, link: one for all prompts or a list with one for each. Raises ValueError, naming the segment, on bad input.
+    """
+    if not is_batch(segments):
+        input_ids, layout = _prompt(tokenizer_manager, segments, salt, link)
+        return {"input_ids": input_ids, "sampling_params": with_layout(sampling_params, layout, tokenizer_manager)}
+    salts = _spread("salt", salt, len(segments))
+    links = _spread("link", link, len(segments))
+    params = _spread("sampling_params", sampling_params, len(segments))
+    input_ids, merged = [], []
+    for index, values in enumerate(segments):
+        try:
+            prompt_ids, layout = _prompt(tokenizer_manager, values, salts[index], links[index])
+        except ValueError as error:
+            raise ValueError(f"prompt {index} of the batch: {error}") from None
+        input_ids.append(prompt_ids)
+        merged.append(with_layout(params[index], layout, tokenizer_manager))
+    return {"input_ids": input_ids, "sampling_params": merged}
+
+
+def _prompt(tokenizer_manager: Any, values: Any, salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
+    salt, link = check_salt(salt), choose_link(link)
+    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
+    if link == "block":
+        check_num_chunks(sum(segment.is_chunk for segment in segments), _config().max_chunks)
+    prompt = tokenize(tokenizer_manager, segments)
+    if not prompt.input_ids:
+        raise ValueError("the segments give no tokens")
+    return prompt.input_ids, prompt.layout(link, salt)
+
+
+def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
+    if not isinstance(value, list | tuple):
+        return [value] * batch_size
+    if len(value) != batch_size:
+        raise ValueError(f"{name} has {len(value)} entries for a batch of {batch_size} prompts")
+    return list(value)
+
+
+def _config() -> LazyConfig:
+    return LazyConfig.from_env() or LazyConfig()
+
+
+def check_salt(salt: Any) -> str | None:
+    """`salt` if it is a non-empty string or None, else ValueError."""
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"salt must be a non-empty string, got {salt!r:.50}")
+    return salt
+
+
+def choose_link(link: Any) -> RequestLink:
+    """`link`, or the server's default where it is None. Raises ValueError if it is neither block nor full."""
+    return _config().default_link if link is None else check_link(link)
+
+
+def refuse_without_chunks(salt: Any, link: Any, form: str) -> None:
+    """Raise ValueError if a prompt that is not given in the `form` for chunks comes with what is meant for chunks."""
+    if salt is not None:
+        raise ValueError(f"salt keeps chunks apart and needs a prompt given as {form}")
+    if link is not None:
+        raise ValueError(f"link says how chunks are answered and needs a prompt given as {form}")
+
+
+def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_manager: Any) -> dict[str, Any]:
+    """A copy of `sampling_params` that carries `layout` beside the user's own custom_params."""
+    if sampling_params is not None and not isinstance(sampling_params, Mapping):
+        raise ValueError(f"sampling_params must be an object, got {type(sampling_params).__name__}")
+    params = dict(sampling_params or {})
+    if layout is None:
+        return params
+    custom_params = params.get("custom_params")
+    if custom_params is None:  # the server's defaults, which SGLang takes only where the request has none
+        custom_params = (tokenizer_manager.preferred_sampling_params or {}).get("custom_params")
+    if custom_params is not None and not isinstance(custom_params, Mapping):
+        raise ValueError(f"custom_params must be an object, got {type(custom_params).__name__}")
+    params["custom_params"] = {**(custom_params or {}), LAYOUT_PARAM: layout.pack()}
+    return params
+
+
+def layout_of(obj: Any) -> PromptLayout | None:
+    """The layout that travels with one request out of a batch, None for an ordinary request."""
+    packed = _packed_layout(obj)
+    return None if packed is None else PromptLayout.unpack(packed, len(obj.input_ids))
+
+
+def _packed_layout(obj: Any) -> Any:
+    params = getattr(obj, "sampling_params", None)
+    custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
+    return custom_params.get(LAYOUT_PARAM) if isinstance(custom_params, Mapping) else None
+
+
+def prepare_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> None:
+    """Hook before `TokenizerManager._validate_one_request`, the one place that every request passes.
+
+    Refuses what chunks do not go together with, by a ValueError, answered with a 400. Where link is full, there are no
+    chunks to keep apart: the salt becomes part of the key that SGLang keeps whole prompts apart by.
+    """
+    packed = _packed_layout(obj)
+    if packed is None:
+        return
+    if obj.input_ids is None:
+        raise ValueError("a prompt layout must come with the input_ids that it describes")
+    layout = PromptLayout.unpack(packed, len(input_ids))
+    if layout.link == "full":
+        if layout.salt is not None:
+            obj.extra_key = json.dumps([obj.extra_key, layout.salt])
+        return
+    check_num_chunks(len(layout.chunks), _config().max_chunks)
+    for field, what in _REFUSED.items():
+        if getattr(obj, field, None):
+            raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
+    chunks_end = layout.chunks[-1][1]
+    start = getattr(obj, "logprob_start_len", None)
+    if getattr(obj, "return_logprob", False) and start is not None and 0 <= start < chunks_end:
+        raise ValueError(
+            f"prompt logprobs from position {start} need tokens that are reused from chunks: the last chunk ends at "
+            f"position {chunks_end}, so logprob_start_len must be at least {chunks_end}, or -1 for none"
+        )
+    length = len(input_ids) + tokenizer_manager.num_reserved_tokens
+    if tokenizer_manager.allow_auto_truncate and length >= tokenizer_manager.context_len:
+        raise ValueError(
+            f"The input ({length} tokens) is longer than the model's context length "
+            f"({tokenizer_manager.context_len} tokens), and a prompt with chunks is not truncated."
+        )

@@ -1,0 +1,189 @@
+"""Tokenization by segment: the tokens of a segment never depend on its neighbours or its place in the prompt."""
+
+import json
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from sglang_lazy.core.config import RequestLink
+from sglang_lazy.core.segments import PromptLayout, Segment
+
+_SENTINELS = ("\n", ".", "x")
+_REMEMBERED_CHARACTERS = 1 << 25
+
+
+class TokenizedPrompt(NamedTuple):
+    """A prompt's token ids and the (start, end) position of each chunk in them."""
+
+    input_ids: list[int]
+    chunks: tuple[tuple[int, int], ...]
+
+    def layout(self, link: RequestLink, salt: str | None) -> PromptLayout | None:
+        """What travels with the request; None for a prompt without chunks."""
+        if not self.chunks:
+            return None
+        return PromptLayout(self.chunks if link == "block" else (), salt)
+
+
+def concatenate(
+    segments: Sequence[Segment], pieces: Sequence[Sequence[int]], before: Sequence[int] = (), after: Sequence[int] = ()
+) -> TokenizedPrompt:
+    """The prompt made of `pieces`, the tokens of each segment. Raises ValueError for a chunk without tokens."""
+    input_ids, chunks = list(before), []
+    for index, (segment, tokens) in enumerate(zip(segments, pieces, strict=True)):
+        start = len(input_ids)
+        input_ids.extend(tokens)
+        if segment.is_chunk:
+            if not tokens:
+                raise ValueError(f"segments[{index}]: the text of a chunk segment gives no tokens")
+            chunks.append((start, len(input_ids)))
+    input_ids.extend(after)
+    return TokenizedPrompt(input_ids, tuple(chunks))
+
+
+class RecentTokens:
+    """The tokens of the texts that were used last, `capacity` characters in all.
+
+    To encode a document takes longer than to find its KV, and its tokens never change.
+    """
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self._tokens: OrderedDict[str, array] = OrderedDict()
+        self._characters = 0
+
+    def get(self, text: str) -> list[int] | None:
+        tokens = self._tokens.get(text)
+        if tokens is None:
+            return None
+        self._tokens.move_to_end(text)
+        return tokens.tolist()
+
+    def add(self, text: str, tokens: list[int]) -> None:
+        if text not in self._tokens and len(text) <= self.capacity:
+            self._tokens[text] = array("i", tokens)
+            self._characters += len(text)
+        while self._characters > self.capacity:
+            oldest, _ = self._tokens.popitem(last=False)
+            self._characters -= len(oldest)
+
+
+class SegmentTokenizer:
+    """Encodes segments with a Hugging Face tokenizer.
+
+    Special tokens that the tokenizer adds (BOS) come once, around the whole prompt, and belong to no chunk; none is
+    added at an end where the prompt is given in token ids. The space that SentencePiece-style tokenizers put before a
+    text comes only before a text segment that opens the prompt, so that decoding the prompt gives the segments' texts
+    one after another.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._no_specials = {"add_special_tokens": False} if len(tokenizer.encode("")) else {}
+        self.before, self.after = self._special_tokens()
+        self._spaceless = _without_dummy_prefix(tokenizer) if getattr(tokenizer, "is_fast", False) else None
+        self._adds_space = self._spaceless is None and _adds_dummy_prefix(tokenizer, self._no_specials)
+        self._recent_chunks = RecentTokens(_REMEMBERED_CHARACTERS)
+
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """The special tokens that the tokenizer puts before and after a text."""
+        if not self._no_specials:
+            return [], []
+        whole, bare = self.tokenizer.encode("x"), self.tokenizer.encode("x", **self._no_specials)
+        for start in range(len(whole) - len(bare) + 1):
+            if whole[start : start + len(bare)] == bare:
+                return whole[:start], whole[start + len(bare) :]
+        raise ValueError("the tokenizer's special tokens are not simply a prefix and a suffix of the text's tokens")
+
+    def encode(self, segments: Sequence[Segment]) -> TokenizedPrompt:
+        """Concatenate the tokens of `segments`. Raises ValueError, naming the index, for a chunk without tokens."""
+        first, last = segments[0], segments[-1]
+        if first.text is not None and not first.is_chunk:
+            pieces = [self.tokenizer.encode(first.text, **self._no_specials), *self.tokens(segments[1:])]
+        else:
+            pieces = self.tokens(segments)
+        before = self.before if first.text is not None else ()
+        after = self.after if last.text is not None else ()
+        return concatenate(segments, pieces, before, after)
+
+    def tokens(self, segments: Sequence[Segment]) -> list[Sequence[int]]:
+        """The tokens of each segment as it stands inside a prompt."""
+        pieces = [self._known_tokens(segment) for segment in segments]
+        missing = [index for index, piece in enumerate(pieces) if piece is None]
+        encoded = self.encode_later(segments[index].text for index in missing)
+        for index, tokens in zip(missing, encoded, strict=True):
+            pieces[index] = tokens
+            if segments[index].is_chunk:
+                self._recent_chunks.add(segments[index].text, tokens)
+        return pieces
+
+    def _known_tokens(self, segment: Segment) -> Sequence[int] | None:
+        if segment.text is None:
+            return segment.input_ids
+        return self._recent_chunks.get(segment.text) if segment.is_chunk else None
+
+    def encode_later(self, texts: Iterable[str]) -> list[list[int]]:
+        """The tokens of each text as it stands inside a prompt: no special tokens and no space before it."""
+        texts = list(texts)
+        if not texts:
+            return []
+        if self._spaceless is not None:
+            return [encoding.ids for encoding in self._spaceless.encode_batch(texts, add_special_tokens=False)]
+        if self._adds_space:
+            return [self._encode_after_sentinel(text) for text in texts]
+        if getattr(self.tokenizer, "is_fast", False):
+            return self.tokenizer(texts, **self._no_specials)["input_ids"]
+        return [self.tokenizer.encode(text, **self._no_specials) for text in texts]
+
+    def _encode_after_sentinel(self, text: str) -> list[int]:
+        """Encode behind a short text that the tokenizer keeps apart from this one, and drop its tokens."""
+        for sentinel in _SENTINELS:
+            before = self.tokenizer.encode(sentinel, **self._no_specials)
+            tokens = self.tokenizer.encode(sentinel + text, **self._no_specials)
+            if tokens[: len(before)] == before:
+                return tokens[len(before) :]
+        raise ValueError("this tokenizer puts a space before every text; use its fast version (--tokenizer-mode auto)")
+
+
+def _without_dummy_prefix(tokenizer: Any) -> Any | None:
+    """A copy of the fast tokenizer's backend that puts no space before a text; None if the original puts none."""
+    backend = tokenizer.backend_tokenizer
+    parts = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
+    if not any(_strip_dummy_prefix(json.loads(part.__getstate__())) for part in parts):
+        return None
+    state = json.loads(backend.to_str())
+    for name in ("normalizer", "pre_tokenizer"):
+        if state[name] is not None and _strip_dummy_prefix(state[name]) and state[name]["type"] == "Prepend":
+            state[name] = None
+    state["truncation"] = state["padding"] = None
+    copy = type(backend).from_str(json.dumps(state))
+    copy.encode_special_tokens = backend.encode_special_tokens
+    return copy
+
+
+def _strip_dummy_prefix(part: dict) -> bool:
+    """Remove from a serialized normalizer or pre-tokenizer, in place, what puts a space before a text. True if any.
+
+    A `Prepend` that is the whole part is left to the caller.
+    """
+    found = False
+    for steps in (part.get("normalizers"), part.get("pretokenizers")):
+        if steps is not None:
+            found |= any([_strip_dummy_prefix(step) for step in steps])
+            steps[:] = [step for step in steps if step["type"] != "Prepend"]
+    if part["type"] == "Prepend":
+        found = True
+    elif part["type"] == "Metaspace" and part.get("prepend_scheme", "always") != "never":
+        part["prepend_scheme"] = "never"
+        found = True
+    elif part["type"] == "ByteLevel" and part.get("add_prefix_space"):
+        part["add_prefix_space"] = False
+        found = True
+    return found
+
+
+def _adds_dummy_prefix(tokenizer: Any, no_specials: dict) -> bool:
+    """Whether a slow tokenizer puts a space before a text."""
+    tokens = tokenizer.encode("x", **no_specials)
+    return bool(tokens) and str(tokenizer.convert_ids_to_tokens(tokens[:1])[0]).startswith("▁")

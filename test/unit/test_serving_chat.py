@@ -1,0 +1,130 @@
+"""Chat: chunk parts keep their boundaries through any template, and no document can forge one."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from test_serving_tokenization import byte_level, metaspace
+
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.serving.chat import ChatRequest, convert_request
+
+TEMPLATES = {
+    "joined": lambda parts: " ".join(parts),
+    "stripped": lambda parts: "\n".join(part.strip() for part in parts),
+    "twice": lambda parts: "".join(parts) + "|" + "".join(parts),
+}
+
+
+def part(kind, text):
+    return {"type": kind, "text": text}
+
+
+def chat(*parts, **fields):
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": list(parts)}], **fields})
+
+
+class Serving:
+    """Stands for `OpenAIServingChat`: renders the parts of all messages and encodes the result."""
+
+    rendered = ""
+
+    def __init__(self, tokenizer, template=TEMPLATES["joined"], prefix=None, is_multimodal=False):
+        self.tokenizer_manager = SimpleNamespace(
+            tokenizer=tokenizer, preferred_sampling_params=None,
+            model_config=SimpleNamespace(vocab_size=400, is_multimodal=is_multimodal),
+        )  # fmt: skip
+        self.template, self.prefix = template, prefix
+
+    def convert(self, request, raw_request):
+        texts = [part.text for message in request.messages for part in message.content]
+        Serving.rendered = self.template(texts)
+        tokenizer = self.tokenizer_manager.tokenizer
+        input_ids = tokenizer.encode(f"U: {Serving.rendered} A:")
+        if self.prefix is not None:
+            input_ids = input_ids + tokenizer.encode(self.prefix)
+        return GenerateReqInput(input_ids=input_ids, sampling_params={"custom_params": {"mine": 1}}), request
+
+
+def convert(serving, request):
+    adapted, same = convert_request(Serving.convert, serving, request, None)
+    assert same is request
+    custom_params = adapted.sampling_params["custom_params"]
+    assert custom_params["mine"] == 1
+    layout = PromptLayout.unpack(custom_params[LAYOUT_PARAM], len(adapted.input_ids))
+    return adapted.input_ids, layout
+
+
+@pytest.fixture(params=["byte-level", "metaspace"], scope="module")
+def tokenizer(request):
+    return {"byte-level": byte_level, "metaspace": lambda: metaspace("always", specials=None)}[request.param]()
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chunks_keep_their_boundaries_and_tokens(tokenizer, template):
+    serving = Serving(tokenizer, TEMPLATES[template])
+    request = chat(
+        part("text", "See"), part("chunk", " the hills\n"), part("chunk", "the sea"), part("text", "Who?"), salt="s"
+    )
+    input_ids, layout = convert(serving, request)
+    assert layout.salt == "s"
+    chunks = [tokenizer.decode(input_ids[start:end]) for start, end in layout.chunks]
+    expected = [" the hills\n", "the sea"] * (2 if template == "twice" else 1)
+    assert [chunk.strip(" ") for chunk in chunks] == [chunk.strip(" ") for chunk in expected]
+    assert "hills" not in Serving.rendered, "the template never sees a document"
+
+
+def test_without_chunks_the_request_is_stocks_own(tokenizer):
+    serving, request = Serving(tokenizer), chat(part("text", "Who?"))
+    adapted, _ = convert_request(Serving.convert, serving, request, None)
+    assert adapted.input_ids == tokenizer.encode("U: Who? A:")
+    assert adapted.sampling_params == {"custom_params": {"mine": 1}}
+    stock = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": [part("text", "Who?")]}]})
+    assert convert_request(Serving.convert, serving, stock, None)[0].input_ids == adapted.input_ids
+
+
+def test_placeholders_cannot_be_forged(tokenizer):
+    """A document that repeats the placeholders of another request is only text."""
+    other = chat(part("chunk", "the sea"))
+    forged = other.messages[0].content[0].text
+    input_ids, layout = convert(Serving(tokenizer), chat(part("text", forged), part("chunk", "the sea" + forged)))
+    assert len(layout.chunks) == 1
+    assert chat(part("chunk", "x")).messages[0].content[0].text != forged
+
+
+def test_the_assistants_own_beginning_may_hold_a_chunk(tokenizer):
+    request = chat(part("text", "Who?"), part("chunk", "the sea"))
+    placeholder = request.messages[0].content[1].text
+    input_ids, layout = convert(Serving(tokenizer, prefix=f"It says {placeholder}"), request)
+    assert len(layout.chunks) == 2 and layout.chunks[-1][1] == len(input_ids)
+
+
+@pytest.mark.parametrize(
+    "bad, reason",
+    [
+        (part("chunk", ""), r"messages\[0\].content\[1\]: the text of a chunk segment is empty"),
+        (part("chunk", 3), r"messages\[0\].content\[1\]: .* must be a string"),
+        ({"type": "chunk"}, r"messages\[0\].content\[1\]: a chunk segment needs exactly one of"),
+        ({"type": "chunk", "text": "x", "cache": 1}, r"messages\[0\].content\[1\]: unknown key 'cache'"),
+        ({"type": "chunk", "input_ids": [400]}, r"messages\[0\].content\[1\]: token id 400"),
+    ],
+)
+def test_bad_parts_are_named(tokenizer, bad, reason):
+    with pytest.raises(ValueError, match=reason):
+        convert(Serving(tokenizer), chat(part("text", "See"), bad))
+
+
+def test_a_chunk_that_the_template_leaves_out_is_an_error(tokenizer):
+    serving = Serving(tokenizer, template=lambda parts: parts[0])
+    with pytest.raises(ValueError, match=r"messages\[0\].content\[1\].*leaves this chunk out"):
+        convert(serving, chat(part("text", "See"), part("chunk", "the sea")))
+
+
+def test_what_chunk_parts_do_not_go_with(tokenizer):
+    with pytest.raises(ValueError, match="multimodal"):
+        convert(Serving(tokenizer, is_multimodal=True), chat(part("chunk", "x")))
+    with pytest.raises(ValueError, match="input_ids"):
+        convert(Serving(tokenizer), chat(part("chunk", "x"), input_ids=[1]))
+    with pytest.raises(ValueError, match="salt"):
+        convert(Serving(tokenizer), chat(part("chunk", "the sea"), salt=""))

@@ -1,0 +1,69 @@
+"""When the head of a stream is sent: with its status, but not later than the status is known."""
+
+import asyncio
+import json
+
+from fastapi.responses import StreamingResponse
+
+from sglang_lazy.port.http import fail_before_stream
+from sglang_lazy.serving.results import REQUEST_SENT
+
+ERROR = 'data: {"error": {"message": "the reason", "code": 413}}\n\n'
+
+
+def streamed(*steps):
+    """A response whose events are `steps`; a future is waited for, and None stands for the sending of the request."""
+
+    async def events():
+        for step in steps:
+            if step is None:
+                REQUEST_SENT.get().set_result(None)
+            elif isinstance(step, str):
+                yield step
+            else:
+                await step
+
+    return StreamingResponse(events())
+
+
+async def rest_of(response):
+    return [event async for event in response.body_iterator]
+
+
+def test_the_head_does_not_wait_for_the_first_event():
+    async def ask():
+        token = asyncio.get_running_loop().create_future()
+        response = await asyncio.wait_for(fail_before_stream(streamed(None, token, "a", "b")), timeout=60)
+        assert not token.done()
+        token.set_result(None)
+        return response.status_code, await rest_of(response)
+
+    assert asyncio.run(ask()) == (200, ["a", "b"])
+
+
+def test_an_error_before_the_request_is_sent_has_its_status():
+    response = asyncio.run(fail_before_stream(streamed(ERROR, "never read")))
+    assert response.status_code == 413
+    assert json.loads(response.body)["error"]["message"] == "the reason"
+
+
+def test_an_error_after_that_is_an_event():
+    async def ask():
+        later = asyncio.get_running_loop().create_future()
+        response = await fail_before_stream(streamed(None, later, ERROR))
+        later.set_result(None)
+        return response.status_code, await rest_of(response)
+
+    assert asyncio.run(ask()) == (200, [ERROR])
+
+
+def test_without_a_sign_the_first_event_decides():
+    async def ask():
+        response = await fail_before_stream(streamed("a", ERROR))
+        return response.status_code, await rest_of(response)
+
+    assert asyncio.run(ask()) == (200, ["a", ERROR])
+
+
+def test_a_client_that_went_away():
+    assert asyncio.run(fail_before_stream(streamed())).status_code == 499

@@ -1,0 +1,188 @@
+"""Requests with segments: what reaches the scheduler, and what is refused before it does."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+
+from sglang_lazy.core.config import ENV_VAR, LazyConfig
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.serving.requests import layout_of, prepare_request, to_generate_args, with_layout
+
+
+@pytest.fixture(autouse=True)
+def _config(monkeypatch):
+    monkeypatch.setenv(ENV_VAR, "")
+    monkeypatch.setattr(LazyConfig, "from_env", classmethod(lambda cls: cls(max_chunks=3)))
+
+
+def manager(**more):
+    return SimpleNamespace(
+        tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100),
+        allow_auto_truncate=False, context_len=32, num_reserved_tokens=0, **more,
+    )  # fmt: skip
+
+
+def text(*ids):
+    return {"type": "text", "input_ids": list(ids)}
+
+
+def chunk(*ids):
+    return {"type": "chunk", "input_ids": list(ids)}
+
+
+def layout_in(params, prompt_len):
+    return PromptLayout.unpack(params["custom_params"][LAYOUT_PARAM], prompt_len)
+
+
+def test_one_prompt():
+    sampling = {"temperature": 0, "custom_params": {"mine": 1}}
+    args = to_generate_args(manager(), [text(1), chunk(2, 3), text(4)], "tenant", sampling)
+    assert args["input_ids"] == [1, 2, 3, 4]
+    assert layout_in(args["sampling_params"], 4) == PromptLayout(((1, 3),), "tenant")
+    assert args["sampling_params"]["custom_params"]["mine"] == 1 and args["sampling_params"]["temperature"] == 0
+    assert sampling == {"temperature": 0, "custom_params": {"mine": 1}}, "the caller's own objects stay as they are"
+
+
+def test_batch_of_prompts_with_and_without_chunks():
+    args = to_generate_args(manager(), [[text(1)], [chunk(2)]], [None, "b"], [{"n": 1}, None])
+    assert args["input_ids"] == [[1], [2]]
+    assert args["sampling_params"][0] == {"n": 1}, "a prompt without chunks is an ordinary request"
+    assert layout_in(args["sampling_params"][1], 1) == PromptLayout(((0, 1),), "b")
+
+
+def test_link_full_makes_an_ordinary_prompt_of_the_same_tokens():
+    block, full, plain = to_generate_args(
+        manager(),
+        [[text(1), chunk(2), text(3)]] * 2 + [[text(1)]],
+        sampling_params={"n": 1},
+        link=["block", "full", "full"],
+    )["sampling_params"]
+    assert layout_in(block, 3) == PromptLayout(((1, 2),)) and layout_in(full, 3) == PromptLayout(())
+    assert plain == {"n": 1}, "without chunks there is nothing to say"
+
+
+def test_the_servers_default_link_holds_where_none_is_given(monkeypatch):
+    monkeypatch.setattr(LazyConfig, "from_env", classmethod(lambda cls: cls(default_link="full")))
+    for link, links in ((None, "full"), ("block", "block")):
+        args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
+        assert layout_in(args["sampling_params"], 2).link == links
+
+
+def test_link_full_has_no_bound_on_chunks():
+    args = to_generate_args(manager(), [chunk(1)] * 4, link="full")
+    assert args["input_ids"] == [1] * 4 and layout_in(args["sampling_params"], 4).link == "full"
+
+
+def test_the_servers_default_custom_params_still_apply():
+    server = manager()
+    server.preferred_sampling_params = {"custom_params": {"default": 1}}
+    assert with_layout(None, PromptLayout(((0, 1),)), server)["custom_params"]["default"] == 1
+    assert "default" not in with_layout({"custom_params": {}}, PromptLayout(((0, 1),)), server)["custom_params"]
+
+
+@pytest.mark.parametrize(
+    "segments, salt, params, reason",
+    [
+        ([{"type": "text", "text": "x"}], None, None, r"segments\[0\]: this server has no tokenizer"),
+        ([text(1), chunk(100)], None, None, r"segments\[1\]: token id 100"),
+        ([[text(1)], [chunk(100)]], None, None, r"prompt 1 of the batch: segments\[0\]: token id 100"),
+        ([[text(1)], []], None, None, "prompt 1 of the batch: segments is empty"),
+        ([[text(1)], text(1)], None, None, "prompt 1 of the batch: segments must be a list"),
+        ([chunk(1)] * 4, None, None, "4 chunks, at most 3"),
+        ([chunk(1)], "", None, "salt must be a non-empty string"),
+        ([chunk(1)], 7, None, "salt must be a non-empty string"),
+        ([[chunk(1)]], ["a", "b"], None, "salt has 2 entries for a batch of 1"),
+        ([[chunk(1)]], None, [{}, {}], "sampling_params has 2 entries for a batch of 1"),
+        ([chunk(1)], None, [{}], "sampling_params must be an object"),
+        ([chunk(1)], None, {"custom_params": 3}, "custom_params must be an object"),
+    ],
+)
+def test_bad_input(segments, salt, params, reason):
+    with pytest.raises(ValueError, match=reason):
+        to_generate_args(manager(), segments, salt, params)
+
+
+@pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
+def test_bad_link(link):
+    with pytest.raises(
+        ValueError, match="link must be one of 'block', 'full', got|link has 1 entries for a batch of 2"
+    ):
+        to_generate_args(manager(), [[chunk(1)]] * 2, link=link)
+    with pytest.raises(ValueError, match="link must be one of 'block', 'full', got"):
+        to_generate_args(manager(), [chunk(1)], link=link)
+
+
+def request(**fields):
+    layout = PromptLayout(((2, 5), (6, 8)))
+    fields = {"input_ids": list(range(10)), "sampling_params": with_layout(None, layout, manager()), **fields}
+    return GenerateReqInput(**fields)
+
+
+def check(obj, server=None):
+    prepare_request(server or manager(), obj, obj.input_ids)
+
+
+def test_chunks_alone_pass():
+    check(request())
+    assert layout_of(request()) == PromptLayout(((2, 5), (6, 8)))
+
+
+def test_ordinary_requests_are_none_of_its_business():
+    for obj in (GenerateReqInput(text="x", lora_path="a", sampling_params={}), EmbeddingReqInput(text="x")):
+        prepare_request(None, obj, [1])
+        assert layout_of(obj) is None
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("lora_path", "adapter"), ("session_params", {"id": "s"}), ("image_data", ["image"]), ("audio_data", ["sound"])],
+)
+def test_what_chunks_do_not_go_with(field, value):
+    with pytest.raises(ValueError, match=field):
+        check(request(**{field: value}))
+
+
+@pytest.mark.parametrize("start, fits", [(-1, True), (None, True), (0, False), (7, False), (8, True), (10, True)])
+def test_prompt_logprobs_start_after_the_last_chunk(start, fits):
+    obj = request(return_logprob=True, logprob_start_len=start)
+    check(request(logprob_start_len=start))
+    if fits:
+        check(obj)
+    else:
+        with pytest.raises(ValueError, match="must be at least 8"):
+            check(obj)
+
+
+def test_link_full_goes_with_everything_and_keeps_its_salt():
+    full = {"custom_params": {LAYOUT_PARAM: PromptLayout((), "tenant").pack()}}
+    keys = []
+    for extra_key in (None, "a", "a"):
+        obj = request(
+            sampling_params=full, lora_path="a", return_logprob=True, logprob_start_len=0, extra_key=extra_key
+        )
+        check(obj)
+        keys.append(obj.extra_key)
+    assert keys[0] != keys[1] == keys[2] and all(isinstance(key, str) and "tenant" in key for key in keys)
+    unsalted = request(sampling_params={"custom_params": {LAYOUT_PARAM: PromptLayout(()).pack()}}, extra_key="a")
+    check(unsalted)
+    assert unsalted.extra_key == "a"
+
+
+def test_a_forged_layout_is_checked():
+    params = {"custom_params": {LAYOUT_PARAM: PromptLayout(((0, 11),)).pack()}}
+    with pytest.raises(ValueError, match="beyond the prompt's 10 tokens"):
+        check(request(sampling_params=params))
+    with pytest.raises(ValueError, match="must come with the input_ids"):
+        prepare_request(manager(), GenerateReqInput(text="x", sampling_params=params), [1] * 11)
+    many = {"custom_params": {LAYOUT_PARAM: PromptLayout(tuple((i, i + 1) for i in range(4))).pack()}}
+    with pytest.raises(ValueError, match="4 chunks, at most 3"):
+        check(request(sampling_params=many))
+
+
+def test_a_prompt_with_chunks_is_not_truncated():
+    server = manager()
+    server.allow_auto_truncate = True
+    check(request(), server)
+    with pytest.raises(ValueError, match="is not truncated"):
+        check(request(input_ids=list(range(40))), server)

@@ -1,0 +1,144 @@
+"""Results: honest counts of what was reused, on every surface."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.entrypoints.openai import protocol
+from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
+
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, chunk_id
+from sglang_lazy.serving.results import (
+    CachedTokens,
+    cached_tokens_details,
+    chunk_report,
+    extend_protocol,
+    report_chunks,
+    usage_details,
+)
+
+LAYOUT = PromptLayout(((1, 3), (4, 8)))
+IDS = list(range(20, 30))
+
+
+def request(**fields):
+    params = {"custom_params": {LAYOUT_PARAM: LAYOUT.pack()}}
+    return SimpleNamespace(**{"rid": "r", "input_ids": IDS, "sampling_params": params, "is_single": True, **fields})
+
+
+def output(finish_reason=None, **meta_info):
+    meta_info = {"finish_reason": finish_reason, "cached_tokens": 0, "cached_tokens_details": None, **meta_info}
+    return {"text": "", "meta_info": meta_info}
+
+
+MANAGER = SimpleNamespace(child_rid_to_logical_rid={}, rid_to_state={})
+
+
+def collect(obj, *outputs, manager=MANAGER):
+    async def wait(manager, obj, request):
+        for out in outputs:
+            yield out
+
+    async def drain():
+        return [out["meta_info"] async for out in report_chunks(wait, manager, obj)]
+
+    return asyncio.run(drain())
+
+
+def test_report():
+    assert chunk_report(LAYOUT, IDS, hits=0b10) == [
+        {"id": chunk_id([21, 22]), "tokens": 2, "offset": 1, "hit": False},
+        {"id": chunk_id([24, 25, 26, 27]), "tokens": 4, "offset": 4, "hit": True},
+    ]
+
+
+def test_only_the_last_output_carries_the_report():
+    details = {"device": 7, "host": 0, "chunk": 6, "chunk_hits": "1"}
+    first, last = collect(
+        request(),
+        output(cached_tokens=7, cached_tokens_details=dict(details)),
+        output({"type": "length"}, cached_tokens=7, cached_tokens_details=dict(details)),
+    )
+    assert "chunks" not in first and [chunk["hit"] for chunk in last["chunks"]] == [True, False]
+    for meta_info in (first, last):
+        assert meta_info["cached_tokens_details"] == {"device": 7, "host": 0, "chunk": 6}
+        assert (meta_info["cached_tokens"], meta_info["cached_tokens"].chunk) == (7, 6)
+
+
+def test_without_details_nothing_is_a_hit():
+    (last,) = collect(request(), output({"type": "stop"}))
+    assert not any(chunk["hit"] for chunk in last["chunks"]) and last["cached_tokens"] == 0
+    assert last["cached_tokens_details"] is None
+
+
+def test_link_is_said_of_prompts_that_came_with_chunks():
+    full = request(sampling_params={"custom_params": {LAYOUT_PARAM: PromptLayout(()).pack()}})
+    first, last = collect(full, output(), output({"type": "stop"}, cached_tokens=3))
+    assert "link" not in first and last["link"] == "full"
+    assert "chunks" not in last and last["cached_tokens_details"] is None and type(last["cached_tokens"]) is int
+    assert collect(request(), output({"type": "stop"}))[0]["link"] == "block"
+
+
+def test_ordinary_requests_are_untouched():
+    out = output({"type": "stop"}, cached_tokens=3)
+    (last,) = collect(SimpleNamespace(input_ids=IDS, sampling_params={}), out)
+    assert last == {"finish_reason": {"type": "stop"}, "cached_tokens": 3, "cached_tokens_details": None}
+    assert type(last["cached_tokens"]) is int
+
+
+def test_samples_of_one_prompt_report_what_the_prompt_found():
+    """For n > 1 the prompt is computed first: that the samples then find it is no hit of the request."""
+    children = {"p_0": "p", "p_1": "p", "p_2": "p"}
+    manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
+    cold = output({"type": "length"}, cached_tokens_details={"device": 0, "host": 0, "chunk": 0, "chunk_hits": "0"})
+    (prompt,) = collect(request(rid="p_0"), cold, manager=manager)
+    details = {"device": 9, "host": 0, "chunk": 6, "chunk_hits": "3"}
+    for rid in ("p_1", "p_2"):
+        warm = output({"type": "stop"}, cached_tokens=9, cached_tokens_details=dict(details))
+        (sample,) = collect(request(rid=rid), warm, manager=manager)
+        for key in ("cached_tokens", "cached_tokens_details", "chunks"):
+            assert sample[key] == prompt[key]
+    assert sample["cached_tokens"] == 0 and not any(chunk["hit"] for chunk in sample["chunks"])
+
+
+def test_a_refusal_by_the_scheduler_is_an_error_in_a_stream_too():
+    refusal = {"type": "abort", "status_code": 400, "message": "the reason"}
+    with pytest.raises(ValueError, match="the reason"):
+        collect(request(), output(refusal))
+    manager = SimpleNamespace(child_rid_to_logical_rid={"r": "p"}, rid_to_state={"p": SimpleNamespace()})
+    with pytest.raises(ValueError, match="the reason"):
+        collect(request(is_single=False), output(refusal), manager=manager)
+    part_of_a_batch = request(is_single=False)
+    assert collect(part_of_a_batch, output(refusal))[0]["finish_reason"] == refusal
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _protocol():
+    extend_protocol()
+    extend_protocol()
+
+
+def details_of(count):
+    return usage_details(UsageProcessor._details_if_cached(count), count)
+
+
+def test_usage_tells_chunks_apart():
+    counts = {0: CachedTokens(7, 6), 1: CachedTokens(7, 6), 2: CachedTokens(5, 0)}
+    total = sum(count for index, count in counts.items() if index != 1)
+    usage = protocol.UsageInfo(prompt_tokens_details=details_of(total))
+    assert json.loads(usage.model_dump_json())["prompt_tokens_details"] == {"cached_tokens": 12, "chunk_tokens": 6}
+    assert details_of(CachedTokens(0, 0)) is None
+
+
+def test_usage_of_ordinary_requests_keeps_its_shape():
+    usage = protocol.UsageInfo(prompt_tokens_details=details_of(4))
+    assert json.loads(usage.model_dump_json())["prompt_tokens_details"] == {"cached_tokens": 4}
+    details = cached_tokens_details(protocol.CachedTokensDetails(device=4), {"device": 4, "host": 0})
+    assert details.model_dump() == {"device": 4, "host": 0}
+
+
+def test_sglext_tells_chunks_apart():
+    details = cached_tokens_details(protocol.CachedTokensDetails(device=4), {"device": 4, "host": 0, "chunk": 3})
+    extension = protocol.SglExt(cached_tokens_details=details)
+    assert json.loads(extension.model_dump_json())["cached_tokens_details"] == {"device": 4, "host": 0, "chunk": 3}
