@@ -106,7 +106,7 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
     """List a batch's entries in the workspace, on the device: one launch per step, before all layers."""
@@ -146,7 +146,7 @@ def link_decode(
         workspace = Workspace(num_kv_heads, q.device)
     if workspace.planned is None:
         plan_decode(
-            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
     entries = workspace.planned

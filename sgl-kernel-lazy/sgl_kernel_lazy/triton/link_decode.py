@@ -143,7 +143,7 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
     """Nothing: every program finds its span by itself."""
