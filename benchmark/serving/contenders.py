@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import torch
-from prompts import as_chunks, as_plain
-from serving import running_server
+
+from benchmark.serving.prompts import as_chunks, as_plain
+from sglang_lazy.testing import running_server
 
 STOCK = "sglang.launch_server"
 LAZY = "sglang_lazy.launch_server"

@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from paired import SAME, compare, paired_stages
+
+from benchmark.serving.paired import SAME, compare, paired_stages
 
 
 def write_rows(folder, *rows, stage_size=4):

@@ -3,11 +3,12 @@
 import contextlib
 import json
 
-import bench
 import pytest
-from case import parse_case
-from contenders import Server
-from serving import ServerError
+
+from benchmark.serving import bench
+from benchmark.serving.case import parse_case
+from benchmark.serving.contenders import Server
+from sglang_lazy.testing import ServerError
 
 CHAT = "chat --num-prompts 1 --cold-prompts 0"
 
