@@ -70,7 +70,7 @@ def test_a_case_for_nobody(monkeypatch, tmp_path, capsys):
 def test_turns(compared):
     """Who was last is first in the next run; a case can be for some only."""
     asked, failures = compared(
-        ["stock", "lazy"], [f"{CHAT} --request-rate 2 1", f"{CHAT} --request-rate 3 --contenders lazy,materialize"]
+        ["stock", "lazy"], [f"{CHAT} --request-rate 2 1", f"{CHAT} --request-rate 3 --contenders lazy,copy"]
     )
     assert asked == [("stock", 1), ("lazy", 1), ("lazy", 2), ("stock", 2), ("lazy", 3)]
     assert failures == {"stock": None, "lazy": None}
