@@ -131,10 +131,12 @@ class PromptLayout:
                 raise ValueError(f"prompt layout of version {version!r}, this server reads version {LAYOUT_VERSION}")
             chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
             layout = cls(chunks, fields["cache_salt"], fields["link"])
-        except (TypeError, KeyError, json.JSONDecodeError) as error:
+        except (TypeError, KeyError, OverflowError, RecursionError, json.JSONDecodeError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
         if layout.cache_salt is not None and not isinstance(layout.cache_salt, str):
             raise ValueError(f"cache_salt must be a string or null, got {type(layout.cache_salt).__name__}")
+        if not isinstance(layout.link, str):
+            raise ValueError(f"link must be a string, got {type(layout.link).__name__}")
         position = 0
         for start, end in layout.chunks:
             if not position <= start < end <= prompt_len:
