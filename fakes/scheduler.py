@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_server_args
 
 from fakes.pools import Pools
+from sglang_lazy.core.state import fill_of
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.radix import LazyRadixCache
 
@@ -43,7 +44,7 @@ class Scheduler:
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
         self.chunked_req, self.chunked_abort = None, None
-        self.results: list[tuple[ScheduleBatch, list[Req]]] = []
+        self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
         if isinstance(self.tree_cache, LazyRadixCache):
             self.tree_cache.admission = self.admission = hooks.new_admission(self, max_chunks)
@@ -70,7 +71,7 @@ class Scheduler:
         )
         if batch is not None:
             self.log.append([req.rid for req in batch.reqs])
-            self.results.append((batch, list(batch.reqs)))
+            self.results.append((batch.forward_mode.is_extend(), list(batch.reqs)))
         while len(self.results) > (self.overlap and batch is not None):
             self.process_result(*self.results.pop(0))
         self.last_batch = batch
@@ -170,15 +171,15 @@ class Scheduler:
         self.pools.launch(running_batch)
         return running_batch
 
-    def process_result(self, batch: ScheduleBatch, reqs: list[Req]) -> None:
-        """Every request of a batch that is not prefilled in pieces has generated one more token."""
+    def process_result(self, was_prefill: bool, reqs: list[Req]) -> None:
+        """Every request of a batch whose prompt is complete has generated one more token."""
         for req in reqs:
             if req.inflight_middle_chunks > 0:
                 req.inflight_middle_chunks -= 1
             elif not req.finished() and not req.is_retracted:
-                req.output_ids.append(req.future[len(req.output_ids)])
+                req.output_ids.append(0 if fill_of(req) is not None else req.future[len(req.output_ids)])
                 req.update_finish_state()
                 if req.finished():
                     release_kv_cache(req, self.tree_cache)
-                elif batch.forward_mode.is_extend():
+                elif was_prefill:
                     self.tree_cache.cache_unfinished_req(req)
