@@ -135,7 +135,9 @@ def runs(sources: list[Path]) -> str:
     text = ""
     if len(found) > 1:
         differ = [name for name in names if name not in same]
-        text += table(["run", *differ], ([run, *(", ".join(of.get(n, [])) for n in differ)] for run, of in found.items()))
+        text += table(
+            ["run", *differ], ([run, *(", ".join(of.get(n, [])) for n in differ)] for run, of in found.items())
+        )
         text += "\n"
     first = next(iter(found.values()))
     text += table(["", ""], ([name, ", ".join(first[name])] for name in same))
@@ -253,7 +255,12 @@ def chat(sources: list[Path]) -> str:
             durations = chat_pairs(group, name, at, "duration_s")
             label = run_name(mine[found.index(group[0])]) if len(group) == 1 else "all"
             first = [label] if len({row["folder"] for row in rows}) > 1 else []
-            times = [number(ttft["first"]), number(ttft["second"]), difference(ttft), difference(compare(durations)) if durations else ""]
+            times = [
+                number(ttft["first"]),
+                number(ttft["second"]),
+                difference(ttft),
+                difference(compare(durations)) if durations else "",
+            ]
             body.append([*first, name, at, str(len(pairs)), *times])
     first = ["run"] if len({row["folder"] for row in rows}) > 1 else []
     header = ["contender", "sent/s", "pairs", "TTFT", "TTFT: stock", "TTFT, in pairs", "time of a round, in pairs"]
@@ -311,7 +318,9 @@ def host_rows(sources: list[Path]) -> dict[tuple, dict[str, list[float]]]:
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in (row for source in sources for row in lines(source) if "environment" not in row):
         key = (row["contender"], row.get("shape") or row["chunk_len"], row["mode"], row["resident"])
-        flat = {**row, "mean": row["us_per_chunk"]["mean"], "p50": row["us_per_chunk"]["p50"]} if "shape" in row else row
+        flat = (
+            {**row, "mean": row["us_per_chunk"]["mean"], "p50": row["us_per_chunk"]["p50"]} if "shape" in row else row
+        )
         for name, value in flat.items():
             if isinstance(value, (int, float)):
                 found[key][name].append(value)
