@@ -12,9 +12,9 @@ import sys
 import requests
 import torch
 from sample import WORLDS, load_sample, without_chunks
-from serving import Client, Generation, ServerError, log_tail
 from tiny_model import CACHE, TRAINED, tiny_server
 
+from sglang_lazy.testing import Client, Generation, ServerError, log_tail
 from sglang_lazy.verify.prompts import retrieval_segments
 from sglang_lazy.verify.scores import exact_match
 

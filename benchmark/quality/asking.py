@@ -5,14 +5,13 @@ import dataclasses
 from collections.abc import Sequence
 
 import aiohttp
-import project_paths  # noqa: F401 - puts examples, benchmark/serving and the tests' oracle on the path
-from client import new_session
-from oracle.segments import Segment, chunk, text, token_ids
-from questions import Question
-from serving import ServerError
 
+from benchmark.quality.questions import Question
+from benchmark.serving.client import new_session
+from oracle.segments import Segment, chunk, text, token_ids
 from sglang_lazy.core.segments import parse_segment
 from sglang_lazy.serving.tokenization import SegmentTokenizer
+from sglang_lazy.testing import ServerError
 
 
 class Prompts:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import project_paths  # noqa: F401 - puts benchmark/serving and the tests' oracle on the path
-from asking import Answered, Ask, Prompts, ask_all
-from contenders import LAZY, STOCK, Server, running
-from oracle.segments import Segment, text, token_ids
-from questions import Question
-from serving import Client
 from tqdm import tqdm
+
+from benchmark.quality.asking import Answered, Ask, Prompts, ask_all
+from benchmark.quality.questions import Question
+from benchmark.serving.contenders import LAZY, STOCK, Server, running
+from oracle.segments import Segment, text, token_ids
+from sglang_lazy.testing import Client
 
 State = Literal["empty", "warm", "shuffled", "evicting"]
 """empty: nothing is cached. warm: the same prompt came just before. shuffled: the same chunks came just before, in

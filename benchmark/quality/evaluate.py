@@ -4,8 +4,8 @@ Every condition asks a real server the same questions over HTTP, greedily. Answe
 ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the same
 mask. The generated test set or files of questions, with any model:
 
-    python benchmark/quality/evaluate.py --model tiny-rag --count 1000 --out results/tiny-rag
-    python benchmark/quality/evaluate.py --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
+    python -m benchmark.quality.evaluate --model tiny-rag --count 1000 --out results/tiny-rag
+    python -m benchmark.quality.evaluate --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
 
 `--out` gets `rows.jsonl` (a line with the environment, then one for each condition and group of questions),
 `answers.jsonl` (one for each answer), `table.md`, and the servers' logs. Flags after `--` go to every server; the
@@ -19,19 +19,18 @@ import signal
 import sys
 from pathlib import Path
 
-import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
 import requests
 import torch
-from arguments import positive, typed
-from asking import Prompts, as_user_message
-from conditions import CONDITIONS, Condition, Served, serve, servers_of
-from environment import describe_environment
-from oracle.segments import token_ids
-from questions import Question, generated, read_questions
-from reference import Claim, Reference
-from serving import ServerError, device_flags, log_tail
 from tqdm import tqdm
 
+from benchmark.quality.asking import Prompts, as_user_message
+from benchmark.quality.conditions import CONDITIONS, Condition, Served, serve, servers_of
+from benchmark.quality.questions import Question, generated, read_questions
+from benchmark.quality.reference import Claim, Reference
+from benchmark.serving.arguments import positive, typed
+from benchmark.serving.environment import describe_environment
+from oracle.segments import token_ids
+from sglang_lazy.testing import ServerError, device_flags, log_tail
 from sglang_lazy.verify.scores import bootstrap, exact_match, wilson
 
 COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")

@@ -14,10 +14,10 @@ import dataclasses
 import random
 
 import numpy as np
-import project_paths  # noqa: F401 - puts examples on the path
-from sample import INSTRUCTION, document_text, question_text
-from vocabulary import BOS, EOS, PAD, Encoder
-from worlds import Split, World, make_world
+
+from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder
+from benchmark.quality.worlds import Split, World, make_world
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 FIELDS = ("ids", "targets", "kinds", "positions", "worlds", "chunks", "branches")
 """The arrays of a row. targets: the token after this one; kinds: what predicting it counts as."""

@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
-from rouge import rouge_l
-from worlds import records
-
+from benchmark.quality.rouge import rouge_l
+from benchmark.quality.worlds import records
 from sglang_lazy.verify.prompts import INSTRUCTION, question_text, read_json_lines, retrieval_segments
 from sglang_lazy.verify.scores import f1
 

@@ -9,10 +9,11 @@ import random
 import signal
 
 import numpy as np
-from llama import Shape
-from packing import Mix, make_row
 from tokenizers import Tokenizer
-from vocabulary import VOCAB_SIZE, Encoder
+
+from benchmark.quality.llama import Shape
+from benchmark.quality.packing import Mix, make_row
+from benchmark.quality.vocabulary import VOCAB_SIZE, Encoder
 
 
 def between(pair: tuple[float, float], progress: float) -> float:

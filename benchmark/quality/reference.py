@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import project_paths  # noqa: F401 - puts the tests' oracle on the path
 import torch
+
 from oracle.block_mask import load_model, visibility
 from oracle.segments import Segment, token_ids
 

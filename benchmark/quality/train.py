@@ -1,7 +1,7 @@
 """Trains the small model for retrieval questions, under the full and the block mask, and saves it for serving.
 
-    python benchmark/quality/train.py --out tiny-rag                       # half of the worlds under each mask
-    python benchmark/quality/train.py --out tiny-stock --block-share 0     # the full mask only
+    python -m benchmark.quality.train --out tiny-rag                       # half of the worlds under each mask
+    python -m benchmark.quality.train --out tiny-stock --block-share 0     # the full mask only
 
 Training stops after `--minutes` and goes on when the same command is given again; the data of a step depend on the seed
 and its number alone. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
@@ -18,13 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from llama import Llama, Mask, save_for_serving
-from packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
-from recipe import Feed, Recipe
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
-from vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
-from worlds import Split
+
+from benchmark.quality.llama import Llama, Mask, save_for_serving
+from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
+from benchmark.quality.recipe import Feed, Recipe
+from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
+from benchmark.quality.worlds import Split
 
 Batch = dict[str, torch.Tensor]
 """FIELDS, each [rows, length] int64."""

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import project_paths  # noqa: F401 - puts examples on the path
-from facts import FIRST_NAMES, PREDICATES, SURNAMES
-from sample import INSTRUCTION, all_texts, document_text, load_sample, question_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from worlds import make_world
+
+from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES
+from benchmark.quality.worlds import make_world
+from benchmark.sample import load_sample
+from sglang_lazy.testing.tiny_model import all_texts
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 VOCAB_SIZE = 2048
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]

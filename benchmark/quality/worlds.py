@@ -7,7 +7,7 @@ is, and the answer is in the document of that other person.
 
 Full names are divided by a hash: no name of a test world occurs in a training world, though its parts do.
 
-    python benchmark/quality/worlds.py > examples/data/worlds_sample.jsonl    # the questions of the demo
+    python -m benchmark.quality.worlds > examples/data/worlds_sample.jsonl    # the questions of the demo
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
+from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
 
 Split = Literal["train", "test"]
 TEST_SHARE = 8  # one full name in so many is held out

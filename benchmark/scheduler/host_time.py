@@ -11,7 +11,7 @@ it comes last, where there are shapes of several numbers of chunks as long: one 
 and computed, told apart by least squares over the requests. Rows go to `--out` as JSON lines, after a line with the
 environment.
 
-    python benchmark/scheduler/host_time.py --out host_time.jsonl
+    python -m benchmark.scheduler.host_time --out host_time.jsonl
 """
 
 import argparse
@@ -26,16 +26,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import serving_path  # noqa: F401 - puts benchmark/serving on the path
 import torch
-from arguments import positive, positive_float, typed
-from environment import describe_environment
-from host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
-from workloads import draw_distinct, zipf_weights
 
+from benchmark.scheduler.host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
+from benchmark.serving.arguments import positive, positive_float, typed
+from benchmark.serving.environment import describe_environment
+from benchmark.serving.workloads import draw_distinct, zipf_weights
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.radix import LazyRadixCache
 

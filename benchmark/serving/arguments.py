@@ -2,8 +2,8 @@
 
 import argparse
 
-from contenders import CONTENDERS, parse_contenders
-from models import SHAPES, TINY, model_name
+from benchmark.serving.contenders import CONTENDERS, parse_contenders
+from benchmark.serving.models import SHAPES, TINY, model_name
 
 
 def typed(parse):

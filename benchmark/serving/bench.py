@@ -5,7 +5,7 @@ cache. One start of a server serves all cases. Cases come from `--case`, which c
 `--plan`. With `--together` all servers are up at once and take turns, so that only one is asked at a time. Flags after
 `--` go to every server.
 
-    python benchmark/serving/bench.py --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
+    python -m benchmark.serving.bench --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
         --case "synthetic --alpha 1.1 --request-rate 1 2 4 8" --case "chat --request-rate 8"
 
 `--case "synthetic --help"` lists a workload's flags; docs/benchmarks.md says what the results mean. The results folder
@@ -26,15 +26,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import requests
-from arguments import add_server_arguments, positive_float, typed
-from case import Case, Run, parse_case, read_plan
-from contenders import Server, running, server_of
-from environment import describe_environment
-from models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
-from pinning import pinned
-from serving import ServerError, device_flags, log_tail
+
+from benchmark.serving.arguments import add_server_arguments, positive_float, typed
+from benchmark.serving.case import Case, Run, parse_case, read_plan
+from benchmark.serving.contenders import Server, running, server_of
+from benchmark.serving.environment import describe_environment
+from benchmark.serving.models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
+from benchmark.serving.pinning import pinned
+from sglang_lazy.testing import ServerError, device_flags, log_tail
 
 TABLE = "{:16} {:>6} {:10} {:>6} {:10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>8} {:>6} {}"
 COLUMNS = (
@@ -208,7 +208,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped then too
     args = parse_args()
     # Imports SGLang, which takes seconds: not before the arguments are known to be good.
-    from measure import measure
+    from benchmark.serving.measure import measure
 
     with tempfile.TemporaryDirectory() as scratch:
         path = model_path(args.model, Path(scratch))

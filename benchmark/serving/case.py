@@ -6,9 +6,9 @@ import math
 import shlex
 from pathlib import Path
 
-from arguments import positive, positive_float, typed
-from contenders import parse_contenders
-from workloads import WORKLOADS, Encode, Stage, Workload
+from benchmark.serving.arguments import positive, positive_float, typed
+from benchmark.serving.contenders import parse_contenders
+from benchmark.serving.workloads import WORKLOADS, Encode, Stage, Workload
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,9 +8,9 @@ import dataclasses
 import time
 
 import aiohttp
-import examples_path  # noqa: F401 - puts examples on the path
 import orjson
-from serving import ServerError
+
+from sglang_lazy.testing import ServerError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import torch
-from prompts import as_chunks, as_plain
-from serving import running_server
+
+from benchmark.serving.prompts import as_chunks, as_plain
+from sglang_lazy.testing import running_server
 
 STOCK = "sglang.launch_server"
 LAZY = "sglang_lazy.launch_server"
@@ -42,8 +42,8 @@ CONTENDERS = {
     "stock-flashinfer": Contender(Server(STOCK, ("--attention-backend", "flashinfer")), as_plain),
     "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
     "lazy": Contender(Server(LAZY), as_chunks),
-    "lazy-triton": Contender(Server(LAZY, ("--lazy-link-backend", "triton")), as_chunks),
-    "materialize": Contender(Server(LAZY, ("--lazy-link", "materialize")), as_chunks),
+    "lazy-triton": Contender(Server(LAZY, ("--lazy-kernels", "triton")), as_chunks),
+    "copy": Contender(Server(LAZY, ("--lazy-default-link", "copy")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),
 }
 

@@ -6,11 +6,11 @@ chunks, each in an order of its own. Plain contenders get the same tokens as an 
 window begins when every request of the batch has its first token and ends when the first of them is done. Rows go to
 `--out` as JSON lines, after a line with the environment for each server. Flags after `--` go to every server.
 
-    python benchmark/serving/decode_speed.py --contenders lazy,stock --out decode.jsonl -- --attention-backend fa3
+    python -m benchmark.serving.decode_speed --contenders lazy,stock --out decode.jsonl -- --attention-backend fa3
 
 Without a GPU, to see that it works:
 
-    python benchmark/serving/decode_speed.py --model tiny --chunk-len 64 --question-len 8 --output-len 16 \
+    python -m benchmark.serving.decode_speed --model tiny --chunk-len 64 --question-len 8 --output-len 16 \
         --batches 1 8 --repetitions 2 --out decode.jsonl -- --max-total-tokens 20000
 """
 
@@ -26,15 +26,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import requests
-from arguments import add_server_arguments, positive, typed
-from client import Timeline, encode, new_session, stream
-from contenders import CONTENDERS, running, server_of
-from environment import describe_environment
-from models import model_flags, model_path
-from prompts import as_chunks, chunk, random_tokens, text
-from serving import Client, ServerError, device_flags, log_tail
+
+from benchmark.serving.arguments import add_server_arguments, positive, typed
+from benchmark.serving.client import Timeline, encode, new_session, stream
+from benchmark.serving.contenders import CONTENDERS, running, server_of
+from benchmark.serving.environment import describe_environment
+from benchmark.serving.models import model_flags, model_path
+from benchmark.serving.prompts import as_chunks, chunk, random_tokens, text
+from sglang_lazy.testing import Client, ServerError, device_flags, log_tail
 
 GROUP = 8
 WARM_UP_TOKENS = 4

@@ -24,10 +24,17 @@ def describe_environment(*, commit: str | None, seed: int, server_flags: list[st
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("sglang", "torch", "triton", "flashinfer-python")},
         "commit": commit or _git_commit(),
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         "server_flags": shlex.join(server_flags),
         "seed": seed,
     }
+
+
+def _command() -> str:
+    """The command line that repeats this run from the repository's root, without this machine's paths."""
+    module = sys.modules["__main__"].__spec__  # None for a program that was not started with `python -m`
+    program = ["python", "-m", module.name] if module else sys.argv[:1]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def version(distribution: str) -> str:

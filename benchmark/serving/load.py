@@ -5,10 +5,11 @@ import contextlib
 from collections.abc import Callable
 
 import numpy as np
-from client import Timeline, encode, new_session, stream
-from prompts import text
-from sglang_bench import get_request
-from workloads import Conversation
+
+from benchmark.serving.client import Timeline, encode, new_session, stream
+from benchmark.serving.prompts import text
+from benchmark.serving.sglang_bench import get_request
+from benchmark.serving.workloads import Conversation
 
 
 def send(

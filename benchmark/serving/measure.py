@@ -5,13 +5,13 @@ import gc
 import math
 from collections.abc import Iterator
 
-import examples_path  # noqa: F401 - puts examples on the path
 import requests
-from case import Run
-from contenders import CONTENDERS
-from load import send
-from metrics import ServerGauges, is_saturated, summarise
-from serving import Client
+
+from benchmark.serving.case import Run
+from benchmark.serving.contenders import CONTENDERS
+from benchmark.serving.load import send
+from benchmark.serving.metrics import ServerGauges, is_saturated, summarise
+from sglang_lazy.testing import Client
 
 WARM_UP_CONVERSATIONS = 2
 

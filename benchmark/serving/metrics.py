@@ -8,8 +8,9 @@ import statistics
 import types
 
 import requests
-from client import Timeline
-from sglang_bench import DatasetRow, RequestFuncOutput, calculate_metrics
+
+from benchmark.serving.client import Timeline
+from benchmark.serving.sglang_bench import DatasetRow, RequestFuncOutput, calculate_metrics
 
 LATENCIES = {"ttft_ms": "ttft_ms", "tpot_ms": "tpot_ms", "itl_ms": "itl_ms", "e2e_ms": "e2e_latency_ms"}
 """Our names and SGLang's."""

@@ -7,7 +7,7 @@ interval by Student's t, and the median of the differences, which a stall does n
 have another number of stages there, as long as they are of the same size. A stage is one of a case's `--rounds`, or one
 request of `latency`.
 
-    python benchmark/serving/paired.py results/chat --contenders lazy,stock
+    python -m benchmark.serving.paired results/chat --contenders lazy,stock
 """
 
 import argparse

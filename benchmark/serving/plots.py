@@ -1,6 +1,6 @@
 """Draws the figures of results folders, each with every contender, as PNG and SVG.
 
-    python benchmark/serving/plots.py results/core results/pools --out results/plots
+    python -m benchmark.serving.plots results/core results/pools --out results/plots
 
 A figure is drawn for each set of rows that differ in nothing but what is on its x axis, if that takes two values or
 more. Published numbers are read from published.json and drawn as lines of their own, marked as such.

@@ -2,7 +2,7 @@
 
 import random
 
-from models import ORDINARY_TOKENS
+from benchmark.serving.models import ORDINARY_TOKENS
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:

@@ -9,9 +9,7 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
-from prompts import chunk, random_tokens, text
-
+from benchmark.serving.prompts import chunk, random_tokens, text
 from sglang_lazy.verify.prompts import read_json_lines, retrieval_segments
 
 Encode = Callable[[str], list[int]]

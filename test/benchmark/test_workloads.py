@@ -7,8 +7,19 @@ import random
 import statistics
 
 import pytest
-from case import parse_case, read_plan
-from workloads import Agent, Chat, Latency, Retrieval, Synthetic, Trace, Traffic, draw_distinct, zipf_weights
+
+from benchmark.serving.case import parse_case, read_plan
+from benchmark.serving.workloads import (
+    Agent,
+    Chat,
+    Latency,
+    Retrieval,
+    Synthetic,
+    Trace,
+    Traffic,
+    draw_distinct,
+    zipf_weights,
+)
 
 
 def encode(words: str) -> list[int]:

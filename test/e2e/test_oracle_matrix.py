@@ -9,12 +9,13 @@ import os
 
 import pytest
 import torch
+
 from oracle.block_mask import Oracle, greedy
 from oracle.models import MODELS, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS
-from serving import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6

@@ -5,9 +5,10 @@ import random
 
 import aiohttp
 import pytest
+
 from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text, token_ids
-from serving import device_flags, running_server
+from sglang_lazy.testing import device_flags, running_server
 
 POOL = 600
 POOL_WITH_COPIES = 1100

@@ -1,13 +1,10 @@
-"""Makes the modules of benchmark/quality importable, and builds a tiny model."""
+"""A tiny model for tests that need one."""
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmark" / "quality"))
 # Servers inherit this: on a small machine, more threads than cores slow tiny models down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)

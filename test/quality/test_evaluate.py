@@ -6,18 +6,18 @@ import random
 import sys
 import types
 
-import conditions
-import evaluate
 import pytest
 import torch
-from asking import Answered, Prompts, as_user_message
-from conditions import CONDITIONS, shuffled
-from evaluate import summarise, table
-from oracle.segments import chunk, text, token_ids
-from questions import Question, generated
-from reference import Claim, Reference
 from transformers import AutoTokenizer
-from worlds import records
+
+from benchmark.quality import conditions, evaluate
+from benchmark.quality.asking import Answered, Prompts, as_user_message
+from benchmark.quality.conditions import CONDITIONS, shuffled
+from benchmark.quality.evaluate import summarise, table
+from benchmark.quality.questions import Question, generated
+from benchmark.quality.reference import Claim, Reference
+from benchmark.quality.worlds import records
+from oracle.segments import chunk, text, token_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNK_CONDITIONS = ("cold", "warm", "shuffled", "32 at a time")

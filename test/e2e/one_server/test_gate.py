@@ -9,9 +9,9 @@ import pytest
 import requests
 import sglang as sgl
 from http_prompts import GREEDY, LIBRARY, RIVER, SEGMENTS, call, chunk, generate, ids, random_prompt, text
-from oracle.tokenizer import VOCAB_SIZE
-from serving import Client
 
+from oracle.tokenizer import VOCAB_SIZE
+from sglang_lazy.testing import Client
 from sglang_lazy.verify import connect, verify
 
 
