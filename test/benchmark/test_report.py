@@ -4,7 +4,11 @@ import json
 import re
 
 import pytest
-from report import MARK, PAGES, chat, latency, load, number, references, rendered
+
+from benchmark.report.__main__ import MARK, PAGES, rendered
+from benchmark.report.cells import number
+from benchmark.report.host_time import references
+from benchmark.report.serving import chat, latency, load
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -27,12 +31,12 @@ def write(folder, rows, command="bench.py --together"):
 
 
 def cells(text):
-    return [line.strip("| ").split(" | ") for line in text.splitlines()[2:]]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.rglob("*.md")), ids=lambda page: str(page.relative_to(PAGES)))
 def test_tables_are_those_of_the_data(page):
-    """Nobody edited one by hand, or replaced the data without `python benchmark/serving/report.py`."""
+    """Nobody edited one by hand, or replaced the data without `python -m benchmark.report`."""
     assert rendered(page) == page.read_text(encoding="utf-8")
 
 
