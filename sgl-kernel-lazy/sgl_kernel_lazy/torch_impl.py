@@ -9,7 +9,9 @@ from sgl_kernel_lazy.validation import check_copy_inputs, check_extend_inputs, c
 MAX_SCORES = 1 << 24
 
 
-def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim, max_segments=0) -> str | None:
+def unsupported(
+    device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim, max_segments=0
+) -> str | None:
     """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
