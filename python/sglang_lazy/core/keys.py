@@ -46,7 +46,7 @@ def as_int32(input_ids: Sequence[int]) -> memoryview:
     if np.bitwise_or.reduce(wide) >> 31:
         bad = next(token for token in wide.tolist() if not 0 <= token < 1 << 31)
         raise ValueError(f"token id {bad} is outside the vocabulary")
-    return memoryview(wide.astype("<i4"))
+    return wide.astype("<i4").data
 
 
 def tokens_digest(input_ids: Sequence[int]) -> bytes:
