@@ -5,6 +5,7 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,12 +28,7 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def load_module(op: str, **macros):
+def load_module(op: str, **macros: str | int) -> Any:
     """The module of csrc/<op>.cu compiled for Hopper with these macros, each as LAZY_<NAME>."""
     from flashinfer.jit import env, gen_jit_spec
     from flashinfer.jit.core import sm90a_nvcc_flags
