@@ -50,7 +50,7 @@ class Shape:
     name: str
     family: str
     op: str
-    requests: list[list[tuple]]
+    requests: list
 
 
 @dataclasses.dataclass
@@ -150,7 +150,7 @@ def _ragged(rng: random.Random, tiny: bool) -> Iterator[Shape]:
         yield Shape(f"ragged {op}, batch {bs}", "ragged", op, requests)
 
 
-def _chunks(b: int, count: int, length: int) -> list[tuple]:
+def _chunks(b, count, length):
     return [("chunk", (b, i), length) for i in range(count)]
 
 

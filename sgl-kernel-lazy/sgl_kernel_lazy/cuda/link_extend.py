@@ -4,8 +4,7 @@ import functools
 
 import torch
 
-from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
-from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module, num_multiprocessors
 from sgl_kernel_lazy.validation import check_extend_inputs
 
 # Packed rows of a work item, and head_dim: entries of a tile. Heads of 256 have small items only.
@@ -72,7 +71,7 @@ def link_extend(
         return out
     block_m, num_splits, num_items = _plan(
         num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
-        num_sms(q.device),
+        num_multiprocessors(q.device),
     )  # fmt: skip
     partial_out = partial_lse = None
     if num_splits > 1:
