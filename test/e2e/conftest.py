@@ -10,6 +10,15 @@ import torch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items):
+    """Tests that share servers go to one worker: those of a file, or of a folder here."""
+    for item in items:
+        if item.path.is_relative_to(HERE) and not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).parts[0]))
+
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> Path:
