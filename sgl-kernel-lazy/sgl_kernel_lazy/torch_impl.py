@@ -3,13 +3,15 @@
 import torch
 
 from sgl_kernel_lazy.rope import rotate_queries
-from sgl_kernel_lazy.validation import check_copy_inputs, check_extend_inputs, check_link_inputs
+from sgl_kernel_lazy.validation import check_copy_inputs, check_extend_inputs, check_link_inputs, check_rows
 
 # Elements of the score matrix of one step: 64 MiB of float32, or 128 of float64.
 MAX_SCORES = 1 << 24
 
 
-def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
+def unsupported(
+    device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim, max_segments=0
+) -> str | None:
     """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
@@ -26,15 +28,23 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
-    """Prepare the workspace for a batch, once per step and before all layers; arguments as for `link_decode`."""
+    """Prepare the workspace for a batch, once per step and before all layers; arguments as for `link_decode`.
+
+    segment_ids: [bs, max_segments] int32, not read beyond num_segments. Segments of one id, at least 0, list the same
+        slots in the same order, so that their keys can be read once for all requests; -1: shared with nobody. A
+        segment that reaches the end of its row is not shared, whatever its id, so rows that pad a batch may have stale
+        tables.
+    Raises ValueError on a shape, dtype, device or stride mismatch.
+    """
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
 
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, segment_ids=None, workspace=None, out=None, lse=None,
 ):  # fmt: skip
     """out[b] = sum_j softmax_j(sm_scale < R(-p_j) q[b], k_j >) v_j over all entries j of request b's row.
 
@@ -52,13 +62,14 @@ def link_decode(
     sm_scale: what scores are multiplied by, positive.
     v_scale: what fp8 values were divided by when they were stored; it multiplies out. Keys that were divided by a scale
         ask for sm_scale times that scale.
+    segment_ids: as for `plan_decode`, where there is no workspace with a plan in it; None: nothing is shared.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
     Returns out. A request without entries gives a zero row and lse -inf.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale,
+        out, lse, sm_scale, v_scale, segment_ids=segment_ids,
     )  # fmt: skip
     if q.shape[0] != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")

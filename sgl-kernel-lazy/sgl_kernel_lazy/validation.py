@@ -31,9 +31,21 @@ def _matches(actual, shape):
     return True
 
 
+def check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, device):
+    """Check what describes the rows of a batch: the arguments of `plan_decode`, which the ops have too."""
+    check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
+    bs = num_segments.shape[0]
+    check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
+    check_tensor("kv_indices", kv_indices, (None,), INTEGERS, device)
+    check_tensor("segment_ends", segment_ends, (bs, None), (torch.int32,), device)
+    check_tensor("segment_offsets", segment_offsets, segment_ends.shape, (torch.int32,), device)
+    if segment_ids is not None:
+        check_tensor("segment_ids", segment_ids, segment_ends.shape, (torch.int32,), device)
+
+
 def check_link_inputs(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse,
-    sm_scale, v_scale=1.0, kv_dtypes=FP8,
+    sm_scale, v_scale=1.0, kv_dtypes=FP8, segment_ids=None,
 ):  # fmt: skip
     """Check the arguments of `link_decode`, which `link_extend` has too; see their docstrings.
 
@@ -52,12 +64,7 @@ def check_link_inputs(
         raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")
     if not 32 <= head_dim <= 256 or head_dim % 8:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 from 32 to 256, got {head_dim}")
-    check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
-    bs = num_segments.shape[0]
-    check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
-    check_tensor("kv_indices", kv_indices, (None,), INTEGERS, device)
-    check_tensor("segment_ends", segment_ends, (bs, None), (torch.int32,), device)
-    check_tensor("segment_offsets", segment_offsets, (bs, segment_ends.shape[1]), (torch.int32,), device)
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, device)
     check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), device)
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:

@@ -33,7 +33,7 @@ VARIANTS = {
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
     "stablelm": {"schedule_policy": "fcfs", "max_running_requests": 4},
     # The pool has room for a prompt and the chunks that are copied into it.
-    "glm4 copies": {"lazy_link": "materialize", "max_total_tokens": 3072},
+    "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
 }
 
 Waves = list[list[tuple[list[Segment], dict]]]  # batch by batch, the prompts and their outputs

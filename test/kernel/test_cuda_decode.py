@@ -79,6 +79,7 @@ def test_padding_rows_with_stale_segments(monkeypatch):
     exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
     for name in ("num_segments", "segment_ends", "segment_offsets"):
         batch.extend[name] = batch.extend[name][[0, 0, 2, 0]]
+    batch.segment_ids = batch.segment_ids[[0, 0, 2, 0]]
     # The padding's one entry is the last of a chunk that the others have.
     chunk_end = batch.extend["segment_ends"][0, 0] - 1
     first = batch.extend["kv_indptr"][[1, 3]].long()
@@ -103,6 +104,14 @@ def test_fp8_caches(heads, configuration, fp8):
         check("decode", module, batch, **quantised)
 
 
+def test_chunks_that_differ_in_their_holes(monkeypatch):
+    """As long, and with the same first and last slot: only the id tells one from the other."""
+    monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
+    shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=8, max_chunk_len=300)
+    kept = [(0, *range(10 + b % 4, 250 + b % 4), 299) for b in range(8)]
+    check("decode", module, random_batch(0, shape, [[("chunk", (2, kept[b])), ("new", 1)] for b in range(8)]))
+
+
 def test_same_result_every_time_without_sharing(monkeypatch):
     """Where things are placed is decided by atomics; what is added up, and in which order, is not."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1 << 30)
@@ -118,7 +127,7 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
     dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
     workspace = module.decode_workspace(64, 16, **dims, device=DEVICE).fill_(NAN)
     tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-    module.plan_decode(workspace, *(batch.decode[name] for name in tables), **dims)
+    module.plan_decode(workspace, *(batch.decode[name] for name in tables), batch.segment_ids, **dims)
     out = module.link_decode(**batch.decode, **batch.options, workspace=workspace)
     assert torch.equal(out, run("decode", module, batch)[0])
 
@@ -150,9 +159,10 @@ def test_graph_replay_follows_its_inputs():
     workspace = module.decode_workspace(6, static["segment_ends"].shape[1], **dims, device=DEVICE).fill_(NAN)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
     tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+    segment_ids = torch.full_like(static["segment_ends"], -1)
 
     def step():
-        module.plan_decode(workspace, *(static[name] for name in tables), **dims)
+        module.plan_decode(workspace, *(static[name] for name in tables), segment_ids, **dims)
         for _ in range(3):  # layers
             module.link_decode(**static, **options)
 
@@ -164,6 +174,7 @@ def test_graph_replay_follows_its_inputs():
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
+        segment_ids[:, : batch.segment_ids.shape[1]] = batch.segment_ids
         graph.replay()
         exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
         assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)

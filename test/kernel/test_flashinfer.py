@@ -21,7 +21,7 @@ HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS = [
     "ragged", "group of 7, interleaved", "many requests", "50 segments, spans between", "segments of one token",
     "same chunk twice", "plain requests", "plain beside linked", "empty rows", "offsets to the end",
-    "chunked prefill goes on", "cached text behind new text", "nothing cached is seen",
+    "chunked prefill goes on", "cached text behind new text", "chunks with holes", "nothing cached is seen",
 ]  # fmt: skip
 
 
@@ -108,7 +108,8 @@ def test_graph_replay_follows_the_plan():
     sizes = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
     workspace = stock.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
-    stock.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+    segment_ids = torch.full_like(static["segment_ends"], -1)
+    stock.plan_decode(workspace, **{name: static[name] for name in names}, segment_ids=segment_ids, **sizes)
     stock.link_decode(**static, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -117,7 +118,7 @@ def test_graph_replay_follows_the_plan():
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
-        stock.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+        stock.plan_decode(workspace, **{name: static[name] for name in names}, segment_ids=segment_ids, **sizes)
         graph.replay()
         exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
         assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)

@@ -47,6 +47,7 @@ MISTAKES = {
     "num_segments": lambda t: t.long(),
     "segment_ends": lambda t: t[0],
     "segment_offsets": lambda t: t.to("meta"),
+    "segment_ids": lambda t: t[:, 1:],
     "cos_sin_cache": lambda t: t.bfloat16(),
     "out": lambda t: t[:1],
     "lse": lambda t: t.half(),
@@ -65,12 +66,28 @@ def test_a_wrong_tensor_is_named(op, argument, name):
     inputs = dict(
         inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device)
     )
+    if op == "decode":
+        inputs["segment_ids"] = batch.segment_ids
     if argument not in inputs:
         pytest.skip(f"link_{op} takes no {argument}")
     options = dict(batch.options) | ({"max_extend_len": batch.max_extend_len} if op == "extend" else {})
     inputs[argument] = MISTAKES[argument](inputs[argument])
     with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
         getattr(get_implementation(name), f"link_{op}")(**inputs, **options)
+
+
+PLANNED = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets", "segment_ids")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("argument", PLANNED)
+def test_a_wrong_tensor_is_named_by_the_plan(argument, name):
+    batch = random_batch(0)
+    tables = batch.decode | dict(segment_ids=batch.segment_ids)
+    tables[argument] = MISTAKES[argument](tables[argument])
+    dims = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
+        get_implementation(name).plan_decode(None, *(tables[field] for field in PLANNED), **dims)
 
 
 @pytest.mark.parametrize("argument", ["q", "v_cache", "kv_indices", "segment_ends", "kv_positions"])

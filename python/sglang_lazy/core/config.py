@@ -9,24 +9,22 @@ from typing import Literal, get_args
 ENV_VAR = "SGLANG_LAZY"
 """Holds the configuration as JSON; its presence is what asks for the plugin."""
 
-LinkBackend = Literal["auto", "torch", "triton", "cuda"]
-LinkMethod = Literal["attention", "materialize"]
-RequestLink = Literal["block", "full"]
+Kernels = Literal["auto", "torch", "triton", "cuda"]
+RequestLink = Literal["block", "full", "copy"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyConfig:
     """What `--lazy-*` flags can set. Every field has a flag of the same name."""
 
-    link: LinkMethod = "attention"
-    link_backend: LinkBackend = "auto"
+    kernels: Kernels = "auto"
     max_chunks: int = 256
     fallback: bool = False
     default_link: RequestLink = "block"
     shadow_rate: float = 0.0
 
     def __post_init__(self):
-        for name, kind in (("link", LinkMethod), ("link_backend", LinkBackend), ("default_link", RequestLink)):
+        for name, kind in (("kernels", Kernels), ("default_link", RequestLink)):
             if getattr(self, name) not in get_args(kind):
                 raise ValueError(f"{name} must be one of {get_args(kind)}, got {getattr(self, name)!r}")
         if self.max_chunks < 1:
@@ -50,20 +48,18 @@ class LazyConfig:
         return cls(**json.loads(value)) if value else None
 
 
+def current_config() -> LazyConfig:
+    """The published configuration, or the defaults where the plugin was not asked for."""
+    return LazyConfig.from_env() or LazyConfig()
+
+
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add our flags, with help texts, to `parser`."""
     group = parser.add_argument_group("sglang-lazy", "chunk reuse at any position")
     group.add_argument(
-        "--lazy-link",
-        choices=get_args(LinkMethod),
-        default=LazyConfig.link,
-        help="How a prompt uses cached chunks. 'attention': in place, with their positions applied inside attention. "
-        "'materialize': each request gets a copy turned to its positions, as Block-Attention does; for comparison.",
-    )
-    group.add_argument(
-        "--lazy-link-backend",
-        choices=get_args(LinkBackend),
-        default=LazyConfig.link_backend,
+        "--lazy-kernels",
+        choices=get_args(Kernels),
+        default=LazyConfig.kernels,
         help="Implementation of attention over cached chunks. 'auto': cuda on Hopper (compiled at the first start), "
         "triton on other GPUs, torch elsewhere.",
     )

@@ -1,9 +1,7 @@
 """Prompts as segments: what users write, and the layout that travels with a request."""
 
 import dataclasses
-import hashlib
 import json
-import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -102,42 +100,41 @@ def check_link(link: Any) -> RequestLink:
     return link
 
 
-def chunk_id(input_ids: Sequence[int]) -> str:
-    """A chunk's name in results: the first 16 hex digits of the SHA-256 of its token ids as little-endian int64."""
-    return hashlib.sha256(struct.pack(f"<{len(input_ids)}q", *input_ids)).hexdigest()[:16]
+LAYOUT_VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """Where the chunks of a prompt lie that are to be reused.
+    """Where the chunks of a prompt lie, and how they are used.
 
-    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty. None at all:
-        the prompt came with chunks and with `link: full`, which makes it an ordinary one.
-    salt: private namespace of this request's chunks, or None for the shared one.
+    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty.
+    cache_salt: private namespace of this request's KV, or None for the shared one.
+    link: the name of the policy.
     """
 
     chunks: tuple[tuple[int, int], ...]
-    salt: str | None = None
-
-    @property
-    def link(self) -> RequestLink:
-        """How the prompt is answered."""
-        return "block" if self.chunks else "full"
+    cache_salt: str | None = None
+    link: str = "block"
 
     def pack(self) -> str:
         """A string that survives every transport between SGLang's processes."""
-        return json.dumps({"chunks": self.chunks, "salt": self.salt}, separators=(",", ":"))
+        fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":
         """The layout in `packed`. Raises ValueError if it does not fit a prompt of `prompt_len` tokens."""
         try:
             fields = json.loads(packed)
-            layout = cls(tuple((int(start), int(end)) for start, end in fields["chunks"]), fields["salt"])
-        except (TypeError, KeyError, ValueError) as error:
+            version = fields["v"]
+            if version != LAYOUT_VERSION:
+                raise ValueError(f"prompt layout of version {version!r}, this server reads version {LAYOUT_VERSION}")
+            chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
+            layout = cls(chunks, fields["cache_salt"], fields["link"])
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
-        if layout.salt is not None and not isinstance(layout.salt, str):
-            raise ValueError(f"salt must be a string or null, got {type(layout.salt).__name__}")
+        if layout.cache_salt is not None and not isinstance(layout.cache_salt, str):
+            raise ValueError(f"cache_salt must be a string or null, got {type(layout.cache_salt).__name__}")
         position = 0
         for start, end in layout.chunks:
             if not position <= start < end <= prompt_len:

@@ -74,7 +74,7 @@ def to_generate_args(
 def _prompt(tokenizer_manager: Any, values: Any, salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     salt, link = check_salt(salt), choose_link(link)
     segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
-    if link == "block":
+    if link != "full":
         check_num_chunks(sum(segment.is_chunk for segment in segments), _config().max_chunks)
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
@@ -155,8 +155,8 @@ def prepare_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> N
         raise ValueError("a prompt layout must come with the input_ids that it describes")
     layout = PromptLayout.unpack(packed, len(input_ids))
     if layout.link == "full":
-        if layout.salt is not None:
-            obj.extra_key = json.dumps([obj.extra_key, layout.salt])
+        if layout.cache_salt is not None:
+            obj.extra_key = json.dumps([obj.extra_key, layout.cache_salt])
         return
     check_num_chunks(len(layout.chunks), _config().max_chunks)
     for field, what in _REFUSED.items():

@@ -7,7 +7,8 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
 
-from sglang_lazy.core.segments import PromptLayout, chunk_id
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.serving.requests import layout_of
 from sglang_lazy.serving.shadow import shadowed
 
@@ -36,7 +37,12 @@ class CachedTokens(int):
 def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[dict[str, Any]]:
     """One entry for each chunk of a prompt: id, tokens, offset, and whether bit i of `hits` marks chunk i."""
     return [
-        {"id": chunk_id(input_ids[start:end]), "tokens": end - start, "offset": start, "hit": bool(hits >> index & 1)}
+        {
+            "id": chunk_id(tokens_digest(input_ids[start:end])),
+            "tokens": end - start,
+            "offset": start,
+            "hit": bool(hits >> index & 1),
+        }
         for index, (start, end) in enumerate(layout.chunks)
     ]
 

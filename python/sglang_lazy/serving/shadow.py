@@ -62,7 +62,7 @@ class Shadow:
                 self.counters["dropped"].inc()
             else:
                 self._cancelled = False
-                self._task = asyncio.create_task(self._compare(obj, layout.salt, list(answer)))
+                self._task = asyncio.create_task(self._compare(obj, layout.cache_salt, list(answer)))
 
     def interrupt(self) -> None:
         """Abort the shadow's request, if there is one; it will be made again."""
@@ -110,7 +110,7 @@ class Shadow:
             request = GenerateReqInput(
                 rid=self._rid,
                 input_ids=list(obj.input_ids),
-                sampling_params=with_layout(obj.sampling_params, PromptLayout((), salt), self.manager),
+                sampling_params=with_layout(obj.sampling_params, PromptLayout((), salt, "full"), self.manager),
                 extra_key=obj.extra_key,
                 custom_logit_processor=obj.custom_logit_processor,
                 require_reasoning=obj.require_reasoning,

@@ -23,7 +23,7 @@ class TokenizedPrompt(NamedTuple):
         """What travels with the request; None for a prompt without chunks."""
         if not self.chunks:
             return None
-        return PromptLayout(self.chunks if link == "block" else (), salt)
+        return PromptLayout(self.chunks, salt, link)
 
 
 def concatenate(

@@ -35,7 +35,7 @@ class Link:
     def plan(self) -> None:
         """What happens once per batch, before the layers."""
         if self.problem.shape.op == "decode":
-            self.ops.plan_decode(self.options["workspace"], **self.problem.segments, **self.sizes)
+            self.ops.plan_decode(self.options["workspace"], **self.problem.rows, **self.sizes)
         elif self.name in PLANNED_EXTEND:
             self.options["plan"] = self.ops.plan_extend(
                 self.problem.q, self.problem.caches[0][0], **self.problem.tables

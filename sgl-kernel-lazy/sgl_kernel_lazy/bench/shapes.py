@@ -59,6 +59,7 @@ class Problem:
     shape: Shape
     dims: Dims
     tables: dict
+    segment_ids: torch.Tensor
     q: torch.Tensor
     caches: list
     tokens: int
@@ -74,9 +75,10 @@ class Problem:
         return len(self.shape.requests)
 
     @property
-    def segments(self) -> dict:
+    def rows(self) -> dict:
+        """What `plan_decode` takes."""
         names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-        return {name: self.tables[name] for name in names}
+        return {name: self.tables[name] for name in names} | dict(segment_ids=self.segment_ids)
 
     def quantised(self, kv_dtype: torch.dtype) -> "Problem":
         """The same with keys and values rounded to kv_dtype."""
@@ -154,10 +156,10 @@ def _chunks(b, count, length):
 def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
     """The tensors of a shape, with as many caches as it takes to read cold_bytes before one is read again."""
     gen = torch.Generator().manual_seed(seed)
-    chunk_slots, num_slots, longest = {}, 0, 0
+    chunk_slots, chunk_ids, num_slots, longest = {}, {}, 0, 0
     slots, positions, new_positions, tables, kv_lens, qo_lens = [], [], [], [], [], []
     for request in shape.requests:
-        at, ends, offsets, rows = 0, [], [], dict(chunk=[], text=[], new=[])
+        at, ends, offsets, ids, rows = 0, [], [], [], dict(chunk=[], text=[], new=[])
         for kind, *which, n in request:
             if kind != "chunk" or which[0] not in chunk_slots:
                 fresh = torch.arange(num_slots, num_slots + n)
@@ -166,6 +168,7 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
                 fresh = chunk_slots.setdefault(which[0], fresh)
                 ends.append((ends or [0])[-1] + n)
                 offsets.append(at)
+                ids.append(chunk_ids.setdefault(which[0], len(chunk_ids)))
             rows[kind].append((fresh, torch.arange(at, at + n)))
             at += n
         longest = max(longest, at)
@@ -175,15 +178,15 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
         new_positions += [p for _, p in rows["new"]]
         kv_lens.append(sum(len(s) for s, _ in parts))
         qo_lens.append(sum(len(p) for _, p in rows["new"]))
-        tables.append((ends, offsets))
-    width = max(1, *(len(ends) for ends, _ in tables))
-    pad = [row + [0] * (width - len(row)) for pair in tables for row in pair]
+        tables.append((ends, offsets, ids))
+    width = max(1, *(len(ends) for ends, *_ in tables))
+    pad = [row + [0] * (width - len(row)) for lists in tables for row in lists]
     host = dict(
         kv_indptr=torch.tensor([0, *kv_lens]).cumsum(0),
         kv_indices=torch.randperm(num_slots, generator=gen)[torch.cat(slots)],
-        num_segments=torch.tensor([len(ends) for ends, _ in tables]),
-        segment_ends=torch.tensor(pad[0::2]),
-        segment_offsets=torch.tensor(pad[1::2]),
+        num_segments=torch.tensor([len(ends) for ends, *_ in tables]),
+        segment_ends=torch.tensor(pad[0::3]),
+        segment_offsets=torch.tensor(pad[1::3]),
     )
     if shape.op == "extend":
         host["qo_indptr"] = torch.tensor([0, *qo_lens]).cumsum(0)
@@ -199,6 +202,7 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
     return Problem(
         shape, dims,
         {name: tensor.to(torch.int32).to(dims.device) for name, tensor in host.items()},
+        torch.tensor(pad[2::3], dtype=torch.int32, device=dims.device),
         randn(sum(qo_lens) if shape.op == "extend" else len(kv_lens), dims.num_qo_heads),
         [(randn(num_slots, dims.num_kv_heads), randn(num_slots, dims.num_kv_heads)) for _ in range(sets)],
         num_slots,

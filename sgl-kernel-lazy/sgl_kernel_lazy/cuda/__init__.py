@@ -10,7 +10,9 @@ from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 __all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
 
 
-def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
+def unsupported(
+    device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim, max_segments=0
+) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if reason := missing(device):
         return reason

@@ -3,7 +3,7 @@
 import torch
 
 from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module, num_multiprocessors
-from sgl_kernel_lazy.validation import check_link_inputs
+from sgl_kernel_lazy.validation import check_link_inputs, check_rows
 
 # A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
@@ -41,23 +41,23 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
     """Write the schedule of a batch into the workspace, on the device: one launch per step, before all layers.
 
-    Arguments as for `link_decode`. Segments of one length that end in the same slot are taken for the same cached
-    chunk, so each must hold a chunk from its first token on.
+    Same contract as `sgl_kernel_lazy.torch_impl.plan_decode`.
     """
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, workspace.device)
     load_module("decode_plan").plan_decode(
-        workspace, kv_indptr, kv_indices.to(torch.int32), num_segments, segment_ends, segment_offsets,
+        workspace, kv_indptr, num_segments, segment_ends, segment_offsets, segment_ids,
         num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(workspace.device), MIN_SAVED_TOKENS, SPAN,
     )  # fmt: skip
 
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, segment_ids=None, workspace=None, out=None, lse=None,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
@@ -70,7 +70,7 @@ def link_decode(
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale,
+        out, lse, sm_scale, v_scale, segment_ids=segment_ids,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:
@@ -93,8 +93,9 @@ def link_decode(
     kv_indices = kv_indices.to(torch.int32)
     if workspace is None:
         workspace = decode_workspace(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
+        segment_ids = torch.full_like(segment_ends, -1) if segment_ids is None else segment_ids
         plan_decode(
-            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
     module = load_module(

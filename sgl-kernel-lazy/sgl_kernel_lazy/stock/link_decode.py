@@ -8,7 +8,7 @@ import triton.language as tl
 
 from sgl_kernel_lazy.stock.common import Kernel, check_supported, merge, rotate
 from sgl_kernel_lazy.triton.common import jit, num_multiprocessors
-from sgl_kernel_lazy.validation import check_link_inputs
+from sgl_kernel_lazy.validation import check_link_inputs, check_rows
 
 # Pieces of a short batch per multiprocessor and kv head, and the fewest tokens that a piece is worth.
 FILL, MIN_PIECE = 2, 128
@@ -106,10 +106,11 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
     """List a batch's entries in the workspace, on the device: one launch per step, before all layers."""
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
     bs, width = segment_ends.shape
     entries = workspace.entries(bs, width)
     _entries_kernel[(1,)](
@@ -123,7 +124,7 @@ def plan_decode(
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, segment_ids=None, workspace=None, out=None, lse=None,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, caches in fp16 or bf16, head_dim 64, 128 or 256.
 
@@ -132,7 +133,7 @@ def link_decode(
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, kv_dtypes=(),
+        out, lse, sm_scale, v_scale, kv_dtypes=(), segment_ids=segment_ids,
     )  # fmt: skip
     check_supported(q)
     bs, num_qo_heads, head_dim = q.shape
@@ -146,7 +147,7 @@ def link_decode(
         workspace = Workspace(num_kv_heads, q.device)
     if workspace.planned is None:
         plan_decode(
-            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
     entries = workspace.planned

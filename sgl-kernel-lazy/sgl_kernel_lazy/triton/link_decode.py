@@ -18,7 +18,7 @@ from sgl_kernel_lazy.triton.common import (
     rotate_back,
     table_block,
 )
-from sgl_kernel_lazy.validation import check_link_inputs, check_tensor
+from sgl_kernel_lazy.validation import check_link_inputs, check_rows, check_tensor
 
 # Bytes of a tile of keys, warps, stages, and how many such programs run on a multiprocessor at a time: that many are
 # launched, with equal spans, so that all begin and end together. Keys are found through kv_indices, and a load behind a
@@ -143,15 +143,16 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
     *, num_qo_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
-    """Nothing: every program finds its span by itself."""
+    """Check the arguments, and nothing else: every program finds its span by itself."""
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
 
 
 def link_decode(
     q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
+    *, is_neox, sm_scale, v_scale=1.0, segment_ids=None, workspace=None, out=None, lse=None,
 ):  # fmt: skip
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, fp8 caches with fp16 and bf16 queries.
 
@@ -160,7 +161,7 @@ def link_decode(
     """
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, kv_dtypes(q.dtype),
+        out, lse, sm_scale, v_scale, kv_dtypes(q.dtype), segment_ids,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     if bs != num_segments.shape[0]:
