@@ -1,8 +1,8 @@
-"""How right a model's answers are when they are served: full attention, and chunks in every state of the cache.
+"""Accuracy of a served model: full attention, and chunks in every state of the cache.
 
-Every condition asks a real server the same questions over HTTP, greedily. Answers are scored (exact match, F1 or
-ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the same
-mask. The generated test set or files of questions, with any model:
+Under every condition a real server answers the same questions over HTTP, greedily. Answers are scored (exact match, F1
+or ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the
+same mask. The generated test set or files of questions, with any model:
 
     python -m benchmark.quality.evaluate --model tiny-rag --count 1000 --out results/tiny-rag
     python -m benchmark.quality.evaluate --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
@@ -37,7 +37,7 @@ COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
 
 def numerics(server_flags: list[str]) -> dict:
-    """The options of a `Reference` that computes as servers with these flags do on this machine.
+    """The options of a `Reference` with the numerics of servers with these flags on this machine.
 
     Exits with a message if it cannot.
     """
@@ -55,9 +55,9 @@ def numerics(server_flags: list[str]) -> dict:
 
 
 def compare(served: list[Served], reference: Reference) -> list[dict]:
-    """For each answer the columns that say whether it is the reference's, and where it is not, what that one says."""
+    """For each answer, whether it is the reference's and, where it is not, the reference's own."""
     keys = [(tuple(one.segments), tuple(one.answered.output_ids), one.question.max_new_tokens) for one in served]
-    # The same answer to the same prompt is the rule among conditions: it is judged once.
+    # Most conditions give the same answer to the same prompt: judge it once.
     claims = [Claim(list(segments), list(output_ids), limit) for segments, output_ids, limit in dict.fromkeys(keys)]
     columns = []
     verdicts = tqdm(reference.judge(claims), total=len(claims), desc="reference", leave=False, disable=None)
@@ -70,7 +70,7 @@ def compare(served: list[Served], reference: Reference) -> list[dict]:
 
 
 def answer_line(one: Served, tokenizer) -> dict:
-    """What is kept of one answer. It ends with its first line: models that were not trained to stop go on."""
+    """The record of one answer. Only its first line counts: models that were not trained to stop go on."""
     question, output_ids = one.question, one.answered.output_ids
     answer = tokenizer.decode(output_ids, skip_special_tokens=True).strip().split("\n")[0]
     return {
@@ -154,7 +154,7 @@ def ask_servers(
 
 
 def within_context(questions: list[Question], prompts: Prompts, context: int) -> list[Question]:
-    """Those that fit into `context` tokens; says of each group how many are left out because they do not."""
+    """Those that fit into `context` tokens; prints how many of each group do not."""
     fitting, left_out = [], collections.Counter()
     for question in questions:
         if len(token_ids(prompts.make(question))) + question.max_new_tokens <= context:
@@ -191,10 +191,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
     args = parse_args()
     if not args.no_reference:
-        reference_options = numerics(args.server_flags)  # an unknown type is an error before anything is asked
+        reference_options = numerics(args.server_flags)  # an unknown type fails before anything is sent
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         if args.questions:
@@ -216,7 +216,7 @@ def main() -> None:
     except (ServerError, requests.RequestException) as error:
         sys.exit(f"failed: {error}")
     lines = [answer_line(one, tokenizer) for one in served]
-    write_answers(lines, args.out)  # what was served is not lost if the comparison is interrupted
+    write_answers(lines, args.out)  # kept if the comparison is interrupted
     if not args.no_reference:
         reference = Reference(args.model, **reference_options)
         lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]

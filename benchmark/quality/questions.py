@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A dataset of LongBench: how it is scored, its limit of new tokens, and whether its context has passages."""
+    """A dataset of LongBench: its score, its limit of new tokens, and whether its context has passages."""
 
     score: Score
     max_new_tokens: int
@@ -125,7 +125,7 @@ def split_passages(context: str) -> list[str]:
 
 
 def split_words(context: str, count: int) -> list[str]:
-    """Pieces of `count` words, white space and all; the last one ends like a passage."""
+    """Pieces of `count` words, white space included; the last one ends like a passage."""
     words = re.findall(r"\s*\S+", context)
     pieces = ["".join(words[start : start + count]) for start in range(0, len(words), count)]
     return [*pieces[:-1], pieces[-1] + "\n\n"]

@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
     "{% endfor %}"
 )
-"""The model knows one form of prompt, so messages follow one another as they are: a user's message is that prompt."""
+"""The model knows one form of prompt, so messages are concatenated unchanged: a user's message is that prompt."""
 
 
 def train_tokenizer() -> Tokenizer:
@@ -59,7 +59,7 @@ def _corpus() -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write the files from which `AutoTokenizer.from_pretrained(directory)` makes it."""
+    """Write the files that `AutoTokenizer.from_pretrained(directory)` loads."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

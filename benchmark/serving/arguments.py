@@ -1,4 +1,4 @@
-"""Command-line arguments that the benchmarks of servers have in common."""
+"""Command-line arguments common to the benchmarks of servers."""
 
 import argparse
 
@@ -7,7 +7,7 @@ from benchmark.serving.models import SHAPES, TINY, model_name
 
 
 def typed(parse):
-    """`parse` for argparse, so that the message of its ValueError is what the user reads."""
+    """`parse` for argparse, which shows the user the message of its ValueError."""
 
     def convert(value: str):
         try:

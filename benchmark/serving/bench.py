@@ -2,7 +2,7 @@
 
 A case is a workload with its flags and the rates at which its conversations arrive; each rate starts from an empty
 cache. One start of a server serves all cases. Cases come from `--case`, which can be repeated, and from the lines of
-`--plan`. With `--together` all servers are up at once and take turns, so that only one is asked at a time. Flags after
+`--plan`. With `--together` all servers are up at once and take turns, so only one is under load at a time. Flags after
 `--` go to every server.
 
     python -m benchmark.serving.bench --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
@@ -122,9 +122,9 @@ class Results:
 
 
 class Runner:
-    """A server of the comparison, and what is noted about it. If it fails it is stopped, and the others go on.
+    """A server of the comparison, and the facts recorded about it. If it fails it is stopped, and the others go on.
 
-    measure: measures a contender's run at a URL, stage by stage; gives the rows that each stage completes.
+    measure: measures a contender's run at a URL, stage by stage; yields the rows that each stage completes.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Runner:
         results.servers.append(self.facts)
         self.stack = contextlib.ExitStack()
         self.url: str | None = None
-        self.lost: set[tuple[str, Case]] = set()  # at a rate that was more than the contender could follow
+        self.lost: set[tuple[str, Case]] = set()  # fell behind at an earlier rate
 
     def start(self, timeout: float) -> None:
         start = time.monotonic()
@@ -151,7 +151,7 @@ class Runner:
             self.facts["start_up_s"] = round(time.monotonic() - start, 1)
 
     def ask(self, run: Run) -> Iterator[None]:
-        """Measure this server's contenders, pausing after each stage, but for those that have lost the case."""
+        """Measure this server's contenders, except those that fell behind; yields after each stage."""
         for name in self.names:
             if self.url is None or (name, run.case) in self.lost or name not in (run.case.contenders or [name]):
                 continue
@@ -165,7 +165,7 @@ class Runner:
         self.names.reverse()
 
     def finish(self) -> None:
-        """To be called when everything has been asked."""
+        """Call this after the last run."""
         if self.url is not None:
             self.facts["failure"] = None
 
@@ -180,10 +180,10 @@ class Runner:
 
 
 def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = False) -> None:
-    """Start all servers at once, and measure each run with all of them, a stage at a time.
+    """Start all servers at once and measure each run with all of them, one stage at a time.
 
-    They take turns, from the first to the last and back, so that none comes after the same one each time.
-    pin: whether processes are kept on cores of their own once the servers are up. Exits where there are too few.
+    They take turns from the first to the last and back, so that none always follows the same other.
+    pin: keep processes on cores of their own once the servers are up. Exits if there are too few cores.
     """
     with contextlib.ExitStack() as stack:
         for runner in runners:
@@ -205,9 +205,9 @@ def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = 
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers on the way out
     args = parse_args()
-    # Imports SGLang, which takes seconds: not before the arguments are known to be good.
+    # Imports SGLang, which takes seconds: only once the arguments are valid.
     from benchmark.serving.measure import measure
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""What a reader needs to judge or repeat a measurement: machine, versions, commit, command, seed."""
+"""What it takes to judge or repeat a measurement: machine, versions, commit, command, seed."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ import torch
 
 
 def describe_environment(*, commit: str | None, seed: int, server_flags: list[str]) -> dict:
-    """commit: where given, the one to record; a machine that measures may have a copy of the tree without git."""
+    """commit: recorded instead of git's, for a machine whose copy of the tree has no git."""
     gpu = torch.cuda.is_available()
     power = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
     return {

@@ -83,7 +83,7 @@ def model_name(name: str) -> str:
 
 
 def model_path(model: str, scratch: Path) -> str:
-    """Where SGLang finds `model`: a name of SHAPES (built in `scratch`), "tiny", or what stands for itself."""
+    """Where SGLang finds `model`: a name of SHAPES (built in `scratch`), "tiny", or a path or hub name as it is."""
     if model == TINY:
         return str(tiny_model(all_texts(load_sample())))
     return str(build_model(scratch, SHAPES[model])) if model in SHAPES else model
@@ -95,7 +95,7 @@ def model_flags(model: str, path: str) -> list[str]:
 
 
 def kv_bytes_per_token(path: str) -> int:
-    """Bytes of keys and values that a server here keeps of a token, for the model at `path`."""
+    """Bytes of KV per token that a server on this machine keeps, for the model at `path`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)

@@ -10,8 +10,8 @@ from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.tracer import extract_prefix_by_tracing
 
 import sglang_lazy
-from sglang_lazy.lang.language import MarkedText, send
 from sglang_lazy.lang import language
+from sglang_lazy.lang.language import MarkedText, send
 
 
 class Recorder(BaseBackend):

@@ -28,7 +28,7 @@ class SegmentTable:
         and runs it in one call, without fields that a plugin could fill.
     """
 
-    def __init__(self, num_rows: int, max_segments: int, device: str | torch.device, model: ServedModel | None = None):
+    def __init__(self, num_rows: int, max_segments: int, device: str | torch.device, model: ServedModel):
         # One record for each row, so that a batch is written in one copy.
         self._records = torch.zeros(num_rows, 1 + 3 * max_segments, dtype=torch.int32, device=device)
         self.num_segments = self._records[:, 0]

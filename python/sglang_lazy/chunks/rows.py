@@ -11,7 +11,7 @@ from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.prompt import TextSpan
 from sglang_lazy.core.rows import FillRow, Row
-from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, fill_of, linked
+from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
 
 
 class RowCache:
@@ -94,7 +94,7 @@ class RowCache:
 
         published: by key, where the chunks that the same batch computes end.
         """
-        state, row = linked(req), req.last_node
+        state, row = as_linked(req), req.last_node
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
             assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"
@@ -110,7 +110,7 @@ class RowCache:
         Where the tree got the same text from another request in the meantime, ours is freed and the row is rewritten
         with the tree's slots. Afterwards all of those `row_len` slots belong to the tree.
         """
-        row: Row = linked(req).row
+        row = as_linked(req).row
         nodes: RowNodes = req.last_node
         text_start = row.prompt.num_chunk_tokens
         text_slots = self.pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
@@ -161,7 +161,7 @@ class RowCache:
         req.full_untruncated_fill_ids = state.row.permuted(req.origin_input_ids)
         return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([]), nodes)
 
-    def publish_fill(self, req: Any, slots: torch.Tensor) -> dict[ChunkKey, Node]:
+    def publish_fill(self, req: Any, state: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
         """Give the chunks that a fill is about to complete to the tree, and lock them there until it ends.
 
         slots: int64, where its batch writes the tokens behind the fill's cached prefix.
@@ -170,7 +170,6 @@ class RowCache:
         Where the tree has other slots already, of a chunk that begins alike, those in `duplicates` are still the fill's
         own: its batch writes to them.
         """
-        state: Fill = fill_of(req)
         slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
         published, duplicates = {}, [self._placeholders[:0]]
         for i, chunk in enumerate(state.chunks):

@@ -48,6 +48,11 @@ class LazyConfig:
         return cls(**json.loads(value)) if value else None
 
 
+def current_config() -> LazyConfig:
+    """The published configuration, or the defaults where the plugin was not asked for."""
+    return LazyConfig.from_env() or LazyConfig()
+
+
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
     """Add our flags, with help texts, to `parser`."""
     group = parser.add_argument_group("sglang-lazy", "chunk reuse at any position")

@@ -40,13 +40,13 @@ class ChunkKey(NamedTuple):
         return chunk_id(self.tokens)
 
 
-def as_int32(input_ids: Sequence[int]) -> np.ndarray:
-    """Token ids as int32. Raises ValueError for one that is negative or at least 2**31."""
+def as_int32(input_ids: Sequence[int]) -> memoryview:
+    """Token ids as little-endian int32, to be hashed. Raises ValueError for one that is negative or at least 2**31."""
     wide = np.frombuffer(input_ids if isinstance(input_ids, array) else array("q", input_ids), dtype=np.int64)
     if np.bitwise_or.reduce(wide) >> 31:
         bad = next(token for token in wide.tolist() if not 0 <= token < 1 << 31)
         raise ValueError(f"token id {bad} is outside the vocabulary")
-    return wide.astype("<i4")
+    return wide.astype("<i4").data
 
 
 def tokens_digest(input_ids: Sequence[int]) -> bytes:

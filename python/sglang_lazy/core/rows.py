@@ -18,7 +18,7 @@ from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same positions in as few ranges as there can be, none of them empty."""
-    joined = []
+    joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], end)

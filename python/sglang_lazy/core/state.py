@@ -52,7 +52,7 @@ class LinkedRequest:
 
     found: per slice, the tree node at which it was resident on arrival, or None. Not locked, so it may be evicted.
     chunks: where its chunks are, locked while it waits; None while it holds nothing.
-    row: the row's order, once the request has been matched for a batch.
+    row: the row's order; set when the request is matched for a batch.
     own: what its policy keeps while the request has a row.
     reused: per slice, whether it was resident on arrival and has not been computed for this request since.
     """
@@ -61,7 +61,7 @@ class LinkedRequest:
     policy: Policy
     found: list[Any]
     chunks: ChunkNodes | None = None
-    row: Row | None = None
+    row: Row = dataclasses.field(init=False)
     own: Any = None
     reused: list[bool] = dataclasses.field(init=False)
 
@@ -107,20 +107,27 @@ class Fill:
 
     owner: the request for which it was made.
     parents: the requests that wait for it.
-    row: the row's order, once it has been matched for a batch.
+    row: the row's order; set when it is matched for a batch.
     duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
     """
 
     chunks: Sequence[ChunkSlice]
     owner: Any
     parents: list[Any] = dataclasses.field(default_factory=list)
-    row: FillRow | None = None
+    row: FillRow = dataclasses.field(init=False)
     duplicates: torch.Tensor | None = None
 
 
 def lazy_state(req: Any) -> LinkedRequest | Fill | None:
     """What `req` carries."""
     return getattr(req, "lazy", None)
+
+
+def as_linked(req: Any) -> LinkedRequest:
+    """The state of a request that is known to be linked."""
+    state = lazy_state(req)
+    assert isinstance(state, LinkedRequest)
+    return state
 
 
 def linked(req: Any) -> LinkedRequest | None:

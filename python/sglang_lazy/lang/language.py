@@ -120,15 +120,9 @@ def make_link(how: Any) -> SglExpr:
 
 def connect() -> None:
     """Let `RuntimeEndpoint` send chunks. Done when a program makes its first one: making one is asking for it."""
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang_lazy.port.client import hook_http_request
 
-    from sglang_lazy.port.plugin import CLIENT_HOOKS
-
-    if all(hook.target in HookRegistry._patched for hook in CLIENT_HOOKS):
-        return
-    for hook in CLIENT_HOOKS:
-        HookRegistry.register(hook.target, send, HookType[hook.kind])
-    HookRegistry.apply_hooks()
+    hook_http_request(send)
 
 
 def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:

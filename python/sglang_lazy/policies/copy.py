@@ -14,7 +14,7 @@ import torch
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import LayerRope, ServedModel
 from sglang_lazy.core.prompt import LinkedPrompt
-from sglang_lazy.core.state import ChunkNodes, linked
+from sglang_lazy.core.state import ChunkNodes, as_linked
 from sglang_lazy.policies.block import Block
 
 
@@ -50,7 +50,7 @@ class Copy(Block):
 
         Raises RuntimeError where memory does not suffice, as SGLang does for a batch; admission has reserved it.
         """
-        state = linked(req)
+        state = as_linked(req)
         if state.own is None:
             source = rows.read(req, 0, state.prompt.num_chunk_tokens)
             slots = rows.allocate(len(source))
@@ -58,11 +58,11 @@ class Copy(Block):
             state.own = ChunkCopy(source, slots)
 
     def before_forward(self, reqs: Sequence[Any], model: ServedModel, rows: Any) -> None:
-        new = [req for req in reqs if not linked(req).own.written]
+        new = [req for req in reqs if not as_linked(req).own.written]
         if not new:
             return
-        copies = [linked(req).own for req in new]
-        slices = [chunk for req in new for chunk in linked(req).prompt.chunks]
+        copies = [as_linked(req).own for req in new]
+        slices = [chunk for req in new for chunk in as_linked(req).prompt.chunks]
         model.part(ChunkCopier).copy(
             torch.cat([copy.source for copy in copies]),
             torch.cat([copy.slots for copy in copies]),
@@ -75,7 +75,7 @@ class Copy(Block):
             req.last_node.chunks = ChunkNodes([], num_locks=1)
 
     def end(self, req: Any, rows: Any) -> None:
-        state = linked(req)
+        state = as_linked(req)
         if state.own is not None:
             rows.free(state.own.slots)
             state.own = None

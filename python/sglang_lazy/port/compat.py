@@ -4,6 +4,8 @@ Rotating the query by an offset is right only where a score depends on positions
 every token's KV is kept in one pool, one slot a token, and where a row of `req_to_token` may be any list of slots.
 """
 
+from typing import Any
+
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
@@ -86,7 +88,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
     return [reason for reason, applies in wanted.items() if applies]
 
 
-def unfit_model(runner) -> list[str]:
+def unfit_model(runner: Any) -> list[str]:
     """Reasons in the model that a `ModelRunner` has loaded, and in how it runs it."""
     config, args = runner.model_config, runner.server_args
     architecture = (config.hf_config.architectures or ["unknown"])[0]
@@ -121,9 +123,10 @@ def unfit_model(runner) -> list[str]:
     return [*reasons, *_unfit_layers(runner.model)]
 
 
-def unfit_kernels(name: str, runner, max_chunks: int) -> str | None:
+def unfit_kernels(name: str, runner: Any, max_chunks: int) -> str | None:
     """Why this implementation cannot serve a model that fits otherwise, or None."""
     attn, rope = next(attention_layers(runner.model))
+    assert rope is not None
     return get_implementation(name).unsupported(
         torch.device(runner.device),
         runner.dtype,
@@ -136,7 +139,7 @@ def unfit_kernels(name: str, runner, max_chunks: int) -> str | None:
     )
 
 
-def kv_scales(layer) -> tuple[float, float]:
+def kv_scales(layer: Any) -> tuple[float, float]:
     """What a layer's keys and values are divided by before they are rounded to fp8.
 
     As numbers; reading the tensors that SGLang keeps beside them would wait for the device.
@@ -144,7 +147,7 @@ def kv_scales(layer) -> tuple[float, float]:
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
-def _unfit_layers(model) -> list[str]:
+def _unfit_layers(model: torch.nn.Module) -> list[str]:
     """Reasons in the attention layers themselves, each given once."""
     reasons: dict[str, None] = {}
     shapes = set()

@@ -43,18 +43,16 @@ class LazyRadixCache(RadixCache):
 
     def __init__(self, params: CacheInitParams):
         self._ticks = itertools.count(1)
-        self.store: ChunkStore | None = None
+        self.store = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
         self.admission: Any = None  # attached when SGLang's scheduler is complete
         super().__init__(params)
-        self.store = ChunkStore(self, self.eviction_strategy.get_priority)
         self.rows = RowCache(
             self.store, self.req_to_token_pool, self.token_to_kv_pool_allocator, lambda n: alloc_token_slots(self, n)
         )
 
     def reset(self) -> None:
         super().reset()
-        if self.store is not None:
-            self.store.reset()
+        self.store.reset()
 
     # The tree
 

@@ -17,7 +17,7 @@ from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
-from sglang_lazy.core.state import ChunkNodes, LinkedRequest, fill_of, linked
+from sglang_lazy.core.state import ChunkNodes, LinkedRequest, as_linked, fill_of, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.scheduler.producer import FillProducer
 
@@ -82,16 +82,14 @@ class ChunkAdmission:
         return LinkedRequest(prompt, policy, [self.store.find(chunk) for chunk in prompt.chunks])
 
     def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
-        """Raise ValueError unless the pool holds the prompt, its chunks and what its policy takes besides."""
-        if not num_own_slots:
-            return  # SGLang has compared the prompt with the pool
+        """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides."""
         text = prompt.spans[-1].end - prompt.num_chunk_tokens
         chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
         size = self.rows.allocator.size
         if text + chunks + num_own_slots + 1 > size:
             raise ValueError(
-                f"the prompt's {text} tokens of text, the {chunks} tokens of its chunks and copies of "
-                f"{num_own_slots} tokens do not fit together into the KV pool of {size} tokens"
+                f"{text} tokens of text, {chunks} of chunks and {num_own_slots} of copies do not fit together into the "
+                f"KV pool of {size} tokens"
             )
 
     # Batch formation
@@ -194,7 +192,7 @@ class ChunkAdmission:
         for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
             fill = fill_of(req)
             if fill is not None and req is not batch.chunked_req:
-                published |= self.rows.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
+                published |= self.rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
                 parents.update(dict.fromkeys(fill.parents))
                 self.producer.forget(req)
         rows = [req for req in batch.reqs if linked(req) is not None]
@@ -202,9 +200,11 @@ class ChunkAdmission:
             self.rows.complete(req, published)
             parents.pop(req, None)
         for parent in parents:
-            self.store.enter_published(linked(parent).chunks, linked(parent).prompt.chunks, published)
+            state = as_linked(parent)
+            assert state.chunks is not None
+            self.store.enter_published(state.chunks, state.prompt.chunks, published)
         for req in rows:
-            linked(req).policy.begin(req, self.rows)
+            as_linked(req).policy.begin(req, self.rows)
 
     # Locks
 
@@ -225,8 +225,9 @@ class ChunkAdmission:
 
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
-        state = linked(req)
+        state = as_linked(req)
         chunks, state.chunks = state.chunks, None
+        assert chunks is not None
         self.store.unlock_chunks(chunks)
         slices = zip(state.prompt.chunks, chunks.nodes, strict=True)
         self.producer.leave(req, [chunk.key for chunk, node in slices if node is None])

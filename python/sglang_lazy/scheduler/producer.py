@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import Fill, fill_of
+from sglang_lazy.core.state import Fill
 
 NewRequest = Callable[[str, array, Any], Any]
 """Makes a prefill-only request that answers nobody, from its id, its tokens, and the request it is made for."""
@@ -92,7 +92,7 @@ class FillProducer:
 
     def forget(self, req: Any) -> None:
         """A fill has published its chunks, was aborted or was retracted: they are not under way any more."""
-        for chunk in fill_of(req).chunks:
+        for chunk in req.lazy.chunks:
             if self.pending.get(chunk.key) is req:
                 del self.pending[chunk.key]
 
