@@ -47,7 +47,7 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
         self.link_model, self.link_fp8 = SimpleNamespace(ropes={0: ROPE}), False
         self.link_pool = runner.token_to_kv_pool
         self.link_rows = runner.req_to_token_pool
-        self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu")
+        self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)
 
 
 def piece(start, num_tokens, *kept):
@@ -70,7 +70,9 @@ def fill(chunk_lens, cached, computed=0, extend_len=None):
     chunks = [piece(0, n) for n in chunk_lens]
     prefix_len = sum(cached) + computed
     extend_len = sum(chunk_lens) - prefix_len if extend_len is None else extend_len
-    return request(prefix_len, extend_len, fill=Fill(chunks, None, row=FillRow(chunks, cached)))
+    state = Fill(chunks, None)
+    state.row = FillRow(chunks, cached)
+    return request(prefix_len, extend_len, fill=state)
 
 
 def linked(chunk_lens, text_before, between, extend_len, kept=()):

@@ -19,7 +19,7 @@ LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weight
 
 
 def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):
-    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu"))
+    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=None))
     runner = SimpleNamespace(
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
@@ -56,7 +56,7 @@ def test_others_are_left_to_sglang():
 def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
     """More kernels than the device can follow would hold up the host."""
     runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu"), size=7),
+        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=None), size=7),
         model_config=SimpleNamespace(hidden_size=LARGE),
         ps=SimpleNamespace(tp_size=1),
         device=device,
@@ -75,7 +75,7 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
 
 def test_plain_decode_is_recognised_at_once():
     """Requests are not asked where no row has chunks, and are where one has."""
-    table = SegmentTable(2, 1, "cpu")
+    table = SegmentTable(2, 1, "cpu", model=None)
     batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
     key = ChunkKey(b"", Namespace("chunk", None, None))

@@ -102,7 +102,7 @@ def test_client_keys_reach_no_private_namespace(forge):
 
 def test_segment_table_rows_follow_their_requests():
     """A row shows the slices of the request it was given to last, none for an ordinary one; others keep every bit."""
-    table = SegmentTable(num_rows=6, max_segments=5, device="cpu")
+    table = SegmentTable(num_rows=6, max_segments=5, device="cpu", model=None)
     tensors = table.num_segments, table.ends, table.offsets, table.ids
     for tensor in tensors[1:]:
         tensor.fill_(-7)
