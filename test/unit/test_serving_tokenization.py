@@ -74,7 +74,7 @@ def tokenizer(request):
 def test_one_text_segment_is_what_stock_makes_of_it(tokenizer):
     prompt = SegmentTokenizer(tokenizer).encode([text("The river rises.")])
     assert prompt.input_ids == tokenizer.encode("The river rises.")
-    assert prompt.chunks == () and prompt.layout("block", "salt") is None
+    assert prompt.chunks == () and prompt.layout("block", None) is None
 
 
 def test_a_chunk_has_the_same_tokens_wherever_it_stands(tokenizer):

@@ -1,16 +1,14 @@
 """Prompts as segments: what users write, and the layout that travels with a request."""
 
 import dataclasses
-import hashlib
 import json
-import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
-
-from sglang_lazy.core.config import RequestLink
+from typing import Any
 
 LAYOUT_PARAM = "sglang_lazy"
 """Key in `SamplingParams.custom_params` under which a request's packed layout travels to the scheduler."""
+
+LAYOUT_VERSION = 1
 
 _KINDS = ("text", "chunk")
 _KEYS = frozenset(("type", "text", "input_ids"))
@@ -32,8 +30,8 @@ class Segment:
 def parse_segment(value: Any, vocab_size: int | None = None) -> Segment:
     """The segment in `value`: a string (text), `sglang_lazy.chunk(…)`, or a dict as in a JSON request.
 
-    Raises ValueError on anything else: an unknown type or key, empty or non-string text, both or neither of text and
-    input_ids, token ids that are no integers or lie outside the vocabulary.
+    Raises ValueError for anything else: an unknown type or key, empty or non-string text, both or neither of text and
+    input_ids, token ids that are not integers or lie outside the vocabulary.
     """
     if isinstance(value, str):
         value = {"type": "text", "text": value}
@@ -75,7 +73,7 @@ def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
 
 
 def parse_segments(values: Any, vocab_size: int | None = None) -> list[Segment]:
-    """The segments of one prompt. Raises ValueError, naming the index, as `parse_segment` does, and for no segments."""
+    """The segments of one prompt. Raises ValueError as `parse_segment` does, with the index, and for an empty list."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"segments must be a list, got {type(values).__name__}")
     if not values:
@@ -90,54 +88,50 @@ def parse_segments(values: Any, vocab_size: int | None = None) -> list[Segment]:
 
 
 def check_num_chunks(num_chunks: int, max_chunks: int) -> None:
-    """Raise ValueError if a prompt of `num_chunks` chunks has too many."""
+    """Raise ValueError if `num_chunks` exceeds `max_chunks`."""
     if num_chunks > max_chunks:
         raise ValueError(f"the prompt has {num_chunks} chunks, at most {max_chunks} are allowed (--lazy-max-chunks)")
 
 
-def check_link(link: Any) -> RequestLink:
-    """`link` if it is one of the choices, else ValueError."""
-    if link not in get_args(RequestLink):
-        raise ValueError(f"link must be one of {', '.join(map(repr, get_args(RequestLink)))}, got {link!r:.50}")
-    return link
-
-
-def chunk_id(input_ids: Sequence[int]) -> str:
-    """A chunk's name in results: the first 16 hex digits of the SHA-256 of its token ids as little-endian int64."""
-    return hashlib.sha256(struct.pack(f"<{len(input_ids)}q", *input_ids)).hexdigest()[:16]
-
-
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """Where the chunks of a prompt lie that are to be reused.
+    """Where the chunks of a prompt lie and how they are to be used.
 
-    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty. None at all:
-        the prompt came with chunks and with `link: full`, which makes it an ordinary one.
-    salt: private namespace of this request's chunks, or None for the shared one.
+    chunks: (start, end) token positions of each chunk in the concatenated prompt: ordered, disjoint, non-empty. There
+        are none only where `link` is full and the layout carries no more than the cache salt.
+    cache_salt: namespace of the request's KV, or None for the shared one.
+    link: name of the policy.
     """
 
     chunks: tuple[tuple[int, int], ...]
-    salt: str | None = None
-
-    @property
-    def link(self) -> RequestLink:
-        """How the prompt is answered."""
-        return "block" if self.chunks else "full"
+    cache_salt: str | None = None
+    link: str = "block"
 
     def pack(self) -> str:
         """A string that survives every transport between SGLang's processes."""
-        return json.dumps({"chunks": self.chunks, "salt": self.salt}, separators=(",", ":"))
+        fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
+        return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":
-        """The layout in `packed`. Raises ValueError if it does not fit a prompt of `prompt_len` tokens."""
+        """The layout in `packed`; whether its policy exists is not checked.
+
+        Raises ValueError if it is malformed, of another version, or does not fit a prompt of `prompt_len` tokens.
+        """
         try:
             fields = json.loads(packed)
-            layout = cls(tuple((int(start), int(end)) for start, end in fields["chunks"]), fields["salt"])
+            version = fields["v"]
+            if version == LAYOUT_VERSION:
+                chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
+                layout = cls(chunks, fields["cache_salt"], fields["link"])
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
-        if layout.salt is not None and not isinstance(layout.salt, str):
-            raise ValueError(f"salt must be a string or null, got {type(layout.salt).__name__}")
+        if version != LAYOUT_VERSION:
+            raise ValueError(f"prompt layout of version {version!r:.20}, but this is version {LAYOUT_VERSION}")
+        if layout.cache_salt is not None and not isinstance(layout.cache_salt, str):
+            raise ValueError(f"cache_salt must be a string or null, got {type(layout.cache_salt).__name__}")
+        if not isinstance(layout.link, str):
+            raise ValueError(f"link must be a string, got {type(layout.link).__name__}")
         position = 0
         for start, end in layout.chunks:
             if not position <= start < end <= prompt_len:

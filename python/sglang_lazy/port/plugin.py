@@ -25,20 +25,20 @@ class Hook(NamedTuple):
 
 
 _PORT = "sglang_lazy.port"
-_SERVING = "sglang_lazy.serving"
 _OPENAI = "sglang.srt.entrypoints.openai"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 SURFACE_HOOKS = tuple(
     Hook(*row)
     for row in (
+        ("sglang.srt.server_args.ServerArgs.__post_init__", f"{_PORT}.cpu:choose_backends", "BEFORE"),
         ("sglang.srt.entrypoints.http_server.set_global_state", f"{_PORT}.http:install_routes", "AFTER"),
-        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_SERVING}.requests:prepare_request", "BEFORE"),
-        (f"{_TOKENIZER_MANAGER}._wait_one_response", f"{_SERVING}.results:report_chunks", "AROUND"),
-        ("sglang.srt.entrypoints.http_server.set_global_state", f"{_SERVING}.shadow:attach", "AFTER"),
-        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_SERVING}.shadow:give_way", "BEFORE"),
-        (f"{_TOKENIZER_MANAGER}.abort_request", f"{_SERVING}.shadow:abort_with_all", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_PORT}.tokenizer_manager:prepare_request", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}._wait_one_response", f"{_PORT}.tokenizer_manager:report_chunks", "AROUND"),
+        ("sglang.srt.entrypoints.http_server.set_global_state", f"{_PORT}.shadow:attach", "AFTER"),
+        (f"{_TOKENIZER_MANAGER}._validate_one_request", f"{_PORT}.shadow:give_way", "BEFORE"),
+        (f"{_TOKENIZER_MANAGER}.abort_request", f"{_PORT}.shadow:abort_with_all", "BEFORE"),
         *(
-            (f"{_TOKENIZER_MANAGER}.{control}", f"{_SERVING}.shadow:make_idle", "AROUND")
+            (f"{_TOKENIZER_MANAGER}.{control}", f"{_PORT}.shadow:make_idle", "AROUND")
             for control in (
                 "flush_cache",
                 "release_memory_occupation",
@@ -50,15 +50,17 @@ SURFACE_HOOKS = tuple(
         ),
         (
             f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request",
-            f"{_SERVING}.chat:convert_request",
+            f"{_PORT}.chat:convert_request",
             "AROUND",
         ),
-        (f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached", f"{_SERVING}.results:usage_details", "AFTER"),
-        (f"{_OPENAI}.utils.cached_tokens_details_from_dict", f"{_SERVING}.results:cached_tokens_details", "AFTER"),
+        (
+            f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+            f"{_PORT}.completions:convert_request",
+            "AROUND",
+        ),
+        (f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached", f"{_PORT}.protocol:usage_details", "AFTER"),
+        (f"{_OPENAI}.utils.cached_tokens_details_from_dict", f"{_PORT}.protocol:cached_tokens_details", "AFTER"),
     )
-)
-CLIENT_HOOKS = (  # applied in programs of the frontend language, by their first chunk
-    Hook("sglang.lang.backend.runtime_endpoint.http_request", "sglang_lazy.lang.language:send", "AROUND"),
 )
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
