@@ -151,7 +151,7 @@ def test_a_chunk_without_tokens_is_refused():
 
 
 def test_slow_tokenizers_are_asked_behind_a_sentinel():
-    """A tokenizer that cannot be told to leave its space out."""
+    """A slow tokenizer always adds its space."""
 
     class Slow:
         is_fast = False

@@ -34,13 +34,13 @@ class Manager:
         self.preferred_sampling_params = None
         self.requests = []
         self.aborted = []
-        self.asked = asyncio.Event()
+        self.arrived = asyncio.Event()
 
     async def generate_request(self, request):
         state = SimpleNamespace(abort_requested=False, result=asyncio.get_running_loop().create_future())
         self.requests.append(request)
         self.rid_to_state[request.rid] = state
-        self.asked.set()
+        self.arrived.set()
         try:
             yield await state.result
         finally:
@@ -52,8 +52,8 @@ class Manager:
         self.reply([], "abort", message.rid)
 
     async def next_request(self):
-        await asyncio.wait_for(self.asked.wait(), 5)
-        self.asked.clear()
+        await asyncio.wait_for(self.arrived.wait(), 5)
+        self.arrived.clear()
         return self.requests[-1]
 
     def reply(self, output_ids, kind="stop", rid=None):

@@ -154,7 +154,7 @@ def packed_layout(obj: Any) -> Any:
 
 
 def check_request(obj: Any, layout: PromptLayout) -> None:
-    """Raise ValueError if chunks cannot be reused together with what else a request asks for.
+    """Raise ValueError if chunks cannot be reused together with the rest of a request.
 
     obj: the request's fields, those of `/generate`.
     """

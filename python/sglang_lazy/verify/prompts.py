@@ -52,7 +52,7 @@ def earlier_exchanges(history: Any) -> list[str]:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("the text of a message in history must be a string")
     exchanges = zip(texts[::2], texts[1::2], strict=True)
-    return [f"{question_text({'question': asked})} {answer}\n\n" for asked, answer in exchanges]
+    return [f"{question_text({'question': question})} {answer}\n\n" for question, answer in exchanges]
 
 
 def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:
