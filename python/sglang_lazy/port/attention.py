@@ -184,9 +184,7 @@ class LinkAttention(AttentionBackend):
         finally:
             self.link_rows.req_to_token.data = kept
 
-    def _copy_windows(
-        self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]
-    ) -> None:
+    def _copy_windows(self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]) -> None:
         """windows: of `windows_of`, on the device."""
         requests, starts, lens, places = windows
         self._copy_slots(out, forward_batch.req_pool_indices[requests], starts, lens, places)

@@ -1,6 +1,6 @@
-"""Scores of an answer against gold answers, as SQuAD defines them, and the intervals of their means.
+"""SQuAD's scores of an answer against gold answers, and intervals of means.
 
-SQuAD compares in lower case, without punctuation and articles. The formulas are those of Hugging Face transformers,
+SQuAD compares in lower case, without punctuation and articles. The implementation is that of Hugging Face transformers,
 which SGLang pins.
 """
 
