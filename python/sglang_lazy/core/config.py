@@ -56,6 +56,11 @@ class LazyConfig:
         value = os.environ.get(ENV_VAR)
         return cls(**json.loads(value)) if value else None
 
+    @classmethod
+    def current(cls) -> "LazyConfig":
+        """The published configuration, or the default one."""
+        return cls.from_env() or cls()
+
 
 def add_cli_args(parser: argparse.ArgumentParser, links: Sequence[str]) -> None:
     """Add our flags, with help texts, to `parser`. links: names of the policies."""

@@ -12,7 +12,7 @@ def tokens_digest(input_ids: Sequence[int]) -> bytes:
     if np.bitwise_or.reduce(wide, initial=0) >> 31:
         bad = next(token for token in wide.tolist() if not 0 <= token < 1 << 31)
         raise ValueError(f"token id {bad} does not fit into 31 bits")
-    return hashlib.sha256(wide.astype("<i4")).digest()
+    return hashlib.sha256(wide.astype("<i4").tobytes()).digest()
 
 
 def chunk_id(digest: bytes) -> str:
