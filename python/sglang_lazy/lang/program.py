@@ -54,7 +54,7 @@ def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
 
     Raises RuntimeError if the server does not understand chunks.
     """
-    text = json.get("text") if isinstance(json, dict) else None
+    text: Any = json.get("text") if isinstance(json, dict) else None
     if not any(chunks_of(item) for item in (text if isinstance(text, list) else [text])):
         return stock(url, json, **kwargs)
     _check_server(stock, url.removesuffix("/generate"), **kwargs)

@@ -27,7 +27,8 @@ class ChatRequest(ChatCompletionRequest):
     @model_validator(mode="wrap")
     @classmethod
     def _take_chunk_parts(cls, data: Any, handler: ModelWrapValidatorHandler) -> "ChatRequest":
-        chunk_parts, given = ChunkParts(), frozenset()
+        chunk_parts = ChunkParts()
+        given: frozenset[str] = frozenset()
         if isinstance(data, dict):
             given = frozenset(data)
             data = {**data, "messages": chunk_parts.take_from(data.get("messages"))}

@@ -24,7 +24,7 @@ class CompletionsRequest(CompletionRequest):
     @model_validator(mode="wrap")
     @classmethod
     def _take_segments(cls, data: Any, handler: ModelWrapValidatorHandler) -> "CompletionsRequest":
-        given = frozenset()
+        given: frozenset[str] = frozenset()
         if isinstance(data, dict):
             given = frozenset(name for name, value in data.items() if value is not None)
             if "segments" in given and "prompt" not in given:

@@ -14,7 +14,7 @@ def extend_protocol() -> None:
     if all(name in model.model_fields for model, name in added):
         return
     for model, name in added:
-        field = Field(default=None, exclude_if=lambda value: value is None)
+        field: Any = Field(default=None, exclude_if=lambda value: value is None)
         field.annotation = int | None
         model.model_fields[name] = field
     for model in vars(protocol).values():

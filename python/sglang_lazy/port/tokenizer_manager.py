@@ -1,7 +1,7 @@
 """Hooks on SGLang's tokenizer manager: checks before a request is sent, reports on its results."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -43,7 +43,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int]) -> None:
         )
 
 
-def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[dict]:
+def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
     """Around `TokenizerManager._wait_one_response`: add link and chunk report to a request's last output.
 
     SGLang calls it once the request has been sent to the scheduler. If the scheduler refuses it, ValueError is raised

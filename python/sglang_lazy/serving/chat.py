@@ -2,6 +2,7 @@
 
 import re
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 from sglang_lazy.core.segments import Segment, parse_segment
@@ -87,7 +88,7 @@ class PlaceholderTokenizer:
         return input_ids + after if ends_here else input_ids
 
 
-def fill_placeholders(rendered: Any, chunk_tokens: list[list[int]], names: list[str]) -> TokenizedPrompt:
+def fill_placeholders(rendered: Any, chunk_tokens: Sequence[Sequence[int]], names: list[str]) -> TokenizedPrompt:
     """The prompt in which the tokens of chunk i replace the id -1 - i in `rendered`.
 
     Raises ValueError for a chunk without tokens and for one that the chat template left out.

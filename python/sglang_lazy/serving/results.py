@@ -1,6 +1,6 @@
 """Results that say what was reused: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -41,7 +41,9 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
     ]
 
 
-async def annotated(outputs: AsyncIterator[dict], layout: PromptLayout, obj: Any, parent: Any) -> AsyncIterator[dict]:
+async def annotated(
+    outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, parent: Any
+) -> AsyncGenerator[dict, None]:
     """`outputs` of a request with a layout, with the scheduler's bitmask of hits turned into a report.
 
     parent: for n > 1, the state that the samples of the prompt share, else None. Raises ValueError if the scheduler

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
@@ -78,8 +78,7 @@ class Shadow:
 
     def interrupt(self) -> None:
         """Abort the shadow's request, if there is one; it will be repeated."""
-        state = self.manager.rid_to_state.get(self.rid)
-        if state is not None:
+        if self.rid is not None and (state := self.manager.rid_to_state.get(self.rid)) is not None:
             self._interrupted = state.abort_requested = True
             self._abort(self.rid)
 
@@ -91,7 +90,8 @@ class Shadow:
         """Cancel the comparison under way and wait until SGLang holds nothing of it."""
         self.cancel()
         self.interrupt()
-        await asyncio.wait([self._task])
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
     async def _compare(self, obj: Any, layout: PromptLayout, answer: list[int]) -> None:
         try:
@@ -140,8 +140,8 @@ class Shadow:
 
 
 async def shadowed(
-    outputs: AsyncIterator[dict], shadow: Shadow, obj: Any, layout: PromptLayout, state: Any
-) -> AsyncIterator[dict]:
+    outputs: AsyncGenerator[dict, None], shadow: Shadow, obj: Any, layout: PromptLayout, state: Any
+) -> AsyncGenerator[dict, None]:
     """`outputs` of a request that reuses chunks; its answer is offered to `shadow` before the user gets the last one.
 
     state: SGLang's state of the request, which collects the answer's tokens, streamed or not.

@@ -107,19 +107,21 @@ class SegmentTokenizer:
 
     def tokens(self, segments: Sequence[Segment]) -> list[Sequence[int]]:
         """The tokens of each segment as it stands inside a prompt."""
-        pieces = [self._known_tokens(segment) for segment in segments]
-        missing = [index for index, piece in enumerate(pieces) if piece is None]
-        encoded = self.encode_later(segments[index].text for index in missing)
-        for index, tokens in zip(missing, encoded, strict=True):
+        pieces: list[Sequence[int]] = [segment.input_ids or () for segment in segments]
+        missing: list[tuple[int, str]] = []
+        for index, segment in enumerate(segments):
+            if segment.text is not None:
+                known = self._recent_chunks.get(segment.text) if segment.is_chunk else None
+                if known is None:
+                    missing.append((index, segment.text))
+                else:
+                    pieces[index] = known
+        encoded = self.encode_later(text for _, text in missing)
+        for (index, text), tokens in zip(missing, encoded, strict=True):
             pieces[index] = tokens
             if segments[index].is_chunk:
-                self._recent_chunks.add(segments[index].text, tokens)
+                self._recent_chunks.add(text, tokens)
         return pieces
-
-    def _known_tokens(self, segment: Segment) -> Sequence[int] | None:
-        if segment.text is None:
-            return segment.input_ids
-        return self._recent_chunks.get(segment.text) if segment.is_chunk else None
 
     def encode_later(self, texts: Iterable[str]) -> list[list[int]]:
         """The tokens of each text as it stands inside a prompt: no special tokens and no space before it."""

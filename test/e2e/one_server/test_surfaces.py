@@ -100,6 +100,8 @@ def test_parallel_samples_of_a_cold_prompt_report_no_hits(generate):
         assert answer["output_ids"] == answers[0]["output_ids"]
         assert [report["hit"] for report in answer["meta_info"]["chunks"]] == [False]
         assert answer["meta_info"]["cached_tokens_details"]["chunk"] == 0
+    again = generate(segments=prompt(LIBRARY), cache_salt="samples")["meta_info"]
+    assert [report["hit"] for report in again["chunks"]] == [True], "the samples' namespace is that of the salt"
 
 
 def test_stop_and_logprobs(generate, tokenizer):
