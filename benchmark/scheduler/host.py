@@ -21,13 +21,18 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_lazy.attention.table import LinkedBatch, SegmentTable
+from sgl_kernel_lazy import get_implementation
+from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.core.state import fill_of
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.model_runner import involves_chunks
 from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256
@@ -39,7 +44,7 @@ CHUNKED_PREFILL_SIZE = 8192
 @contextlib.contextmanager
 def published(device: str = "cpu") -> Iterator[None]:
     """SGLang's default flags for `device`, which its modules ask a global configuration for."""
-    plugin._provide_rotary_import()
+    plugin.provide_rotary_import()
     backend = "torch_native" if device == "cpu" else "triton"
     flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
     runtime_context.publish(flags, role="scheduler")
@@ -98,8 +103,9 @@ class Host:
         )
         self.new_token_ratio_tracker = types.SimpleNamespace(current=0.7)
         if isinstance(self.tree_cache, LazyRadixCache):
-            self.tree_cache.admission = ChunkAdmission(self, self.tree_cache, MAX_CHUNKS)
-            self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, device)
+            self.tree_cache.admission = hooks.new_admission(self, MAX_CHUNKS)
+            model = ServedModel({}, {}, get_implementation("torch"))  # none: nothing is computed
+            self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, device, model)
         self.clock, self.evicted, self.filled = Clock(), 0, 0
         evict, delete_leaf = self.tree_cache.evict, self.tree_cache._delete_leaf
 
@@ -122,8 +128,10 @@ class Host:
 
     def insert_chunk(self, tokens: array) -> None:
         """Make `tokens` resident as a chunk."""
-        (chunk,) = LinkedPrompt.build(tokens + array("q", [0]), PromptLayout(((0, len(tokens)),)), None).chunks
-        self.tree_cache.insert_chunk(chunk, self.slots.alloc(len(tokens)))
+        prompt, layout = tokens + array("q", [0]), PromptLayout(((0, len(tokens)),))
+        kept = get_policy(layout.link).kept(layout, prompt)
+        (chunk,) = LinkedPrompt.build(prompt, layout, kept, None).chunks
+        self.tree_cache.store.insert(chunk, self.slots.alloc(len(tokens)))
 
     def serve(self, req: Req) -> dict[str, int]:
         """Take `req` to its first token and end it there; returns the nanoseconds of each step."""
@@ -134,7 +142,7 @@ class Host:
             with self.clock("admission"):
                 batch, _ = hooks.get_new_batch_prefill_raw(Host.form_batch, self, None, self.running_batch)
             reqs = list(batch.reqs)
-            self.filled += sum(len(req.fill.chunks) for req in reqs if is_fill(req))
+            self.filled += sum(len(fill.chunks) for fill in map(fill_of, reqs) if fill is not None)
             with self.clock("publish"):
                 hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):
@@ -164,13 +172,14 @@ class Host:
             inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
         with self.clock("segments"):
             hooks.prepare_for_extend(None, batch)
-            if any(is_linked(req) or is_fill(req) for req in batch.reqs):
+            table = table_of(self.rows)
+            if table is not None and involves_chunks(batch, table):
                 LinkedBatch.of(batch)
         return batch, running_batch
 
     def publish(self, running_batch: ScheduleBatch, batch: ScheduleBatch) -> None:
         """What was computed in `batch` is given to the tree; admission has done so with fills, which left it."""
         for req in batch.reqs:
-            assert not is_fill(req)
+            assert fill_of(req) is None
             req.output_ids.append(0)
             self.tree_cache.cache_unfinished_req(req)
