@@ -12,8 +12,8 @@ READY := $(VENV)/.ready-$(KEY)
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# Workers keep the tests of a file, or of a folder that shares one server, to themselves.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup
+# Tests that share a server share a worker; those of the servers come first, as they take longest.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(READY) # in minutes
 	$(PYTEST) -m 'not slow'

@@ -8,6 +8,8 @@ from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 from sglang_lazy.testing import CPU_OPTIONS
 
+pytestmark = pytest.mark.slow
+
 SERVER = dict(CPU_OPTIONS, max_total_tokens=4096, log_level="error")
 NUM_TOKENS = 6
 # Of a log-probability. Where fp32 differs in its last bits, a number may be rounded to the other neighbour.

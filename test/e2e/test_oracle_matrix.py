@@ -149,7 +149,17 @@ def check_counts(waves: Waves) -> None:
         seen += [prompt for prompt, _ in wave]
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "glm4 copies"])
+# Rotation of the whole head and of a part of it, both pairings, and copies: the others are for `make test-all`.
+FAST = ("llama", "stablelm", "cohere", "glm4 copies")
+
+
+def on_one_worker(name: str):
+    """The parameter `name`; all tests with it run in the process that has its engine."""
+    marks = [pytest.mark.xdist_group(name), *([] if name in FAST else [pytest.mark.slow])]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(on_one_worker, [*NAMES, "glm4 copies"]))
 def served(request, model_dir):
     """One engine for all tests of a model; pytest runs them together and stops it before the next."""
     name, _, _ = request.param.partition(" ")
@@ -211,7 +221,7 @@ def test_prompts_given_as_text(served):
         served.check(expected, served.engine.generate(segments=given, sampling_params=params, return_logprob=True))
 
 
-@pytest.mark.parametrize("served", ["llama"], indirect=True)
+@pytest.mark.parametrize("served", [on_one_worker("llama")], indirect=True)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario_alone(served, name):
     """One request at a time, so that a failure names the scenario and the step."""

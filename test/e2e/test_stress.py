@@ -35,7 +35,13 @@ def make_prompts(rng: random.Random) -> list[list]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=["overlap", "no-overlap", "retraction", "copies"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "overlap",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no-overlap", "retraction", "copies")),
+    ],
+)
 def small_server(request, tiny_model, tmp_path_factory):
     """retraction: SGLang takes running requests back every third step, whether memory is short or not.
 

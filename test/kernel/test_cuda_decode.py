@@ -26,11 +26,10 @@ sharing = pytest.mark.parametrize("min_saved_tokens", [1, module.MIN_SAVED_TOKEN
 
 
 def check_or_refuse(batch):
-    shape = batch.shape
-    if module.supports(shape.dtype, shape.head_dim, shape.rotary_dim, shape.num_qo_heads // shape.num_kv_heads):
+    if batch.shape.num_qo_heads // batch.shape.num_kv_heads <= (16 if batch.shape.head_dim == 256 else 32):
         check("decode", module, batch)
     else:
-        with pytest.raises(ValueError, match="query heads per kv head"):
+        with pytest.raises(ValueError, match="link_decode: expected at most .* query heads per kv head"):
             module.link_decode(**batch.decode, **batch.options)
 
 
@@ -98,7 +97,7 @@ def test_fp8_caches(heads, configuration, fp8):
     batch = random_batch(heads[0], shape)
     quantised = quantise(batch, fp8, 2.0, 0.5)
     if shape.head_dim == 64 and heads[1] % 2:
-        with pytest.raises(ValueError, match="k_cache: fp8 needs"):
+        with pytest.raises(ValueError, match="link_decode: expected for torch.float8_e[45]m[23](fn)? caches"):
             run("decode", module, batch, **quantised)
     else:
         check("decode", module, batch, **quantised)
@@ -137,13 +136,6 @@ def test_workspace_too_small_is_refused():
     workspace = torch.zeros(1000, device=DEVICE)
     with pytest.raises(ValueError, match="workspace: expected at least"):
         module.link_decode(**batch.decode, **batch.options, workspace=workspace)
-
-
-@pytest.mark.parametrize("shape", [Shape(dtype=torch.float32), Shape(dtype=torch.bfloat16, head_dim=96, rotary_dim=96)])
-def test_what_is_not_supported_is_refused(shape):
-    batch = random_batch(0, shape)
-    with pytest.raises(ValueError, match="q: expected fp16 or bf16"):
-        module.link_decode(**batch.decode, **batch.options)
 
 
 def test_graph_replay_follows_its_inputs():

@@ -100,6 +100,7 @@ def test_summary():
     assert "| cold | 4 | 50.0 (15.0 to 85.0) | 75.0 (" in table([row])
 
 
+@pytest.mark.slow
 def test_on_a_server(tiny_model, tmp_path, monkeypatch):
     """In fp32 on the CPU every served answer is the reference's, whatever the cache holds; all is written down."""
     docs = tmp_path / "worlds.jsonl"

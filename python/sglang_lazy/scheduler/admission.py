@@ -82,16 +82,14 @@ class ChunkAdmission:
         return LinkedRequest(prompt, policy, [self.store.find(chunk) for chunk in prompt.chunks])
 
     def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
-        """Raise ValueError unless the pool holds the prompt, its chunks and what its policy takes besides."""
-        if not num_own_slots:
-            return  # SGLang has compared the prompt with the pool
+        """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides."""
         text = prompt.spans[-1].end - prompt.num_chunk_tokens
         chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
         size = self.rows.allocator.size
         if text + chunks + num_own_slots + 1 > size:
             raise ValueError(
-                f"the prompt's {text} tokens of text, the {chunks} tokens of its chunks and copies of "
-                f"{num_own_slots} tokens do not fit together into the KV pool of {size} tokens"
+                f"{text} tokens of text, {chunks} of chunks and {num_own_slots} of copies do not fit together into the "
+                f"KV pool of {size} tokens"
             )
 
     # Batch formation

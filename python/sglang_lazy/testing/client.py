@@ -61,7 +61,7 @@ class Client:
                 message = json.loads(line[len(b"data: ") :])
                 if "error" in message:
                     raise ServerError(f"the server answered: {message['error']}")
-        if message is None:
+        if message is None or ttft is None:
             raise ServerError("the server closed the stream without an answer")
         meta = message["meta_info"]
         chunk_tokens = (meta.get("cached_tokens_details") or {}).get("chunk", 0)

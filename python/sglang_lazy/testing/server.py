@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import requests
 import torch
@@ -23,24 +24,28 @@ class ServerError(RuntimeError):
     """The server did not start, died or answered with an error."""
 
 
-CPU_OPTIONS = {
+CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
+    "sleep_on_idle": True,  # a scheduler that spins while it waits takes a core that others need
 }
 """The SGLang options for a CPU, as `Engine` takes them."""
 
 
-def device_options() -> dict[str, str]:
+def device_options() -> dict[str, Any]:
     """The SGLang options that fit this machine, as `Engine` takes them."""
     return {"dtype": "bfloat16"} if torch.cuda.is_available() else CPU_OPTIONS
 
 
 def device_flags() -> list[str]:
     """The same as command-line flags."""
-    return [word for name, value in device_options().items() for word in (f"--{name.replace('_', '-')}", value)]
+    flags = []
+    for name, value in device_options().items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return flags
 
 
 def free_ports(count: int) -> list[int]:
