@@ -12,7 +12,7 @@ from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, current_config
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.protocol import extend_protocol
@@ -81,7 +81,7 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
 
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
-    return {"config": dataclasses.asdict(LazyConfig.current())}
+    return {"config": dataclasses.asdict(current_config())}
 
 
 async def fail_before_stream(response: Any) -> Any:
@@ -92,7 +92,8 @@ async def fail_before_stream(response: Any) -> Any:
     """
     if not isinstance(response, StreamingResponse):
         return response
-    events, sent = response.body_iterator, asyncio.get_running_loop().create_future()
+    events: Any = response.body_iterator
+    sent = asyncio.get_running_loop().create_future()
     REQUEST_SENT.set(sent)
     first = asyncio.ensure_future(anext(events, None))
     try:
@@ -106,13 +107,14 @@ async def fail_before_stream(response: Any) -> Any:
         error = _error_in(first.result())
         if error is not None:
             await events.aclose()
-            status = error.get("code") if isinstance(error.get("code"), int) else HTTPStatus.BAD_REQUEST
+            code = error.get("code")
+            status = code if isinstance(code, int) else HTTPStatus.BAD_REQUEST
             return ORJSONResponse({"error": error}, status_code=status)
     response.body_iterator = _resume(first, events)
     return response
 
 
-def _error_in(event: bytes | str) -> dict[str, Any] | None:
+def _error_in(event: Any) -> dict[str, Any] | None:
     payload = event.decode() if isinstance(event, bytes) else event
     payload = payload.removeprefix("data:").strip()
     if not payload.startswith('{"error"'):

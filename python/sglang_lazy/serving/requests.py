@@ -3,7 +3,7 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.config import current_config
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
@@ -36,10 +36,12 @@ def tokenize(tokenizer_manager: Any, segments: Sequence[Segment]) -> TokenizedPr
     """The token ids of a prompt. Raises ValueError for text on a server without a tokenizer."""
     if tokenizer_manager.tokenizer is not None:
         return segment_tokenizer(tokenizer_manager).encode(segments)
+    pieces = []
     for index, segment in enumerate(segments):
-        if segment.text is not None:
+        if segment.input_ids is None:
             raise ValueError(f"segments[{index}]: this server has no tokenizer, give input_ids instead of text")
-    return concatenate(segments, [segment.input_ids for segment in segments])
+        pieces.append(segment.input_ids)
+    return concatenate(segments, pieces)
 
 
 def is_batch(segments: Any) -> bool:
@@ -61,22 +63,22 @@ def to_generate_args(
     salts = _spread("cache_salt", cache_salt, len(segments))
     links = _spread("link", link, len(segments))
     params = _spread("sampling_params", sampling_params, len(segments))
-    input_ids, merged = [], []
+    prompts, merged = [], []
     for index, values in enumerate(segments):
         try:
-            prompt_ids, layout = _prompt(tokenizer_manager, values, salts[index], links[index])
+            input_ids, layout = _prompt(tokenizer_manager, values, salts[index], links[index])
         except ValueError as error:
             raise ValueError(f"prompt {index} of the batch: {error}") from None
-        input_ids.append(prompt_ids)
+        prompts.append(input_ids)
         merged.append(with_layout(params[index], layout, tokenizer_manager))
-    return {"input_ids": input_ids, "sampling_params": merged}
+    return {"input_ids": prompts, "sampling_params": merged}
 
 
 def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
     segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
     if get_policy(link).reuses:
-        check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
+        check_num_chunks(sum(segment.is_chunk for segment in segments), current_config().max_chunks)
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
@@ -100,7 +102,7 @@ def check_cache_salt(cache_salt: Any) -> str | None:
 
 def choose_link(link: Any) -> str:
     """`link`, or the server's default if it is None. Raises ValueError if no policy has this name."""
-    return LazyConfig.current().default_link if link is None else get_policy(link).name
+    return get_policy(current_config().default_link if link is None else link).name
 
 
 def refuse_without_segments(cache_salt: Any, link: Any) -> None:
@@ -154,7 +156,7 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
 
     obj: the request's fields, those of `/generate`.
     """
-    check_num_chunks(len(layout.chunks), LazyConfig.current().max_chunks)
+    check_num_chunks(len(layout.chunks), current_config().max_chunks)
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
