@@ -1,16 +1,14 @@
-"""SGLang's frontend language: `sgl.chunk(...)` in a program, here in two that share their documents through a fork.
+"""SGLang's frontend language: `sgl.chunk(...)` in a program, whose forks share their documents.
 
 Starts a server with a tiny random-weight model unless --url names a running one.
 """
 
 import argparse
 
-import sglang as sgl
-from sample import load_sample
+from sample import INSTRUCTION, document_text, load_sample
 from tiny_model import server_or_tiny
 
-import sglang_lazy  # noqa: F401  makes sgl.chunk
-from sglang_lazy.verify.prompts import INSTRUCTION, document_text
+import sglang_lazy as sgl
 
 
 @sgl.function

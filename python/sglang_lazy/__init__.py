@@ -1,10 +1,14 @@
-"""SGLang with a KV cache that reuses any text chunk at any place in a prompt."""
+"""SGLang with a KV cache that reuses any text chunk at any place in a prompt.
+
+    import sglang_lazy as sgl
+
+has the public names of `sglang` too, so that `sgl.function`, `sgl.gen` and `sgl.chunk` stand side by side. Importing it
+changes nothing in SGLang: the server, `Engine` and `Runtime` activate chunk reuse, and a program's first `chunk` or
+`link` hooks the frontend's client.
+"""
 
 import importlib
-import importlib.abc
 import importlib.util
-import sys
-import types
 from typing import TYPE_CHECKING, Any
 
 from sglang_lazy.core.config import LazyConfig
@@ -17,60 +21,35 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "LazyConfig", "Runtime", "chunk", "link"]
 
-_LAZY = {"Engine": "sglang_lazy.entrypoints.engine", "Runtime": "sglang_lazy.entrypoints.runtime"}
+_LATE = {"Engine": "sglang_lazy.entrypoints.engine", "Runtime": "sglang_lazy.entrypoints.runtime"}
 
 
 def chunk(text: str) -> "SglExpr":
     """A chunk: text whose KV is computed once, alone, and reused wherever it stands in a prompt.
 
-    For `Engine.generate(segments=[…])` and, as `sgl.chunk(…)`, for programs of SGLang's frontend language.
-    Raises ValueError if `text` is empty or no string.
+    For `Engine.generate(segments=[…])`, and for programs of SGLang's frontend language: `s += chunk(document)`. Raises
+    ValueError if `text` is empty or not a string.
     """
-    from sglang_lazy.lang.language import make_chunk
+    from sglang_lazy.lang.program import make_chunk
 
     return make_chunk(text)
 
 
-def link(how: str) -> "SglExpr":
-    """How a program of SGLang's frontend language wants its prompts with chunks answered, from here on: block or full.
+def link(policy: str) -> "SglExpr":
+    """The policy for a program's chunks from here on: `s += link("full")`. Adds no text.
 
-    Appended like text, as `sgl.link(…)`; adds none. Without it the server's default holds. Raises ValueError on others.
+    A program without it gets the server's default. Raises ValueError for an unknown policy.
     """
-    from sglang_lazy.lang.language import make_link
+    from sglang_lazy.lang.program import make_link
 
-    return make_link(how)
+    return make_link(policy)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
-
-
-class _OfferChunk(importlib.abc.MetaPathFinder):
-    """Adds ours to `sglang` when a program imports it after us, without importing it for those that never do."""
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        if fullname != "sglang":
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                _offer(module)
-
-            spec.loader.exec_module = exec_module
-        return spec
-
-
-def _offer(module: types.ModuleType) -> None:
-    module.chunk, module.link = chunk, link
-
-
-if "sglang" in sys.modules:
-    _offer(sys.modules["sglang"])
-else:
-    sys.meta_path.insert(0, _OfferChunk())
+    if name in _LATE:
+        return getattr(importlib.import_module(_LATE[name]), name)
+    if not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is None:
+        sglang = importlib.import_module("sglang")
+        if name in sglang.__all__:
+            return getattr(sglang, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,17 +6,18 @@ import sys
 from collections.abc import Sequence
 
 from sglang_lazy.core.config import LazyConfig, add_cli_args, from_cli_args
+from sglang_lazy.policies import POLICIES
 from sglang_lazy.port import plugin
 
-# Processes that SGLang spawns import this module again before anything of SGLang's runs; those that it does not load
-# plugins in get ours here. In the process that was started by hand the plugin is asked for in `main`.
+# Processes that SGLang spawns import this module before any of SGLang's, and SGLang does not load plugins in all of
+# them. In the process that the user starts there is no configuration yet: `main` activates the plugin.
 plugin.load()
 
 
 def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
     """Our configuration, and the flags left for SGLang. Exits on bad flags of ours and on --help."""
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
-    add_cli_args(parser)
+    add_cli_args(parser, tuple(POLICIES))
     if {"-h", "--help", "--config"}.intersection(argv):
         argv = _expand(argv)
     args, rest = parser.parse_known_args(argv)
@@ -27,15 +28,16 @@ def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:
-    """`argv` with the flags that a --config file sets, ours among them. Exits after --help."""
+    """`argv` with the flags, ours among them, that a --config file sets. Exits after --help."""
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+    from sglang_lazy.port.start import merge_config_file
 
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", description=__doc__)
     ServerArgs.add_cli_args(parser)
-    add_cli_args(parser)
+    add_cli_args(parser, tuple(POLICIES))
     if "--config" in argv:
-        argv = ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+        argv = merge_config_file(parser, argv)
     if {"-h", "--help"}.intersection(argv):
         parser.parse_args(["--help"])
     return argv
@@ -54,16 +56,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
-    from sglang_lazy.port.compat import Unfit, unfit_flags
+    from sglang_lazy.port.start import check_start
 
     load_plugins()
     server_args = prepare_server_args(rest)
     try:
         config.check_metrics(server_args.enable_metrics)
+        check_start(config, server_args)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    if not config.fallback and (reasons := unfit_flags(server_args)):
-        sys.exit(f"error: {Unfit(reasons)}")
     try:
         run_server(server_args)
     finally:

@@ -4,9 +4,9 @@ import os
 
 import pytest
 import torch
+
 from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text
-
 from sglang_lazy.policies import POLICIES, register
 from sglang_lazy.policies.block import Block
 from sglang_lazy.testing import CPU_OPTIONS

@@ -12,7 +12,7 @@ from sglang_lazy.testing import device_flags, running_server
 
 @pytest.fixture(scope="module")
 def shadowing(tiny_model, tmp_path_factory):
-    """URL of a server that makes every greedy answer over chunks twice, and takes chunks as text unless told."""
+    """URL of a server that repeats every greedy answer over chunks with link full, its default link."""
     flags = ["--model-path", tiny_model, "--max-total-tokens", "20000", *device_flags()]
     flags += ["--enable-metrics", "--lazy-shadow-rate", "1", "--lazy-default-link", "full"]
     with running_server(flags, tmp_path_factory.mktemp("shadow") / "server.log") as url:

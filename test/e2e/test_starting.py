@@ -4,10 +4,10 @@ import subprocess
 import sys
 
 import pytest
-import sglang as sgl
+import torch
 from http_prompts import RIVER
 
-import sglang_lazy
+import sglang_lazy as sgl
 from sglang_lazy import launch_server
 from sglang_lazy.testing import device_options
 
@@ -18,7 +18,7 @@ def answer_from(s, document):
 
 
 def test_local_runtime(tiny_model):
-    runtime = sglang_lazy.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
+    runtime = sgl.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
     try:
         state = answer_from.run(document=RIVER, backend=runtime)
         assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
@@ -38,7 +38,18 @@ def test_help_shows_both_kinds_of_flags(capsys):
     assert "--lazy-max-chunks" in shown and "--model-path" in shown
 
 
+def refused(*flags):
+    command = [sys.executable, "-m", "sglang_lazy.launch_server", *flags]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode != 0
+    return result.stderr
+
+
 def test_bad_flags_of_ours_are_refused():
-    command = [sys.executable, "-m", "sglang_lazy.launch_server", "--model-path", "x", "--lazy-max-chunks", "0"]
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert refused.returncode == 2 and "max_chunks must be at least 1" in refused.stderr
+    assert "max_chunks must be at least 1" in refused("--model-path", "x", "--lazy-max-chunks", "0")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may fit")
+def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_model):
+    shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda")
+    assert "--lazy-kernels cuda: the kernels need a Hopper GPU" in shown and "Load weight" not in shown

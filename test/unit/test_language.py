@@ -2,16 +2,20 @@
 
 import copy
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
-import sglang as sgl
+import sglang
+from sglang.lang.backend import runtime_endpoint
 from sglang.lang.backend.base_backend import BaseBackend
 from sglang.lang.tracer import extract_prefix_by_tracing
 
-import sglang_lazy
-from sglang_lazy.lang import language
-from sglang_lazy.lang.language import MarkedText, send
+import sglang_lazy as sgl
+from sglang_lazy.lang import program as language
+from sglang_lazy.lang.marked_text import MarkedText
+from sglang_lazy.lang.program import send
 
 
 class Recorder(BaseBackend):
@@ -50,8 +54,29 @@ def chunk(value):
     return {"type": "chunk", "text": value}
 
 
-def test_chunk_is_offered_in_sglang():
-    assert sgl.chunk is sglang_lazy.chunk
+def test_our_package_has_sglangs_public_names_beside_its_own():
+    assert sgl.function is sglang.function and sgl.RuntimeEndpoint is sglang.RuntimeEndpoint
+    assert sgl.Runtime is not sglang.Runtime and issubclass(sgl.Runtime, runtime_endpoint.Runtime)
+    for name in ("no_such_name", "lang_api", "_wrapped"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(sgl, name)
+    assert sgl.lang.__name__ == "sglang_lazy.lang", "submodules are our own"
+
+
+def test_import_changes_nothing():
+    """Neither the import system nor SGLang, before it or after; and it does not import SGLang."""
+    script = """
+import sys
+finders = list(sys.meta_path)
+import sglang_lazy
+assert sys.meta_path == finders and "sglang" not in sys.modules and "torch" not in sys.modules
+import sglang
+assert not hasattr(sglang, "chunk") and not hasattr(sglang, "link")
+from sglang.lang.backend import runtime_endpoint
+from sglang.utils import http_request
+assert runtime_endpoint.http_request is http_request
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("bad", ["", 3, None, b"bytes"])
@@ -216,7 +241,7 @@ def test_link_follows_the_program(backend):
 
 @pytest.mark.parametrize("bad", ["", "blok", None, 1])
 def test_bad_links_are_refused(bad):
-    with pytest.raises(ValueError, match="link must be one of 'block', 'full'"):
+    with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy'"):
         sgl.link(bad)
 
 
@@ -231,10 +256,9 @@ def test_a_server_without_the_plugin_is_a_clear_error():
         send(Server(404), "http://host/generate", json={"text": MarkedText("doc", ((0, 3),))})
 
 
-def test_only_the_first_chunk_touches_sglang():
-    from sglang.lang.backend import runtime_endpoint
-
+def test_only_the_first_chunk_hooks_the_client():
     sgl.chunk("doc")
     hooked = runtime_endpoint.http_request
+    assert hooked.__wrapped__.__module__ == "sglang.utils"
     sgl.chunk("doc")
-    assert runtime_endpoint.http_request is hooked and hooked.__wrapped__.__name__ == "http_request"
+    assert runtime_endpoint.http_request is hooked

@@ -1,10 +1,14 @@
 """Segments: what is accepted, what is refused and why, and the layout that travels with a request."""
 
 import hashlib
+import json
+import struct
+from array import array
 
 import pytest
 
-from sglang_lazy.core.segments import PromptLayout, Segment, chunk_id, parse_segment, parse_segments
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.segments import LAYOUT_VERSION, PromptLayout, Segment, parse_segment, parse_segments
 
 
 def test_accepted_forms():
@@ -24,7 +28,7 @@ def test_accepted_forms():
         ({"type": ["chunk"], "text": "x"}, "unknown segment type"),
         (3, "expected a string, a chunk or an object"),
         (None, "expected a string, a chunk or an object"),
-        ({"type": "chunk", "text": "x", "salt": "y"}, "unknown key 'salt' in a chunk segment"),
+        ({"type": "chunk", "text": "x", "cache_salt": "y"}, "unknown key 'cache_salt' in a chunk segment"),
         ({"type": "chunk", "text": ""}, "the text of a chunk segment is empty"),
         ({"type": "text", "text": ""}, "the text of a text segment is empty"),
         ("", "the text of a text segment is empty"),
@@ -54,27 +58,57 @@ def test_no_segments(values, reason):
         parse_segments(values)
 
 
-def test_chunk_id_is_the_hash_of_the_tokens():
-    ids = [1, 2, 70000]
-    tokens = b"".join(token.to_bytes(8, "little") for token in ids)
-    assert chunk_id(ids) == hashlib.sha256(tokens).hexdigest()[:16]
-    assert chunk_id(tuple(ids)) == chunk_id(ids) != chunk_id(ids[::-1])
+@pytest.mark.parametrize("ids", [[1, 2, 70000], [0], [2**31 - 1], []])
+def test_a_chunk_is_named_by_the_hash_of_its_tokens(ids):
+    expected = hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids))
+    for form in (ids, tuple(ids), array("q", ids)):
+        assert tokens_digest(form) == expected.digest()
+    assert chunk_id(tokens_digest(ids)) == expected.hexdigest()[:16]
+    assert len(ids) < 2 or tokens_digest(ids[::-1]) != expected.digest()
 
 
-@pytest.mark.parametrize("chunks, link", [(((0, 3), (3, 5)), "block"), ((), "full")])
+@pytest.mark.parametrize("bad", [-1, 2**31, 2**40])
+def test_a_token_id_of_more_than_31_bits_has_no_digest(bad):
+    with pytest.raises(ValueError, match=f"token id {bad} is outside"):
+        tokens_digest([5, bad, 6])
+
+
+@pytest.mark.parametrize("chunks", [((0, 3), (3, 5)), ()])
+@pytest.mark.parametrize("link", ["block", "full", "a policy to come"])
 def test_layout_survives_packing(chunks, link):
-    layout = PromptLayout(chunks, salt="tenant é")
-    assert PromptLayout.unpack(layout.pack(), 5) == layout and layout.link == link
+    layout = PromptLayout(chunks, cache_salt="tenant é", link=link)
+    assert PromptLayout.unpack(layout.pack(), 5) == layout
 
 
-@pytest.mark.parametrize(
-    "packed",
-    ["", "[]", "{}", '{"chunks":[[0,2]]}', '{"chunks":[[0,9]],"salt":null}', '{"chunks":[[2,2]],"salt":null}',
-     '{"chunks":[[2,4],[3,5]],"salt":null}', '{"chunks":[[-1,2]],"salt":null}', '{"chunks":[[0,2]],"salt":3}'],
-)  # fmt: skip
-def test_layout_that_does_not_fit_is_refused(packed):
+def packed(**changes):
+    return json.dumps({"v": 1, "chunks": [[0, 2]], "cache_salt": None, "link": "block", **changes})
+
+
+def test_the_wire_format():
+    assert LAYOUT_VERSION == 1
+    assert PromptLayout.unpack(packed(), 5) == PromptLayout(((0, 2),))
+    assert json.loads(PromptLayout(((0, 2),), "a", "copy").pack()) == {
+        "v": 1, "chunks": [[0, 2]], "cache_salt": "a", "link": "copy"
+    }  # fmt: skip
+
+
+BAD_LAYOUTS = [
+    "", "[]", "{}", 3, packed(chunks=[[0, 9]]), packed(chunks=[[2, 2]]), packed(chunks=[[2, 4], [3, 5]]),
+    packed(chunks=[[-1, 2]]), packed(chunks=[3]), packed(cache_salt=3), packed(link=None),
+    '{"v":1,"chunks":[[0,2]],"cache_salt":null}', '{"chunks":[[0,2]],"cache_salt":null,"link":"block"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD_LAYOUTS)
+def test_a_layout_that_does_not_fit_is_refused(bad):
     with pytest.raises(ValueError):
-        PromptLayout.unpack(packed, 5)
+        PromptLayout.unpack(bad, 5)
+
+
+@pytest.mark.parametrize("version", [0, 2, "1", None])
+def test_a_layout_of_another_version_is_refused_whatever_else_it_holds(version):
+    with pytest.raises(ValueError, match=f"layout of version {version!r}, but this is version 1"):
+        PromptLayout.unpack(json.dumps({"v": version, "spans": []}), 5)
 
 
 def test_chunks_of_a_program_are_segments():

@@ -8,7 +8,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from test_serving_tokenization import byte_level, metaspace
 
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.serving.chat import ChatRequest, convert_request
+from sglang_lazy.port.chat import ChatRequest, convert_request
 
 TEMPLATES = {
     "joined": lambda parts: " ".join(parts),
@@ -44,7 +44,9 @@ class Serving:
         input_ids = tokenizer.encode(f"U: {Serving.rendered} A:")
         if self.prefix is not None:
             input_ids = input_ids + tokenizer.encode(self.prefix)
-        return GenerateReqInput(input_ids=input_ids, sampling_params={"custom_params": {"mine": 1}}), request
+        extra_key = (request.cache_salt or "") + (request.extra_key or "")
+        params = {"custom_params": {"mine": 1}}
+        return GenerateReqInput(input_ids=input_ids, sampling_params=params, extra_key=extra_key or None), request
 
 
 def convert(serving, request):
@@ -65,10 +67,15 @@ def tokenizer(request):
 def test_chunks_keep_their_boundaries_and_tokens(tokenizer, template):
     serving = Serving(tokenizer, TEMPLATES[template])
     request = chat(
-        part("text", "See"), part("chunk", " the hills\n"), part("chunk", "the sea"), part("text", "Who?"), salt="s"
+        part("text", "See"),
+        part("chunk", " the hills\n"),
+        part("chunk", "the sea"),
+        part("text", "Who?"),
+        cache_salt="s",
+        link="copy",
     )
     input_ids, layout = convert(serving, request)
-    assert layout.salt == "s"
+    assert layout.cache_salt == "s" and layout.link == "copy"
     chunks = [tokenizer.decode(input_ids[start:end]) for start, end in layout.chunks]
     expected = [" the hills\n", "the sea"] * (2 if template == "twice" else 1)
     assert [chunk.strip(" ") for chunk in chunks] == [chunk.strip(" ") for chunk in expected]
@@ -126,5 +133,25 @@ def test_what_chunk_parts_do_not_go_with(tokenizer):
         convert(Serving(tokenizer, is_multimodal=True), chat(part("chunk", "x")))
     with pytest.raises(ValueError, match="input_ids"):
         convert(Serving(tokenizer), chat(part("chunk", "x"), input_ids=[1]))
-    with pytest.raises(ValueError, match="salt"):
-        convert(Serving(tokenizer), chat(part("chunk", "the sea"), salt=""))
+    with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
+        convert(Serving(tokenizer), chat(part("chunk", "the sea"), cache_salt=""))
+    with pytest.raises(ValueError, match="link must be one of"):
+        convert(Serving(tokenizer), chat(part("chunk", "the sea"), link="half"))
+    with pytest.raises(ValueError, match="link needs a prompt with chunk parts"):
+        convert(Serving(tokenizer), chat(part("text", "the sea"), link="full"))
+
+
+def test_what_would_be_dropped_silently_is_refused(tokenizer):
+    with pytest.raises(ValueError, match='content parts .*"chunk"'):
+        convert(Serving(tokenizer), chat(part("text", "Who?"), segments=[part("chunk", "the sea")]))
+    with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
+        convert(Serving(tokenizer), chat(part("chunk", "the sea"), salt="s"))
+    plain, _ = convert_request(Serving.convert, Serving(tokenizer), chat(part("text", "Who?"), salt="s"), None)
+    assert plain.extra_key is None, "as on stock SGLang"
+
+
+def test_the_cache_salt_is_not_taken_twice(tokenizer):
+    """SGLang's conversion puts it into extra_key; over chunks it travels in the layout, which does that later."""
+    request = chat(part("chunk", "the sea"), cache_salt="s", extra_key="e")
+    adapted, _ = convert_request(Serving.convert, Serving(tokenizer), request, None)
+    assert adapted.extra_key == "e"

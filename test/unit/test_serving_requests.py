@@ -7,7 +7,9 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.serving.requests import layout_of, prepare_request, to_generate_args, with_layout
+from sglang_lazy.port.sampling import check_sampling_params
+from sglang_lazy.port.tokenizer_manager import prepare_request
+from sglang_lazy.serving.requests import layout_of, refuse_salt, refuse_without_segments, to_generate_args, with_layout
 
 
 @pytest.fixture(autouse=True)
@@ -51,14 +53,15 @@ def test_batch_of_prompts_with_and_without_chunks():
     assert layout_in(args["sampling_params"][1], 1) == PromptLayout(((0, 1),), "b")
 
 
-def test_link_full_makes_an_ordinary_prompt_of_the_same_tokens():
+def test_every_link_has_the_same_tokens():
     block, full, plain = to_generate_args(
         manager(),
         [[text(1), chunk(2), text(3)]] * 2 + [[text(1)]],
         sampling_params={"n": 1},
         link=["block", "full", "full"],
     )["sampling_params"]
-    assert layout_in(block, 3) == PromptLayout(((1, 2),)) and layout_in(full, 3) == PromptLayout(())
+    chunks = ((1, 2),)
+    assert layout_in(block, 3) == PromptLayout(chunks) and layout_in(full, 3) == PromptLayout(chunks, link="full")
     assert plain == {"n": 1}, "without chunks there is nothing to say"
 
 
@@ -82,7 +85,7 @@ def test_the_servers_default_custom_params_still_apply():
 
 
 @pytest.mark.parametrize(
-    "segments, salt, params, reason",
+    "segments, cache_salt, params, reason",
     [
         ([{"type": "text", "text": "x"}], None, None, r"segments\[0\]: this server has no tokenizer"),
         ([text(1), chunk(100)], None, None, r"segments\[1\]: token id 100"),
@@ -90,26 +93,25 @@ def test_the_servers_default_custom_params_still_apply():
         ([[text(1)], []], None, None, "prompt 1 of the batch: segments is empty"),
         ([[text(1)], text(1)], None, None, "prompt 1 of the batch: segments must be a list"),
         ([chunk(1)] * 4, None, None, "4 chunks, at most 3"),
-        ([chunk(1)], "", None, "salt must be a non-empty string"),
-        ([chunk(1)], 7, None, "salt must be a non-empty string"),
-        ([[chunk(1)]], ["a", "b"], None, "salt has 2 entries for a batch of 1"),
-        ([[chunk(1)]], None, [{}, {}], "sampling_params has 2 entries for a batch of 1"),
+        ([chunk(1)], "", None, "cache_salt must be a non-empty string"),
+        ([chunk(1)], 7, None, "cache_salt must be a non-empty string"),
+        ([[chunk(1)]], ["a", "b"], None, "cache_salt has 2 values for a batch of 1"),
+        ([[chunk(1)]], None, [{}, {}], "sampling_params has 2 values for a batch of 1"),
         ([chunk(1)], None, [{}], "sampling_params must be an object"),
         ([chunk(1)], None, {"custom_params": 3}, "custom_params must be an object"),
     ],
 )
-def test_bad_input(segments, salt, params, reason):
+def test_bad_input(segments, cache_salt, params, reason):
     with pytest.raises(ValueError, match=reason):
-        to_generate_args(manager(), segments, salt, params)
+        to_generate_args(manager(), segments, cache_salt, params)
 
 
 @pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
 def test_bad_link(link):
-    with pytest.raises(
-        ValueError, match="link must be one of 'block', 'full', got|link has 1 entries for a batch of 2"
-    ):
+    known = "link must be one of 'block', 'full', 'copy', got"
+    with pytest.raises(ValueError, match=f"{known}|link has 1 values for a batch of 2"):
         to_generate_args(manager(), [[chunk(1)]] * 2, link=link)
-    with pytest.raises(ValueError, match="link must be one of 'block', 'full', got"):
+    with pytest.raises(ValueError, match=known):
         to_generate_args(manager(), [chunk(1)], link=link)
 
 
@@ -154,19 +156,34 @@ def test_prompt_logprobs_start_after_the_last_chunk(start, fits):
             check(obj)
 
 
-def test_link_full_goes_with_everything_and_keeps_its_salt():
-    full = {"custom_params": {LAYOUT_PARAM: PromptLayout((), "tenant").pack()}}
-    keys = []
-    for extra_key in (None, "a", "a"):
-        obj = request(
-            sampling_params=full, lora_path="a", return_logprob=True, logprob_start_len=0, extra_key=extra_key
-        )
-        check(obj)
-        keys.append(obj.extra_key)
-    assert keys[0] != keys[1] == keys[2] and all(isinstance(key, str) and "tenant" in key for key in keys)
-    unsalted = request(sampling_params={"custom_params": {LAYOUT_PARAM: PromptLayout(()).pack()}}, extra_key="a")
+def with_link(link, cache_salt=None, chunks=((2, 5), (6, 8))):
+    return {"custom_params": {LAYOUT_PARAM: PromptLayout(chunks, cache_salt, link).pack()}}
+
+
+def test_link_full_goes_with_everything():
+    check(request(sampling_params=with_link("full"), lora_path="a", return_logprob=True, logprob_start_len=0))
+    for link in ("block", "copy"):
+        with pytest.raises(ValueError, match="lora_path"):
+            check(request(sampling_params=with_link(link), lora_path="a"))
+
+
+@pytest.mark.parametrize("link", ["block", "full", "copy"])
+@pytest.mark.parametrize("extra_key, joined", [(None, "tenant"), ("a", "tenanta")])
+def test_the_cache_salt_joins_the_key_that_separates_prompts(link, extra_key, joined):
+    """As SGLang's OpenAI surfaces join them, so that the same salt is the same namespace on every surface."""
+    salted = request(sampling_params=with_link(link, "tenant"), extra_key=extra_key)
+    check(salted)
+    assert salted.extra_key == joined
+    unsalted = request(sampling_params=with_link(link), extra_key=extra_key)
     check(unsalted)
-    assert unsalted.extra_key == "a"
+    assert unsalted.extra_key == extra_key
+
+
+def test_segments_without_chunks_keep_their_cache_salt():
+    args = to_generate_args(manager(), [text(1), text(2)], "tenant")
+    obj = GenerateReqInput(**args)
+    check(obj)
+    assert obj.extra_key == "tenant" and layout_of(obj).chunks == ()
 
 
 def test_a_forged_layout_is_checked():
@@ -175,6 +192,10 @@ def test_a_forged_layout_is_checked():
         check(request(sampling_params=params))
     with pytest.raises(ValueError, match="must come with the input_ids"):
         prepare_request(manager(), GenerateReqInput(text="x", sampling_params=params), [1] * 11)
+    with pytest.raises(ValueError, match="link must be one of .*'half'"):
+        check(request(sampling_params=with_link("half")))
+    with pytest.raises(ValueError, match="without chunks must have link full"):
+        check(request(sampling_params=with_link("block", chunks=())))
     many = {"custom_params": {LAYOUT_PARAM: PromptLayout(tuple((i, i + 1) for i in range(4))).pack()}}
     with pytest.raises(ValueError, match="4 chunks, at most 3"):
         check(request(sampling_params=many))
@@ -186,3 +207,51 @@ def test_a_prompt_with_chunks_is_not_truncated():
     check(request(), server)
     with pytest.raises(ValueError, match="is not truncated"):
         check(request(input_ids=list(range(40))), server)
+
+
+def test_fields_for_segments_need_segments():
+    refuse_without_segments(None, None)
+    with pytest.raises(ValueError, match="cache_salt needs a prompt given as segments"):
+        refuse_without_segments("a", None)
+    with pytest.raises(ValueError, match="link needs a prompt given as segments"):
+        refuse_without_segments(None, "full")
+
+
+def test_salt_is_not_dropped_silently():
+    refuse_salt({"cache_salt": "a"})
+    with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
+        refuse_salt({"salt": "a"})
+
+
+# sampling parameters
+
+
+def test_what_sglang_takes_passes():
+    params = {"temperature": 0, "max_new_tokens": 16.0, "ignore_eos": 1, "stop": ["a"], "stop_token_ids": [1, None]}
+    check_sampling_params({**params, "top_p": None, "custom_params": {"mine": {"deep": [[1]]}}, "json_schema": "{}"})
+    check_sampling_params([params, None])
+    check_sampling_params(None)
+
+
+@pytest.mark.parametrize(
+    "name, value, reason",
+    [
+        ("temperature", "0", "temperature: Expected `float`, got `str`"),
+        ("top_p", [1], "top_p: Expected `float`, got `array`"),
+        ("max_new_tokens", "16", "max_new_tokens: Expected `int"),
+        ("max_new_tokens", 1.5, "max_new_tokens: Expected `int"),
+        ("n", "2", "n: Expected `int`, got `str`"),
+        ("stop", 5, "stop: Expected `str"),
+        ("stop_token_ids", ["x"], "stop_token_ids: Expected `int"),
+        ("ignore_eos", "yes", "ignore_eos: Expected `bool`, got `str`"),
+        ("json_schema", {"type": "object"}, "json_schema: Expected `str"),
+        ("custom_params", 3, "custom_params: Expected `object"),
+        ("temprature", 0, "unknown parameter 'temprature'"),
+    ],
+)
+def test_mistyped_sampling_parameters_are_named(name, value, reason):
+    for params in ({name: value}, [{}, {name: value}]):
+        with pytest.raises(ValueError, match=f"sampling_params: {reason}"):
+            check_sampling_params(params)
+    with pytest.raises(ValueError, match="sampling_params must be an object, got str"):
+        check_sampling_params("x")

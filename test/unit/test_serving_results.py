@@ -8,15 +8,11 @@ import pytest
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
 
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, chunk_id
-from sglang_lazy.serving.results import (
-    CachedTokens,
-    cached_tokens_details,
-    chunk_report,
-    extend_protocol,
-    report_chunks,
-    usage_details,
-)
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.port.protocol import cached_tokens_details, extend_protocol, usage_details
+from sglang_lazy.port.tokenizer_manager import report_chunks
+from sglang_lazy.serving.results import CachedTokens, chunk_report
 
 LAYOUT = PromptLayout(((1, 3), (4, 8)))
 IDS = list(range(20, 30))
@@ -48,8 +44,8 @@ def collect(obj, *outputs, manager=MANAGER):
 
 def test_report():
     assert chunk_report(LAYOUT, IDS, hits=0b10) == [
-        {"id": chunk_id([21, 22]), "tokens": 2, "offset": 1, "hit": False},
-        {"id": chunk_id([24, 25, 26, 27]), "tokens": 4, "offset": 4, "hit": True},
+        {"id": chunk_id(tokens_digest([21, 22])), "tokens": 2, "offset": 1, "hit": False},
+        {"id": chunk_id(tokens_digest([24, 25, 26, 27])), "tokens": 4, "offset": 4, "hit": True},
     ]
 
 
@@ -72,12 +68,23 @@ def test_without_details_nothing_is_a_hit():
     assert last["cached_tokens_details"] is None
 
 
-def test_link_is_said_of_prompts_that_came_with_chunks():
-    full = request(sampling_params={"custom_params": {LAYOUT_PARAM: PromptLayout(()).pack()}})
-    first, last = collect(full, output(), output({"type": "stop"}, cached_tokens=3))
+def with_link(link, chunks=LAYOUT.chunks):
+    layout = PromptLayout(chunks, "salt", link)
+    return request(sampling_params={"custom_params": {LAYOUT_PARAM: layout.pack()}})
+
+
+def test_the_link_of_prompts_with_chunks_is_reported():
+    first, last = collect(with_link("full"), output(), output({"type": "stop"}, cached_tokens=3))
     assert "link" not in first and last["link"] == "full"
     assert "chunks" not in last and last["cached_tokens_details"] is None and type(last["cached_tokens"]) is int
-    assert collect(request(), output({"type": "stop"}))[0]["link"] == "block"
+    for link in ("block", "copy"):
+        (last,) = collect(with_link(link), output({"type": "stop"}))
+        assert last["link"] == link and len(last["chunks"]) == 2
+
+
+def test_a_prompt_without_chunks_has_no_link():
+    (last,) = collect(with_link("full", chunks=()), output({"type": "stop"}, cached_tokens=3))
+    assert "link" not in last and "chunks" not in last
 
 
 def test_ordinary_requests_are_untouched():

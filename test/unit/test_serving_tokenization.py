@@ -74,7 +74,7 @@ def tokenizer(request):
 def test_one_text_segment_is_what_stock_makes_of_it(tokenizer):
     prompt = SegmentTokenizer(tokenizer).encode([text("The river rises.")])
     assert prompt.input_ids == tokenizer.encode("The river rises.")
-    assert prompt.chunks == () and prompt.layout("block", "salt") is None
+    assert prompt.chunks == () and prompt.layout("block", None) is None
 
 
 def test_a_chunk_has_the_same_tokens_wherever_it_stands(tokenizer):
@@ -151,7 +151,7 @@ def test_a_chunk_without_tokens_is_refused():
 
 
 def test_slow_tokenizers_are_asked_behind_a_sentinel():
-    """A tokenizer that cannot be told to leave its space out."""
+    """A slow tokenizer always adds its space."""
 
     class Slow:
         is_fast = False

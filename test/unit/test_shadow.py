@@ -9,11 +9,13 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.port.shadow import abort_with_all, attach_shadow, give_way, make_idle
+from sglang_lazy.port.tokenizer_manager import report_chunks
 from sglang_lazy.serving import shadow
 from sglang_lazy.serving.requests import layout_of
-from sglang_lazy.serving.shadow import COUNTERS, Shadow, abort_with_all, give_way, make_idle, shadowed
+from sglang_lazy.serving.shadow import COUNTERS
 
-LAYOUT = PromptLayout(((0, 2),), salt="tenant")
+LAYOUT = PromptLayout(((0, 2),), cache_salt="tenant")
 ANSWER = [7, 8, 9]
 
 
@@ -27,17 +29,18 @@ class Manager:
 
     def __init__(self):
         self.rid_to_state = {}
+        self.child_rid_to_logical_rid = {}
         self.is_pause = self.gracefully_exit = False
         self.preferred_sampling_params = None
         self.requests = []
         self.aborted = []
-        self.asked = asyncio.Event()
+        self.arrived = asyncio.Event()
 
     async def generate_request(self, request):
         state = SimpleNamespace(abort_requested=False, result=asyncio.get_running_loop().create_future())
         self.requests.append(request)
         self.rid_to_state[request.rid] = state
-        self.asked.set()
+        self.arrived.set()
         try:
             yield await state.result
         finally:
@@ -49,8 +52,8 @@ class Manager:
         self.reply([], "abort", message.rid)
 
     async def next_request(self):
-        await asyncio.wait_for(self.asked.wait(), 5)
-        self.asked.clear()
+        await asyncio.wait_for(self.arrived.wait(), 5)
+        self.arrived.clear()
         return self.requests[-1]
 
     def reply(self, output_ids, kind="stop", rid=None):
@@ -75,8 +78,7 @@ def run(scenario, rate=1.0):
     async def play():
         manager, counts = Manager(), Counter()
         counters = {name: SimpleNamespace(inc=lambda name=name: counts.update([name])) for name in COUNTERS}
-        subject = Shadow(manager, rate, counters)
-        setattr(manager, shadow._ATTR, subject)
+        subject = attach_shadow(manager, rate, counters)
         await scenario(manager, subject)
         if subject.under_way:
             await asyncio.wait_for(subject._task, 5)
@@ -97,7 +99,8 @@ def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
     async def scenario(manager, subject):
         subject.offer(user_request(stop=["."]), LAYOUT, ANSWER)
         request = await manager.next_request()
-        assert layout_of(request) == PromptLayout((), "tenant") and request.input_ids == [1, 2, 3]
+        # The salt is in the user's extra_key by then: a second time would make another namespace of it.
+        assert layout_of(request) == PromptLayout(LAYOUT.chunks, None, "full") and request.input_ids == [1, 2, 3]
         assert request.sampling_params["stop"] == ["."] and request.sampling_params["custom_params"]["mine"] == 1
         assert request.extra_key == "key" and not request.stream and not request.log_metrics
         manager.reply(tokens)
@@ -231,24 +234,25 @@ def test_errors_are_counted_and_logged(caplog):
 
 
 @pytest.mark.parametrize(
-    "layout, kind, output_ids, offered",
+    "link, kind, output_ids, offered",
     [
-        (LAYOUT, "length", [7, 8], True), (LAYOUT, "abort", [7], False), (LAYOUT, "length", [], False),
-        (PromptLayout(()), "stop", [7], False),
+        ("block", "length", [7, 8], True), ("copy", "stop", [7], True), ("block", "abort", [7], False),
+        ("block", "length", [], False), ("full", "stop", [7], False),
     ],
 )  # fmt: skip
-def test_finished_answers_over_chunks_are_offered(layout, kind, output_ids, offered):
-    """The whole answer, where a stream's last output may hold only its end."""
+def test_finished_answers_over_reused_chunks_are_offered(link, kind, output_ids, offered):
+    """The whole answer, though a stream's last output may hold only its end."""
 
-    async def outputs():
-        yield {"output_ids": output_ids[:1], "meta_info": {"finish_reason": None}}
-        yield {"output_ids": output_ids[1:], "meta_info": {"finish_reason": {"type": kind}}}
+    async def wait(manager, obj, request):
+        for ids, finish_reason in ((output_ids[:1], None), (output_ids[1:], {"type": kind})):
+            yield {"output_ids": ids, "meta_info": {"finish_reason": finish_reason}}
 
     async def scenario(manager, subject):
         subject.offer = lambda *arguments: seen.append(arguments)
-        obj = user_request()
-        state = SimpleNamespace(output_ids=output_ids)
-        stream = shadowed(outputs(), manager, obj, layout, state)
+        layout = PromptLayout(LAYOUT.chunks, link=link)
+        obj = user_request(custom_params={LAYOUT_PARAM: layout.pack()})
+        manager.rid_to_state[obj.rid] = SimpleNamespace(output_ids=output_ids)
+        stream = report_chunks(wait, manager, obj)
         await anext(stream)
         assert not seen
         await anext(stream)
@@ -261,12 +265,10 @@ def test_finished_answers_over_chunks_are_offered(layout, kind, output_ids, offe
 # where it is refused
 
 
-@pytest.mark.parametrize(
-    "field, value", [("shadow_rate", 1.5), ("shadow_rate", float("nan")), ("default_link", "half")]
-)
-def test_bad_configuration(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be"):
-        LazyConfig(**{field: value})
+@pytest.mark.parametrize("rate", [1.5, -0.1, float("nan")])
+def test_a_rate_that_is_no_fraction(rate):
+    with pytest.raises(ValueError, match="shadow_rate must be between 0 and 1"):
+        LazyConfig(shadow_rate=rate)
 
 
 def test_where_nobody_would_see_it(monkeypatch):

@@ -8,8 +8,9 @@ import pytest
 
 from sglang_lazy import chunk
 from sglang_lazy.verify import Thresholds, __main__, verify
+from sglang_lazy.verify.cases import Prompt, parse_prompt, read_prompts
 from sglang_lazy.verify.compare import TOP_TOKENS, Comparison, kl_divergence
-from sglang_lazy.verify.prompts import INSTRUCTION, Prompt, parse_prompt, read_prompts, retrieval_segments
+from sglang_lazy.verify.prompts import INSTRUCTION, retrieval_segments
 from sglang_lazy.verify.report import summarize
 from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
@@ -67,7 +68,7 @@ BAD_PROMPTS = [
     ({**RETRIEVAL, "history": said(("agent", "Hi."), ("user", "When?"))}, "alternate user and agent, got agent, user"),
     ({**RETRIEVAL, "history": said(("user", "When?"), ("agent", None))}, "the text of a message in history must be a"),
     ({"segments": [CHUNK, {"type": "image", "text": "x"}]}, "segments[1]: unknown segment type 'image'"),
-    ({"segments": [TEXT]}, "there is no chunk in it"),
+    ({"segments": [TEXT]}, "it has no chunk"),
     ({"segments": [TEXT, CHUNK]}, "it ends with a chunk"),
     ({"segments": [CHUNK, TEXT], "answers": "x"}, "answers must be a list of strings"),
     ({"segments": [CHUNK, TEXT], "answers": [1]}, "answers must be a list of strings"),

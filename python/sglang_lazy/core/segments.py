@@ -3,12 +3,12 @@
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
-
-from sglang_lazy.core.config import RequestLink
+from typing import Any
 
 LAYOUT_PARAM = "sglang_lazy"
 """Key in `SamplingParams.custom_params` under which a request's packed layout travels to the scheduler."""
+
+LAYOUT_VERSION = 1
 
 _KINDS = ("text", "chunk")
 _KEYS = frozenset(("type", "text", "input_ids"))
@@ -30,8 +30,8 @@ class Segment:
 def parse_segment(value: Any, vocab_size: int | None = None) -> Segment:
     """The segment in `value`: a string (text), `sglang_lazy.chunk(…)`, or a dict as in a JSON request.
 
-    Raises ValueError on anything else: an unknown type or key, empty or non-string text, both or neither of text and
-    input_ids, token ids that are no integers or lie outside the vocabulary.
+    Raises ValueError for anything else: an unknown type or key, empty or non-string text, both or neither of text and
+    input_ids, token ids that are not integers or lie outside the vocabulary.
     """
     if isinstance(value, str):
         value = {"type": "text", "text": value}
@@ -73,7 +73,7 @@ def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
 
 
 def parse_segments(values: Any, vocab_size: int | None = None) -> list[Segment]:
-    """The segments of one prompt. Raises ValueError, naming the index, as `parse_segment` does, and for no segments."""
+    """The segments of one prompt. Raises ValueError as `parse_segment` does, with the index, and for an empty list."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"segments must be a list, got {type(values).__name__}")
     if not values:
@@ -88,28 +88,19 @@ def parse_segments(values: Any, vocab_size: int | None = None) -> list[Segment]:
 
 
 def check_num_chunks(num_chunks: int, max_chunks: int) -> None:
-    """Raise ValueError if a prompt of `num_chunks` chunks has too many."""
+    """Raise ValueError if `num_chunks` exceeds `max_chunks`."""
     if num_chunks > max_chunks:
         raise ValueError(f"the prompt has {num_chunks} chunks, at most {max_chunks} are allowed (--lazy-max-chunks)")
 
 
-def check_link(link: Any) -> RequestLink:
-    """`link` if it is one of the choices, else ValueError."""
-    if link not in get_args(RequestLink):
-        raise ValueError(f"link must be one of {', '.join(map(repr, get_args(RequestLink)))}, got {link!r:.50}")
-    return link
-
-
-LAYOUT_VERSION = 1
-
-
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """Where the chunks of a prompt lie, and how they are used.
+    """Where the chunks of a prompt lie and how they are to be used.
 
-    chunks: (start, end) positions of each chunk in the concatenated prompt, ordered, disjoint, non-empty.
-    cache_salt: private namespace of this request's KV, or None for the shared one.
-    link: the name of the policy.
+    chunks: (start, end) token positions of each chunk in the concatenated prompt: ordered, disjoint, non-empty. There
+        are none only where `link` is full and the layout carries no more than the cache salt.
+    cache_salt: namespace of the request's KV, or None for the shared one.
+    link: name of the policy.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -123,16 +114,20 @@ class PromptLayout:
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":
-        """The layout in `packed`. Raises ValueError if it does not fit a prompt of `prompt_len` tokens."""
+        """The layout in `packed`; whether its policy exists is not checked.
+
+        Raises ValueError if it is malformed, of another version, or does not fit a prompt of `prompt_len` tokens.
+        """
         try:
             fields = json.loads(packed)
             version = fields["v"]
-            if version != LAYOUT_VERSION:
-                raise ValueError(f"prompt layout of version {version!r}, this server reads version {LAYOUT_VERSION}")
-            chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
-            layout = cls(chunks, fields["cache_salt"], fields["link"])
-        except (TypeError, KeyError, OverflowError, RecursionError, json.JSONDecodeError) as error:
+            if version == LAYOUT_VERSION:
+                chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
+                layout = cls(chunks, fields["cache_salt"], fields["link"])
+        except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
+        if version != LAYOUT_VERSION:
+            raise ValueError(f"prompt layout of version {version!r:.20}, but this is version {LAYOUT_VERSION}")
         if layout.cache_salt is not None and not isinstance(layout.cache_salt, str):
             raise ValueError(f"cache_salt must be a string or null, got {type(layout.cache_salt).__name__}")
         if not isinstance(layout.link, str):

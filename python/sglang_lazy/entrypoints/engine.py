@@ -1,92 +1,70 @@
 """Offline engine: SGLang's `Engine` with prompts made of segments."""
 
-import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from sglang.srt.entrypoints import engine
+from sglang.srt.plugins import load_plugins
 
-from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.config import pop_keywords
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
-from sglang_lazy.serving.requests import refuse_without_chunks, to_generate_args
-
-
-def pop_config(kwargs: dict[str, Any]) -> LazyConfig:
-    """Take the `lazy_…` keywords, one for each field of `LazyConfig`, out of `kwargs`. Raises TypeError on others."""
-    names = {f"lazy_{field.name}": field.name for field in dataclasses.fields(LazyConfig)}
-    given = [name for name in kwargs if name.startswith("lazy_")]
-    for name in given:
-        if name not in names:
-            raise TypeError(f"unexpected keyword {name!r}, expected one of {', '.join(names)}")
-    return LazyConfig(**{names[name]: kwargs.pop(name) for name in given})
+from sglang_lazy.port.sampling import check_sampling_params
+from sglang_lazy.port.start import check_start
+from sglang_lazy.serving.requests import refuse_without_segments, to_generate_args
 
 
 class Engine(engine.Engine):
     """`sgl.Engine` whose prompts may be segments: strings and `chunk(…)`s.
 
-    Takes the arguments of `sgl.Engine`, and `lazy_…` keywords for the fields of `LazyConfig`. From its creation on,
-    engines and servers that this process starts reuse chunks.
+    Takes the arguments of `sgl.Engine`, and `lazy_…` keywords for the fields of `LazyConfig`. Creating one activates
+    chunk reuse for all engines and servers that this process starts from then on.
     """
 
     def __init__(self, **kwargs: Any):
-        config = pop_config(kwargs)
+        config = pop_keywords(kwargs)
+        get_policy(config.default_link)
         if config.shadow_rate:
             raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
         plugin.activate(config)
+        load_plugins()
         server_args = kwargs.get("server_args")
-        if server_args is not None and server_args.radix_cache_backend is None:  # made before the plugin was there
+        if server_args is None:
+            server_args = self.server_args_class(**{"log_level": "error", **kwargs})
+        elif server_args.radix_cache_backend is None:  # made before the plugin was active
             server_args.override("sglang_lazy", radix_cache_backend=plugin.CACHE_BACKEND)
-        super().__init__(**kwargs)
+        check_start(config, server_args)
+        super().__init__(server_args=server_args)
 
     def generate(
-        self,
-        prompt: Any = None,
-        sampling_params: Any = None,
-        *args: Any,
-        segments: Any = None,
-        salt: Any = None,
-        link: Any = None,
-        **kwargs: Any,
+        self, *args: Any, segments: Any = None, cache_salt: Any = None, link: Any = None, **kwargs: Any
     ) -> dict | list[dict] | Iterator[dict]:
-        """`sgl.Engine.generate` with `segments` (one prompt, or a list of prompts) in place of `prompt`.
+        """`sgl.Engine.generate`, which takes the other arguments, with `segments` in place of `prompt`.
 
-        salt: private namespace of the chunks. link: "block" to reuse chunks, "full" to answer the same tokens as one
-        ordinary prompt, None for the default of the engine. Each is one for all prompts or one for each. Raises
-        ValueError on bad input.
+        segments: one prompt, or a list of prompts. cache_salt: namespace of the KV; requests with another one, or with
+        none, do not reuse it. link: policy of the chunks ("block", "full" or "copy"), None for the engine's default.
+        These two are one for all prompts, or a list with one for each. Raises ValueError on bad input.
         """
-        if segments is None:
-            refuse_without_chunks(salt, link, "segments")
-            return super().generate(prompt, sampling_params, *args, **kwargs)
-        request = self._segmented(prompt, sampling_params, args, segments, salt, link, kwargs)
-        return super().generate(**request)
+        args, kwargs = self._arguments(args, kwargs, segments, cache_salt, link)
+        return super().generate(*args, **kwargs)
 
     async def async_generate(
-        self,
-        prompt: Any = None,
-        sampling_params: Any = None,
-        *args: Any,
-        segments: Any = None,
-        salt: Any = None,
-        link: Any = None,
-        **kwargs: Any,
+        self, *args: Any, segments: Any = None, cache_salt: Any = None, link: Any = None, **kwargs: Any
     ) -> dict | list[dict] | AsyncIterator[dict]:
         """`generate` for use in an event loop."""
-        if segments is None:
-            refuse_without_chunks(salt, link, "segments")
-            return await super().async_generate(prompt, sampling_params, *args, **kwargs)
-        request = self._segmented(prompt, sampling_params, args, segments, salt, link, kwargs)
-        return await super().async_generate(**request)
+        args, kwargs = self._arguments(args, kwargs, segments, cache_salt, link)
+        return await super().async_generate(*args, **kwargs)
 
-    def _segmented(
-        self,
-        prompt: Any,
-        sampling_params: Any,
-        args: tuple,
-        segments: Any,
-        salt: Any,
-        link: Any,
-        kwargs: dict[str, Any],
-    ) -> dict[str, Any]:
-        if prompt is not None or args or kwargs.get("input_ids") is not None:
+    def _arguments(
+        self, args: tuple, kwargs: dict[str, Any], segments: Any, cache_salt: Any, link: Any
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Arguments of `sgl.Engine.generate` for the prompt that `segments` stand for."""
+        if segments is None:
+            refuse_without_segments(cache_salt, link)
+            return args, kwargs
+        kwargs = {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
+        if len(args) > 2 or kwargs.pop("prompt", None) is not None or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
-        return {**kwargs, **to_generate_args(self.tokenizer_manager, segments, salt, sampling_params, link)}
+        params = kwargs.pop("sampling_params", None)
+        check_sampling_params(params)
+        return (), {**kwargs, **to_generate_args(self.tokenizer_manager, segments, cache_salt, params, link)}

@@ -4,16 +4,18 @@ from typing import Any
 
 from sglang.lang.backend import runtime_endpoint
 
-from sglang_lazy.entrypoints.engine import pop_config
+from sglang_lazy.core.config import pop_keywords
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 
 
 class Runtime(runtime_endpoint.Runtime):
-    """`sgl.Runtime`: a server in a process of its own. Takes its arguments, and `lazy_…` ones as `Engine` does."""
+    """`sgl.Runtime`: a server in a process of its own. Takes its arguments, and `lazy_…` keywords as `Engine` does."""
 
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, *args: Any, **kwargs: Any):
-        self.pid = None  # read by shutdown(), should this fail before the server is started
-        config = pop_config(kwargs)
+        self.pid = None  # shutdown() reads it, even if this fails before the server is started
+        config = pop_keywords(kwargs)
+        get_policy(config.default_link)
         config.check_metrics(kwargs.get("enable_metrics", False))
         plugin.activate(config)
         super().__init__(log_level, launch_timeout, *args, **kwargs)

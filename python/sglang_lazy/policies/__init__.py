@@ -3,6 +3,8 @@
 To add a policy, derive from `sglang_lazy.core.policy.Policy` in a module of its own and register it here.
 """
 
+from typing import Any
+
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.policies.block import Block
 from sglang_lazy.policies.copy import Copy
@@ -21,12 +23,12 @@ def register(policy: type[Policy]) -> type[Policy]:
     return policy
 
 
-def get_policy(name: str) -> Policy:
-    """The policy of this name. Raises ValueError for an unknown one."""
-    if name not in POLICIES:
+def get_policy(name: Any) -> Policy:
+    """The policy of this name. Raises ValueError for anything else."""
+    if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"link must be one of {', '.join(map(repr, POLICIES))}, got {name!r:.50}")
     return POLICIES[name]
 
 
-for _policy in (Full, Block, Copy):
+for _policy in (Block, Full, Copy):
     register(_policy)

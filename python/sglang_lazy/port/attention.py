@@ -184,12 +184,19 @@ class LinkAttention(AttentionBackend):
         finally:
             self.link_rows.req_to_token.data = kept
 
-    def _copy_windows(self, out: torch.Tensor, forward_batch, windows: Sequence[torch.Tensor]) -> None:
+    def _copy_windows(self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]) -> None:
         """windows: of `windows_of`, on the device."""
         requests, starts, lens, places = windows
         self._copy_slots(out, forward_batch.req_pool_indices[requests], starts, lens, places)
 
-    def _copy_slots(self, out, rows, starts, lens, places) -> None:
+    def _copy_slots(
+        self,
+        out: torch.Tensor,
+        rows: torch.Tensor,
+        starts: torch.Tensor | None,
+        lens: torch.Tensor,
+        places: torch.Tensor,
+    ) -> None:
         """Copy `lens` slots of these rows of `req_to_token`, the first those at `starts` (None: 0), to `places`."""
         req_to_token = self.link_rows.req_to_token
         if req_to_token.is_cuda:

@@ -1,4 +1,4 @@
-"""HTTP: `segments` in `/generate`, chunk parts in `/v1/chat/completions`, and `/lazy_info`."""
+"""HTTP: `segments` in `/generate` and `/v1/completions`, chunk parts in `/v1/chat/completions`, and `/lazy_info`."""
 
 import asyncio
 import dataclasses
@@ -12,11 +12,13 @@ from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.lang.language import INFO_ROUTE
-from sglang_lazy.serving.chat import ChatRequest
-from sglang_lazy.serving.requests import refuse_without_chunks, to_generate_args
-from sglang_lazy.serving.results import REQUEST_SENT, extend_protocol
+from sglang_lazy.core.config import INFO_ROUTE
+from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.port.completions import CompletionsRequest
+from sglang_lazy.port.protocol import extend_protocol
+from sglang_lazy.port.sampling import check_sampling_params
+from sglang_lazy.port.tokenizer_manager import REQUEST_SENT
+from sglang_lazy.serving.requests import refuse_salt, refuse_without_segments, to_generate_args
 
 
 @dataclasses.dataclass
@@ -24,18 +26,23 @@ class GenerateRequest(GenerateReqInput):
     """SGLang's `/generate` body with a prompt, or a batch of prompts, made of segments."""
 
     segments: Any = None
-    salt: Any = None
+    cache_salt: Any = None
     link: Any = None
+
+
+_OURS = tuple(field.name for field in dataclasses.fields(GenerateRequest)[len(dataclasses.fields(GenerateReqInput)) :])
 
 
 async def generate(obj: GenerateRequest, request: Request) -> Response:
     """Handle a generate request."""
     plain = _plain(obj)
     try:
-        if obj.segments is not None:
-            _take_segments(plain, obj)
+        check_sampling_params(obj.sampling_params)
+        if obj.segments is None:
+            refuse_without_segments(obj.cache_salt, obj.link)
         else:
-            refuse_without_chunks(obj.salt, obj.link, "segments")
+            refuse_salt(await request.json())
+            _take_segments(plain, obj)
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
     response = await http_server.generate_request(plain, request)
@@ -43,10 +50,10 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
 
 
 def _plain(obj: GenerateRequest) -> GenerateReqInput:
-    """`obj` as SGLang's own request; a copy field by field would be most of what we cost prompts without chunks."""
+    """`obj` as SGLang's own request. Not copied field by field: that would slow down prompts without chunks."""
     plain = GenerateReqInput.__new__(GenerateReqInput)
     vars(plain).update(vars(obj))
-    for field in ("segments", "salt", "link"):
+    for field in _OURS:
         delattr(plain, field)
     return plain
 
@@ -56,7 +63,8 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
         if getattr(obj, field) is not None:
             raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
     manager = http_server.get_global_state().tokenizer_manager
-    for field, value in to_generate_args(manager, obj.segments, obj.salt, obj.sampling_params, obj.link).items():
+    args = to_generate_args(manager, obj.segments, obj.cache_salt, obj.sampling_params, obj.link)
+    for field, value in args.items():
         setattr(plain, field, value)
 
 
@@ -66,20 +74,26 @@ async def chat(request: ChatRequest, raw_request: Request) -> Any:
     return await fail_before_stream(response) if request.has_chunks else response
 
 
+async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
+    """OpenAI-compatible text completion endpoint."""
+    return await raw_request.app.state.openai_serving_completion.handle_request(request, raw_request)
+
+
 async def lazy_info() -> dict[str, Any]:
-    """What this server was asked for; its presence tells clients that chunks are understood."""
-    return {"config": dataclasses.asdict(LazyConfig.from_env() or LazyConfig())}
+    """The server's configuration. Only servers that understand chunks have this route."""
+    return {"config": dataclasses.asdict(current_config())}
 
 
 async def fail_before_stream(response: Any) -> Any:
-    """`response`, unless it is a stream that fails before its request goes to the scheduler: that is answered with its
-    HTTP status. Those of batches and of several samples are watched up to their first event.
+    """`response`, or an error with its HTTP status for a stream that fails before its request reaches the scheduler.
 
-    The head of a stream is held back no longer, since a client takes half a millisecond to read it.
+    Streams of batches and of several samples are watched up to their first event. The head of any other stream goes out
+    as soon as the request has been sent: a client takes half a millisecond to read it.
     """
     if not isinstance(response, StreamingResponse):
         return response
-    events, sent = response.body_iterator, asyncio.get_running_loop().create_future()
+    events: Any = response.body_iterator
+    sent = asyncio.get_running_loop().create_future()
     REQUEST_SENT.set(sent)
     first = asyncio.ensure_future(anext(events, None))
     try:
@@ -93,13 +107,14 @@ async def fail_before_stream(response: Any) -> Any:
         error = _error_in(first.result())
         if error is not None:
             await events.aclose()
-            status = error.get("code") if isinstance(error.get("code"), int) else HTTPStatus.BAD_REQUEST
+            code = error.get("code")
+            status = code if isinstance(code, int) else HTTPStatus.BAD_REQUEST
             return ORJSONResponse({"error": error}, status_code=status)
     response.body_iterator = _resume(first, events)
     return response
 
 
-def _error_in(event: bytes | str) -> dict[str, Any] | None:
+def _error_in(event: Any) -> dict[str, Any] | None:
     payload = event.decode() if isinstance(event, bytes) else event
     payload = payload.removeprefix("data:").strip()
     if not payload.startswith('{"error"'):
@@ -116,11 +131,13 @@ async def _resume(first: asyncio.Future, events: AsyncIterator) -> AsyncIterator
 
 
 def install_routes(result: Any = None, global_state: Any = None) -> None:
-    """Hook after `http_server.set_global_state`: serve our endpoints in place of the stock ones."""
+    """After `http_server.set_global_state`: serve our endpoints in place of SGLang's."""
     extend_protocol()
     app = http_server.app
-    for path, endpoint in (("/generate", generate), ("/v1/chat/completions", chat), ("/invocations", chat)):
-        _replace_route(app, path, endpoint)
+    _replace_route(app, "/generate", generate)
+    _replace_route(app, "/v1/completions", completions)
+    for path in ("/v1/chat/completions", "/invocations"):
+        _replace_route(app, path, chat)
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     app.openapi_schema = None

@@ -1,11 +1,10 @@
 """Requests with segments: from what a user sent to the token ids and the layout that the scheduler gets."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig, RequestLink
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_link, check_num_chunks, parse_segments
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
+from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
@@ -20,7 +19,7 @@ _REFUSED = {
     "session_params": "sessions",
     "multi_item_delimiter_indices": "multi-item scoring",
 }
-"""Request fields that chunks do not go together with."""
+"""Request fields that cannot be combined with reused chunks."""
 
 
 def segment_tokenizer(tokenizer_manager: Any) -> SegmentTokenizer:
@@ -36,10 +35,12 @@ def tokenize(tokenizer_manager: Any, segments: Sequence[Segment]) -> TokenizedPr
     """The token ids of a prompt. Raises ValueError for text on a server without a tokenizer."""
     if tokenizer_manager.tokenizer is not None:
         return segment_tokenizer(tokenizer_manager).encode(segments)
+    pieces = []
     for index, segment in enumerate(segments):
-        if segment.text is not None:
+        if segment.input_ids is None:
             raise ValueError(f"segments[{index}]: this server has no tokenizer, give input_ids instead of text")
-    return concatenate(segments, [segment.input_ids for segment in segments])
+        pieces.append(segment.input_ids)
+    return concatenate(segments, pieces)
 
 
 def is_batch(segments: Any) -> bool:
@@ -48,70 +49,76 @@ def is_batch(segments: Any) -> bool:
 
 
 def to_generate_args(
-    tokenizer_manager: Any, segments: Any, salt: Any = None, sampling_params: Any = None, link: Any = None
+    tokenizer_manager: Any, segments: Any, cache_salt: Any = None, sampling_params: Any = None, link: Any = None
 ) -> dict[str, Any]:
     """`input_ids` and `sampling_params` of the request that `segments` (one prompt, or a list of prompts) stand for.
 
-    salt, link: one for all prompts or a list with one for each. Raises ValueError, naming the segment, on bad input.
+    cache_salt, link: one for all prompts, or a list with one for each. Raises ValueError, naming the segment, on bad
+    input.
     """
     if not is_batch(segments):
-        input_ids, layout = _prompt(tokenizer_manager, segments, salt, link)
+        input_ids, layout = _prompt(tokenizer_manager, segments, cache_salt, link)
         return {"input_ids": input_ids, "sampling_params": with_layout(sampling_params, layout, tokenizer_manager)}
-    salts = _spread("salt", salt, len(segments))
+    salts = _spread("cache_salt", cache_salt, len(segments))
     links = _spread("link", link, len(segments))
     params = _spread("sampling_params", sampling_params, len(segments))
-    input_ids, merged = [], []
+    prompts, merged = [], []
     for index, values in enumerate(segments):
         try:
-            prompt_ids, layout = _prompt(tokenizer_manager, values, salts[index], links[index])
+            input_ids, layout = _prompt(tokenizer_manager, values, salts[index], links[index])
         except ValueError as error:
             raise ValueError(f"prompt {index} of the batch: {error}") from None
-        input_ids.append(prompt_ids)
+        prompts.append(input_ids)
         merged.append(with_layout(params[index], layout, tokenizer_manager))
-    return {"input_ids": input_ids, "sampling_params": merged}
+    return {"input_ids": prompts, "sampling_params": merged}
 
 
-def _prompt(tokenizer_manager: Any, values: Any, salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
-    salt, link = check_salt(salt), choose_link(link)
+def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
+    cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
     segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
-    if link != "full":
-        check_num_chunks(sum(segment.is_chunk for segment in segments), _config().max_chunks)
+    if get_policy(link).reuses:
+        check_num_chunks(sum(segment.is_chunk for segment in segments), current_config().max_chunks)
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
-    return prompt.input_ids, prompt.layout(link, salt)
+    return prompt.input_ids, prompt.layout(link, cache_salt)
 
 
 def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
     if not isinstance(value, list | tuple):
         return [value] * batch_size
     if len(value) != batch_size:
-        raise ValueError(f"{name} has {len(value)} entries for a batch of {batch_size} prompts")
+        raise ValueError(f"{name} has {len(value)} values for a batch of {batch_size} prompts")
     return list(value)
 
 
-def _config() -> LazyConfig:
-    return LazyConfig.from_env() or LazyConfig()
+def check_cache_salt(cache_salt: Any) -> str | None:
+    """`cache_salt` if it is a non-empty string or None, else ValueError."""
+    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
+        raise ValueError(f"cache_salt must be a non-empty string, got {cache_salt!r:.50}")
+    return cache_salt
 
 
-def check_salt(salt: Any) -> str | None:
-    """`salt` if it is a non-empty string or None, else ValueError."""
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ValueError(f"salt must be a non-empty string, got {salt!r:.50}")
-    return salt
+def choose_link(link: Any) -> str:
+    """`link`, or the server's default if it is None. Raises ValueError if no policy has this name."""
+    return get_policy(current_config().default_link if link is None else link).name
 
 
-def choose_link(link: Any) -> RequestLink:
-    """`link`, or the server's default where it is None. Raises ValueError if it is neither block nor full."""
-    return _config().default_link if link is None else check_link(link)
-
-
-def refuse_without_chunks(salt: Any, link: Any, form: str) -> None:
-    """Raise ValueError if a prompt that is not given in the `form` for chunks comes with what is meant for chunks."""
-    if salt is not None:
-        raise ValueError(f"salt keeps chunks apart and needs a prompt given as {form}")
+def refuse_without_segments(cache_salt: Any, link: Any) -> None:
+    """Raise ValueError if fields that belong to segments come with a prompt in another form."""
+    if cache_salt is not None:
+        raise ValueError("cache_salt needs a prompt given as segments")
     if link is not None:
-        raise ValueError(f"link says how chunks are answered and needs a prompt given as {form}")
+        raise ValueError("link needs a prompt given as segments")
+
+
+def refuse_salt(names: Container[str]) -> None:
+    """Raise ValueError if a request has a field `salt`.
+
+    SGLang drops fields that it does not know, so a prompt that was meant to be private would be cached for everybody.
+    """
+    if "salt" in names:
+        raise ValueError("unknown field 'salt': did you mean 'cache_salt'?")
 
 
 def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_manager: Any) -> dict[str, Any]:
@@ -122,7 +129,7 @@ def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_man
     if layout is None:
         return params
     custom_params = params.get("custom_params")
-    if custom_params is None:  # the server's defaults, which SGLang takes only where the request has none
+    if custom_params is None:  # the server's defaults, which SGLang applies only where the request has none
         custom_params = (tokenizer_manager.preferred_sampling_params or {}).get("custom_params")
     if custom_params is not None and not isinstance(custom_params, Mapping):
         raise ValueError(f"custom_params must be an object, got {type(custom_params).__name__}")
@@ -131,34 +138,24 @@ def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_man
 
 
 def layout_of(obj: Any) -> PromptLayout | None:
-    """The layout that travels with one request out of a batch, None for an ordinary request."""
-    packed = _packed_layout(obj)
+    """The layout that travels with one request of a batch, None for an ordinary request."""
+    packed = packed_layout(obj)
     return None if packed is None else PromptLayout.unpack(packed, len(obj.input_ids))
 
 
-def _packed_layout(obj: Any) -> Any:
+def packed_layout(obj: Any) -> Any:
+    """What stands in the layout's place in a request's sampling parameters, None for an ordinary request."""
     params = getattr(obj, "sampling_params", None)
     custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
     return custom_params.get(LAYOUT_PARAM) if isinstance(custom_params, Mapping) else None
 
 
-def prepare_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> None:
-    """Hook before `TokenizerManager._validate_one_request`, the one place that every request passes.
+def check_request(obj: Any, layout: PromptLayout) -> None:
+    """Raise ValueError if chunks cannot be reused together with the rest of a request.
 
-    Refuses what chunks do not go together with, by a ValueError, answered with a 400. Where link is full, there are no
-    chunks to keep apart: the salt becomes part of the key that SGLang keeps whole prompts apart by.
+    obj: the request's fields, those of `/generate`.
     """
-    packed = _packed_layout(obj)
-    if packed is None:
-        return
-    if obj.input_ids is None:
-        raise ValueError("a prompt layout must come with the input_ids that it describes")
-    layout = PromptLayout.unpack(packed, len(input_ids))
-    if layout.link == "full":
-        if layout.cache_salt is not None:
-            obj.extra_key = json.dumps([obj.extra_key, layout.cache_salt])
-        return
-    check_num_chunks(len(layout.chunks), _config().max_chunks)
+    check_num_chunks(len(layout.chunks), current_config().max_chunks)
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")
@@ -168,10 +165,4 @@ def prepare_request(tokenizer_manager: Any, obj: Any, input_ids: list[int]) -> N
         raise ValueError(
             f"prompt logprobs from position {start} need tokens that are reused from chunks: the last chunk ends at "
             f"position {chunks_end}, so logprob_start_len must be at least {chunks_end}, or -1 for none"
-        )
-    length = len(input_ids) + tokenizer_manager.num_reserved_tokens
-    if tokenizer_manager.allow_auto_truncate and length >= tokenizer_manager.context_len:
-        raise ValueError(
-            f"The input ({length} tokens) is longer than the model's context length "
-            f"({tokenizer_manager.context_len} tokens), and a prompt with chunks is not truncated."
         )

@@ -1,51 +1,63 @@
-"""Shadow mode: some greedy answers over chunks are made again with link full; the metrics say how often both agree.
+"""Shadow mode: repeat some greedy answers over chunks with link full, and count how often both agree.
 
-Users do not wait for a shadow: it starts when no request is under way, is aborted when one arrives, and starts over at
-the next quiet moment; there is one at a time. What remains: a request that arrives while a pass of the shadow is being
-computed waits for the end of that pass, and the shadow's prompt takes space in the cache.
+Users do not wait for a shadow. There is one at a time; it starts when no request is running, is aborted when one
+arrives, and starts over when the server is idle again. Two costs remain: a request that arrives during a forward pass
+of the shadow waits for the end of that pass, and the shadow's prompt takes space in the cache.
 """
 
 import asyncio
 import logging
 import random
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.serving.requests import with_layout
 
 logger = logging.getLogger(__name__)
 
 COUNTERS = {
-    "requests": "Greedy answers over chunks that were also made with link full, and compared.",
+    "requests": "Greedy answers over chunks that were repeated with link full and compared.",
     "identical_answers": "Compared answers in which every token was the same.",
     "first_token_agreements": "Compared answers in which the first token was the same.",
-    "dropped": "Chosen answers not compared: another shadow was under way, or this one had to make an idle server.",
+    "dropped": "Chosen answers not compared: another shadow was running, or this one was cancelled.",
     "failed": "Chosen answers not compared: the shadow ended in an error, which the log shows.",
     "ineligible": "Answers over chunks that are never compared: sampled ones, and several for one prompt.",
 }
-_ATTR = "_sglang_lazy_shadow"
 _QUIET_S = 0.05
-"""How long the server must have been asked nothing; a client's next request often follows its last answer at once."""
+"""How long the server must have been idle: a client often sends its next request right after the last answer."""
 
 
 class Shadow:
-    """Chooses answers, makes them again one after the other, and counts. Lives in the event loop of the HTTP server.
+    """Chooses answers, repeats them one at a time, and counts. Lives in the event loop of the HTTP server.
 
+    manager: SGLang's tokenizer manager.
+    rate: fraction of the eligible answers to compare.
     counters: Prometheus counters by the names in `COUNTERS`.
+    new_request: makes SGLang's request from a user's request, a request id and sampling parameters.
+    abort: aborts the request of that id.
     """
 
-    def __init__(self, manager: Any, rate: float, counters: dict[str, Any]):
+    def __init__(
+        self,
+        manager: Any,
+        rate: float,
+        counters: Mapping[str, Any],
+        new_request: Callable[[Any, str, dict[str, Any]], Any],
+        abort: Callable[[str], None],
+    ):
         self.manager = manager
         self.rate = rate
         self.counters = counters
-        # Drawn, so that no period in the traffic meets one in the choice; seeded, so that a run can be repeated.
+        self.rid: str | None = None
+        """Id of the shadow's request while SGLang has it."""
+        self._new_request = new_request
+        self._abort = abort
+        # Random, so that no period in the traffic can meet one in the choice; seeded, so that runs can be repeated.
         self._random = random.Random(0)
         self._task: asyncio.Task | None = None
-        self._rid: str | None = None  # of the shadow's request, while SGLang has it
         self._interrupted = self._cancelled = False
 
     @property
@@ -53,7 +65,7 @@ class Shadow:
         return self._task is not None and not self._task.done()
 
     def offer(self, obj: Any, layout: PromptLayout, answer: list[int]) -> None:
-        """Take a finished answer over chunks, `answer` to request `obj`, for comparison, or leave it."""
+        """Take a finished answer over chunks, the tokens `answer` to request `obj`, for comparison, or leave it."""
         params = obj.sampling_params
         if params.get("n", 1) > 1 or (params.get("temperature") != 0 and params.get("top_k") != 1):
             self.counters["ineligible"].inc()
@@ -62,31 +74,28 @@ class Shadow:
                 self.counters["dropped"].inc()
             else:
                 self._cancelled = False
-                self._task = asyncio.create_task(self._compare(obj, layout.cache_salt, list(answer)))
+                self._task = asyncio.create_task(self._compare(obj, layout, list(answer)))
 
     def interrupt(self) -> None:
-        """Abort the shadow's request, if there is one; it will be made again."""
-        state = self.manager.rid_to_state.get(self._rid)
-        if state is not None:
-            from sglang.srt.managers.io_struct import AbortReq
-
+        """Abort the shadow's request, if there is one; it will be repeated."""
+        if self.rid is not None and (state := self.manager.rid_to_state.get(self.rid)) is not None:
             self._interrupted = state.abort_requested = True
-            # Not by `abort_request`, which would count it among the users' aborted requests.
-            self.manager._dispatch_to_scheduler(AbortReq(rid=self._rid))
+            self._abort(self.rid)
 
     def cancel(self) -> None:
         """Make no more attempts at the comparison under way."""
         self._cancelled = True
 
     async def stop(self) -> None:
-        """Cancel the comparison under way and wait until SGLang has nothing more of it."""
+        """Cancel the comparison under way and wait until SGLang holds nothing of it."""
         self.cancel()
         self.interrupt()
-        await asyncio.wait([self._task])
+        if self._task is not None:
+            await asyncio.wait([self._task])
 
-    async def _compare(self, obj: Any, salt: str | None, answer: list[int]) -> None:
+    async def _compare(self, obj: Any, layout: PromptLayout, answer: list[int]) -> None:
         try:
-            tokens = await self._answer(obj, salt)
+            tokens = await self._answer(obj, layout)
         except Exception:
             logger.exception("sglang-lazy: a shadow of request %s failed", obj.rid)
             self.counters["failed"].inc()
@@ -100,23 +109,13 @@ class Shadow:
         if tokens[:1] == answer[:1]:
             self.counters["first_token_agreements"].inc()
 
-    async def _answer(self, obj: Any, salt: str | None) -> list[int] | None:
+    async def _answer(self, obj: Any, layout: PromptLayout) -> list[int] | None:
         """The tokens that link full gives; None if this was cancelled."""
-        from sglang.srt.managers.io_struct import GenerateReqInput
-
+        full = PromptLayout(layout.chunks, link="full")  # the cache salt is part of the request's extra_key by now
         while await self._quiet():
             self._interrupted = False
-            self._rid = f"lazy-shadow-{uuid.uuid4().hex}"
-            request = GenerateReqInput(
-                rid=self._rid,
-                input_ids=list(obj.input_ids),
-                sampling_params=with_layout(obj.sampling_params, PromptLayout((), salt, "full"), self.manager),
-                extra_key=obj.extra_key,
-                custom_logit_processor=obj.custom_logit_processor,
-                require_reasoning=obj.require_reasoning,
-                max_thinking_tokens=obj.max_thinking_tokens,
-                log_metrics=False,  # SGLang's metrics of requests are about the users'
-            )
+            self.rid = f"lazy-shadow-{uuid.uuid4().hex}"
+            request = self._new_request(obj, self.rid, with_layout(obj.sampling_params, full, self.manager))
             try:
                 async with aclosing(self.manager.generate_request(request)) as outputs:
                     out = await anext(outputs)
@@ -128,11 +127,11 @@ class Shadow:
                 if not (self._interrupted or self._cancelled):
                     raise
             finally:
-                self._rid = None
+                self.rid = None
         return None
 
     async def _quiet(self) -> bool:
-        """Wait for a moment without requests. False if this was cancelled, or the server is about to end."""
+        """Wait until no request is running. False if this was cancelled or the server is about to end."""
         while not (self._cancelled or self.manager.gracefully_exit):
             await asyncio.sleep(_QUIET_S)
             if not (self.manager.rid_to_state or self.manager.is_pause or self._cancelled):
@@ -140,66 +139,16 @@ class Shadow:
         return False
 
 
-def attach(_result: Any, global_state: Any) -> None:
-    """Hook after `http_server.set_global_state`: start shadow mode if it was asked for."""
-    config, manager = LazyConfig.from_env(), global_state.tokenizer_manager
-    if not config.shadow_rate:
-        return
-    from prometheus_client import Counter  # not before SGLang has set up its directory of metrics
+async def shadowed(
+    outputs: AsyncGenerator[dict, None], shadow: Shadow, obj: Any, layout: PromptLayout, state: Any
+) -> AsyncGenerator[dict, None]:
+    """`outputs` of a request that reuses chunks; its answer is offered to `shadow` before the user gets the last one.
 
-    labels = manager.metrics_collector.labels
-    counters = {
-        name: Counter(f"sglang_lazy:shadow_{name}_total", text, list(labels)).labels(**labels)
-        for name, text in COUNTERS.items()
-    }
-    setattr(manager, _ATTR, Shadow(manager, config.shadow_rate, counters))
-
-
-def shadow_of(manager: Any) -> Shadow | None:
-    """The shadow mode of a tokenizer manager, None where it is off."""
-    return getattr(manager, _ATTR, None)
-
-
-def shadowed(
-    outputs: AsyncIterator[dict], manager: Any, obj: Any, layout: PromptLayout, state: Any
-) -> AsyncIterator[dict]:
-    """`outputs` of a request with chunks, whose answer is offered to the shadow before the user gets the last one.
-
-    state: SGLang's state of the request, in which the answer's tokens collect, streamed or not.
+    state: SGLang's state of the request, which collects the answer's tokens, streamed or not.
     """
-    shadow = shadow_of(manager)
-    return outputs if shadow is None or layout.link == "full" else _offer(outputs, shadow, obj, layout, state)
-
-
-async def _offer(
-    outputs: AsyncIterator[dict], shadow: Shadow, obj: Any, layout: PromptLayout, state: Any
-) -> AsyncIterator[dict]:
     async with aclosing(outputs):
         async for out in outputs:
             finish_reason = out["meta_info"]["finish_reason"]
             if finish_reason is not None and finish_reason["type"] != "abort" and state.output_ids:
                 shadow.offer(obj, layout, state.output_ids)
             yield out
-
-
-def give_way(manager: Any, obj: Any, _input_ids: Any) -> None:
-    """Hook before `TokenizerManager._validate_one_request`: a request arrives, so the shadow ends."""
-    shadow = shadow_of(manager)
-    if shadow is not None and obj.rid != shadow._rid:
-        shadow.interrupt()
-
-
-def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Hook before `TokenizerManager.abort_request`: where all requests are aborted, no shadow comes after them."""
-    shadow = shadow_of(manager)
-    if shadow is not None and abort_all:
-        shadow.cancel()
-
-
-async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around what SGLang refuses on a server that is not idle, or waits for that: operators know of no shadow."""
-    shadow = shadow_of(manager)
-    if shadow is not None and shadow.under_way:
-        await shadow.stop()
-        await manager.get_internal_state()  # answered when the scheduler's last batch is over
-    return await original(manager, *args, **kwargs)

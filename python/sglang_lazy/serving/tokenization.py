@@ -6,7 +6,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from sglang_lazy.core.config import RequestLink
 from sglang_lazy.core.segments import PromptLayout, Segment
 
 _SENTINELS = ("\n", ".", "x")
@@ -19,11 +18,11 @@ class TokenizedPrompt(NamedTuple):
     input_ids: list[int]
     chunks: tuple[tuple[int, int], ...]
 
-    def layout(self, link: RequestLink, salt: str | None) -> PromptLayout | None:
-        """What travels with the request; None for a prompt without chunks."""
-        if not self.chunks:
-            return None
-        return PromptLayout(self.chunks, salt, link)
+    def layout(self, link: str, cache_salt: str | None) -> PromptLayout | None:
+        """What travels with the request; None for an ordinary one. A prompt without chunks keeps its cache salt."""
+        if self.chunks:
+            return PromptLayout(self.chunks, cache_salt, link)
+        return None if cache_salt is None else PromptLayout((), cache_salt, "full")
 
 
 def concatenate(
@@ -43,9 +42,9 @@ def concatenate(
 
 
 class RecentTokens:
-    """The tokens of the texts that were used last, `capacity` characters in all.
+    """The tokens of the texts used last, up to `capacity` characters in all.
 
-    To encode a document takes longer than to find its KV, and its tokens never change.
+    Encoding a document takes longer than finding its KV, and its tokens never change.
     """
 
     def __init__(self, capacity: int):
@@ -72,10 +71,9 @@ class RecentTokens:
 class SegmentTokenizer:
     """Encodes segments with a Hugging Face tokenizer.
 
-    Special tokens that the tokenizer adds (BOS) come once, around the whole prompt, and belong to no chunk; none is
-    added at an end where the prompt is given in token ids. The space that SentencePiece-style tokenizers put before a
-    text comes only before a text segment that opens the prompt, so that decoding the prompt gives the segments' texts
-    one after another.
+    The tokenizer's special tokens (BOS) are added once, around the whole prompt, and belong to no chunk; none is added
+    at an end that is given as token ids. The space that SentencePiece-style tokenizers put before a text is added only
+    before a text segment that opens the prompt, so that decoding the prompt gives the segments' texts in sequence.
     """
 
     def __init__(self, tokenizer: Any):
@@ -109,19 +107,21 @@ class SegmentTokenizer:
 
     def tokens(self, segments: Sequence[Segment]) -> list[Sequence[int]]:
         """The tokens of each segment as it stands inside a prompt."""
-        pieces = [self._known_tokens(segment) for segment in segments]
-        missing = [index for index, piece in enumerate(pieces) if piece is None]
-        encoded = self.encode_later(segments[index].text for index in missing)
-        for index, tokens in zip(missing, encoded, strict=True):
+        pieces: list[Sequence[int]] = [segment.input_ids or () for segment in segments]
+        missing: list[tuple[int, str]] = []
+        for index, segment in enumerate(segments):
+            if segment.text is not None:
+                known = self._recent_chunks.get(segment.text) if segment.is_chunk else None
+                if known is None:
+                    missing.append((index, segment.text))
+                else:
+                    pieces[index] = known
+        encoded = self.encode_later(text for _, text in missing)
+        for (index, text), tokens in zip(missing, encoded, strict=True):
             pieces[index] = tokens
             if segments[index].is_chunk:
-                self._recent_chunks.add(segments[index].text, tokens)
+                self._recent_chunks.add(text, tokens)
         return pieces
-
-    def _known_tokens(self, segment: Segment) -> Sequence[int] | None:
-        if segment.text is None:
-            return segment.input_ids
-        return self._recent_chunks.get(segment.text) if segment.is_chunk else None
 
     def encode_later(self, texts: Iterable[str]) -> list[list[int]]:
         """The tokens of each text as it stands inside a prompt: no special tokens and no space before it."""
@@ -137,7 +137,7 @@ class SegmentTokenizer:
         return [self.tokenizer.encode(text, **self._no_specials) for text in texts]
 
     def _encode_after_sentinel(self, text: str) -> list[int]:
-        """Encode behind a short text that the tokenizer keeps apart from this one, and drop its tokens."""
+        """Encode after a short text that the tokenizer does not merge with this one, and drop that text's tokens."""
         for sentinel in _SENTINELS:
             before = self.tokenizer.encode(sentinel, **self._no_specials)
             tokens = self.tokenizer.encode(sentinel + text, **self._no_specials)
@@ -147,7 +147,7 @@ class SegmentTokenizer:
 
 
 def _without_dummy_prefix(tokenizer: Any) -> Any | None:
-    """A copy of the fast tokenizer's backend that puts no space before a text; None if the original puts none."""
+    """A copy of the fast tokenizer's backend that adds no space before a text; None if the original adds none."""
     backend = tokenizer.backend_tokenizer
     parts = [part for part in (backend.normalizer, backend.pre_tokenizer) if part is not None]
     if not any(_strip_dummy_prefix(json.loads(part.__getstate__())) for part in parts):
@@ -163,9 +163,9 @@ def _without_dummy_prefix(tokenizer: Any) -> Any | None:
 
 
 def _strip_dummy_prefix(part: dict) -> bool:
-    """Remove from a serialized normalizer or pre-tokenizer, in place, what puts a space before a text. True if any.
+    """Remove in place whatever adds a space before a text from a serialized normalizer or pre-tokenizer.
 
-    A `Prepend` that is the whole part is left to the caller.
+    Returns whether there was anything. A `Prepend` that is the whole part is left to the caller.
     """
     found = False
     for steps in (part.get("normalizers"), part.get("pretokenizers")):
@@ -184,6 +184,6 @@ def _strip_dummy_prefix(part: dict) -> bool:
 
 
 def _adds_dummy_prefix(tokenizer: Any, no_specials: dict) -> bool:
-    """Whether a slow tokenizer puts a space before a text."""
+    """Whether a slow tokenizer adds a space before a text."""
     tokens = tokenizer.encode("x", **no_specials)
     return bool(tokens) and str(tokenizer.convert_ids_to_tokens(tokens[:1])[0]).startswith("▁")

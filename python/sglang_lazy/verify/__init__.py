@@ -1,4 +1,4 @@
-"""Is chunk reuse good enough for a model and its prompts? Answers both ways, compares, and judges.
+"""Is chunk reuse good enough for a model and its prompts? Answers with link full and block, compares, and judges.
 
     from sglang_lazy.verify import Thresholds, verify
 
@@ -11,8 +11,8 @@ As a command: `python -m sglang_lazy.verify --help`.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sglang_lazy.verify.cases import parse_prompt
 from sglang_lazy.verify.compare import Generate, compare
-from sglang_lazy.verify.prompts import parse_prompt
 from sglang_lazy.verify.remote import connect
 from sglang_lazy.verify.report import Report, Thresholds, summarize
 
@@ -30,9 +30,9 @@ def verify(
     """Answer every prompt greedily with link full and with link block, and compare.
 
     generate: `Engine.generate` of an engine with chunk reuse, or `connect(url)` for a running server.
-    prompts: as in a line of the command's file: `segments` as in `/generate`, or `docs` (each with `title` and `text`)
-        and `question`; and `answers`, a list of gold answers, where there are any.
-    thresholds: what the verdict is about; without any there is none.
+    prompts: objects like the lines of the command's file: `segments` as in `/generate`, or `docs` (each with `title`
+        and `text`) and `question`; optionally `answers`, a list of gold answers.
+    thresholds: what the verdict judges; without any there is no verdict.
     max_new_tokens, stop: where answers end.
 
     Raises ValueError, naming the prompt, for a prompt that cannot be compared, and for thresholds on exact match or F1

@@ -1,8 +1,8 @@
 """Command: compare answers with and without chunk reuse, on your prompts, and judge.
 
-Either starts the model in this process (--model-path; flags of SGLang's and of ours follow after --) or asks a running
-server (--url). The prompts file has one JSON object per line: segments as in /generate, or docs (title, text) and
-question; and answers, a list of gold answers, if there are any.
+It starts the model (--model-path; flags for SGLang and for us follow after --) or queries a running server (--url). The
+prompts file has one JSON object per line: segments as in /generate, or docs (title, text) and question; optionally
+answers, a list of gold answers.
 
 Exit status: 0 if every threshold holds or none was set, 1 if one does not, 2 if there is no result.
 """
@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_lazy.verify import Report, Thresholds, connect, verify
+from sglang_lazy.verify.cases import read_prompts
 from sglang_lazy.verify.compare import Generate
-from sglang_lazy.verify.prompts import read_prompts
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -30,7 +30,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--model-path", help="model to start")
-    where.add_argument("--url", help="server to ask, one of sglang_lazy.launch_server")
+    where.add_argument("--url", help="running server, one of sglang_lazy.launch_server")
     parser.add_argument("--api-key", help="key of the server at --url")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines file")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="most tokens of an answer (default: 32)")
@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     split = argv.index("--") if "--" in argv else len(argv)
     args, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
     if args.url and flags:
-        parser.error("flags after -- are for an engine that is started here, with --model-path")
+        parser.error("flags after -- are for an engine started with --model-path")
     if args.model_path and args.api_key:
         parser.error("--api-key goes with --url")
     if args.max_new_tokens < 1:
@@ -79,7 +79,7 @@ def started(model_path: str, flags: Sequence[str]) -> Iterator[Generate]:
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
-    """The report that `args` ask for. Raises ValueError where there can be none."""
+    """The report for the command's flags. Raises ValueError if there can be none."""
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Thresholds)})
     prompts = list(read_prompts(args.prompts))
     thresholds.check(has_answers=any(prompt.get("answers") for prompt in prompts))  # before a model is started
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print the report, write it if asked to, and exit with the verdict."""
+    """Print the report, write it to --out, and exit with the verdict."""
     args, flags = parse_args(sys.argv[1:] if argv is None else argv)
     try:
         report = run(args, flags)

@@ -1,4 +1,4 @@
-"""Both ways of answering, prompt by prompt: the greedy answers, and how far the next-token distributions are apart."""
+"""Compares link full and link block, prompt by prompt: greedy answers, and divergence of next-token distributions."""
 
 import dataclasses
 import math
@@ -7,24 +7,24 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sglang_lazy.verify.prompts import Prompt
+from sglang_lazy.verify.cases import Prompt
 
 Generate = Callable[..., Any]
-"""`Engine.generate`, or what `connect` returns: takes the fields of `/generate`, gives one result for each prompt."""
+"""`Engine.generate`, or what `connect` returns: takes the fields of `/generate`, returns one result for each prompt."""
 
 TOP_TOKENS = 32
-"""Most likely tokens under full attention whose probabilities are compared; the others count together."""
+"""How many of the likeliest tokens under full attention are compared one by one; all others count as one outcome."""
 
 _BATCH = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One prompt's greedy answers, by full attention and by chunks.
+    """One prompt's greedy answers with link full and with link block.
 
     full, block: token ids.
     kl: for each position of the full answer, KL(full || block) of the next token, in nats; see `kl_divergence`.
-    mass: the probability under full attention, at the first position, of the tokens whose probabilities are compared.
+    mass: the probability under link full, at the first position, of the tokens that are compared one by one.
     """
 
     prompt: Prompt
@@ -37,7 +37,7 @@ class Comparison:
 
     @property
     def common(self) -> float:
-        """The part of the longer answer that both begin with, in 0..1."""
+        """The length of the common beginning, as a fraction of the longer answer."""
         pairs = zip(self.full, self.block, strict=False)
         same = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
         if same is None:
@@ -48,9 +48,9 @@ class Comparison:
 def compare(
     generate: Generate, prompts: Sequence[Prompt], *, max_new_tokens: int, stop: list[str] | None = None
 ) -> list[Comparison]:
-    """Answer `prompts` both ways. Three requests each: both answers, and the full answer scored over the chunks.
+    """Compare the answers to `prompts`. Three requests each: both answers, and the full answer scored over the chunks.
 
-    A ValueError of `generate` is raised again with the numbers, from 0, of the prompts that were sent.
+    A ValueError from `generate` is raised again with the indices of the prompts that were sent.
     """
     comparisons = []
     greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": stop or []}
@@ -80,7 +80,7 @@ def _compare_batch(generate: Generate, batch: Sequence[Prompt], greedy: dict[str
         link="block",
         sampling_params={"temperature": 0, "max_new_tokens": 0},
         return_logprob=True,
-        # The first row that is returned is of the token at this position, and empty.
+        # The first row returned is for the token at this position, and empty.
         logprob_start_len=[answer["meta_info"]["prompt_tokens"] - 1 for answer in full],
         token_ids_logprob=[sorted(set().union(*rows)) for rows in top],
     )
@@ -107,10 +107,10 @@ def _logprobs(row: Sequence[Sequence[Any]]) -> dict[int, float]:
 
 
 def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
-    """KL(P || Q) in nats, where all tokens but those of `p` count as one; at least 0.
+    """KL(P || Q) in nats, at least 0, where all tokens but those of `p` count as one outcome.
 
-    Joining outcomes never increases the divergence, so this is a lower bound of the one over the whole vocabulary, and
-    equal to it where both ways spread the rest alike. p, q: log probabilities by token; q has every token of p.
+    Merging outcomes never increases the divergence, so this is a lower bound of the one over the whole vocabulary; both
+    are equal if P and Q distribute the rest alike. p, q: log probabilities by token; q has every token of p.
     """
     divergence = sum(math.exp(logprob) * (logprob - q[token]) for token, logprob in p.items())
     p_rest, q_rest = (1 - sum(math.exp(logprobs[token]) for token in p) for logprobs in (p, q))
@@ -119,4 +119,4 @@ def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
     return max(divergence, 0.0)
 
 
-_TINY = 1e-7  # what is left of 1 after a sum of float32 probabilities is known no better
+_TINY = 1e-7  # the error of 1 minus a sum of float32 probabilities

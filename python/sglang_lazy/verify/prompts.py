@@ -1,59 +1,11 @@
-"""Prompts to compare answers on: segments, or retrieved documents and a question; gold answers where there are any."""
+"""The prompt template of retrieval questions, and the files they come in; examples and benchmarks use it too."""
 
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sglang_lazy.core.segments import parse_segments
-
 INSTRUCTION = "Answer the question from the documents.\n\n"
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One prompt: its segments as a request carries them, and its gold answers, possibly none."""
-
-    segments: list[dict[str, Any]]
-    answers: tuple[str, ...] = ()
-
-
-def parse_prompt(value: Any) -> Prompt:
-    """The prompt in a line of a file. Raises ValueError for anything that is none, or that has nothing to compare."""
-    if not isinstance(value, Mapping):
-        raise ValueError(f"an object with segments, or with docs and question, is needed, got {type(value).__name__}")
-    if "segments" in value:
-        segments = parse_segments(value["segments"])
-    elif value.keys() >= {"docs", "question"}:
-        segments = parse_segments(retrieval_segments(value))
-    else:
-        raise ValueError("there are neither segments nor docs and question")
-    if not any(segment.is_chunk for segment in segments):
-        raise ValueError("there is no chunk in it, so both ways are the same")
-    if segments[-1].is_chunk:
-        raise ValueError(
-            "it ends with a chunk: end it with text, as the beginning of the answer is then read in context"
-        )
-    answers = value.get("answers") or ()
-    if not isinstance(answers, list | tuple) or not all(isinstance(answer, str) for answer in answers):
-        raise ValueError("answers must be a list of strings")
-    return Prompt([_to_request(segment) for segment in segments], tuple(answers))
-
-
-def _to_request(segment: Any) -> dict[str, Any]:
-    content = {"input_ids": list(segment.input_ids)} if segment.text is None else {"text": segment.text}
-    return {"type": segment.kind, **content}
-
-
-def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
-    """The prompts on the lines of a JSON Lines file. Raises ValueError that names the file and the line."""
-    for number, value in read_json_lines(path):
-        try:
-            parse_prompt(value)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
-        yield value
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -68,7 +20,7 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
         if not isinstance(value, dict):
-            raise ValueError(f"{path}, line {number}: an object is needed, got {type(value).__name__}")
+            raise ValueError(f"{path}, line {number}: expected an object, got {type(value).__name__}")
         yield number, value
 
 
@@ -83,7 +35,7 @@ def question_text(request: Mapping[str, Any]) -> str:
 
 
 def earlier_exchanges(history: Any) -> list[str]:
-    """Each earlier question of a chat with its answer, in the form of the question to come.
+    """Each earlier question of a chat with its answer, formatted like the question that follows.
 
     history: messages, each with `role` and `text`. Raises ValueError for another shape, and unless user and agent take
     turns and the agent is last.
@@ -100,7 +52,7 @@ def earlier_exchanges(history: Any) -> list[str]:
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("the text of a message in history must be a string")
     exchanges = zip(texts[::2], texts[1::2], strict=True)
-    return [f"{question_text({'question': asked})} {answer}\n\n" for asked, answer in exchanges]
+    return [f"{question_text({'question': question})} {answer}\n\n" for question, answer in exchanges]
 
 
 def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:

@@ -1,14 +1,15 @@
-"""A running server, called like an engine."""
+"""A running server with the interface of an engine."""
 
 from typing import Any
 
 import requests
 
+from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.verify.compare import Generate
 
 
 def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Generate:
-    """A function that takes the fields of `/generate` and gives its results, from the server at `url`.
+    """A function that takes the fields of `/generate` and returns the results of the server at `url`.
 
     timeout: seconds for one call. Raises ValueError, here and in calls, if the server cannot be reached, does not
     understand chunks or refuses a request.
@@ -29,7 +30,7 @@ def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Gener
             raise ValueError(f"{url} answered {response.status_code}: {response.text[:500]}")
         return response.json()
 
-    info = call("GET", "/lazy_info")
+    info = call("GET", INFO_ROUTE)
     if not info.ok:
-        raise ValueError(f"{url}/lazy_info answered {info.status_code}: is it a server of sglang_lazy.launch_server?")
+        raise ValueError(f"{url}{INFO_ROUTE} answered {info.status_code}: is it a server of sglang_lazy.launch_server?")
     return generate

@@ -1,4 +1,4 @@
-"""What comparisons amount to: metrics with intervals, thresholds, a verdict."""
+"""Summarizes comparisons: metrics with intervals, thresholds, a verdict."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ _LABELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """What must hold for chunk reuse to be good enough; None is not judged.
+    """Limits for chunk reuse to be good enough; what is None is not judged.
 
     min_agreement, min_first_token_agreement: shares of prompts, 0..1. max_kl: mean KL of the first token, in nats.
     max_em_drop, max_f1_drop: points of 100 that block may lose against full. Raises ValueError on impossible values.
@@ -45,13 +45,13 @@ class Thresholds:
                 raise ValueError(f"{name} must be at least 0{' and at most 1' if most == 1 else ''}, got {value}")
 
     def check(self, has_answers: bool) -> None:
-        """Raise ValueError if something is to be judged that needs gold answers, and there are none."""
+        """Raise ValueError if a threshold needs gold answers and there are none."""
         for name in ("max_em_drop", "max_f1_drop"):
             if getattr(self, name) is not None and not has_answers:
                 raise ValueError(f"{name} needs prompts with gold answers")
 
     def of(self, metric: str) -> tuple[str, float] | None:
-        """The comparison (">=" or "<=") and the limit for `metric`, None where it is not judged."""
+        """The comparison (">=" or "<=") and the limit for `metric`, or None if it is not judged."""
         name = {"kl_first_token": "kl"}.get(metric, metric)
         for prefix, comparison in (("min_", ">="), ("max_", "<=")):
             limit = getattr(self, prefix + name, None)
@@ -62,7 +62,7 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A mean over prompts, its 95% interval (None for fewer than two prompts) and, where judged, the verdict."""
+    """A mean over prompts, its 95% interval (None for fewer than two prompts), and the verdict if it is judged."""
 
     value: float
     interval: tuple[float, float] | None
@@ -72,14 +72,14 @@ class Metric:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """metrics: by name, those of gold answers only where there are any. passed: None if nothing was judged."""
+    """metrics: by name; those of gold answers only if there are any. passed: None if nothing was judged."""
 
     metrics: dict[str, Metric]
     passed: bool | None
     comparisons: list[Comparison]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, every prompt's answers included, ready for JSON."""
+        """The whole report, with every prompt's answers, ready for JSON."""
         return {"prompts": len(self.comparisons), **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ class Report:
 
 
 def summarize(comparisons: Sequence[Comparison], thresholds: Thresholds) -> Report:
-    """The report on `comparisons`: shares with Wilson's interval, other means with a bootstrap over prompts."""
+    """The report: shares with Wilson's interval, other means with a bootstrap over prompts."""
     samples: dict[str, list[float]] = {
         "agreement": [one.full == one.block for one in comparisons],
         "first_token_agreement": [one.full[:1] == one.block[:1] for one in comparisons],

@@ -1,6 +1,6 @@
-"""Scores of an answer against gold answers, as SQuAD defines them, and the intervals of their means.
+"""SQuAD's scores of an answer against gold answers, and intervals of means.
 
-SQuAD compares in lower case, without punctuation and articles. The formulas are those of Hugging Face transformers,
+SQuAD compares in lower case, without punctuation and articles. The implementation is that of Hugging Face transformers,
 which SGLang pins.
 """
 
@@ -21,8 +21,8 @@ def f1(answer: str, gold: Sequence[str]) -> float:
     return float(max(compute_f1(one, answer) for one in gold))
 
 
-def wilson(outcomes: Sequence[bool]) -> tuple[float, float] | None:
-    """Wilson's 95% interval of the share of true `outcomes`; None for fewer than two."""
+def wilson(outcomes: Sequence[float]) -> tuple[float, float] | None:
+    """Wilson's 95% interval of the share of `outcomes`, each 0 or 1, that are 1; None for fewer than two."""
     from scipy.stats import binomtest
 
     if len(outcomes) < 2:

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import requests
-import sglang as sgl
 from http_prompts import GREEDY, LIBRARY, RIVER, SEGMENTS, call, chunk, generate, ids, random_prompt, text
+from serving import Client
 
+import sglang_lazy as sgl
 from oracle.tokenizer import VOCAB_SIZE
-from sglang_lazy.testing import Client
 from sglang_lazy.verify import connect, verify
 
 
@@ -61,14 +61,27 @@ def test_block_and_full_differ_and_share_a_batch(server):
     assert [answer["output_ids"] for answer in everywhere] == [alone[1]] * 2
 
 
-def test_salt_keeps_full_prompts_apart_too(server):
+def test_cache_salt_keeps_full_prompts_apart_too(server):
     """The documents of a tenant do not become a prefix that another can time."""
     segments, _ = random_prompt(3)
     cached = [
-        generate(server, segments=segments, link="full", salt=salt)["meta_info"]["cached_tokens"]
+        generate(server, segments=segments, link="full", cache_salt=salt)["meta_info"]["cached_tokens"]
         for salt in ("a", "a", "b", None)
     ]
     assert cached[1] > 0 and cached[0] == cached[2] == cached[3] == 0
+
+
+def test_copies_answer_as_chunks_in_place_do(server):
+    """The baseline: each request gets rotated copies, so that its keys are rounded once more."""
+    segments, _ = random_prompt(4)
+    block, cold, warm = (
+        generate(server, segments=segments, link=link, cache_salt=salt)
+        for link, salt in (("block", "in place"), ("copy", "copies"), ("copy", "copies"))
+    )
+    assert block["output_ids"] == cold["output_ids"] == warm["output_ids"]
+    assert [answer["meta_info"]["link"] for answer in (block, cold, warm)] == ["block", "copy", "copy"]
+    assert not any(report["hit"] for report in cold["meta_info"]["chunks"])
+    assert all(report["hit"] for report in warm["meta_info"]["chunks"])
 
 
 def test_full_takes_what_chunks_refuse(server):
@@ -85,11 +98,11 @@ def test_full_takes_what_chunks_refuse(server):
 @pytest.mark.parametrize(
     "body, reason",
     [
-        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', got 'half'"),
-        ({"segments": SEGMENTS, "link": 1}, "link must be one of 'block', 'full', got 1"),
-        ({"segments": [SEGMENTS, SEGMENTS], "link": ["full"]}, "link has 1 entries for a batch of 2 prompts"),
+        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', 'copy', got 'half'"),
+        ({"segments": SEGMENTS, "link": 1}, "link must be one of 'block', 'full', 'copy', got 1"),
+        ({"segments": [SEGMENTS, SEGMENTS], "link": ["full"]}, "link has 1 values for a batch of 2 prompts"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full", ""]}, "prompt 1 of the batch: link must be one of"),
-        ({"text": "Who?", "link": "full"}, "link says how chunks are answered and needs a prompt given as segments"),
+        ({"text": "Who?", "link": "full"}, "link needs a prompt given as segments"),
     ],
 )
 def test_bad_links(server, body, reason):
@@ -110,8 +123,7 @@ def test_link_in_chat(server):
     assert full["token_ids"] == generate(server, input_ids=full["prompt_token_ids"])["output_ids"]
     assert "link must be one of" in refusal(server, path, **body(link="half"))
     plain = [{"role": "user", "content": "Who?"}]
-    for field in ({"link": "full"}, {"salt": "a"}):
-        assert "needs a prompt given as chunk parts" in refusal(server, path, **body(messages=plain, **field))
+    assert "link needs a prompt with chunk parts" in refusal(server, path, **body(messages=plain, link="full"))
 
 
 @sgl.function

@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-import sglang as sgl
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
 from transformers import AutoTokenizer
 
-import sglang_lazy
+import sglang_lazy as sgl
 
 GREEDY = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True}
 
@@ -53,9 +52,9 @@ def events(response):
 
 
 def test_chunks_are_reused_in_another_order(generate, tokenizer):
-    salt = "order"
-    cold = generate(segments=prompt(RIVER, RAILWAY, LIBRARY), salt=salt)["meta_info"]
-    warm = generate(segments=prompt(LIBRARY, RIVER, RAILWAY), salt=salt)["meta_info"]
+    cache_salt = "order"
+    cold = generate(segments=prompt(RIVER, RAILWAY, LIBRARY), cache_salt=cache_salt)["meta_info"]
+    warm = generate(segments=prompt(LIBRARY, RIVER, RAILWAY), cache_salt=cache_salt)["meta_info"]
     sizes = [len(tokenizer.encode(document, add_special_tokens=False)) for document in (LIBRARY, RIVER, RAILWAY)]
     assert [report["hit"] for report in cold["chunks"]] == [False] * 3
     assert [report["hit"] for report in warm["chunks"]] == [True] * 3
@@ -87,7 +86,7 @@ def test_forms_of_the_same_prompt_give_the_same_answer(generate, post, tokenizer
 def test_batch_with_and_without_chunks(generate):
     prompts = [prompt(RIVER), [text("Who built the bridge?")], [chunk(RAILWAY)]]
     params = [{**GREEDY, "max_new_tokens": length} for length in (2, 3, 4)]
-    answers = generate(segments=prompts, sampling_params=params, salt=[None, None, "own"])
+    answers = generate(segments=prompts, sampling_params=params, cache_salt=[None, None, "own"])
     assert [answer["meta_info"]["completion_tokens"] for answer in answers] == [2, 3, 4]
     assert ["chunks" in answer["meta_info"] for answer in answers] == [True, False, True]
     plain = generate(text="Who built the bridge?", sampling_params=params[1])
@@ -95,12 +94,14 @@ def test_batch_with_and_without_chunks(generate):
 
 
 def test_parallel_samples_of_a_cold_prompt_report_no_hits(generate):
-    answers = generate(segments=prompt(LIBRARY), salt="samples", sampling_params={**GREEDY, "n": 2})
+    answers = generate(segments=prompt(LIBRARY), cache_salt="samples", sampling_params={**GREEDY, "n": 2})
     assert len(answers) == 2
     for answer in answers:
         assert answer["output_ids"] == answers[0]["output_ids"]
         assert [report["hit"] for report in answer["meta_info"]["chunks"]] == [False]
         assert answer["meta_info"]["cached_tokens_details"]["chunk"] == 0
+    again = generate(segments=prompt(LIBRARY), cache_salt="samples")["meta_info"]
+    assert [report["hit"] for report in again["chunks"]] == [True], "the samples' namespace is that of the salt"
 
 
 def test_stop_and_logprobs(generate, tokenizer):
@@ -138,8 +139,19 @@ BAD = {
     "input_ids too": (dict(segments=[chunk("x")], input_ids=[9]), "both segments and input_ids"),
     "too many chunks": (dict(segments=[chunk("x")] * 257), "257 chunks, at most 256"),
     "too long": (dict(segments=[chunk("x " * 3000), text("?")]), "longer than the model's context length"),
-    "bad salt": (dict(segments=[chunk("x")], salt=1), "salt must be a non-empty string"),
-    "salt alone": (dict(text="x", salt="a"), "salt keeps chunks apart"),
+    "bad salt": (dict(segments=[chunk("x")], cache_salt=1), "cache_salt must be a non-empty string"),
+    "salt alone": (dict(text="x", cache_salt="a"), "cache_salt needs a prompt given as segments"),
+    "salt by its old name": (dict(segments=[chunk("x")], salt="a"), "unknown field 'salt': did you mean 'cache_salt'?"),
+    "mistyped temperature": (
+        dict(segments=[chunk("x")], sampling_params={"temperature": "0"}),
+        "sampling_params: temperature: Expected `float`, got `str`",
+    ),
+    "mistyped parameter of a plain prompt": (
+        dict(text="x", sampling_params={"ignore_eos": "yes"}),
+        "sampling_params: ignore_eos: Expected `bool`, got `str`",
+    ),
+    "unknown parameter": (dict(segments=[chunk("x")], sampling_params={"temprature": 0}), "unknown parameter"),
+    "impossible temperature": (dict(segments=[chunk("x")], sampling_params={"temperature": -1}), "temperature must be"),
     "prompt logprobs": (
         dict(segments=[text("a"), chunk("b c"), text("d")], return_logprob=True, logprob_start_len=0),
         "prompt logprobs from position 0",
@@ -153,7 +165,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_bad_requests(post, generate, case, stream):
     body, reason = BAD[case]
-    response = post("/generate", sampling_params=GREEDY, stream=stream, **body)
+    response = post("/generate", **{"sampling_params": GREEDY, "stream": stream, **body})
     assert response.status_code == 400 and reason in response.json()["error"]["message"], response.text
 
 
@@ -173,7 +185,73 @@ def test_a_body_that_is_no_json_is_refused_as_ever(server):
 
 def test_openapi_describes_segments(server):
     schemas = requests.get(f"{server}/openapi.json", timeout=60).json()["components"]["schemas"]
-    assert {"segments", "salt", "link", "text", "sampling_params"} <= schemas["GenerateRequest"]["properties"].keys()
+    assert {"segments", "cache_salt", "link", "text", "sampling_params"} <= schemas["GenerateRequest"][
+        "properties"
+    ].keys()
+    assert {"segments", "cache_salt", "link", "prompt"} <= schemas["CompletionsRequest"]["properties"].keys()
+    assert {"messages", "cache_salt", "link"} <= schemas["ChatRequest"]["properties"].keys()
+
+
+# OpenAI completions
+
+
+def complete(post, segments, **fields):
+    fields = {"model": "default", "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
+    return post("/v1/completions", segments=segments, **fields)
+
+
+def test_completions_answer_what_generate_does(post, generate):
+    segments = prompt(RIVER, RAILWAY)
+    whole = {link: generate(segments=segments, link=link)["text"] for link in ("block", "full")}
+    assert whole["block"] != whole["full"]
+    for link, answered in ((None, "block"), ("block", "block"), ("full", "full")):
+        answer = complete(post, segments, link=link).json()
+        assert answer["choices"][0]["text"] == whole[answered]
+        stream = events(complete(post, segments, link=link, stream=True, stream_options={"include_usage": True}))
+        assert "".join(choice["text"] for event in stream for choice in event["choices"]) == whole[answered]
+        assert stream[-1]["usage"] == complete(post, segments, link=link).json()["usage"]
+    details = complete(post, segments).json()["usage"]["prompt_tokens_details"]
+    assert 0 < details["chunk_tokens"] < details["cached_tokens"]
+
+
+def test_completions_of_a_batch_with_samples_and_echo(post, generate):
+    prompts, links = [prompt(RIVER), [text("Who built the bridge?")], prompt(LIBRARY)], ["full", None, "block"]
+    answers = generate(segments=prompts, link=links)
+    body = dict(link=links, cache_salt=[None, None, "own"], n=2, echo=True)
+    choices = complete(post, prompts, **body).json()["choices"]
+    expected = [
+        "".join(segment["text"] for segment in segments) + answer["text"]
+        for segments, answer in zip(prompts, answers, strict=True)
+        for _ in range(2)
+    ]
+    assert [choice["text"] for choice in choices] == expected
+
+
+def test_plain_completions_are_sglangs_own(post, generate):
+    answer = post("/v1/completions", model="default", prompt="Who?", max_tokens=6, temperature=0, ignore_eos=True)
+    assert answer.json()["choices"][0]["text"] == generate(text="Who?")["text"]
+    assert post("/v1/completions", model="default").status_code == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "segments, fields, reason",
+    [
+        ([chunk("")], {}, "segments[0]: the text of a chunk segment is empty"),
+        ([[text("a")], [chunk("")]], {}, "prompt 1 of the batch: segments[0]"),
+        ("x", {}, "segments must be a list"),
+        ([chunk("x")], {"prompt": "x"}, "segments cannot be combined with prompt"),
+        ([chunk("x")], {"suffix": "x"}, "segments cannot be combined with suffix"),
+        ([chunk("x")], {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
+        ([chunk("x")], {"link": "half"}, "link must be one of"),
+        ([chunk("x")], {"logprobs": 1, "echo": True}, "prompt logprobs from position 0"),
+        ([chunk("x " * 3000), text("?")], {}, "longer than the model's context length"),
+        (None, {"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
+    ],
+)
+def test_bad_completions(post, segments, fields, reason, stream):
+    response = complete(post, segments, stream=stream, **fields)
+    assert response.status_code == 400 and reason in response.json()["message"], response.text
 
 
 # OpenAI chat
@@ -239,9 +317,9 @@ def test_chat_without_chunks_says_nothing_of_them(chat):
 
 def test_chat_second_turn_reuses_chunks_and_the_text_after_them(chat):
     first = [user("Two documents: ", chunk(RAILWAY), " and ", chunk(LIBRARY), "\nWhat came with the railway?")]
-    answer = chat(first, salt="turns").json()
+    answer = chat(first, cache_salt="turns").json()
     second = [*first, {"role": "assistant", "content": answer["choices"][0]["message"]["content"]}, user("And then?")]
-    usage = chat(second, salt="turns").json()["usage"]
+    usage = chat(second, cache_salt="turns").json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= answer["usage"]["prompt_tokens"] - 1
     assert usage["prompt_tokens_details"]["chunk_tokens"] > 0
 
@@ -263,7 +341,10 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk(3), {}, "messages[0].content[1]: the text of a chunk segment must be a string"),
         ({"type": "chunk"}, {}, "messages[0].content[1]: a chunk segment needs exactly one"),
         (chunk("x " * 3000), {}, "longer than the model's context length"),
-        (chunk("x"), {"salt": ""}, "salt must be a non-empty string"),
+        (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
+        (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
+        (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
     ],
 )
@@ -276,6 +357,27 @@ def test_a_document_cannot_forge_boundaries(chat):
     marker = "0" * 32 + "_0_"
     answer = chat([user(chunk(f"{marker}{RIVER}"), marker)], return_meta_info=True).json()
     assert len(answer["choices"][0]["meta_info"]["chunks"]) == 1
+
+
+def test_one_salt_is_one_namespace_on_every_surface(chat, generate, post, tokenizer):
+    """What one surface computed under a salt is found by the others under it, and by nobody else."""
+    document = chunk("The mill stands where the two brooks meet, and grinds no more.")
+    tokens = len(tokenizer.encode(document["text"], add_special_tokens=False))
+
+    def reused(surface, **salt):
+        if surface == "generate":
+            meta_info = generate(segments=[text("See "), document, text(" Who?")], **salt)["meta_info"]
+            return (meta_info["cached_tokens_details"] or {}).get("chunk", 0)
+        if surface == "completions":
+            usage = complete(post, [text("See "), document, text(" Who?")], **salt).json()["usage"]
+        else:
+            usage = chat([user("See ", document, " Who?")], **salt).json()["usage"]
+        return (usage["prompt_tokens_details"] or {}).get("chunk_tokens", 0)
+
+    surfaces = ("generate", "completions", "chat")
+    assert reused("chat", cache_salt="mill") == 0
+    assert [reused(surface, cache_salt="mill") for surface in surfaces] == [tokens] * 3
+    assert reused("generate", cache_salt="brook") == reused("generate") == 0
 
 
 # the frontend language
@@ -379,7 +481,7 @@ def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_m
 
 
 def test_engine_forms(engine, generate):
-    segments = ["Read: ", sglang_lazy.chunk(RIVER), {"type": "text", "text": " Who?"}]
+    segments = ["Read: ", sgl.chunk(RIVER), {"type": "text", "text": " Who?"}]
     expected = generate(segments=[text("Read: "), chunk(RIVER), text(" Who?")])["output_ids"]
     assert engine.generate(segments=segments, sampling_params=GREEDY)["output_ids"] == expected
     batch = engine.generate(segments=[segments, ["Who?"]], sampling_params=GREEDY)
@@ -400,18 +502,19 @@ def test_engine_forms(engine, generate):
 def test_engine_refuses_bad_segments(engine):
     for arguments, reason in (
         ({"segments": [""]}, r"segments\[0\]"),
-        ({"segments": [sglang_lazy.chunk("x")] * 5}, "5 chunks, at most 4"),
+        ({"segments": [sgl.chunk("x")] * 5}, "5 chunks, at most 4"),
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
-        ({"prompt": "x", "salt": "s"}, "salt keeps chunks apart"),
-        ({"prompt": "x", "link": "full"}, "link says how chunks are answered"),
-        ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full'"),
+        ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
+        ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
+        ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        ({"segments": ["x"], "sampling_params": {"temperature": "0"}}, "temperature: Expected `float`"),
     ):
         with pytest.raises(ValueError, match=reason):
-            engine.generate(**arguments, sampling_params=GREEDY)
+            engine.generate(**{"sampling_params": GREEDY, **arguments})
 
 
 def test_engine_link(engine, generate):
-    segments = ["Read: ", sglang_lazy.chunk(RIVER), sglang_lazy.chunk(LIBRARY), " Who?"]
+    segments = ["Read: ", sgl.chunk(RIVER), sgl.chunk(LIBRARY), " Who?"]
     prompt = [text("Read: "), chunk(RIVER), chunk(LIBRARY), text(" Who?")]
     expected = {link: generate(segments=prompt, link=link)["output_ids"] for link in ("block", "full")}
     assert expected["block"] != expected["full"]

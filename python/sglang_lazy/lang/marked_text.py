@@ -1,0 +1,74 @@
+"""Text that remembers where its chunks are.
+
+SGLang's interpreter keeps a program's prompt as one string. `MarkedText` is a string that carries the positions of its
+chunks, and their link, through the operations that the interpreter uses. The marks stand beside the characters, not
+among them: no document can forge a boundary, and users see plain text.
+"""
+
+from typing import Any
+
+
+class MarkedText(str):
+    """A string with chunks at the ordered, disjoint (start, end) character positions `chunks`.
+
+    link: policy of a prompt of this text, None for the server's default. The later of two joined strings decides.
+    """
+
+    chunks: tuple[tuple[int, int], ...]
+    link: str | None
+
+    def __new__(cls, text: str, chunks: tuple[tuple[int, int], ...] = (), link: str | None = None) -> "MarkedText":
+        self = super().__new__(cls, text)
+        self.chunks = chunks
+        self.link = link
+        return self
+
+    def __getnewargs__(self):
+        return str.__str__(self), self.chunks, self.link
+
+    def __str__(self) -> "MarkedText":
+        return self
+
+    def __add__(self, other: str) -> "MarkedText":
+        if not isinstance(other, str):
+            return NotImplemented
+        chunks = self.chunks + _shift(chunks_of(other), len(self))
+        return MarkedText(super().__add__(other), chunks, link_of(other) or self.link)
+
+    def __radd__(self, other: str) -> "MarkedText":
+        if not isinstance(other, str):
+            return NotImplemented
+        chunks = chunks_of(other) + _shift(self.chunks, len(other))
+        return MarkedText(str.__add__(other, self), chunks, self.link or link_of(other))
+
+    def __getitem__(self, key: Any) -> str:
+        """A slice keeps the chunks that lie entirely in it."""
+        text = super().__getitem__(key)
+        if not isinstance(key, slice):
+            return text
+        start, stop, step = key.indices(len(self))
+        kept = tuple(span for span in self.chunks if step == 1 and start <= span[0] and span[1] <= stop)
+        return MarkedText(text, _shift(kept, -start), self.link)
+
+    def segments(self) -> list[dict[str, str]]:
+        """The text as a request carries it, without empty segments."""
+        segments, position = [], 0
+        for start, end in (*self.chunks, (len(self), len(self))):
+            segments.append({"type": "text", "text": str.__getitem__(self, slice(position, start))})
+            segments.append({"type": "chunk", "text": str.__getitem__(self, slice(start, end))})
+            position = end
+        return [segment for segment in segments if segment["text"]]
+
+
+def chunks_of(text: str) -> tuple[tuple[int, int], ...]:
+    """The positions of the chunks of any string."""
+    return text.chunks if isinstance(text, MarkedText) else ()
+
+
+def link_of(text: str) -> str | None:
+    """The link of any string, None where it has none."""
+    return text.link if isinstance(text, MarkedText) else None
+
+
+def _shift(chunks: tuple[tuple[int, int], ...], offset: int) -> tuple[tuple[int, int], ...]:
+    return tuple((start + offset, end + offset) for start, end in chunks)

@@ -1,0 +1,78 @@
+"""Chunks and links in programs of SGLang's frontend language, and how a program's text is sent with them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.lang.ir import SglConstantText, SglExpr
+
+from sglang_lazy.core.config import INFO_ROUTE
+from sglang_lazy.lang.marked_text import MarkedText, chunks_of, link_of
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.client import hook_http_request
+
+_known_servers: set[str] = set()
+
+
+class Chunk(SglConstantText):
+    """A chunk in a program (`s += chunk(…)`) or in `Engine.generate(segments=[…])`."""
+
+    def __init__(self, text: str):
+        super().__init__(MarkedText(text, ((0, len(text)),)))
+
+    def to_segment(self) -> dict[str, str]:
+        return {"type": "chunk", "text": str.__str__(self.value)}
+
+    def __format__(self, spec: str) -> str:
+        raise TypeError("a chunk inside an f-string would lose its boundaries: append it with + or += instead")
+
+    def __repr__(self) -> str:
+        return f"Chunk({str.__repr__(self.value)})"
+
+
+def make_chunk(text: Any) -> SglExpr:
+    """The chunk of `text`; see `sglang_lazy.chunk`."""
+    hook_http_request(send)
+    if isinstance(text, SglExpr):  # an argument whose value is unknown while SGLang traces a program
+        return text
+    if not isinstance(text, str):
+        raise ValueError(f"a chunk must be a string, got {type(text).__name__}")
+    if not text:
+        raise ValueError("a chunk must not be empty")
+    return Chunk(text)
+
+
+def make_link(policy: Any) -> SglExpr:
+    """Text without characters that carries `policy`; see `sglang_lazy.link`."""
+    hook_http_request(send)
+    if isinstance(policy, SglExpr):  # an argument whose value is unknown while SGLang traces a program
+        return policy
+    return SglConstantText(MarkedText("", link=get_policy(policy).name))
+
+
+def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
+    """Stands around the requests of SGLang's frontend backends: text with chunks is sent as segments.
+
+    Raises RuntimeError if the server does not understand chunks.
+    """
+    text: Any = json.get("text") if isinstance(json, dict) else None
+    if not any(chunks_of(item) for item in (text if isinstance(text, list) else [text])):
+        return stock(url, json, **kwargs)
+    _check_server(stock, url.removesuffix("/generate"), **kwargs)
+    json = {key: value for key, value in json.items() if key != "text"}
+    json["segments"] = [_segments(item) for item in text] if isinstance(text, list) else _segments(text)
+    json["link"] = [link_of(item) for item in text] if isinstance(text, list) else link_of(text)
+    return stock(url, json, **kwargs)
+
+
+def _segments(text: str) -> list[dict[str, str]]:
+    return (text if isinstance(text, MarkedText) else MarkedText(text)).segments()
+
+
+def _check_server(stock: Callable, base_url: str, api_key: str | None = None, verify: Any = None, **_: Any) -> None:
+    if base_url in _known_servers:
+        return
+    if stock(base_url + INFO_ROUTE, api_key=api_key, verify=verify).status_code == 404:
+        raise RuntimeError(
+            f"the server at {base_url} does not understand chunks: start it with python -m sglang_lazy.launch_server"
+        )
+    _known_servers.add(base_url)

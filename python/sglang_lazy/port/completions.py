@@ -1,0 +1,62 @@
+"""Segments in SGLang's OpenAI completions: the request model, and its conversion to SGLang's internal request."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+
+from sglang_lazy.serving.requests import refuse_salt, to_generate_args
+
+_STAND_IN = "segments"
+"""The prompt that SGLang sees while it checks a request whose prompt is given as segments."""
+
+
+class CompletionsRequest(CompletionRequest):
+    """SGLang's completion request with a prompt, or a batch of prompts, made of segments."""
+
+    segments: Any = None
+    cache_salt: list[str | None] | str | None = None
+    link: Any = None
+
+    _given: frozenset[str] = PrivateAttr(default=frozenset())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _take_segments(cls, data: Any, handler: ModelWrapValidatorHandler) -> "CompletionsRequest":
+        given: frozenset[str] = frozenset()
+        if isinstance(data, dict):
+            given = frozenset(name for name, value in data.items() if value is not None)
+            if "segments" in given and "prompt" not in given:
+                data = {**data, "prompt": _STAND_IN}
+        request = handler(data)
+        request._given = given
+        return request
+
+
+def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
+    """Around `OpenAIServingCompletion._convert_to_internal_request`: the prompt is what the segments stand for."""
+    if not isinstance(request, CompletionsRequest):
+        return convert(serving, request, raw_request)
+    if request.segments is None:
+        if request.link is not None:
+            raise ValueError("link needs a prompt given as segments")
+        return convert(serving, request, raw_request)
+    _check(serving, request)
+    # The cache salt, which may be a list here, travels in the layout, as from every surface.
+    adapted, _ = convert(serving, request.model_copy(update={"cache_salt": None}), raw_request)
+    args = to_generate_args(
+        serving.tokenizer_manager, request.segments, request.cache_salt, adapted.sampling_params, request.link
+    )
+    adapted.text, adapted.input_ids, adapted.sampling_params = None, args["input_ids"], args["sampling_params"]
+    request.prompt = adapted.input_ids  # SGLang's `echo` repeats it
+    return adapted, request
+
+
+def _check(serving: Any, request: CompletionsRequest) -> None:
+    refuse_salt(request._given)
+    for field in ("prompt", "suffix"):
+        if field in request._given:
+            raise ValueError(f"segments cannot be combined with {field}")
+    if serving.template_manager.completion_template_name is not None:
+        raise ValueError("segments cannot be combined with a completion template (--completion-template)")

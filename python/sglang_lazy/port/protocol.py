@@ -1,0 +1,35 @@
+"""SGLang's OpenAI usage models with a field for what was reused from chunks."""
+
+from typing import Any
+
+from pydantic import BaseModel, Field
+from sglang.srt.entrypoints.openai import protocol
+
+from sglang_lazy.serving.results import CachedTokens
+
+
+def extend_protocol() -> None:
+    """Add `chunk_tokens` to usage details and `chunk` to sglext details; left out of answers where they are None."""
+    added = ((protocol.PromptTokensDetails, "chunk_tokens"), (protocol.CachedTokensDetails, "chunk"))
+    if all(name in model.model_fields for model, name in added):
+        return
+    for model, name in added:
+        field: Any = Field(default=None, exclude_if=lambda value: value is None)
+        field.annotation = int | None
+        model.model_fields[name] = field
+    for model in vars(protocol).values():
+        if isinstance(model, type) and issubclass(model, BaseModel) and model is not BaseModel:
+            model.model_rebuild(force=True)
+
+
+def usage_details(details: Any, count: int) -> Any:
+    """After `UsageProcessor._details_if_cached`: say how much of the reuse came from chunks."""
+    if details is not None and isinstance(count, CachedTokens):
+        details.chunk_tokens = count.chunk
+    return details
+
+
+def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:
+    """After `cached_tokens_details_from_dict`: keep the part from chunks."""
+    details.chunk = raw.get("chunk")
+    return details

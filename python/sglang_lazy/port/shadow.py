@@ -1,0 +1,79 @@
+"""Shadow mode in SGLang's HTTP process: its requests, its metrics, and the hooks that keep it out of users' way."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+
+from sglang_lazy.serving.shadow import COUNTERS, Shadow
+
+_ATTR = "_sglang_lazy_shadow"
+
+
+def attach(_result: Any, global_state: Any) -> None:
+    """After `http_server.set_global_state`: start shadow mode if the configuration has it."""
+    config, manager = current_config(), global_state.tokenizer_manager
+    if not config.shadow_rate:
+        return
+    from prometheus_client import Counter  # not before SGLang has set up its directory of metrics
+
+    labels = manager.metrics_collector.labels
+    counters = {
+        name: Counter(f"sglang_lazy:shadow_{name}_total", text, list(labels)).labels(**labels)
+        for name, text in COUNTERS.items()
+    }
+    attach_shadow(manager, config.shadow_rate, counters)
+
+
+def attach_shadow(manager: Any, rate: float, counters: dict[str, Any]) -> Shadow:
+    """The shadow mode of a tokenizer manager, from now on."""
+
+    def abort(rid: str) -> None:
+        # `manager.abort_request` would count it among the users' aborted requests.
+        manager._dispatch_to_scheduler(AbortReq(rid=rid))
+
+    shadow = Shadow(manager, rate, counters, new_request, abort)
+    setattr(manager, _ATTR, shadow)
+    return shadow
+
+
+def shadow_of(manager: Any) -> Shadow | None:
+    """The shadow mode of a tokenizer manager, None where it is off."""
+    return getattr(manager, _ATTR, None)
+
+
+def new_request(obj: Any, rid: str, sampling_params: dict[str, Any]) -> GenerateReqInput:
+    """A request for the prompt of `obj` with other sampling parameters, kept out of SGLang's metrics of requests."""
+    return GenerateReqInput(
+        rid=rid,
+        input_ids=list(obj.input_ids),
+        sampling_params=sampling_params,
+        extra_key=obj.extra_key,
+        custom_logit_processor=obj.custom_logit_processor,
+        require_reasoning=obj.require_reasoning,
+        max_thinking_tokens=obj.max_thinking_tokens,
+        log_metrics=False,
+    )
+
+
+def give_way(manager: Any, obj: Any, _input_ids: Any) -> None:
+    """Before `TokenizerManager._validate_one_request`: a request arrives, so the shadow is aborted."""
+    shadow = shadow_of(manager)
+    if shadow is not None and obj.rid != shadow.rid:
+        shadow.interrupt()
+
+
+def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None:
+    """Before `TokenizerManager.abort_request`: where all requests are aborted, the shadow does not start over."""
+    shadow = shadow_of(manager)
+    if shadow is not None and abort_all:
+        shadow.cancel()
+
+
+async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around calls that SGLang refuses, or delays, while the server is busy: stop the shadow first."""
+    shadow = shadow_of(manager)
+    if shadow is not None and shadow.under_way:
+        await shadow.stop()
+        await manager.get_internal_state()  # answered when the scheduler's last batch is over
+    return await original(manager, *args, **kwargs)

@@ -1,0 +1,28 @@
+"""Before SGLang starts: its flags from a file, and what can be refused before the model is loaded."""
+
+import argparse
+from collections.abc import Sequence
+
+import torch
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.server_args_config_parser import ConfigArgumentMerger
+
+from sgl_kernel_lazy.cuda import jit
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port.compat import Unfit, unfit_flags
+
+
+def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
+    """`argv` with the flags of `parser` that the file named by --config sets."""
+    return ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
+
+
+def check_start(config: LazyConfig, args: ServerArgs) -> None:
+    """Raise Unfit if chunk reuse does not fit SGLang's flags or this machine, unless `config` has the fallback."""
+    if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):
+        raise Unfit(reasons)
+
+
+def _unfit_kernels(config: LazyConfig, args: ServerArgs) -> list[str]:
+    reason = jit.missing(torch.device(args.device)) if config.kernels == "cuda" else None
+    return [f"--lazy-kernels cuda: {reason}"] if reason else []

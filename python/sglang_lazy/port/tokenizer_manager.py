@@ -1,0 +1,65 @@
+"""Hooks on SGLang's tokenizer manager: checks before a request is sent, reports on its results."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextvars import ContextVar
+from typing import Any
+
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.shadow import shadow_of
+from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
+from sglang_lazy.serving.results import annotated
+from sglang_lazy.serving.shadow import shadowed
+
+REQUEST_SENT: ContextVar[asyncio.Future | None] = ContextVar("REQUEST_SENT", default=None)
+"""Done when the one request that is being served in this context has been sent to the scheduler."""
+
+
+def prepare_request(manager: Any, obj: Any, input_ids: list[int]) -> None:
+    """Before `TokenizerManager._validate_one_request`, which every request passes: check one with a layout.
+
+    Raises ValueError, answered with a 400, for what cannot be combined with chunks. The cache salt joins the request's
+    `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts.
+    """
+    packed = packed_layout(obj)
+    if packed is None:
+        return
+    if obj.input_ids is None:
+        raise ValueError("a prompt layout must come with the input_ids that it describes")
+    layout = PromptLayout.unpack(packed, len(input_ids))
+    if layout.cache_salt is not None:
+        obj.extra_key = layout.cache_salt + (obj.extra_key or "")
+    if not get_policy(layout.link).reuses:
+        return
+    if not layout.chunks:
+        raise ValueError("a prompt layout without chunks must have link full")
+    check_request(obj, layout)
+    length = len(input_ids) + manager.num_reserved_tokens
+    if manager.allow_auto_truncate and length >= manager.context_len:
+        raise ValueError(
+            f"The input ({length} tokens) is longer than the model's context length ({manager.context_len} tokens), "
+            "and a prompt with chunks is not truncated."
+        )
+
+
+def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
+    """Around `TokenizerManager._wait_one_response`: add link and chunk report to a request's last output.
+
+    SGLang calls it once the request has been sent to the scheduler. If the scheduler refuses it, ValueError is raised
+    in a stream too, so that surfaces can answer with an error.
+    """
+    sent = REQUEST_SENT.get()
+    if sent is not None and not sent.done() and getattr(obj, "is_single", False):
+        sent.set_result(None)
+    outputs = wait(manager, obj, request)
+    layout = layout_of(obj)
+    if layout is None:
+        return outputs
+    states = manager.rid_to_state
+    parent = states.get(manager.child_rid_to_logical_rid.get(obj.rid))
+    outputs = annotated(outputs, layout, obj, parent)
+    shadow = shadow_of(manager)
+    if shadow is None or not get_policy(layout.link).reuses:
+        return outputs
+    return shadowed(outputs, shadow, obj, layout, states.get(obj.rid))

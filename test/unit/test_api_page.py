@@ -1,0 +1,124 @@
+"""docs/api.md names everything that the code offers, and nothing else."""
+
+import asyncio
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.entrypoints.openai import protocol
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+import sglang_lazy
+from sglang_lazy import verify
+from sglang_lazy.core import segments
+from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import POLICIES
+from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.port.completions import CompletionsRequest
+from sglang_lazy.port.cpu import CPU_SETTINGS
+from sglang_lazy.port.http import GenerateRequest
+from sglang_lazy.port.protocol import extend_protocol
+from sglang_lazy.serving.results import annotated
+from sglang_lazy.serving.shadow import COUNTERS
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+
+
+def section(heading):
+    return re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", PAGE, re.M | re.S)[1]
+
+
+def tables(heading):
+    """The tables of a section, each as rows of cells, without their heads."""
+    found = re.findall(r"((?:^\|.*\n)+)", section(heading), re.M)
+    return [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]] for table in found]
+
+
+def names(rows):
+    return [re.fullmatch("`([^`]*)`", row[0])[1] for row in rows]
+
+
+def check(rows, expected):
+    assert sorted(names(rows)) == sorted(expected)
+
+
+def test_flags_and_their_defaults():
+    (rows,) = tables("Flags")
+    check(rows, [f"--lazy-{field.name.replace('_', '-')}" for field in dataclasses.fields(LazyConfig)])
+    for row, field in zip(rows, dataclasses.fields(LazyConfig), strict=True):
+        assert row[1].strip("`") == ("off" if field.default is False else str(field.default))
+    for name, value in CPU_SETTINGS.items():
+        assert f"`--{name.replace('_', '-')} {value}`" in section("Flags")
+
+
+def test_segments_and_policies():
+    check(tables("Segments")[0], segments._KEYS)
+    for kind in segments._KINDS:
+        assert f'`"{kind}"`' in section("Segments")
+    check(tables("Policies")[0], tuple(POLICIES))
+
+
+def test_fields_of_requests():
+    ours = {field.name for field in dataclasses.fields(GenerateRequest)}
+    ours -= {field.name for field in dataclasses.fields(GenerateReqInput)}
+    (rows,) = tables("`/generate` and `/v1/completions`")
+    check(rows, ours)
+    assert {name for name in vars(CompletionsRequest)["__annotations__"] if name[0] != "_"} == ours
+    (rows,) = tables("`/v1/chat/completions`")
+    check(rows, {name for name in vars(ChatRequest)["__annotations__"] if name[0] != "_"} | {"cache_salt"})
+    assert set(names(rows)) <= ChatRequest.model_fields.keys()
+    assert f"## `{INFO_ROUTE}`" in PAGE
+
+
+def test_results():
+    meta_info, chunk, openai = tables("Results")
+    reuse = {"cached_tokens": 3, "cached_tokens_details": {"device": 3, "host": 0, "chunk": 1, "chunk_hits": "1"}}
+    result = {"meta_info": {"finish_reason": {"type": "stop"}, **reuse}}
+
+    async def report():
+        async def outputs():
+            yield result
+
+        layout, request = PromptLayout(((0, 1),)), SimpleNamespace(input_ids=[5, 6])
+        return [output async for output in annotated(outputs(), layout, request, parent=None)]
+
+    asyncio.run(report())
+    check(meta_info, result["meta_info"].keys() - {"finish_reason"})
+    assert names(chunk) == list(result["meta_info"]["chunks"][0])
+    extend_protocol()
+    check(openai, ["usage.prompt_tokens_details.chunk_tokens", "sglext.cached_tokens_details.chunk"])
+    assert "chunk_tokens" in protocol.PromptTokensDetails.model_fields
+    assert "chunk" in protocol.CachedTokensDetails.model_fields
+
+
+def test_python_names():
+    (rows,) = tables("Python")
+    check(rows, sglang_lazy.__all__)
+    keywords = inspect.getfullargspec(sglang_lazy.Engine.generate).kwonlyargs
+    assert keywords == inspect.getfullargspec(sglang_lazy.Engine.async_generate).kwonlyargs
+    (engine,) = (row[1] for row in rows if row[0] == "`Engine`")
+    assert all(f"`{name}`" in engine for name in keywords)
+    assert all(f"`{name}`" in section("Python") for name in verify.__all__)
+
+
+def test_metrics():
+    (rows,) = tables("Metrics")
+    check(rows, [f"sglang_lazy:shadow_{name}_total" for name in COUNTERS])
+
+
+SOURCE = "".join(
+    re.sub(r'"\n\s*f?"', "", path.read_text(encoding="utf-8"))  # strings cut over lines
+    for path in (ROOT / "python").rglob("*.py")
+)
+
+
+@pytest.mark.parametrize("message", [m for row in tables("Errors")[0] for m in re.findall("`([^`]+)`", row[1])])
+def test_the_code_has_these_messages(message):
+    """In this order and in one string: what stands between the page's dots."""
+    pieces = [re.escape(piece) for piece in message.split("…") if piece.strip(" :].")]
+    assert re.search('[^"\\n]*'.join(pieces), SOURCE), message

@@ -1,0 +1,108 @@
+"""What happens before SGLang starts: backends for a CPU, and what is refused before a model is loaded."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_lazy import launch_server
+from sglang_lazy.core.config import LazyConfig, pop_keywords
+from sglang_lazy.entrypoints.engine import Engine
+from sglang_lazy.entrypoints.runtime import Runtime
+from sglang_lazy.port import plugin, start
+from sglang_lazy.port.compat import Unfit
+from sglang_lazy.port.cpu import choose_backends
+
+UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
+CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+
+
+@pytest.mark.parametrize(
+    "given, settings, named",
+    [
+        ({"device": "cpu"}, CHOSEN, ["--attention-backend", "--sampling-backend", "--grammar-backend"]),
+        ({"device": "cpu", "grammar_backend": "outlines"}, {**CHOSEN, "grammar_backend": "outlines"},
+         ["--attention-backend", "--sampling-backend"]),
+        ({"device": "cpu", **CHOSEN}, CHOSEN, []),
+        ({"device": "cuda"}, UNSET, []),
+        ({"device": None}, UNSET, []),
+    ],
+)  # fmt: skip
+def test_backends_that_are_not_set_are_chosen_for_a_cpu(given, settings, named, caplog):
+    args = SimpleNamespace(**{**UNSET, **given})
+    with caplog.at_level(logging.INFO):
+        choose_backends(args)
+        choose_backends(args)
+    assert {name: getattr(args, name) for name in UNSET} == settings
+    assert len(caplog.records) == bool(named)
+    assert [word for word in caplog.text.split() if word.startswith("--")] == named
+
+
+def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):
+    monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
+    args = SimpleNamespace(device="cpu")
+    with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
+        start.check_start(LazyConfig(kernels="cuda"), args)
+    start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
+    monkeypatch.setattr(start, "unfit_flags", lambda args: [])
+    start.check_start(LazyConfig(), args)
+
+
+@pytest.fixture
+def no_start(monkeypatch):
+    """A model that fits no machine's kernels, up to the moment when it would be loaded."""
+    args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy")
+    monkeypatch.setattr(plugin, "activate", lambda config: None)
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
+    monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
+    monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
+    monkeypatch.setattr(start, "unfit_flags", lambda args: [])
+    return args
+
+
+def test_an_engine_and_a_server_are_refused_early(no_start):
+    with pytest.raises(Unfit, match="--lazy-kernels cuda"):
+        Engine(server_args=no_start, lazy_kernels="cuda")
+    with pytest.raises(SystemExit, match="error: sglang-lazy cannot reuse chunks here:\n.*--lazy-kernels cuda"):
+        launch_server.main(["--model-path", "m", "--lazy-kernels", "cuda"])
+
+
+# the configuration
+
+
+def test_keywords():
+    kwargs = {"model_path": "m", "lazy_max_chunks": 3, "lazy_default_link": "copy"}
+    assert pop_keywords(kwargs) == LazyConfig(max_chunks=3, default_link="copy") and kwargs == {"model_path": "m"}
+    with pytest.raises(TypeError, match="unexpected keyword 'lazy_link', expected one of lazy_kernels"):
+        pop_keywords({"lazy_link": "copy"})
+
+
+@pytest.mark.parametrize("bad", [{"kernels": "flashinfer"}, {"max_chunks": 0}, {"shadow_rate": 2}])
+def test_bad_values(bad):
+    (name,) = bad
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        LazyConfig(**bad)
+
+
+def test_an_unknown_policy_is_refused():
+    for make in (Engine, Runtime):
+        with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy', got 'half'"):
+            make(model_path="m", lazy_default_link="half")
+    with pytest.raises(SystemExit):
+        launch_server.parse_args(["--lazy-default-link", "half"])
+
+
+def test_flags():
+    config, rest = launch_server.parse_args(
+        ["--lazy-kernels", "triton", "--tp", "2", "--lazy-default-link", "copy", "--lazy-fallback"]
+    )
+    assert config == LazyConfig(kernels="triton", default_link="copy", fallback=True) and rest == ["--tp", "2"]
+
+
+def test_the_configuration_reaches_other_processes(monkeypatch):
+    monkeypatch.delenv("SGLANG_LAZY", raising=False)
+    assert LazyConfig.from_env() is None
+    config = LazyConfig(kernels="torch", shadow_rate=0.5)
+    monkeypatch.setenv("SGLANG_LAZY", "")
+    config.to_env()
+    assert LazyConfig.from_env() == config
