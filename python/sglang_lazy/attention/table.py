@@ -54,7 +54,7 @@ class SegmentTable:
         for record, (row, chunks) in zip(records, changed.items(), strict=True):
             record[0] = count = len(chunks)
             ends, offsets, ids = record[1:].reshape(3, -1)
-            ends[:count] = [*itertools.accumulate(chunk.num_kept for chunk in chunks)]
+            ends[:count] = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
             offsets[:count] = [chunk.start for chunk in chunks]
             ids[:count] = [*map(segment_id, chunks)]
             (self.linked_rows.add if chunks else self.linked_rows.discard)(row)

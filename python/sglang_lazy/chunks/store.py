@@ -113,10 +113,11 @@ class ChunkStore:
         resident = self._resident.get(chunk.key)
         if resident is None:
             return PRIVATE_SEGMENT
-        if chunk.kept not in resident.segment_ids:
+        segment_id = resident.segment_ids.get(chunk.kept)
+        if segment_id is None:
             # Numbers recur only after 2**31 others, by when no row that had the same is left.
-            resident.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
-        return resident.segment_ids[chunk.kept]
+            segment_id = resident.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
+        return segment_id
 
     # Locks
 

@@ -32,8 +32,7 @@ class ChunkSlice:
     kept: tuple[tuple[int, int], ...]
 
     def __post_init__(self):
-        self.num_kept = sum(end - begin for begin, end in self.kept)
-        self.is_whole = self.num_kept == self.num_tokens
+        self.num_kept = sum([end - begin for begin, end in self.kept])
 
     @functools.cached_property
     def tokens(self) -> array:
@@ -101,12 +100,13 @@ class LinkedPrompt(NamedTuple):
                 position = end
 
         for index, ((start, end), ranges) in enumerate(zip(layout.chunks, kept, strict=True)):
-            limit = min(end, len(input_ids) - 1) - start
-            ranges = tuple((first, min(last, limit)) for first, last in ranges if first < limit)
+            if end == len(input_ids):
+                limit = end - 1 - start
+                ranges = [(first, min(last, limit)) for first, last in ranges if first < limit]
             if not ranges:
                 continue
             digest = hashlib.sha256(ids[start:end]).digest()
-            chunk = ChunkSlice(ChunkKey(digest, chunk_namespace), index, input_ids, start, end - start, ranges)
+            chunk = ChunkSlice(ChunkKey(digest, chunk_namespace), index, input_ids, start, end - start, tuple(ranges))
             for first, last in ranges:
                 add_text(start + first)
                 # A kept token depends on all of the chunk before it.

@@ -92,7 +92,7 @@ class LazyRadixCache(RadixCache):
     def use(self, node: TreeNode, priority: int | None = None) -> None:
         now = next(self._ticks)
         while node is not self.root_node:
-            self._stamp(node, now)
+            node.last_access_time = now
             if priority is not None:
                 node.hit_count += 1
                 node.priority = max(node.priority, priority)
@@ -113,9 +113,9 @@ class LazyRadixCache(RadixCache):
 
     # Recency: SGLang stamps nodes with the time of day.
 
-    @staticmethod
-    def _stamp(node: TreeNode, now: int) -> None:
-        node.last_access_time, node.creation_time = now, node.id
+    def _stamp(self, node: TreeNode) -> None:
+        """A node is new, as a leaf or because another was split."""
+        node.last_access_time, node.creation_time = next(self._ticks), node.id
 
     def _match(self, key: RadixKey) -> MatchResult:
         found = super().match_prefix(MatchPrefixParams(key))
@@ -129,7 +129,8 @@ class LazyRadixCache(RadixCache):
 
     def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
         node = super()._split_node(key, child, split_len)
-        self._stamp(child, next(self._ticks))
+        self._stamp(child)
+        self._stamp(node)
         return node
 
     # SGLang's interface
@@ -191,7 +192,7 @@ class LazyRadixCache(RadixCache):
             self.evictable_leaves.discard(node)
             return
         if node.creation_time != node.id:  # SGLang has just made it
-            self._stamp(node, next(self._ticks))
+            self._stamp(node)
         self.evictable_leaves.add(node)
         self.store.offer(node)
 

@@ -1,0 +1,133 @@
+"""How a server starts: with which kernels it links, and what becomes of it where chunk reuse does not fit."""
+
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from sglang_lazy.attention.table import table_of
+from sglang_lazy.core.config import ENV_VAR, LazyConfig
+from sglang_lazy.port import compat, hooks, model_runner, plugin
+
+WITHOUT = "something is not as expected"
+
+
+@pytest.fixture
+def fits(monkeypatch):
+    """A runner that everything fits, but for what a test changes."""
+    monkeypatch.setattr(model_runner, "unfit_flags", lambda _args: [])
+    monkeypatch.setattr(model_runner, "unfit_model", lambda _runner: [])
+    monkeypatch.setattr(model_runner, "layer_ropes", lambda *_: {})
+    monkeypatch.setattr(model_runner, "check_rotation", lambda *_: None)
+    pool = SimpleNamespace(req_to_token=[None] * 3)
+    return SimpleNamespace(
+        req_to_token_pool=pool,
+        server_args=None,
+        model=None,
+        model_config=SimpleNamespace(context_len=8, hidden_size=8),
+        device="cpu",
+        dtype=None,
+        kv_cache_dtype=None,
+    )
+
+
+def start(runner, monkeypatch, **config):
+    """The backend that a runner gets where the stock one is "stock"."""
+    monkeypatch.setenv(ENV_VAR, json.dumps(config))
+    monkeypatch.setattr(model_runner, "with_link_path", lambda backend, *_: f"linked {backend}")
+    return model_runner.wrap_backend(lambda _runner: "stock")(runner)
+
+
+def test_a_model_that_fits_is_linked(fits, monkeypatch):
+    assert start(fits, monkeypatch) == "linked stock"
+    assert table_of(fits.req_to_token_pool).max_segments == LazyConfig.max_chunks
+
+
+def fail(*_):
+    raise ValueError(WITHOUT)
+
+
+@pytest.mark.parametrize("probe", ["layer_ropes", "check_rotation"])
+def test_a_probe_that_fails(fits, monkeypatch, caplog, probe):
+    """With the fallback the server runs without chunk reuse, and says why; otherwise it does not start."""
+    monkeypatch.setattr(model_runner, probe, fail)
+    with pytest.raises(compat.Unfit, match=WITHOUT):
+        start(fits, monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        assert start(fits, monkeypatch, fallback=True) == "stock"
+    assert table_of(fits.req_to_token_pool) is None
+    assert WITHOUT in caplog.text
+
+
+@pytest.mark.parametrize("default_link, refused", [("copy", True), ("block", False)])
+def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refused):
+    fits.kv_cache_dtype = "fp8"
+    if refused:
+        with pytest.raises(compat.Unfit, match="fp8"):
+            start(fits, monkeypatch, default_link=default_link)
+    else:
+        assert start(fits, monkeypatch, default_link=default_link) == "linked stock"
+
+
+@pytest.fixture
+def cuda_takes(monkeypatch):
+    """cuda_takes(n): the CUDA kernels take n segments a row at most."""
+
+    def limit(num_segments):
+        def unsupported(*_args, max_segments):
+            return f"at most {num_segments} segments a row" if max_segments > num_segments else None
+
+        implementations = {"cuda": SimpleNamespace(unsupported=unsupported)}
+        monkeypatch.setattr(compat, "get_implementation", implementations.__getitem__)
+        attn = SimpleNamespace(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=64)
+        monkeypatch.setattr(compat, "attention_layers", lambda _model: iter([(attn, SimpleNamespace(rotary_dim=64))]))
+        return SimpleNamespace(device="cuda", dtype=None, kv_cache_dtype=None, model=None)
+
+    return limit
+
+
+def test_kernels_for_more_chunks_than_cuda_takes(cuda_takes, caplog):
+    """triton takes their place, and the log says why; who asked for cuda is refused with the reason."""
+    runner = cuda_takes(512)
+    with caplog.at_level(logging.INFO):
+        assert model_runner.choose_kernels(LazyConfig(max_chunks=512), runner) == "cuda"
+        assert not caplog.text
+        assert model_runner.choose_kernels(LazyConfig(max_chunks=513), runner) == "triton"
+    assert "at most 512 segments" in caplog.text
+    assert model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=512), runner) == "cuda"
+    with pytest.raises(compat.Unfit, match="--lazy-kernels cuda: at most 512 segments"):
+        model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=513), runner)
+
+
+class Target:
+    """Something of SGLang's, for hooks."""
+
+    @classmethod
+    def hooked(cls):
+        return "stock"
+
+    @staticmethod
+    def lost():
+        return "stock"
+
+
+HOOKED, LOST = (f"{__name__}.Target.{name}" for name in ("hooked", "lost"))
+
+
+def around(original, *args):
+    return f"{original(*args)}, hooked"
+
+
+def test_a_hook_that_is_not_in_place_is_named(monkeypatch):
+    """One that was never applied, and one that something has replaced since."""
+    declared = [hooks.Hook(target, around, "AROUND") for target in (HOOKED, LOST)]
+    assert hooks.missing(declared) == [HOOKED, LOST]
+    hooks.apply(declared[:1])
+    assert Target.hooked() == "stock, hooked"
+    assert hooks.missing(declared) == [LOST]
+    monkeypatch.setattr(plugin, "_hooks", tuple(declared))
+    with pytest.raises(RuntimeError, match="Target.lost"):
+        plugin.verify()
+    monkeypatch.setattr(Target, "hooked", lambda: "replaced")
+    assert hooks.missing(declared) == [HOOKED, LOST]
