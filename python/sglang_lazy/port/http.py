@@ -81,7 +81,7 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
 
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
-    return {"config": dataclasses.asdict(current_config())}
+    return {"config": dataclasses.asdict(LazyConfig.current())}
 
 
 async def fail_before_stream(response: Any) -> Any:
