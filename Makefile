@@ -1,4 +1,4 @@
-# `make demo`, `make test` and `make lint` do their own set-up: a virtual environment in VENV, made once.
+# Targets set themselves up: a virtual environment in VENV, made once.
 PYTHON ?= python3
 VENV ?= .venv
 
@@ -7,25 +7,59 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo test lint bench-smoke setup key
+.PHONY: demo test test-all lint format bench-smoke wheels wheels-smoke setup key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
-	$(BIN)/python -m pytest
+# Tests that share a server share a worker; those of the servers come first, as they take longest.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+
+test: $(READY) # in minutes
+	$(PYTEST) -m 'not slow'
+
+test-all: $(READY)
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CUDA)
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+CUDA = $(shell find sgl-kernel-lazy/sgl_kernel_lazy/csrc -type f)
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CUDA)
 
 SMOKE := $(VENV)/bench-smoke
 
 bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of it works
 	rm -rf $(SMOKE)
-	$(BIN)/python benchmark/serving/bench.py --model tiny --kv-pool-gb 0.1 --contenders lazy,materialize,stock \
+	$(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,stock \
 		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
-	$(BIN)/python benchmark/serving/plots.py $(SMOKE) --out $(SMOKE)
+	$(BIN)/python -m benchmark.serving.plots $(SMOKE) --out $(SMOKE)
+
+wheels: $(READY) # both distributions, in dist/
+	rm -rf dist build sgl-kernel-lazy/build # setuptools would pack what an earlier build left there
+	$(BIN)/python -m build --wheel --outdir dist sgl-kernel-lazy
+	$(BIN)/python -m build --wheel --outdir dist .
+	$(BIN)/python .ci/missing_from_wheels.py dist/*.whl
+
+WHEELS_SMOKE := $(abspath $(VENV))/wheels-smoke
+
+wheels-smoke: wheels # the demo in an empty environment, outside of the checkout, with nothing of ours but the wheels
+	rm -rf $(WHEELS_SMOKE)
+	$(BIN)/python -m venv $(WHEELS_SMOKE)
+	$(WHEELS_SMOKE)/bin/python -m pip install --no-deps dist/*.whl
+	@# Dependencies are those of VENV. Its .pth files do not count here, so neither do its editable installs.
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(WHEELS_SMOKE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+	cp -r examples $(WHEELS_SMOKE)
+	cd $(WHEELS_SMOKE) && env -u PYTHONPATH bin/python examples/demo.py
 
 setup: $(READY)
 

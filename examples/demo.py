@@ -12,9 +12,9 @@ import sys
 import requests
 import torch
 from sample import WORLDS, load_sample, without_chunks
-from serving import Client, Generation, ServerError, log_tail
 from tiny_model import CACHE, TRAINED, tiny_server
 
+from sglang_lazy.testing import Client, Generation, ServerError, log_tail
 from sglang_lazy.verify.prompts import retrieval_segments
 from sglang_lazy.verify.scores import exact_match
 
@@ -25,7 +25,7 @@ WAYS = {"chunk reuse": lambda segments: segments, "prefix caching only": without
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
     questions = load_sample(WORLDS)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
     print(f"sglang-lazy on {device}: {len(questions)} questions about 24 invented people that the model never met,")

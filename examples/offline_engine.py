@@ -5,11 +5,12 @@ Serves a tiny random-weight model unless --model-path names another.
 
 import argparse
 
-from sample import INSTRUCTION, document_text, load_sample, question_text
-from serving import device_options
+from sample import load_sample
 from tiny_model import tiny_model
 
 from sglang_lazy import Engine, chunk
+from sglang_lazy.testing import device_options
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 
 def main() -> None:

@@ -7,8 +7,10 @@ as the usage details need it).
 import argparse
 
 import openai
-from sample import document_text, load_sample
+from sample import load_sample
 from tiny_model import server_or_tiny
+
+from sglang_lazy.verify.prompts import document_text
 
 
 def main() -> None:

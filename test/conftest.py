@@ -1,11 +1,28 @@
-"""Kernel tests: native on a GPU, under Triton's interpreter without one."""
+"""All tests: kernels are native on a GPU and run under Triton's interpreter without one; models are tiny."""
 
 import os
+from pathlib import Path
 
+import pytest
 import torch
 
 # Triton reads this when a kernel is defined, so it must be set before the first import of one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # The interpreter's tensors are tiny; threads would only get in each other's way.
-    torch.set_num_threads(1)
+# Tensors are tiny, here and in the servers that inherit this: threads would only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory) -> Path:
+    """Where tiny models are built, once for all tests; kept between runs if LAZY_MODEL_CACHE names a folder."""
+    return Path(os.environ.get("LAZY_MODEL_CACHE") or tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(model_dir) -> str:
+    """Path of a random-weight Llama with a BOS."""
+    from oracle.models import build
+
+    return build("llama", model_dir)

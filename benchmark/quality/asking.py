@@ -1,22 +1,21 @@
-"""Greedy answers from a server: how a question becomes a prompt, and many of them at a time."""
+"""Greedy answers from a server: how a question becomes a prompt, and how many are sent at a time."""
 
 import asyncio
 import dataclasses
 from collections.abc import Sequence
 
 import aiohttp
-import project_paths  # noqa: F401 - puts examples, benchmark/serving and the tests' oracle on the path
-from client import new_session
-from oracle.segments import Segment, chunk, text, token_ids
-from questions import Question
-from serving import ServerError
 
+from benchmark.quality.questions import Question
+from benchmark.serving.client import new_session
+from oracle.segments import Segment, chunk, text, token_ids
 from sglang_lazy.core.segments import parse_segment
 from sglang_lazy.serving.tokenization import SegmentTokenizer
+from sglang_lazy.testing import ServerError
 
 
 class Prompts:
-    """Questions in token ids, tokenized as the server does it."""
+    """Questions as token ids, tokenized as the server tokenizes them."""
 
     def __init__(self, tokenizer):
         self.tokenizer = SegmentTokenizer(tokenizer)
@@ -46,7 +45,7 @@ def as_user_message(question: Question, tokenizer) -> Question:
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """A prompt on its way to a server. Without chunks it is sent in the form that every server knows."""
+    """A prompt for a server. Without chunks it is sent as plain token ids, which every server accepts."""
 
     segments: list[Segment]
     max_new_tokens: int
@@ -61,7 +60,7 @@ class Ask:
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """An answer as the server gave it. output_ids are without the end of sequence."""
+    """A server's answer. output_ids do not include the end of sequence."""
 
     output_ids: list[int]
     prompt_tokens: int
@@ -69,7 +68,7 @@ class Answered:
 
 
 def ask_all(url: str, asks: Sequence[Ask], concurrency: int) -> list[Answered]:
-    """The answers in the order of `asks`, which are sent in that order. Raises ServerError where there is none."""
+    """The answers to `asks`, which are sent in their order. Raises ServerError if a request fails."""
     return asyncio.run(_ask_all(url, asks, concurrency))
 
 

@@ -1,4 +1,4 @@
-"""The conditions under which questions are asked, as data, and how a server is brought into each."""
+"""The conditions under which questions are sent, as data, and how a server is brought into each."""
 
 import dataclasses
 import itertools
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import project_paths  # noqa: F401 - puts benchmark/serving and the tests' oracle on the path
-from asking import Answered, Ask, Prompts, ask_all
-from contenders import LAZY, STOCK, Server, running
-from oracle.segments import Segment, text, token_ids
-from questions import Question
-from serving import Client
 from tqdm import tqdm
+
+from benchmark.quality.asking import Answered, Ask, Prompts, ask_all
+from benchmark.quality.questions import Question
+from benchmark.serving.contenders import LAZY, STOCK, Server, running
+from oracle.segments import Segment, text, token_ids
+from sglang_lazy.testing import Client
 
 State = Literal["empty", "warm", "shuffled", "evicting"]
 """empty: nothing is cached. warm: the same prompt came just before. shuffled: the same chunks came just before, in
-another order. evicting: each question is asked again, at most eight questions later, in a pool that holds about three
-prompts, and the second answer counts; whether its chunks were evicted in between is left to chance."""
+another order. evicting: each question is sent again, at most eight questions later, to a server whose pool holds about
+three prompts, and the second answer counts; chance decides whether its chunks were evicted in between."""
 
 PROMPTS_IN_POOL = 3
 LATER = 8
@@ -26,7 +26,7 @@ LATER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """as_chunks: else all is one plain text under full attention. concurrency: requests under way at a time.
+    """as_chunks: otherwise the prompt is one plain text under full attention. concurrency: requests in flight.
 
     bos, opening: whether the prompt begins with them.
     """
@@ -87,7 +87,7 @@ def serve(
     log: Path,
     timeout: float,
 ) -> list[Served]:
-    """Start the server and ask it all questions under each of its conditions. Raises ServerError."""
+    """Start the server and send it all questions under each of its conditions. Raises ServerError."""
     module, small_pool = server
     if small_pool:
         longest = max(len(token_ids(prompts.make(question))) + question.max_new_tokens for question in questions)
@@ -113,7 +113,7 @@ def ask(url: str, condition: Condition, questions: list[Question], prompts: Prom
         moments = [(index + LATER * again * rng.random(), index) for index in range(len(asks)) for again in (0, 1)]
         order = [index for _, index in sorted(moments)]
         answers = ask_all(url, [asks[index] for index in order], condition.concurrency)
-        answered = dict(zip(order, answers, strict=True))  # of two answers the later one stays
+        answered = dict(zip(order, answers, strict=True))  # the later of two answers stays
     elif condition.concurrency > 1:
         answered = dict(enumerate(ask_all(url, asks, condition.concurrency)))
     else:
@@ -131,7 +131,7 @@ def ask(url: str, condition: Condition, questions: list[Question], prompts: Prom
 
 
 def shuffled(segments: list[Segment], rng: random.Random) -> list[Segment]:
-    """The same texts at their places, the chunks in another order."""
+    """The texts where they were, the chunks in another order."""
     chunks = [segment for segment in segments if segment.kind == "chunk"]
     rng.shuffle(chunks)
     return [chunks.pop() if segment.kind == "chunk" else segment for segment in segments]

@@ -1,11 +1,11 @@
-"""How right a model's answers are when they are served: full attention, and chunks in every state of the cache.
+"""Accuracy of a served model: full attention, and chunks in every state of the cache.
 
-Every condition asks a real server the same questions over HTTP, greedily. Answers are scored (exact match, F1 or
-ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the same
-mask. The generated test set or files of questions, with any model:
+Under every condition a real server answers the same questions over HTTP, greedily. Answers are scored (exact match, F1
+or ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the
+same mask. The generated test set or files of questions, with any model:
 
-    python benchmark/quality/evaluate.py --model tiny-rag --count 1000 --out results/tiny-rag
-    python benchmark/quality/evaluate.py --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
+    python -m benchmark.quality.evaluate --model tiny-rag --count 1000 --out results/tiny-rag
+    python -m benchmark.quality.evaluate --model path/to/model --questions 2wiki.jsonl musique.jsonl --out results/model
 
 `--out` gets `rows.jsonl` (a line with the environment, then one for each condition and group of questions),
 `answers.jsonl` (one for each answer), `table.md`, and the servers' logs. Flags after `--` go to every server; the
@@ -19,26 +19,25 @@ import signal
 import sys
 from pathlib import Path
 
-import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
 import requests
 import torch
-from arguments import positive, typed
-from asking import Prompts, as_user_message
-from conditions import CONDITIONS, Condition, Served, serve, servers_of
-from environment import describe_environment
-from oracle.segments import token_ids
-from questions import Question, generated, read_questions
-from reference import Claim, Reference
-from serving import ServerError, device_flags, log_tail
 from tqdm import tqdm
 
+from benchmark.quality.asking import Prompts, as_user_message
+from benchmark.quality.conditions import CONDITIONS, Condition, Served, serve, servers_of
+from benchmark.quality.questions import Question, generated, read_questions
+from benchmark.quality.reference import Claim, Reference
+from benchmark.serving.arguments import positive, typed
+from benchmark.serving.environment import describe_environment
+from oracle.segments import token_ids
+from sglang_lazy.testing import ServerError, device_flags, log_tail
 from sglang_lazy.verify.scores import bootstrap, exact_match, wilson
 
 COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
 
 def numerics(server_flags: list[str]) -> dict:
-    """The options of a `Reference` that computes as servers with these flags do on this machine.
+    """The options of a `Reference` with the numerics of servers with these flags on this machine.
 
     Exits with a message if it cannot.
     """
@@ -56,9 +55,9 @@ def numerics(server_flags: list[str]) -> dict:
 
 
 def compare(served: list[Served], reference: Reference) -> list[dict]:
-    """For each answer the columns that say whether it is the reference's, and where it is not, what that one says."""
+    """For each answer, whether it is the reference's and, where it is not, the reference's own."""
     keys = [(tuple(one.segments), tuple(one.answered.output_ids), one.question.max_new_tokens) for one in served]
-    # The same answer to the same prompt is the rule among conditions: it is judged once.
+    # Most conditions give the same answer to the same prompt: judge it once.
     claims = [Claim(list(segments), list(output_ids), limit) for segments, output_ids, limit in dict.fromkeys(keys)]
     columns = []
     verdicts = tqdm(reference.judge(claims), total=len(claims), desc="reference", leave=False, disable=None)
@@ -71,7 +70,7 @@ def compare(served: list[Served], reference: Reference) -> list[dict]:
 
 
 def answer_line(one: Served, tokenizer) -> dict:
-    """What is kept of one answer. It ends with its first line: models that were not trained to stop go on."""
+    """The record of one answer. Only its first line counts: models that were not trained to stop go on."""
     question, output_ids = one.question, one.answered.output_ids
     answer = tokenizer.decode(output_ids, skip_special_tokens=True).strip().split("\n")[0]
     return {
@@ -155,7 +154,7 @@ def ask_servers(
 
 
 def within_context(questions: list[Question], prompts: Prompts, context: int) -> list[Question]:
-    """Those that fit into `context` tokens; says of each group how many are left out because they do not."""
+    """Those that fit into `context` tokens; prints how many of each group do not."""
     fitting, left_out = [], collections.Counter()
     for question in questions:
         if len(token_ids(prompts.make(question))) + question.max_new_tokens <= context:
@@ -192,10 +191,10 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
     args = parse_args()
     if not args.no_reference:
-        reference_options = numerics(args.server_flags)  # an unknown type is an error before anything is asked
+        reference_options = numerics(args.server_flags)  # an unknown type fails before anything is sent
     args.out.mkdir(parents=True, exist_ok=True)
     try:
         if args.questions:
@@ -217,7 +216,7 @@ def main() -> None:
     except (ServerError, requests.RequestException) as error:
         sys.exit(f"failed: {error}")
     lines = [answer_line(one, tokenizer) for one in served]
-    write_answers(lines, args.out)  # what was served is not lost if the comparison is interrupted
+    write_answers(lines, args.out)  # kept if the comparison is interrupted
     if not args.no_reference:
         reference = Reference(args.model, **reference_options)
         lines = [line | columns for line, columns in zip(lines, compare(served, reference), strict=True)]

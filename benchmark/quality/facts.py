@@ -6,7 +6,7 @@ import random
 
 @dataclasses.dataclass(frozen=True)
 class Predicate:
-    """What can be said of a person. `statements` have {name} and {value}, `questions` have {who}.
+    """A fact about a person. `statements` have {name} and {value}, `questions` have {who}.
 
     A relation's value is a person, and its `phrase`, with {name}, names that person in a two-hop question.
     """
@@ -22,7 +22,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _compound_words(rng: random.Random, starts: str, ends: str, count: int, taken: set[str]) -> tuple[str, ...]:
-    """`count` words, each a start and an end, that are not in `taken`, to which they are added."""
+    """`count` words, each a start and an end, none of them in `taken`; adds them to it."""
     words = []
     while len(words) < count:
         word = (rng.choice(_words(starts)) + rng.choice(_words(ends))).capitalize()

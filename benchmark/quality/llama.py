@@ -1,4 +1,4 @@
-"""A small Llama for training: its weights have Hugging Face's names, and its mask may be any."""
+"""A small Llama for training, with Hugging Face's names for its weights and an arbitrary mask."""
 
 import dataclasses
 import json
@@ -109,7 +109,7 @@ class Llama(nn.Module):
         self.register_buffer("rotary", rotary_table(shape), persistent=False)
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
-                # What is added to the residual stream starts small, so that its size does not grow with depth.
+                # Contributions to the residual stream start small, so that its size does not grow with depth.
                 scale = (
                     (2 * shape.num_hidden_layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
                 )

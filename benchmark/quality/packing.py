@@ -1,7 +1,7 @@
 """Training rows: worlds packed one after another, each with several questions that do not see one another.
 
-A row is a set of arrays with an entry for each token. A world in it is one prompt with branches: the documents stand
-there once, and each question with its answer continues them as if it were the only one. So
+A row is a set of arrays, one element per token. A world is one prompt with branches: its documents appear
+once, and each question with its answer continues them as if it were the only one. So
 
     q sees k  iff  k <= q,  both are of the same world,
                    q is text or both are of the same chunk,          (chunk 0 is text)
@@ -14,13 +14,13 @@ import dataclasses
 import random
 
 import numpy as np
-import project_paths  # noqa: F401 - puts examples on the path
-from sample import INSTRUCTION, document_text, question_text
-from vocabulary import BOS, EOS, PAD, Encoder
-from worlds import Split, World, make_world
+
+from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder
+from benchmark.quality.worlds import Split, World, make_world
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 FIELDS = ("ids", "targets", "kinds", "positions", "worlds", "chunks", "branches")
-"""The arrays of a row. targets: the token after this one; kinds: what predicting it counts as."""
+"""The arrays of a row. targets: the next token; kinds: which loss its prediction belongs to."""
 
 IGNORED, CONTEXT, ANSWER = 0, 1, 2
 
@@ -40,7 +40,7 @@ class Mix:
 
 
 def make_row(rng: random.Random, encode: Encoder, mix: Mix, length: int, split: Split = "train") -> np.ndarray:
-    """[len(FIELDS), length] int16: as many worlds as fit, the last ones smaller if need be, then padding."""
+    """[len(FIELDS), length] int16: as many worlds as fit, the last ones smaller if necessary, then padding."""
     row = Row(length)
     while True:
         count = rng.randint(*mix.documents)
@@ -87,7 +87,7 @@ class Row:
         return False
 
     def _segment(self, tokens: list[int], kind: int, *, position: int, chunk: int = 0, branch: int = 0) -> None:
-        """Tokens that are predicted from one another; what comes after the last one is left open."""
+        """Append tokens that predict one another; the target of the last one is open."""
         count = len(tokens)
         if not count:
             return

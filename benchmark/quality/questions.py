@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import project_paths  # noqa: F401 - puts examples and benchmark/serving on the path
-from rouge import rouge_l
-from worlds import records
-
+from benchmark.quality.rouge import rouge_l
+from benchmark.quality.worlds import records
 from sglang_lazy.verify.prompts import INSTRUCTION, question_text, read_json_lines, retrieval_segments
 from sglang_lazy.verify.scores import f1
 
@@ -45,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A dataset of LongBench: how it is scored, its limit of new tokens, and whether its context has passages."""
+    """A dataset of LongBench: its score, its limit of new tokens, and whether its context has passages."""
 
     score: Score
     max_new_tokens: int
@@ -127,7 +125,7 @@ def split_passages(context: str) -> list[str]:
 
 
 def split_words(context: str, count: int) -> list[str]:
-    """Pieces of `count` words, white space and all; the last one ends like a passage."""
+    """Pieces of `count` words, white space included; the last one ends like a passage."""
     words = re.findall(r"\s*\S+", context)
     pieces = ["".join(words[start : start + count]) for start in range(0, len(words), count)]
     return [*pieces[:-1], pieces[-1] + "\n\n"]

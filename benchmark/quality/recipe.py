@@ -1,4 +1,4 @@
-"""What is trained and on what: every setting, and the rows of each step, made ahead by worker processes."""
+"""The training recipe: every setting, and the rows of each step, which worker processes make ahead of time."""
 
 import collections
 import dataclasses
@@ -9,10 +9,11 @@ import random
 import signal
 
 import numpy as np
-from llama import Shape
-from packing import Mix, make_row
 from tokenizers import Tokenizer
-from vocabulary import VOCAB_SIZE, Encoder
+
+from benchmark.quality.llama import Shape
+from benchmark.quality.packing import Mix, make_row
+from benchmark.quality.vocabulary import VOCAB_SIZE, Encoder
 
 
 def between(pair: tuple[float, float], progress: float) -> float:
@@ -21,7 +22,7 @@ def between(pair: tuple[float, float], progress: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that determines the trained weights. A step sees `rows` rows of `length` tokens."""
+    """Everything that determines the trained weights. A step sees `rows` rows of `length` tokens."""
 
     shape: Shape = Shape(VOCAB_SIZE)
     steps: int = 12_000
@@ -34,7 +35,7 @@ class Recipe:
     similar: tuple[float, float] = (0.3, 0.7)  # the share of people whose name is half another's
     first_documents: tuple[int, int] = (2, 4)
     documents: tuple[int, int] = (10, 20)
-    grow: float = 0.4  # the share of the steps in which documents and similar names become more
+    grow: float = 0.4  # the share of the steps over which documents and similar names increase
     questions: int = 8
     two_hop_share: float = 0.5
     hard_share: float = 0.5
@@ -49,7 +50,7 @@ class Recipe:
         return Mix((low, high), self.questions, self.two_hop_share, similar, self.hard_share, self.block_share)
 
     def weight(self, step: int) -> float:
-        """The context's weight in a step's loss: the first of the two while documents become more, then it falls."""
+        """The context's weight in a step's loss: constant while the number of documents grows, then falling."""
         grown = self.grow * self.steps
         return between(self.context_weight, max(0.0, step - grown) / (self.steps - grown))
 
@@ -77,12 +78,12 @@ def make_rows(recipe: Recipe, step: int) -> np.ndarray:
 
 
 class Feed:
-    """The rows of every step from `start` on, in order, made ahead by worker processes."""
+    """The rows of every step from `start` on, in order; worker processes make them ahead of time."""
 
     def __init__(self, recipe: Recipe, tokenizer: Tokenizer, start: int, workers: int):
         self.recipe, self.steps = recipe, iter(range(start, recipe.steps))
-        # By which the pool ends its workers. With a handler from here they could wait for ever: in the first moments
-        # after a fork, what it raises is ignored.
+        # The pool ends its workers with SIGTERM. A handler inherited from this process could leave them waiting for
+        # ever: what it raises in the first moments after a fork is ignored.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.pool = multiprocessing.get_context("fork").Pool(workers, start_worker, (tokenizer.to_str(),))
         signal.signal(signal.SIGTERM, handler)

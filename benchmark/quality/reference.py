@@ -1,20 +1,20 @@
-"""Greedy answers of a Hugging Face model under the block mask: what a server with chunk reuse is compared with."""
+"""Greedy answers of a Hugging Face model under the block mask, to compare a server with chunk reuse with."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-import project_paths  # noqa: F401 - puts the tests' oracle on the path
 import torch
+
 from oracle.block_mask import load_model, visibility
 from oracle.segments import Segment, token_ids
 
 BATCH_SCORES = 1 << 24
-"""Attention scores of a head that one batch may have."""
+"""The most attention scores per head in one batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """That greedy decoding of a prompt gives `output_ids` (without the end of sequence), of at most `limit` tokens."""
+    """The claim that greedy decoding of a prompt gives `output_ids` (without the end of sequence, at most `limit`)."""
 
     segments: list[Segment]
     output_ids: list[int]
@@ -45,7 +45,7 @@ class Reference:
     """The tests' model and mask in any dtype and on any device.
 
     fp32_lm_head: logits are computed in fp32, as servers with --enable-fp32-lm-head do. In bf16 a logit of 8 to 16 is a
-        multiple of 0.0625, so that two tokens can be equally good.
+        multiple of 0.0625, so two tokens can tie.
     """
 
     def __init__(self, model_path: str, dtype: torch.dtype, device: str, fp32_lm_head: bool = False):

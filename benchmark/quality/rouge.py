@@ -4,7 +4,7 @@ import functools
 
 
 def rouge_l(prediction: str, answers: list[str]) -> float:
-    """F-measure of the longest common subsequence of words, with the answer that gives the most."""
+    """F-measure of the longest common subsequence of words, for the best of the answers."""
     return max(_scorer().score(answer, prediction)["rougeL"].fmeasure for answer in answers)
 
 

@@ -1,10 +1,10 @@
 """Trains the small model for retrieval questions, under the full and the block mask, and saves it for serving.
 
-    python benchmark/quality/train.py --out tiny-rag                       # half of the worlds under each mask
-    python benchmark/quality/train.py --out tiny-stock --block-share 0     # the full mask only
+    python -m benchmark.quality.train --out tiny-rag                       # half of the worlds under each mask
+    python -m benchmark.quality.train --out tiny-stock --block-share 0     # the full mask only
 
-Training stops after `--minutes` and goes on when the same command is given again; the data of a step depend on the seed
-and its number alone. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
+Training stops after `--minutes` and resumes when the command is repeated; the data of a step depend only on the seed
+and the step's number. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
 Needs torch, numpy, tokenizers and safetensors.
 """
 
@@ -18,13 +18,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from llama import Llama, Mask, save_for_serving
-from packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
-from recipe import Feed, Recipe
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
-from vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
-from worlds import Split
+
+from benchmark.quality.llama import Llama, Mask, save_for_serving
+from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
+from benchmark.quality.recipe import Feed, Recipe
+from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
+from benchmark.quality.worlds import Split
 
 Batch = dict[str, torch.Tensor]
 """FIELDS, each [rows, length] int64."""
@@ -52,7 +53,7 @@ def make_mask(batch: Batch, flex: bool) -> Mask:
 
 
 def losses(model: Llama, batch: Batch, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropy of answers, and of everything else."""
+    """Mean cross entropies: of answers, and of everything else."""
     logits = model(batch["ids"], batch["positions"], mask)
     each = functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="none")
     kinds = batch["kinds"].flatten()
@@ -98,7 +99,7 @@ class Trainer:
         return self.directory / "checkpoint.pt"
 
     def resume(self) -> None:
-        """Go on from the checkpoint, if there is one. Raises ValueError if it was made by another recipe."""
+        """Resume from the checkpoint, if there is one. Raises ValueError if it was made by another recipe."""
         if not self.checkpoint.exists():
             return
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
@@ -160,7 +161,7 @@ def train(
     save_every: float = 3,
     evaluate_rows: int = 32,
 ) -> None:
-    """Train until the recipe's steps are done or `minutes` are over; then, and every `save_every` minutes, save.
+    """Train until the recipe's steps are done or `minutes` have passed; save then, and every `save_every` minutes.
 
     log_every, evaluate_every: in steps. evaluate_rows: of each kind at the end, a quarter of them on the way.
     """
@@ -181,7 +182,7 @@ def train(
             waited += time.monotonic() - asked
             answer, context = trainer.train_step(rows)
             if trainer.step % log_every == 0:
-                answer, context = answer.item(), context.item()  # waits for the device
+                answer, context = answer.item(), context.item()  # synchronizes with the device
                 now = time.monotonic()
                 tokens = (trainer.step - first) * recipe.rows * recipe.length
                 write(

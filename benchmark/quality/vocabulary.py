@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import project_paths  # noqa: F401 - puts examples on the path
-from facts import FIRST_NAMES, PREDICATES, SURNAMES
-from sample import INSTRUCTION, all_texts, document_text, load_sample, question_text
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from worlds import make_world
+
+from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES
+from benchmark.quality.worlds import make_world
+from benchmark.sample import load_sample
+from sglang_lazy.testing.tiny_model import all_texts
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 VOCAB_SIZE = 2048
 SPECIAL_TOKENS = ["<pad>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -23,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
     "{% endfor %}"
 )
-"""The model knows one form of prompt, so messages follow one another as they are: a user's message is that prompt."""
+"""The model knows one form of prompt, so messages are concatenated unchanged: a user's message is that prompt."""
 
 
 def train_tokenizer() -> Tokenizer:
@@ -57,7 +59,7 @@ def _corpus() -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> None:
-    """Write the files from which `AutoTokenizer.from_pretrained(directory)` makes it."""
+    """Write the files that `AutoTokenizer.from_pretrained(directory)` loads."""
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,13 +1,13 @@
 """Worlds of invented people: short documents with facts about them, and questions over one or two documents.
 
-Each person of a world has a document that names them in every sentence and gives one fact per sentence, so that it can
-be understood by itself; the value ends its sentence, after the name. A single-hop question asks for a fact of one
+Each person of a world has a document that names them in every sentence and gives one fact per sentence, so it stands
+alone; the value ends its sentence, after the name. A single-hop question asks for a fact of one
 document. A two-hop question names a person through a relation ("the teacher of ..."): the first document says who that
 is, and the answer is in the document of that other person.
 
 Full names are divided by a hash: no name of a test world occurs in a training world, though its parts do.
 
-    python benchmark/quality/worlds.py > examples/data/worlds_sample.jsonl    # the questions of the demo
+    python -m benchmark.quality.worlds > examples/data/worlds_sample.jsonl    # the questions of the demo
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
+from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
 
 Split = Literal["train", "test"]
 TEST_SHARE = 8  # one full name in so many is held out
@@ -58,8 +58,8 @@ class World:
     two_hop: list[Question]
 
     def draw(self, rng: random.Random, count: int, two_hop_share: float, hard_share: float) -> list[Question]:
-        """`count` questions, with replacement; each is a two-hop question with the one probability and a hard one with
-        the other, if there are any."""
+        """`count` questions, with replacement: two-hop with probability `two_hop_share`, hard with `hard_share`, where
+        there are any."""
         drawn = []
         for _ in range(count):
             questions = self.two_hop if self.two_hop and rng.random() < two_hop_share else self.single_hop
@@ -151,8 +151,8 @@ def records_of_one_world(
 ) -> Iterator[dict]:
     """`count` different questions over one world, single-hop and two-hop in turn.
 
-    Each has `documents` (least, most) of the world's documents, those that it takes among them, in an order of its own,
-    so documents recur from one question to the next at other places.
+    Each has `documents` (least, most) of the world's documents in an order of its own, the necessary ones among them,
+    so documents recur from one question to the next at other positions.
     """
     rng = random.Random(f"{split}/one world/{seed}")
     world = make_world(rng, split, world_size)

@@ -1,17 +1,16 @@
-"""Host time of the scheduler per chunk reference, by step, over how many chunks are resident.
+"""Host time of the scheduler per chunk reference, by step and number of resident chunks.
 
-SGLang's own classes and our hooks, without a model: each request is taken from arrival to its first token and ended
-there. Chunks are drawn by a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and there
-are four times as many chunks, so that misses are filled and evict. `stock` is SGLang's own radix cache with plain
-prompts as long: all chunks but the last in front of every prompt, then one of as many documents, each a leaf of the
-tree as long as a chunk. `lazy-plain` is sent the same as `stock`: what our hooks cost prompts without chunks. Times are
-the thread's own, so that other work on the machine counts less, and torch has no other threads; shapes and contenders
-of one chunk length take turns. A request has its own host time, whatever it asks for; what each further chunk adds to
-it comes last, where there are shapes of several numbers of chunks as long: one that is there, and one that is missing
-and computed, told apart by least squares over the requests. Rows go to `--out` as JSON lines, after a line with the
-environment.
+SGLang's own classes and our hooks run without a model: each request goes from arrival to its first token and ends
+there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and
+there are four times as many chunks, so misses are computed and evict others. `stock` is SGLang's radix cache on plain
+prompts of the same length: the same tokens begin every prompt, then comes one of as many documents as there are chunks,
+each a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to prompts
+without chunks. Times are CPU time of the thread, and torch has no other threads, so other work on the machine counts
+less; shapes and contenders of one chunk length take turns. Last comes what each further chunk adds to a request,
+resident or missing and computed, where shapes differ in the number of chunks alone. Rows go to `--out` as JSON lines,
+after a line with the environment.
 
-    python benchmark/scheduler/host_time.py --out host_time.jsonl
+    python -m benchmark.scheduler.host_time --out host_time.jsonl
 """
 
 import argparse
@@ -26,22 +25,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import serving_path  # noqa: F401 - puts benchmark/serving on the path
 import torch
-from arguments import positive, positive_float, typed
-from environment import describe_environment
-from host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
-from workloads import draw_distinct, zipf_weights
 
+from benchmark.scheduler.host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
+from benchmark.serving.arguments import positive, positive_float, typed
+from benchmark.serving.environment import describe_environment
+from benchmark.serving.workloads import draw_distinct, zipf_weights
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.radix import LazyRadixCache
 
 QUESTION_LEN = 32
 SEPARATOR = 11
-UNIVERSE = 4  # chunks there are for each resident one, when evicting
+UNIVERSE = 4  # chunks per resident chunk, when evicting
 TABLE = "{:6} {:9} {:8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  " + " ".join(["{:>9}"] * len(STEPS))
 FURTHER = (
     "{contender:6} further chunk of {chunk_len}, {mode}, {resident} resident: {us_per_further_chunk} us, "
@@ -50,7 +48,7 @@ FURTHER = (
 
 
 class Traffic:
-    """Requests over `num_documents` numbered documents of random tokens, drawn again and again by their popularity."""
+    """Requests over `num_documents` numbered documents of random tokens, drawn by popularity."""
 
     def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
         self.num_chunks, self.chunk_len = shape
@@ -93,7 +91,7 @@ class Linked(Traffic):
 
 
 class Plain(Traffic):
-    """Each request has the same tokens in front, then one document: a prefix of as many tokens, over as many leaves."""
+    """Each request has the same tokens first, then one document: a prefix as long, over as many leaves."""
 
     cache_class = RadixCache
 
@@ -127,8 +125,8 @@ class Case:
         self.traffic = CONTENDERS[name](args, shape, num_resident * (UNIVERSE if evicting else 1))
         text_len = num_chunks * args.separator_len + QUESTION_LEN
         prompt_len = num_chunks * chunk_len + text_len
-        # Beside the chunks, and what stands in front of plain prompts, the pool has room for the text of all requests,
-        # or, when evicting, for that of one.
+        # Besides the chunks, or the common tokens of plain prompts, the pool holds the text of all requests or, when
+        # evicting, of one.
         texts = 1 if evicting else args.requests + args.warm_up
         pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
         self.host = Host(self.traffic.cache_class, pool_size, prompt_len + 8, args.device)
@@ -144,7 +142,7 @@ class Case:
         self.filled.append(self.host.filled - filled_before)
 
     def row(self) -> dict:
-        """Microseconds per chunk of a request, by step and in all, per leaf evicted and per chunk computed."""
+        """Microseconds per chunk of a request, by step and in total, per evicted leaf and per computed chunk."""
         evicted = self.host.evicted - self.evicted_before
         per_chunk = {step: [sample.get(step, 0) / 1000 / self.num_chunks for sample in self.samples] for step in STEPS}
         totals = [sum(values) for values in zip(*per_chunk.values(), strict=True)]
@@ -168,7 +166,7 @@ class Case:
 
 
 def regression(filled: list[int], totals: list[float]) -> dict:
-    """Microseconds of a request for which nothing is filled, and what each fill adds, by least squares."""
+    """Microseconds of a request without misses, and what each computed chunk adds, by least squares."""
     if min(filled) == max(filled):
         return {
             "filled": sum(filled),
@@ -188,9 +186,9 @@ def mean(values: list[float]) -> float:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
-    """What is compared is asked in turns, request by request, so that a machine's slow times meet all of it.
+    """Contenders take turns, request by request, so that a machine's slow moments meet all of them.
 
-    The most memory is taken last: a process that has given much of it back is slower to get any.
+    The largest come last: a process that has returned much memory is slower to allocate.
     """
     lengths = sorted({chunk_len for _, chunk_len in args.shapes})
     for chunk_len, num_resident, evicting in itertools.product(lengths, sorted(args.resident), (False, True)):
@@ -202,15 +200,15 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
             for case in cases:
                 case.ask()
         yield from [case.row() for case in cases]
-        del cases  # hosts are cycles: their memory has to be free again before the next take theirs
+        del cases  # hosts are reference cycles: free their memory before the next ones allocate
         gc.collect()
 
 
 def further_chunks(rows: list[dict]) -> Iterator[dict]:
-    """What one more chunk that is there adds to a request: the slope between the fewest and the most of a length.
+    """What one more resident chunk adds to a request: the slope between the fewest and the most chunks of a length.
 
-    Beside it, what one adds that is computed, in requests of the most, and the slope of the means: of chunks that are
-    there and others.
+    Besides, what a computed chunk adds to requests with the most, and the slope of the means, over resident and
+    computed chunks.
     """
     requests, fills, means = (collections.defaultdict(dict) for _ in range(3))
     for row in rows:

@@ -1,13 +1,13 @@
-"""Command-line arguments that the benchmarks of servers have in common."""
+"""Command-line arguments common to the benchmarks of servers."""
 
 import argparse
 
-from contenders import CONTENDERS, parse_contenders
-from models import SHAPES, TINY, model_name
+from benchmark.serving.contenders import CONTENDERS, parse_contenders
+from benchmark.serving.models import SHAPES, TINY, model_name
 
 
 def typed(parse):
-    """`parse` for argparse, so that the message of its ValueError is what the user reads."""
+    """`parse` for argparse, which shows the user the message of its ValueError."""
 
     def convert(value: str):
         try:

@@ -2,10 +2,10 @@
 
 A case is a workload with its flags and the rates at which its conversations arrive; each rate starts from an empty
 cache. One start of a server serves all cases. Cases come from `--case`, which can be repeated, and from the lines of
-`--plan`. With `--together` all servers are up at once and take turns, so that only one is asked at a time. Flags after
+`--plan`. With `--together` all servers are up at once and take turns, so only one is under load at a time. Flags after
 `--` go to every server.
 
-    python benchmark/serving/bench.py --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
+    python -m benchmark.serving.bench --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
         --case "synthetic --alpha 1.1 --request-rate 1 2 4 8" --case "chat --request-rate 8"
 
 `--case "synthetic --help"` lists a workload's flags; docs/benchmarks.md says what the results mean. The results folder
@@ -26,15 +26,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import requests
-from arguments import add_server_arguments, positive_float, typed
-from case import Case, Run, parse_case, read_plan
-from contenders import Server, running, server_of
-from environment import describe_environment
-from models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
-from pinning import pinned
-from serving import ServerError, device_flags, log_tail
+
+from benchmark.serving.arguments import add_server_arguments, positive_float, typed
+from benchmark.serving.case import Case, Run, parse_case, read_plan
+from benchmark.serving.contenders import Server, running, server_of
+from benchmark.serving.environment import describe_environment
+from benchmark.serving.models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
+from benchmark.serving.pinning import pinned
+from sglang_lazy.testing import ServerError, device_flags, log_tail
 
 TABLE = "{:16} {:>6} {:10} {:>6} {:10} {:>6} {:>9} {:>9} {:>9} {:>9} {:>8} {:>6} {}"
 COLUMNS = (
@@ -122,9 +122,9 @@ class Results:
 
 
 class Runner:
-    """A server of the comparison, and what is noted about it. If it fails it is stopped, and the others go on.
+    """A server of the comparison, and the facts recorded about it. If it fails it is stopped, and the others go on.
 
-    measure: measures a contender's run at a URL, stage by stage; gives the rows that each stage completes.
+    measure: measures a contender's run at a URL, stage by stage; yields the rows that each stage completes.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Runner:
         results.servers.append(self.facts)
         self.stack = contextlib.ExitStack()
         self.url: str | None = None
-        self.lost: set[tuple[str, Case]] = set()  # at a rate that was more than the contender could follow
+        self.lost: set[tuple[str, Case]] = set()  # fell behind at an earlier rate
 
     def start(self, timeout: float) -> None:
         start = time.monotonic()
@@ -151,7 +151,7 @@ class Runner:
             self.facts["start_up_s"] = round(time.monotonic() - start, 1)
 
     def ask(self, run: Run) -> Iterator[None]:
-        """Measure this server's contenders, pausing after each stage, but for those that have lost the case."""
+        """Measure this server's contenders, except those that fell behind; yields after each stage."""
         for name in self.names:
             if self.url is None or (name, run.case) in self.lost or name not in (run.case.contenders or [name]):
                 continue
@@ -165,7 +165,7 @@ class Runner:
         self.names.reverse()
 
     def finish(self) -> None:
-        """To be called when everything has been asked."""
+        """Call this after the last run."""
         if self.url is not None:
             self.facts["failure"] = None
 
@@ -180,10 +180,10 @@ class Runner:
 
 
 def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = False) -> None:
-    """Start all servers at once, and measure each run with all of them, a stage at a time.
+    """Start all servers at once and measure each run with all of them, one stage at a time.
 
-    They take turns, from the first to the last and back, so that none comes after the same one each time.
-    pin: whether processes are kept on cores of their own once the servers are up. Exits where there are too few.
+    They take turns from the first to the last and back, so that none always follows the same other.
+    pin: keep processes on cores of their own once the servers are up. Exits if there are too few cores.
     """
     with contextlib.ExitStack() as stack:
         for runner in runners:
@@ -205,10 +205,10 @@ def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = 
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers are stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers on the way out
     args = parse_args()
-    # Imports SGLang, which takes seconds: not before the arguments are known to be good.
-    from measure import measure
+    # Imports SGLang, which takes seconds: only once the arguments are valid.
+    from benchmark.serving.measure import measure
 
     with tempfile.TemporaryDirectory() as scratch:
         path = model_path(args.model, Path(scratch))

@@ -1,4 +1,4 @@
-"""Cases: a workload, and how it arrives. On a command line and in a plan a case is a line of words."""
+"""Cases: a workload, and how it arrives. On the command line and in plans, a case is one line of words."""
 
 import argparse
 import dataclasses
@@ -6,16 +6,16 @@ import math
 import shlex
 from pathlib import Path
 
-from arguments import positive, positive_float, typed
-from contenders import parse_contenders
-from workloads import WORKLOADS, Encode, Stage, Workload
+from benchmark.serving.arguments import positive, positive_float, typed
+from benchmark.serving.contenders import parse_contenders
+from benchmark.serving.workloads import WORKLOADS, Encode, Stage, Workload
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """Rates are conversations per second; infinity is all at once. contenders: who is sent it, None: all.
+    """Rates are conversations per second; infinity is all at once. contenders: those it is for; None: all.
 
-    Equal to itself alone: a case that is given twice is measured twice.
+    Equality is identity: a case that is given twice is measured twice.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Case:
     contenders: list[str] | None
 
     def runs(self, seed: int, encode: Encode) -> list["Run"]:
-        """One for each rate, slowest first. Raises ValueError where the data are not what they should be."""
+        """One for each rate, slowest first. Raises ValueError if the data are malformed."""
         return [self._run(rate, seed, encode) for rate in sorted(self.request_rates)]
 
     def _run(self, rate: float, seed: int, encode: Encode) -> "Run":
@@ -39,7 +39,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A case at one rate: what every contender is sent."""
+    """A case at one rate: the traffic of every contender."""
 
     case: Case
     workload: Workload
@@ -47,7 +47,7 @@ class Run:
     stages: list[Stage]
 
     def describe(self) -> dict:
-        """The columns that tell this run from others; a rate of None is infinite."""
+        """The columns that identify this run; a rate of None is infinite."""
         parameters = {
             name: str(value) if isinstance(value, Path) else value for name, value in vars(self.workload).items()
         }

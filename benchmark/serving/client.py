@@ -1,16 +1,16 @@
-"""Streams `/generate` requests and keeps the time at which every token arrived.
+"""Streams `/generate` requests and records when every token arrived.
 
-SGLang's own client is not used: it takes a text that is not empty for the first token, which a token that ends within a
-character or has no text does not give. Tokens are counted here by what the server says it has generated.
+SGLang's own client takes the first non-empty text for the first token, and misses tokens without text or that end
+within a character. Here the server's own count of generated tokens decides.
 """
 
 import dataclasses
 import time
 
 import aiohttp
-import examples_path  # noqa: F401 - puts examples on the path
 import orjson
-from serving import ServerError
+
+from sglang_lazy.testing import ServerError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Timeline:
     """One finished request as the client saw it; times in seconds of `time.perf_counter`."""
 
     sent: float
-    arrivals: list[tuple[float, int]]  # when an event came, output tokens so far: both strictly increasing
+    arrivals: list[tuple[float, int]]  # arrival of an event, output tokens so far: both strictly increasing
     output_ids: list[int]
     prompt_tokens: int
-    cached_tokens: int  # all reuse, prefixes and chunks
+    cached_tokens: int  # prefixes and chunks
     chunk_tokens: int
 
     @property
@@ -30,12 +30,12 @@ class Timeline:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For any number of concurrent requests, each as long as it takes."""
+    """For any number of concurrent requests, without a limit on the time of each."""
     return aiohttp.ClientSession(
-        # SGLang closes a connection that was idle for 5 s: none that it may be closing is used again.
+        # SGLang closes connections after 5 s of idling: drop them before it may.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=600),
-        read_bufsize=1 << 22,  # an event repeats the answer so far, and is read as one line
+        read_bufsize=1 << 22,  # an event is one line and repeats the answer so far
     )
 
 
@@ -49,7 +49,7 @@ def encode(prompt: dict, max_new_tokens: int) -> bytes:
 
 
 async def stream(session: aiohttp.ClientSession, url: str, body: bytes) -> Timeline:
-    """Send one encoded request and read its answer to the end. Raises ServerError where there is none."""
+    """Send one encoded request and read its answer to the end. Raises ServerError if it fails."""
     arrivals: list[tuple[float, int]] = []
     event: dict = {"meta_info": {}}
     sent = time.perf_counter()

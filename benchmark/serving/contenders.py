@@ -1,4 +1,4 @@
-"""The servers that are compared, as data, and how one is started."""
+"""The servers under comparison, as data, and how to start one."""
 
 import contextlib
 import dataclasses
@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import torch
-from prompts import as_chunks, as_plain
-from serving import running_server
+
+from benchmark.serving.prompts import as_chunks, as_plain
+from sglang_lazy.testing import running_server
 
 STOCK = "sglang.launch_server"
 LAZY = "sglang_lazy.launch_server"
@@ -18,9 +18,9 @@ LAZY = "sglang_lazy.launch_server"
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A launcher and the flags that set it apart from the others'.
+    """A launcher and its flags beyond those that all servers get.
 
-    number: sets servers apart that are started alike.
+    number: distinguishes servers that are started alike.
     """
 
     module: str
@@ -42,8 +42,8 @@ CONTENDERS = {
     "stock-flashinfer": Contender(Server(STOCK, ("--attention-backend", "flashinfer")), as_plain),
     "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
     "lazy": Contender(Server(LAZY), as_chunks),
-    "lazy-triton": Contender(Server(LAZY, ("--lazy-link-backend", "triton")), as_chunks),
-    "materialize": Contender(Server(LAZY, ("--lazy-link", "materialize")), as_chunks),
+    "lazy-triton": Contender(Server(LAZY, ("--lazy-kernels", "triton")), as_chunks),
+    "copy": Contender(Server(LAZY, ("--lazy-default-link", "copy")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),
 }
 
@@ -53,7 +53,7 @@ def server_of(name: str) -> Server:
 
 
 def parse_contenders(names: str) -> list[str]:
-    """The names in a comma-separated list, those of one server side by side so that it is started once.
+    """The names in a comma-separated list, those of one server adjacent so that it is started once.
 
     Raises ValueError for a name that is not in CONTENDERS.
     """
@@ -66,7 +66,7 @@ def parse_contenders(names: str) -> list[str]:
 
 @contextlib.contextmanager
 def running(server: Server, flags: list[str], log: Path, timeout: float) -> Iterator[str]:
-    """Run `server` with `flags` for the length of a `with` block; yields its URL. timeout: seconds to be ready in."""
+    """Run `server` with `flags` for the length of a `with` block; yields its URL. timeout: seconds to wait for it."""
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as scratch:
         environment = {} if on_gpu else _with_rotary_stand_in(Path(scratch))
@@ -76,7 +76,7 @@ def running(server: Server, flags: list[str], log: Path, timeout: float) -> Iter
 
 
 def _with_rotary_stand_in(folder: Path) -> dict[str, str]:
-    """Off CUDA, stock SGLang imports a vLLM kernel that it never calls: variables with which it finds an empty one."""
+    """Off CUDA, stock SGLang imports a vLLM kernel that it never calls: variables that let it find a stub."""
     package = folder / "vllm"
     package.mkdir()
     (package / "__init__.py").touch()

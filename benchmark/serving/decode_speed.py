@@ -1,16 +1,16 @@
 """Decode speed over cached context: output tokens per second of batches that decode together, over HTTP.
 
-Each request has chunks of random tokens and a question not seen before; all context is cached before it is measured.
+Each request has chunks of random tokens and a new question; all context is cached before the measurement.
 `unshared`: no two requests of a batch have a chunk in common. `shared`: the requests of a group of 8 have the same
 chunks, each in an order of its own. Plain contenders get the same tokens as an exact prefix. Prefill is left out: the
 window begins when every request of the batch has its first token and ends when the first of them is done. Rows go to
 `--out` as JSON lines, after a line with the environment for each server. Flags after `--` go to every server.
 
-    python benchmark/serving/decode_speed.py --contenders lazy,stock --out decode.jsonl -- --attention-backend fa3
+    python -m benchmark.serving.decode_speed --contenders lazy,stock --out decode.jsonl -- --attention-backend fa3
 
 Without a GPU, to see that it works:
 
-    python benchmark/serving/decode_speed.py --model tiny --chunk-len 64 --question-len 8 --output-len 16 \
+    python -m benchmark.serving.decode_speed --model tiny --chunk-len 64 --question-len 8 --output-len 16 \
         --batches 1 8 --repetitions 2 --out decode.jsonl -- --max-total-tokens 20000
 """
 
@@ -26,15 +26,15 @@ import tempfile
 import time
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import requests
-from arguments import add_server_arguments, positive, typed
-from client import Timeline, encode, new_session, stream
-from contenders import CONTENDERS, running, server_of
-from environment import describe_environment
-from models import model_flags, model_path
-from prompts import as_chunks, chunk, random_tokens, text
-from serving import Client, ServerError, device_flags, log_tail
+
+from benchmark.serving.arguments import add_server_arguments, positive, typed
+from benchmark.serving.client import Timeline, encode, new_session, stream
+from benchmark.serving.contenders import CONTENDERS, running, server_of
+from benchmark.serving.environment import describe_environment
+from benchmark.serving.models import model_flags, model_path
+from benchmark.serving.prompts import as_chunks, chunk, random_tokens, text
+from sglang_lazy.testing import Client, ServerError, device_flags, log_tail
 
 GROUP = 8
 WARM_UP_TOKENS = 4
@@ -52,9 +52,9 @@ class Contexts:
         ]
 
     def batch(self, size: int, *, shared: bool, shuffled: bool) -> list[list[list[int]]]:
-        """The contexts of a batch, each a list of chunks; those of smaller batches are among those of larger ones.
+        """The contexts of a batch, each a list of chunks; a larger batch contains those of smaller ones.
 
-        shuffled: whether the members of a group have orders of their own; as a plain prefix they must not.
+        shuffled: whether each member of a group has an order of its own; a plain prefix must not.
         """
         if not shared:
             return self.requests[:size]
@@ -67,10 +67,10 @@ class Contexts:
 
 
 def decode_rate(timelines: list[Timeline]) -> tuple[float, float]:
-    """Output tokens per second of the whole batch while all of it decodes, and the seconds for which it does.
+    """Output tokens per second of the batch while all of it decodes, and for how many seconds it does.
 
-    Each request counts the tokens between its first and its last arrival in the window, over the time between these, so
-    that no step is cut at the window's ends.
+    Each request counts the tokens between its first and its last arrival in the window, over the time between the two,
+    so that no step is cut at the window's ends.
     """
     begin = max(timeline.arrivals[0][0] for timeline in timelines)
     end = min(timeline.arrivals[-1][0] for timeline in timelines)
@@ -127,7 +127,7 @@ def measure(url: str, name: str, contexts: Contexts, *, batch: int, shared: bool
 
 
 def measure_all(url: str, name: str, contexts: Contexts, args: argparse.Namespace):
-    """The rows of one contender; where the KV pool cannot hold a batch, a row that says so."""
+    """The rows of one contender; a batch that the KV pool cannot hold gets a row that says so."""
     pool = requests.get(f"{url}/server_info", timeout=60).json()["max_total_num_tokens"]
     tail = args.question_len + args.output_len
     for shared in (False, True):
@@ -169,7 +169,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the server is stopped then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
     args = parse_args()
     contexts = Contexts(args)
     log_dir = args.log_dir or args.out.parent

@@ -1,4 +1,4 @@
-"""What a reader needs to judge or repeat a measurement: machine, versions, commit, command, seed."""
+"""What it takes to judge or repeat a measurement: machine, versions, commit, command, seed."""
 
 import importlib.metadata
 import os
@@ -13,7 +13,7 @@ import torch
 
 
 def describe_environment(*, commit: str | None, seed: int, server_flags: list[str]) -> dict:
-    """commit: where given, the one to record; a machine that measures may have a copy of the tree without git."""
+    """commit: recorded instead of git's, for a machine whose copy of the tree has no git."""
     gpu = torch.cuda.is_available()
     power = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]
     return {
@@ -24,10 +24,17 @@ def describe_environment(*, commit: str | None, seed: int, server_flags: list[st
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("sglang", "torch", "triton", "flashinfer-python")},
         "commit": commit or _git_commit(),
-        "command": shlex.join(sys.argv),
+        "command": _command(),
         "server_flags": shlex.join(server_flags),
         "seed": seed,
     }
+
+
+def _command() -> str:
+    """The command line that repeats this run from the repository's root, without this machine's paths."""
+    module = sys.modules["__main__"].__spec__  # None for a program that was not started with `python -m`
+    program = ["python", "-m", module.name] if module else sys.argv[:1]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 def version(distribution: str) -> str:

@@ -5,10 +5,11 @@ import contextlib
 from collections.abc import Callable
 
 import numpy as np
-from client import Timeline, encode, new_session, stream
-from prompts import text
-from sglang_bench import get_request
-from workloads import Conversation
+
+from benchmark.serving.client import Timeline, encode, new_session, stream
+from benchmark.serving.prompts import text
+from benchmark.serving.sglang_bench import get_request
+from benchmark.serving.workloads import Conversation
 
 
 def send(
@@ -20,11 +21,11 @@ def send(
     max_concurrency: int | None,
     seed: int,
 ) -> list[Timeline]:
-    """One timeline for each turn. Raises ServerError if any request fails; the others are then given up.
+    """One timeline for each turn. Raises ServerError if any request fails, and cancels the others.
 
     form: makes the prompt fields of `/generate` from segments.
     request_rate: conversations that arrive per second, exponentially spaced; infinity sends all of them at once.
-    max_concurrency: most requests under way at a time. Those held back are not yet sent, so no clock runs for them.
+    max_concurrency: most requests in flight. A request that waits for a place is not sent yet: its clock does not run.
     """
     np.random.seed(seed)  # SGLang's arrivals draw from NumPy's global generator
     return asyncio.run(_send(url, conversations, form, request_rate, max_concurrency))

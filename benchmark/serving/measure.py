@@ -1,33 +1,33 @@
-"""Measures a run of a contender against a server that is up."""
+"""Measures one contender's run against a running server."""
 
 import collections
 import gc
 import math
 from collections.abc import Iterator
 
-import examples_path  # noqa: F401 - puts examples on the path
 import requests
-from case import Run
-from contenders import CONTENDERS
-from load import send
-from metrics import ServerGauges, is_saturated, summarise
-from serving import Client
+
+from benchmark.serving.case import Run
+from benchmark.serving.contenders import CONTENDERS
+from benchmark.serving.load import send
+from benchmark.serving.metrics import ServerGauges, is_saturated, summarise
+from sglang_lazy.testing import Client
 
 WARM_UP_CONVERSATIONS = 2
 
 
 def freeze_objects(url: str) -> None:
-    """Leave what the server and this process hold by now out of all garbage collections to come.
+    """Exclude the present objects of the server and of this process from garbage collection.
 
-    A full one stops a process of SGLang's for half a second, once in some minutes: whom it meets while it is measured
-    would be luck. SGLang recommends this after warm-up.
+    Every few minutes a full collection stops a process of SGLang's for half a second; which contender it would hit is
+    chance. SGLang recommends this after warm-up.
     """
     requests.post(f"{url}/freeze_gc", timeout=60).raise_for_status()
     gc.freeze()
 
 
 def measure(url: str, name: str, run: Run, seed: int, kv_bytes: int) -> Iterator[list[dict]]:
-    """Measures a run, which starts from an empty cache, stage by stage: gives the rows of the phases that each ends.
+    """Measure a run from an empty cache, stage by stage; yields the rows of the phases that each stage completes.
 
     kv_bytes: bytes of KV of one token.
     """

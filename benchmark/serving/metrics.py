@@ -1,4 +1,4 @@
-"""From timelines to numbers: SGLang's serving metrics, hit rates, saturation, and what the server says of itself."""
+"""From timelines to numbers: SGLang's serving metrics, hit rates, saturation, and the server's own counters."""
 
 import collections
 import dataclasses
@@ -8,8 +8,9 @@ import statistics
 import types
 
 import requests
-from client import Timeline
-from sglang_bench import DatasetRow, RequestFuncOutput, calculate_metrics
+
+from benchmark.serving.client import Timeline
+from benchmark.serving.sglang_bench import DatasetRow, RequestFuncOutput, calculate_metrics
 
 LATENCIES = {"ttft_ms": "ttft_ms", "tpot_ms": "tpot_ms", "itl_ms": "itl_ms", "e2e_ms": "e2e_latency_ms"}
 """Our names and SGLang's."""
@@ -79,8 +80,8 @@ def last_arrival(timelines: list[Timeline]) -> float:
 
 
 def is_saturated(timelines: list[Timeline]) -> bool:
-    """Whether the server fell behind: what it still had to do after the last send took more than a quarter of the time
-    in which requests were sent, beyond what its fastest request took."""
+    """Whether the server fell behind: after the last send it needed more than a quarter of the sending time, beyond the
+    duration of its fastest request."""
     sends = [timeline.sent for timeline in timelines]
     fastest = min(timeline.arrivals[-1][0] - timeline.sent for timeline in timelines)
     return last_arrival(timelines) - max(sends) > fastest + (max(sends) - min(sends)) / 4
@@ -95,13 +96,13 @@ class ServerGauges:
         self._seen = self._samples()
 
     def new_tokens(self) -> collections.Counter:
-        """`cached` and `prompt`: tokens of the requests that have finished since this was last asked."""
+        """`cached` and `prompt`: tokens of the requests that have finished since the last call."""
         before, self._seen = self._seen, self._samples()
         totals = {"cached": "sglang:cached_tokens_total", "prompt": "sglang:prompt_tokens_total"}
         return collections.Counter({name: self._seen[total] - before[total] for name, total in totals.items()})
 
     def resident_tokens(self) -> int:
-        """Tokens whose KV is kept, in use or not, as of the last batch that the server logged."""
+        """Tokens whose KV is resident, in use or not, as of the last batch that the server logged."""
         return self.pool_tokens - round(self._samples()["sglang:kv_available_tokens"])
 
     def _samples(self) -> dict[str, float]:

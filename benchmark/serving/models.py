@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
 import torch
-from sample import all_texts, load_sample
-from serving import device_options
-from tiny_model import tiny_model, train_tokenizer
+
+from benchmark.sample import load_sample
+from sglang_lazy.testing import device_options
+from sglang_lazy.testing.tiny_model import VOCAB_SIZE as TOKENIZER_VOCAB
+from sglang_lazy.testing.tiny_model import all_texts, tiny_model, train_tokenizer
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -63,7 +64,6 @@ QWEN3_8B = {
 }
 SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
 TINY = "tiny"
-TOKENIZER_VOCAB = 4096
 ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
 """Token ids that mean the same to every model here, beyond the special ones."""
 
@@ -71,7 +71,7 @@ ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
 def build_model(directory: Path, shape: dict) -> Path:
     """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights."""
     (directory / "config.json").write_text(json.dumps(shape, indent=2))
-    train_tokenizer(all_texts(load_sample()), TOKENIZER_VOCAB).save_pretrained(directory)
+    train_tokenizer(all_texts(load_sample())).save_pretrained(directory)
     return directory
 
 
@@ -83,9 +83,9 @@ def model_name(name: str) -> str:
 
 
 def model_path(model: str, scratch: Path) -> str:
-    """Where SGLang finds `model`: a name of SHAPES (built in `scratch`), "tiny", or what stands for itself."""
+    """Where SGLang finds `model`: a name of SHAPES (built in `scratch`), "tiny", or a path or hub name as it is."""
     if model == TINY:
-        return str(tiny_model())
+        return str(tiny_model(all_texts(load_sample())))
     return str(build_model(scratch, SHAPES[model])) if model in SHAPES else model
 
 
@@ -95,7 +95,7 @@ def model_flags(model: str, path: str) -> list[str]:
 
 
 def kv_bytes_per_token(path: str) -> int:
-    """Bytes of keys and values that a server here keeps of a token, for the model at `path`."""
+    """Bytes of KV per token that a server on this machine keeps, for the model at `path`."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(path)

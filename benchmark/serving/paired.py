@@ -1,13 +1,13 @@
-"""How sure a difference is: two contenders that took turns in a run of bench.py, stage by stage.
+"""Confidence in a difference: two contenders that took turns in a run of bench.py, stage by stage.
 
-With `--together` the same stage of both was sent within seconds, so that what else changed on the machine met both. For
+With `--together` the same stage of both was sent within seconds, so other changes on the machine met both. For
 each case and phase this prints the mean of both, of a stage's mean TTFT or of the seconds that it took (`--of`), the
 mean of the differences between the two of a pair, relative to the second contender's mean, half the width of its 95%
 interval by Student's t, and the median of the differences, which a stall does not move. Folders are pooled: a case may
-have another number of stages there, as long as they are of the same size. A stage is one of a case's `--rounds`, or one
+have more or fewer stages in each, of the same size. A stage is one of a case's `--rounds`, or one
 request of `latency`.
 
-    python benchmark/serving/paired.py results/chat --contenders lazy,stock
+    python -m benchmark.serving.paired results/chat --contenders lazy,stock
 """
 
 import argparse
@@ -30,11 +30,10 @@ MEASURES = ("ttft_ms", "duration_s")
 def paired_stages(
     folders: list[Path], first: str, second: str, measure: str = MEASURES[0]
 ) -> dict[str, list[tuple[float, float]]]:
-    """By what the rows have in common: what `measure` was for both contenders in each stage.
+    """For each case and phase, `measure` of both contenders in each stage.
 
-    A case that was measured several times is matched in order; one that only one of them was sent is left out. Raises
-    ValueError where the contenders did not take turns, or one has stages of a case that the other has not, and where
-    there is nothing to pair.
+    Repeated measurements of a case are matched in order; a case of only one contender is left out. Raises ValueError if
+    the contenders did not take turns, if their stages of a case differ, and if there is nothing to pair.
     """
     pairs = collections.defaultdict(list)
     for folder in folders:

@@ -1,7 +1,7 @@
 """Keeps the processes of a comparison on cores of their own, so that none is slowed by where another happens to run.
 
-SGLang's schedulers spin while they wait, and two threads on one core slow each other down: whom the idle servers'
-schedulers meet would be luck, of seconds or of a whole run.
+SGLang's schedulers spin while they wait, and two threads on one core slow each other down: otherwise chance decides
+which process shares a core with an idle server's scheduler, for seconds or for a whole run.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import psutil
 
 TOPOLOGY = Path("/sys/devices/system/cpu")
 SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
-"""How the names begin that SGLang gives its processes."""
+"""Prefixes of the names that SGLang gives its processes."""
 
 
 def physical_cores() -> list[set[int]]:
@@ -35,7 +35,7 @@ def pinned(urls: list[str]) -> Iterator[None]:
     """Keep this process and its child servers at `urls` on cores of their own for the length of a `with` block.
 
     Each scheduler has a core of its own. The HTTP processes, which sleep while they wait, have one core between them,
-    the detokenizers have another, and this process has a third. Raises ValueError where there are too few cores.
+    the detokenizers have another, and this process has a third. Raises ValueError if there are too few cores.
     """
     allowed, cores = os.sched_getaffinity(0), physical_cores()
     processes = [process for url in urls for process in server_processes(url)]
@@ -53,18 +53,18 @@ def pinned(urls: list[str]) -> Iterator[None]:
     try:
         yield
     finally:
-        _pin_threads(psutil.Process(), allowed)  # those of servers that are started after these
+        _pin_threads(psutil.Process(), allowed)  # for servers that start later
 
 
 def server_processes(url: str) -> list[psutil.Process]:
-    """The process that this one has started to serve `url`, and all that came of it."""
+    """This process's child that serves `url`, and all its descendants."""
     port = str(urlsplit(url).port)
     (server,) = (child for child in psutil.Process().children() if port in child.cmdline())
     return [server, *server.children(recursive=True)]
 
 
 def _title(process: psutil.Process) -> str:
-    """What it calls itself; nothing if it has ended."""
+    """Its name; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return "".join(process.cmdline()[:1])
     return ""

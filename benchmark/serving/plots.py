@@ -1,9 +1,9 @@
 """Draws the figures of results folders, each with every contender, as PNG and SVG.
 
-    python benchmark/serving/plots.py results/core results/pools --out results/plots
+    python -m benchmark.serving.plots results/core results/pools --out results/plots
 
-A figure is drawn for each set of rows that differ in nothing but what is on its x axis, if that takes two values or
-more. Published numbers are read from published.json and drawn as lines of their own, marked as such.
+A figure is drawn for each set of rows that differ only in what is on its x axis, if that takes two values or more.
+Published numbers come from published.json and are drawn as separate, marked curves.
 """
 
 import argparse
@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 OURS = "lazy"
 SAMPLE_SIZES = {"num_prompts", "cold_prompts", "warm", "rounds"}
-"""Parameters that say how much was measured, not what."""
+"""Parameters of how much was measured, not of what."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """What belongs on it: rows with these columns, equal but for `varies` (columns or parameters)."""
+    """Its rows: those with these columns, equal except for `varies` (columns or parameters)."""
 
     name: str
     x_label: str
@@ -91,7 +91,7 @@ FIGURES = (
 
 
 def read_rows(folders: list[Path]) -> list[dict]:
-    """All rows of the folders. Raises ValueError where there are none."""
+    """All rows of the folders. Raises ValueError if there are none."""
     rows = []
     for folder in folders:
         try:
@@ -108,7 +108,7 @@ def where_measured(folder: Path) -> str:
 
 
 def what_was_measured(row: dict, varies: frozenset[str] = frozenset()) -> str:
-    """Equal for rows that can be compared: those of one case, but for `varies`."""
+    """Equal for comparable rows: those of one case, except for `varies`."""
     parameters = {key: value for key, value in row["parameters"].items() if key not in SAMPLE_SIZES | varies}
     columns = ("kv_pool_gb", "request_rate", "max_concurrency")
     parameters |= {column: row[column] for column in columns if column not in varies and row[column] is not None}
@@ -118,7 +118,7 @@ def what_was_measured(row: dict, varies: frozenset[str] = frozenset()) -> str:
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows, each with how many times our TTFT and throughput are better, where ours were measured too."""
+    """The rows, each with the factors by which our TTFT and throughput are better, where ours were measured too."""
     ours = {(what_was_measured(row), row["phase"]): row for row in rows if row["contender"] == OURS}
     found = []
     for row in rows:
@@ -172,7 +172,7 @@ def draw(figure: Figure, title: str, rows: list[dict], colors: dict[str, str]) -
 
 
 def draw_all(folders: list[Path], out: Path) -> list[Path]:
-    """The PNG files written, with an SVG beside each. Raises ValueError where there are no results."""
+    """The PNG files written, with an SVG beside each. Raises ValueError if there are no results."""
     rows = with_ratios(read_rows(folders))
     colors = {name: f"C{number}" for number, name in enumerate(dict.fromkeys(row["contender"] for row in rows))}
     where = "; ".join(dict.fromkeys(map(where_measured, folders)))

@@ -1,8 +1,8 @@
-"""Prompts made of segments of token ids, and the two forms in which a server can be asked them."""
+"""Prompts made of segments of token ids, and the two forms in which they are sent."""
 
 import random
 
-from models import ORDINARY_TOKENS
+from benchmark.serving.models import ORDINARY_TOKENS
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -22,5 +22,5 @@ def as_chunks(segments: list[dict]) -> dict:
 
 
 def as_plain(segments: list[dict]) -> dict:
-    """The same tokens for a server that knows no segments, or is not to know them."""
+    """The same tokens as one plain prompt."""
     return {"input_ids": [token for segment in segments for token in segment["input_ids"]]}

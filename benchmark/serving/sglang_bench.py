@@ -1,8 +1,8 @@
-"""What is used of SGLang's own serving benchmark: its arrivals, its record of a request and its metrics."""
+"""The parts of SGLang's serving benchmark in use: its arrivals, its record of a request and its metrics."""
 
 import warnings
 
-with warnings.catch_warnings():  # off CUDA the import warns about parts of SGLang that have nothing to do with this
+with warnings.catch_warnings():  # off CUDA the import warns about unrelated parts of SGLang
     warnings.simplefilter("ignore", UserWarning)
     from sglang.benchmark.datasets import DatasetRow
     from sglang.benchmark.serving import RequestFuncOutput, calculate_metrics, get_request

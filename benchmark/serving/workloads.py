@@ -9,18 +9,16 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import examples_path  # noqa: F401 - puts examples on the path
-from prompts import chunk, random_tokens, text
-
+from benchmark.serving.prompts import chunk, random_tokens, text
 from sglang_lazy.verify.prompts import read_json_lines, retrieval_segments
 
 Encode = Callable[[str], list[int]]
-"""A tokenizer's: text to token ids, no special tokens added."""
+"""Text to token ids, without special tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a conversation adds to its prompt before the next answer, and how long that answer is."""
+    """What a conversation adds to its prompt before the next answer, and the length of that answer."""
 
     segments: list[dict]
     output_len: int
@@ -51,7 +49,7 @@ def zipf_weights(count: int, alpha: float) -> list[float]:
 def draw_distinct(rng: random.Random, cumulative: list[float], count: int) -> list[int]:
     """`count` distinct indices, drawn one after another by weight without replacement, then shuffled.
 
-    Drawing again whatever has come before is the same as renormalising the weights that are left.
+    Rejecting repetitions is the same as renormalising the remaining weights.
     """
     drawn: dict[int, None] = {}
     while len(drawn) < count:
@@ -72,9 +70,9 @@ class Workload:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
 
     def stages(self, seed: int, encode: Encode) -> list[Stage]:
-        """What is sent, stage after stage, beginning with an empty cache.
+        """The traffic, stage by stage, from an empty cache.
 
-        Raises ValueError if there are fewer conversations than asked for, or the data are not what they should be.
+        Raises ValueError if there are fewer conversations than requested, or the data are malformed.
         """
         raise NotImplementedError
 
@@ -95,7 +93,7 @@ class Traffic(Workload):
         wanted = self.cold_prompts + self.num_prompts
         found = list(itertools.islice(self.conversations(random.Random(seed), encode), wanted))
         if len(found) < wanted:
-            raise ValueError(f"{wanted} conversations are asked for, there are {len(found)}")
+            raise ValueError(f"{wanted} conversations are requested, there are {len(found)}")
         cold, steady = found[: self.cold_prompts], found[self.cold_prompts :]
         size = -(-len(steady) // self.rounds)
         parts = [steady[begin : begin + size] for begin in range(0, len(steady), size)]
@@ -133,8 +131,8 @@ class Synthetic(Traffic):
 class Retrieval(Traffic):
     """Real questions with their documents as chunks, in the order of the file.
 
-    In a chat (`history`) what was said before is text ahead of the documents, with the file's answers, as chat
-    applications send it. Each line is a conversation of one turn: no file says which documents earlier turns had.
+    In a chat (`history`), earlier turns are text ahead of the documents, with the file's answers, as chat applications
+    send them. Each line is a conversation of one turn: the files do not say which documents earlier turns had.
     """
 
     data: Path = option("JSON lines, each with `docs` (`title` and `text`), `question` and, in a chat, `history`")
@@ -204,7 +202,7 @@ class Agent(Traffic):
             for turn in range(self.turns):
                 message = random_tokens(rng, self.message_len)
                 outputs = [pool[index] for index in draw_distinct(rng, cumulative, self.chunks)]
-                # The prompt ends with text: a model is told what to do with what the tools gave.
+                # The prompt ends with text: instructions for what to do with the tools' outputs.
                 ending = text(random_tokens(rng, self.message_len))
                 segments = [text(message if turn else system + message), *outputs, ending]
                 conversation.append(Turn(segments, self.output_len))

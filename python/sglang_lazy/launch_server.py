@@ -5,8 +5,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sglang_lazy import policies
 from sglang_lazy.core.config import LazyConfig, add_cli_args, from_cli_args
+from sglang_lazy.policies import POLICIES
 from sglang_lazy.port import plugin
 
 # Processes that SGLang spawns import this module before any of SGLang's, and SGLang does not load plugins in all of
@@ -17,7 +17,7 @@ plugin.load()
 def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
     """Our configuration, and the flags left for SGLang. Exits on bad flags of ours and on --help."""
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
-    add_cli_args(parser, policies.NAMES)
+    add_cli_args(parser, tuple(POLICIES))
     if {"-h", "--help", "--config"}.intersection(argv):
         argv = _expand(argv)
     args, rest = parser.parse_known_args(argv)
@@ -35,7 +35,7 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
 
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", description=__doc__)
     ServerArgs.add_cli_args(parser)
-    add_cli_args(parser, policies.NAMES)
+    add_cli_args(parser, tuple(POLICIES))
     if "--config" in argv:
         argv = merge_config_file(parser, argv)
     if {"-h", "--help"}.intersection(argv):

@@ -1,8 +1,9 @@
 """Names of contenders and models."""
 
 import pytest
-from contenders import CONTENDERS, parse_contenders, server_of
-from models import model_name
+
+from benchmark.serving.contenders import CONTENDERS, parse_contenders, server_of
+from benchmark.serving.models import model_name
 
 
 def test_order():

@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from host import STEPS, published
-from host_time import further_chunks, parse_args, parse_shape, regression, rows
+
+from benchmark.scheduler.host import STEPS, published
+from benchmark.scheduler.host_time import further_chunks, parse_args, parse_shape, regression, rows
 
 
 def test_rows(tmp_path):

@@ -4,14 +4,14 @@ import asyncio
 import math
 import types
 
-import load
-import metrics
 import pytest
-from client import Timeline
-from decode_speed import decode_rate
-from metrics import ServerGauges, is_saturated, sglang_output, summarise
-from prompts import as_chunks, chunk, text
-from workloads import Turn
+
+from benchmark.serving import load, metrics
+from benchmark.serving.client import Timeline
+from benchmark.serving.decode_speed import decode_rate
+from benchmark.serving.metrics import ServerGauges, is_saturated, sglang_output, summarise
+from benchmark.serving.prompts import as_chunks, chunk, text
+from benchmark.serving.workloads import Turn
 
 
 def timeline(sent: float, *arrivals: tuple[float, int], prompt=100, cached=0, chunks=0) -> Timeline:

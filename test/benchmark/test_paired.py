@@ -4,7 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from paired import SAME, compare, paired_stages
+
+from benchmark.serving.paired import SAME, compare, paired_stages
 
 
 def write_rows(folder, *rows, stage_size=4):
@@ -56,7 +57,7 @@ def test_pooling(tmp_path):
     one = write_rows(
         tmp_path / "one",
         ("lazy", "cold", [1]), ("stock", "cold", [2]), ("stock", "warm", [4]), ("lazy", "warm", [3]),
-        ("stock", "cold", [6]), ("lazy", "cold", [5]), ("materialize", "cold", [9]),
+        ("stock", "cold", [6]), ("lazy", "cold", [5]), ("copy", "cold", [9]),
         ("lazy", "hot", [9]),
     )  # fmt: skip
     other = write_rows(tmp_path / "other", ("stock", "cold", [8, 10]), ("lazy", "cold", [7, 9]))
@@ -76,7 +77,7 @@ def test_what_cannot_be_paired(tmp_path):
     with pytest.raises(ValueError, match="different stages"):
         paired_stages([folder], "lazy", "stock")
     with pytest.raises(ValueError, match="no case that both"):
-        paired_stages([folder], "lazy", "materialize")
+        paired_stages([folder], "lazy", "copy")
     (folder / "environment.json").write_text(json.dumps({"command": "bench.py"}))
     with pytest.raises(ValueError, match="did not take turns"):
         paired_stages([folder], "lazy", "stock")

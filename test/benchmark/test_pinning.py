@@ -5,8 +5,9 @@ import os
 import subprocess
 import sys
 
-import pinning
 import pytest
+
+from benchmark.serving import pinning
 
 CPUS = sorted(os.sched_getaffinity(0))
 WAIT = "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print(flush=True); sys.stdin.read()"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 pytest.importorskip("matplotlib", reason="matplotlib, which draws the figures, is not installed")
-from plots import FIGURES, draw_all, groups, with_ratios
+from benchmark.serving.plots import FIGURES, draw_all, groups, with_ratios
 
 RATE, POOL, CONTEXT, SKEW = FIGURES
 

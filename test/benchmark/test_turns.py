@@ -3,11 +3,12 @@
 import contextlib
 import json
 
-import bench
 import pytest
-from case import parse_case
-from contenders import Server
-from serving import ServerError
+
+from benchmark.serving import bench
+from benchmark.serving.case import parse_case
+from benchmark.serving.contenders import Server
+from sglang_lazy.testing import ServerError
 
 CHAT = "chat --num-prompts 1 --cold-prompts 0"
 
@@ -69,7 +70,7 @@ def test_a_case_for_nobody(monkeypatch, tmp_path, capsys):
 def test_turns(compared):
     """Who was last is first in the next run; a case can be for some only."""
     asked, failures = compared(
-        ["stock", "lazy"], [f"{CHAT} --request-rate 2 1", f"{CHAT} --request-rate 3 --contenders lazy,materialize"]
+        ["stock", "lazy"], [f"{CHAT} --request-rate 2 1", f"{CHAT} --request-rate 3 --contenders lazy,copy"]
     )
     assert asked == [("stock", 1), ("lazy", 1), ("lazy", 2), ("stock", 2), ("lazy", 3)]
     assert failures == {"stock": None, "lazy": None}

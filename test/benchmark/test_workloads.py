@@ -7,8 +7,19 @@ import random
 import statistics
 
 import pytest
-from case import parse_case, read_plan
-from workloads import Agent, Chat, Latency, Retrieval, Synthetic, Trace, Traffic, draw_distinct, zipf_weights
+
+from benchmark.serving.case import parse_case, read_plan
+from benchmark.serving.workloads import (
+    Agent,
+    Chat,
+    Latency,
+    Retrieval,
+    Synthetic,
+    Trace,
+    Traffic,
+    draw_distinct,
+    zipf_weights,
+)
 
 
 def encode(words: str) -> list[int]:
@@ -207,7 +218,7 @@ def test_bad_parameters(make, message):
         ('{"docs": [{"title": "t"}], "question": "q"}\n', "line 1: not a request .* KeyError"),
         ('{"docs": [], "question": "q", "history": "h"}\n', "line 1: history must be a list, got str"),
         ('{"docs": [], "question": "q", "history": [{"role": "user"}]}\n', "line 1: history .* KeyError.'text'"),
-        ('{"docs": [], "question": "q"}\n', "2 conversations are asked for, there are 1"),
+        ('{"docs": [], "question": "q"}\n', "2 conversations are requested, there are 1"),
     ],
 )
 def test_bad_data(tmp_path, content, message):

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
-from serving import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS
+
+pytestmark = pytest.mark.slow
 
 SERVER = dict(CPU_OPTIONS, max_total_tokens=4096, log_level="error")
 NUM_TOKENS = 6

@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 import transformers
+
 from oracle.block_mask import Oracle, RoundedCache, visibility
 from oracle.models import MODELS, ModelSpec, build
 from oracle.scenarios import Dice

@@ -9,12 +9,13 @@ import os
 
 import pytest
 import torch
+
 from oracle.block_mask import Oracle, greedy
 from oracle.models import MODELS, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS
-from serving import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
@@ -32,7 +33,7 @@ VARIANTS = {
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
     "stablelm": {"schedule_policy": "fcfs", "max_running_requests": 4},
     # The pool has room for a prompt and the chunks that are copied into it.
-    "glm4 copies": {"lazy_link": "materialize", "max_total_tokens": 3072},
+    "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
 }
 
 Waves = list[list[tuple[list[Segment], dict]]]  # batch by batch, the prompts and their outputs
@@ -148,7 +149,17 @@ def check_counts(waves: Waves) -> None:
         seen += [prompt for prompt, _ in wave]
 
 
-@pytest.fixture(scope="module", params=[*NAMES, "glm4 copies"])
+# Rotation of the whole head and of a part of it, both pairings, and copies: the others are for `make test-all`.
+FAST = ("llama", "stablelm", "cohere", "glm4 copies")
+
+
+def on_one_worker(name: str):
+    """The parameter `name`; all tests with it run in the process that has its engine."""
+    marks = [pytest.mark.xdist_group(name), *([] if name in FAST else [pytest.mark.slow])]
+    return pytest.param(name, marks=marks)
+
+
+@pytest.fixture(scope="module", params=map(on_one_worker, [*NAMES, "glm4 copies"]))
 def served(request, model_dir):
     """One engine for all tests of a model; pytest runs them together and stops it before the next."""
     name, _, _ = request.param.partition(" ")
@@ -210,7 +221,7 @@ def test_prompts_given_as_text(served):
         served.check(expected, served.engine.generate(segments=given, sampling_params=params, return_logprob=True))
 
 
-@pytest.mark.parametrize("served", ["llama"], indirect=True)
+@pytest.mark.parametrize("served", [on_one_worker("llama")], indirect=True)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario_alone(served, name):
     """One request at a time, so that a failure names the scenario and the step."""

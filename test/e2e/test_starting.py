@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 from http_prompts import RIVER
-from serving import device_options
 
 import sglang_lazy as sgl
 from sglang_lazy import launch_server
+from sglang_lazy.testing import device_options
 
 
 @sgl.function

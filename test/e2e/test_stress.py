@@ -5,9 +5,10 @@ import random
 
 import aiohttp
 import pytest
+
 from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text, token_ids
-from serving import device_flags, running_server
+from sglang_lazy.testing import device_flags, running_server
 
 POOL = 600
 POOL_WITH_COPIES = 1100
@@ -34,7 +35,13 @@ def make_prompts(rng: random.Random) -> list[list]:
     return prompts
 
 
-@pytest.fixture(scope="module", params=["overlap", "no-overlap", "retraction", "copies"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "overlap",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no-overlap", "retraction", "copies")),
+    ],
+)
 def small_server(request, tiny_model, tmp_path_factory):
     """retraction: SGLang takes running requests back every third step, whether memory is short or not.
 

@@ -7,9 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+
 from oracle.block_mask import Oracle, greedy
 from oracle.scenarios import Dice
-from serving import Client, device_flags, running_server
+from sglang_lazy.testing import Client, device_flags, running_server
 
 LIMIT = 2  # seconds
 PREFILL_SIZE = 8

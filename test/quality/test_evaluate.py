@@ -6,18 +6,18 @@ import random
 import sys
 import types
 
-import conditions
-import evaluate
 import pytest
 import torch
-from asking import Answered, Prompts, as_user_message
-from conditions import CONDITIONS, shuffled
-from evaluate import summarise, table
-from oracle.segments import chunk, text, token_ids
-from questions import Question, generated
-from reference import Claim, Reference
 from transformers import AutoTokenizer
-from worlds import records
+
+from benchmark.quality import conditions, evaluate
+from benchmark.quality.asking import Answered, Prompts, as_user_message
+from benchmark.quality.conditions import CONDITIONS, shuffled
+from benchmark.quality.evaluate import summarise, table
+from benchmark.quality.questions import Question, generated
+from benchmark.quality.reference import Claim, Reference
+from benchmark.quality.worlds import records
+from oracle.segments import chunk, text, token_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CHUNK_CONDITIONS = ("cold", "warm", "shuffled", "32 at a time")
@@ -100,6 +100,7 @@ def test_summary():
     assert "| cold | 4 | 50.0 (15.0 to 85.0) | 75.0 (" in table([row])
 
 
+@pytest.mark.slow
 def test_on_a_server(tiny_model, tmp_path, monkeypatch):
     """In fp32 on the CPU every served answer is the reference's, whatever the cache holds; all is written down."""
     docs = tmp_path / "worlds.jsonl"

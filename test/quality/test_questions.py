@@ -4,9 +4,9 @@ import dataclasses
 import json
 
 import pytest
-from questions import generated, read_questions, split_passages, split_words
-from rouge import rouge_l
 
+from benchmark.quality.questions import generated, read_questions, split_passages, split_words
+from benchmark.quality.rouge import rouge_l
 from sglang_lazy.verify.prompts import INSTRUCTION, retrieval_segments
 from sglang_lazy.verify.scores import f1
 

@@ -1,7 +1,8 @@
 """ROUGE-L against values computed by hand."""
 
 import pytest
-from rouge import rouge_l
+
+from benchmark.quality.rouge import rouge_l
 
 
 def test_rouge_l():

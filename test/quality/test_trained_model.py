@@ -2,16 +2,15 @@
 
 import pytest
 import torch
-from asking import Prompts
-from oracle.segments import text, token_ids
-from questions import from_documents
-from reference import Reference
-from sample import WORLDS, load_sample
-from tiny_model import TRAINED
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from vocabulary import train_tokenizer
 
+from benchmark.quality.asking import Prompts
+from benchmark.quality.questions import from_documents
+from benchmark.quality.reference import Reference
+from benchmark.quality.vocabulary import train_tokenizer
+from benchmark.sample import TRAINED, WORLDS, load_sample
+from oracle.segments import text, token_ids
 from sglang_lazy.verify.scores import exact_match
 
 

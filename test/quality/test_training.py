@@ -6,14 +6,15 @@ import random
 import numpy as np
 import pytest
 import torch
-from llama import Llama, Shape, save_for_serving
+
+from benchmark.quality.llama import Llama, Shape, save_for_serving
+from benchmark.quality.packing import ANSWER, IGNORED, Mix, make_row
+from benchmark.quality.recipe import Recipe, make_rows, start_worker
+from benchmark.quality.reference import Reference
+from benchmark.quality.train import Trainer, exact_match, losses, make_mask, to_batch, train
+from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
 from oracle.block_mask import load_model, visibility
 from oracle.segments import chunk, text, token_ids
-from packing import ANSWER, IGNORED, Mix, make_row
-from recipe import Recipe, make_rows, start_worker
-from reference import Reference
-from train import Trainer, exact_match, losses, make_mask, to_batch, train
-from vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
 
 CPU = torch.device("cpu")
 SHAPE = Shape(VOCAB_SIZE, 64, 96, 2, 4, 2, 16, 512)

@@ -3,14 +3,15 @@
 import random
 
 import pytest
-from packing import BOS
-from sample import INSTRUCTION, document_text, load_sample
 from transformers import AutoTokenizer
-from vocabulary import VOCAB_SIZE, Encoder, save_tokenizer, train_tokenizer
-from worlds import make_world, people
 
+from benchmark.quality.packing import BOS
+from benchmark.quality.vocabulary import VOCAB_SIZE, Encoder, save_tokenizer, train_tokenizer
+from benchmark.quality.worlds import make_world, people
+from benchmark.sample import load_sample
 from sglang_lazy.core.segments import parse_segment
 from sglang_lazy.serving.tokenization import SegmentTokenizer
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text
 
 
 @pytest.fixture(scope="module")

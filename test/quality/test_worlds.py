@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from facts import PREDICATES
-from sample import WORLDS, load_sample
-from worlds import make_world, people, records, records_of_one_world
+
+from benchmark.quality.facts import PREDICATES
+from benchmark.quality.worlds import make_world, people, records, records_of_one_world
+from benchmark.sample import WORLDS, load_sample
 
 
 def worlds(split="train", count=40, seed=0):

@@ -12,10 +12,11 @@ from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 import sglang_lazy
-from sglang_lazy import policies, verify
+from sglang_lazy import verify
 from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import POLICIES
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.cpu import CPU_SETTINGS
@@ -59,7 +60,7 @@ def test_segments_and_policies():
     check(tables("Segments")[0], segments._KEYS)
     for kind in segments._KINDS:
         assert f'`"{kind}"`' in section("Segments")
-    check(tables("Policies")[0], policies.NAMES)
+    check(tables("Policies")[0], POLICIES)
 
 
 def test_fields_of_requests():

@@ -4,13 +4,14 @@ import functools
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
 from oracle.block_mask import Oracle, RoundingOracle, visibility
 from oracle.models import MAX_POSITION, MODELS, build, random_model
 from oracle.scenarios import SCENARIOS, Dice, build_scenario
 from oracle.segments import chunk, text, token_ids
 from oracle.tokenizer import BOS, FIRST_ORDINARY_ID, VOCAB_SIZE
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 every_model = pytest.mark.parametrize("name", MODELS)
 

@@ -1,20 +1,59 @@
-"""Chunk identity: a digest of the token ids, and the short name that results show."""
+"""What makes the KV of two texts the same: the identity of chunks and of the text after them."""
 
 import hashlib
-from collections.abc import Sequence
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 
-def tokens_digest(input_ids: Sequence[int]) -> bytes:
-    """SHA-256 of the token ids as little-endian int32. Raises ValueError for an id below 0 or above 2^31 - 1."""
-    wide = np.asarray(input_ids, dtype=np.int64)
-    if np.bitwise_or.reduce(wide, initial=0) >> 31:
+class Namespace(NamedTuple):
+    """Part of the radix tree that holds KV computed under the same conditions. A tuple, which no client can name.
+
+    kind: "chunk", or "text" for text behind a chunk.
+    extra_key: SGLang's own namespace of the request; it contains the LoRA adapter.
+    cache_salt: the tenant's private namespace, None for the shared one.
+    variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, whatever makes its
+        KV differ from that of the same tokens computed alone; nothing so far.
+    """
+
+    kind: str
+    extra_key: str | None
+    cache_salt: str | None
+    variant: Hashable = None
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.kind == "chunk"
+
+
+class ChunkKey(NamedTuple):
+    """The identity of a chunk's KV. tokens: SHA-256, see `tokens_digest`."""
+
+    tokens: bytes
+    namespace: Namespace
+
+    @property
+    def id(self) -> str:
+        """The chunk's name in results."""
+        return chunk_id(self.tokens)
+
+
+def as_int32(input_ids: Sequence[int]) -> memoryview:
+    """Token ids as little-endian int32, to be hashed. Raises ValueError for one that is negative or at least 2**31."""
+    wide = np.frombuffer(input_ids if isinstance(input_ids, array) else array("q", input_ids), dtype=np.int64)
+    if np.bitwise_or.reduce(wide) >> 31:
         bad = next(token for token in wide.tolist() if not 0 <= token < 1 << 31)
-        raise ValueError(f"token id {bad} does not fit into 31 bits")
-    return hashlib.sha256(wide.astype("<i4").tobytes()).digest()
+        raise ValueError(f"token id {bad} is outside the vocabulary")
+    return wide.astype("<i4").data
+
+
+def tokens_digest(input_ids: Sequence[int]) -> bytes:
+    """SHA-256 of token ids as little-endian int32."""
+    return hashlib.sha256(as_int32(input_ids)).digest()
 
 
 def chunk_id(digest: bytes) -> str:
-    """A chunk's name in results: the first 16 hex digits of its `tokens_digest`."""
-    return digest[:8].hex()
+    """The first 16 hexadecimal digits of a chunk's `tokens_digest`."""
+    return digest.hex()[:16]

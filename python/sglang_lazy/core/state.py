@@ -1,37 +1,68 @@
-"""What requests carry through the scheduler: one with chunks as `req.link`, one that computes chunks as `req.fill`."""
+"""What requests carry through SGLang's scheduler, all of it in one attribute: `req.lazy`.
+
+A linked request has a `LinkedRequest`, an internal one that computes chunks has a `Fill`, all others have nothing.
+"""
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from sglang_lazy.core.prompt import ChunkRef, FillRow, LinkedPrompt, Row
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
-from sglang_lazy.port.radix import ChunkCopy, ChunkNodes
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+from sglang_lazy.core.rows import FillRow, Row
 
 
 @dataclasses.dataclass(eq=False)
-class Link:
-    """State of one linked request.
+class ChunkNodes:
+    """Where a linked request's chunks are in the tree. Locked once, however many hold them: the waiting request, its
+    row, or both.
 
-    found: per chunk, the tree node at which it was resident on arrival, or None. Not locked: it may be evicted since.
-    materialize: whether the request gets a copy of its chunks, turned to their positions, instead of attending to the
-        shared ones in place.
-    chunks: where its chunks are, locked for it while it waits; None while it holds nothing.
-    row: the row's order, once the request has been matched for a batch.
-    copy: the copy of its chunks while the request has a row, if it gets one.
-    reused: per chunk, whether it was resident on arrival and has not been computed for this request since.
+    nodes: per slice, the tree node at which its needed part ends; None while that is missing.
+    num_locks: the number of holders.
+    """
+
+    nodes: list[Any]
+    num_locks: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return None not in self.nodes
+
+
+@dataclasses.dataclass(eq=False)
+class RowNodes:
+    """All tree nodes that a row depends on. SGLang locks and unlocks it as the request's `last_node`.
+
+    spans: per text span, the node where its cached part ends; for a fill, the same per chunk.
+    num_locks: SGLang's locks. The nodes are locked once while there is any.
+    used: whether the use of these nodes has been counted.
+    """
+
+    chunks: ChunkNodes
+    spans: list[Any]
+    num_locks: int = 0
+    used: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class LinkedRequest:
+    """A request whose policy keeps KV of chunks.
+
+    found: per slice, the tree node at which it was resident on arrival, or None. Not locked, so it may be evicted.
+    chunks: where its chunks are, locked while it waits; None while it holds nothing.
+    row: the row's order; set when the request is matched for a batch.
+    own: what its policy keeps while the request has a row.
+    reused: per slice, whether it was resident on arrival and has not been computed for this request since.
     """
 
     prompt: LinkedPrompt
-    found: list[TreeNode | None]
-    materialize: bool = False
+    policy: Policy
+    found: list[Any]
     chunks: ChunkNodes | None = None
-    row: Row | None = None
-    copy: ChunkCopy | None = None
+    row: Row = dataclasses.field(init=False)
+    own: Any = None
     reused: list[bool] = dataclasses.field(init=False)
 
     def __post_init__(self):
@@ -48,72 +79,64 @@ class Link:
         return self.chunks is not None and self.chunks.complete
 
     @property
-    def segments(self) -> tuple[ChunkRef, ...]:
-        """The chunks whose keys stand in the row as if each began at position 0."""
-        return () if self.materialize else self.prompt.chunks
+    def segments(self) -> tuple[ChunkSlice, ...]:
+        """The slices whose keys are stored in the row at positions relative to their chunks."""
+        return self.prompt.chunks if self.policy.in_place else ()
 
     @property
     def num_reused_tokens(self) -> int:
         """Chunk tokens that were not computed for this request."""
-        return sum(chunk.used for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
+        return sum(chunk.num_kept for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
     @property
-    def num_fresh_tokens(self) -> int:
-        """Chunk tokens in its row that were computed for this request."""
+    def num_computed_tokens(self) -> int:
+        """Kept chunk tokens that were computed for this request."""
         return self.prompt.num_chunk_tokens - self.num_reused_tokens
 
     @property
     def hit_mask(self) -> int:
-        """Bit i is set if chunk i was reused."""
-        return sum(1 << i for i, reused in enumerate(self.reused) if reused)
+        """Bit i is set if chunk i of the prompt's layout was reused."""
+        return sum(1 << chunk.index for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
 
 @dataclasses.dataclass(eq=False)
 class Fill:
-    """State of an internal request that computes missing chunks, one behind the other; none sees another.
+    """An internal request that computes missing chunks one after another; none sees another.
 
     It ends when the batch with its last tokens is formed.
 
-    owner: the request it was made for.
+    owner: the request for which it was made.
     parents: the requests that wait for it.
-    row: the row's order, once it has been matched for a batch.
-    duplicates: int64, slots that it has written, or will, for tokens that the tree has in others; None until its chunks
-        are published.
+    row: the row's order; set when it is matched for a batch.
+    duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
     """
 
-    chunks: Sequence[ChunkRef]
-    owner: Req
-    parents: list[Req] = dataclasses.field(default_factory=list)
-    row: FillRow | None = None
+    chunks: Sequence[ChunkSlice]
+    owner: Any
+    parents: list[Any] = dataclasses.field(default_factory=list)
+    row: FillRow = dataclasses.field(init=False)
     duplicates: torch.Tensor | None = None
 
 
-def requested_layout(req: Any) -> PromptLayout | None:
-    """The layout that came with `req`, or None where no chunk is to be reused. Raises ValueError if it is malformed."""
-    params = req.sampling_params.custom_params
-    if not isinstance(params, dict) or LAYOUT_PARAM not in params:
-        return None
-    layout = PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
-    return layout if layout.link == "block" else None
+def lazy_state(req: Any) -> LinkedRequest | Fill | None:
+    """What `req` carries."""
+    return getattr(req, "lazy", None)
 
 
-def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
-    """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
-    check_num_chunks(len(layout.chunks), max_chunks)
-    refused = {
-        "a LoRA adapter": req.lora_id is not None,
-        "a session": req.session is not None,
-        "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "multimodal inputs": req.multimodal_inputs is not None,
-        "returned hidden states": bool(req.return_hidden_states),
-        "returned routed experts": req.return_routed_experts,
-    }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"chunks cannot be combined with {what}")
-    last_chunk_end = layout.chunks[-1][1]
-    if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
-        raise ValueError(
-            f"prompt logprobs from position {req.logprob_start_len} would need tokens inside or before a reused chunk; "
-            f"ask from position {last_chunk_end} on"
-        )
+def as_linked(req: Any) -> LinkedRequest:
+    """The state of a request that is known to be linked."""
+    state = lazy_state(req)
+    assert isinstance(state, LinkedRequest)
+    return state
+
+
+def linked(req: Any) -> LinkedRequest | None:
+    """The state of a linked request, None for any other."""
+    state = lazy_state(req)
+    return state if isinstance(state, LinkedRequest) else None
+
+
+def fill_of(req: Any) -> Fill | None:
+    """The state of a fill, None for any other request."""
+    state = lazy_state(req)
+    return state if isinstance(state, Fill) else None

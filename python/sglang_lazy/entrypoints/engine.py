@@ -7,7 +7,7 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.plugins import load_plugins
 
 from sglang_lazy.core.config import pop_keywords
-from sglang_lazy.policies import check_link
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.sampling import check_sampling_params
 from sglang_lazy.port.start import check_start
@@ -23,7 +23,7 @@ class Engine(engine.Engine):
 
     def __init__(self, **kwargs: Any):
         config = pop_keywords(kwargs)
-        check_link(config.default_link)
+        get_policy(config.default_link)
         if config.shadow_rate:
             raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
         plugin.activate(config)

@@ -5,7 +5,7 @@ from typing import Any
 from sglang.lang.backend import runtime_endpoint
 
 from sglang_lazy.core.config import pop_keywords
-from sglang_lazy.policies import check_link
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 
 
@@ -15,7 +15,7 @@ class Runtime(runtime_endpoint.Runtime):
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, *args: Any, **kwargs: Any):
         self.pid = None  # shutdown() reads it, even if this fails before the server is started
         config = pop_keywords(kwargs)
-        check_link(config.default_link)
+        get_policy(config.default_link)
         config.check_metrics(kwargs.get("enable_metrics", False))
         plugin.activate(config)
         super().__init__(log_level, launch_timeout, *args, **kwargs)

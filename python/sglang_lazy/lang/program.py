@@ -7,7 +7,7 @@ from sglang.lang.ir import SglConstantText, SglExpr
 
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.lang.marked_text import MarkedText, chunks_of, link_of
-from sglang_lazy.policies import check_link
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.client import hook_http_request
 
 _known_servers: set[str] = set()
@@ -46,7 +46,7 @@ def make_link(policy: Any) -> SglExpr:
     hook_http_request(send)
     if isinstance(policy, SglExpr):  # an argument whose value is unknown while SGLang traces a program
         return policy
-    return SglConstantText(MarkedText("", link=check_link(policy)))
+    return SglConstantText(MarkedText("", link=get_policy(policy).name))
 
 
 def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:

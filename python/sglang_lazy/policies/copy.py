@@ -1,59 +1,102 @@
-"""The other way to link (`--lazy-link materialize`): each request gets a copy of its chunks, turned to their positions.
+"""Block attention over copies: each request gets a copy of its chunks, with keys rotated to their positions.
 
-This is how Block-Attention (arXiv 2409.15355) reuses position-free KV, and is here to be compared with. A copied chunk
-is like text: decode, and prefill of text that stands behind all the chunks, run on SGLang's own attention.
+This is how Block-Attention (arXiv 2409.15355) reuses position-free KV, and it is the baseline to compare with. A copied
+chunk is like text: decode, and prefill of text behind all the chunks, run on SGLang's own attention.
 """
 
-from types import ModuleType
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from sglang_lazy.attention.table import to_device
-from sglang_lazy.port.rope import LayerRope
+from sglang_lazy.core.device import to_device
+from sglang_lazy.core.model import LayerRope, ServedModel
+from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.state import ChunkNodes, as_linked
+from sglang_lazy.policies.block import Block
+
+
+@dataclasses.dataclass
+class ChunkCopy:
+    """Slots of a request's own that hold its chunks, rotated to their positions.
+
+    source, slots: int64 [n], where each token's KV comes from and goes to.
+    written: whether the copying has been launched.
+    """
+
+    source: torch.Tensor
+    slots: torch.Tensor
+    written: bool = False
+
+
+class Copy(Block):
+    name = "copy"
+    in_place = False
+    needs_resident = True  # copying is the first launch of a forward pass
+
+    def unfit(self, fp8_cache: bool) -> str | None:
+        return "link copy: rotated keys would be rounded to fp8 a second time" if fp8_cache else None
+
+    def num_own_slots(self, prompt: LinkedPrompt) -> int:
+        return prompt.num_chunk_tokens
+
+    def warm_up(self, model: ServedModel) -> None:
+        model.part(ChunkCopier)
+
+    def begin(self, req: Any, rows: Any) -> None:
+        """Put slots of the request's own in place of its chunks' into its row.
+
+        Raises RuntimeError where memory does not suffice, as SGLang does for a batch; admission has reserved it.
+        """
+        state = as_linked(req)
+        if state.own is None:
+            source = rows.read(req, 0, state.prompt.num_chunk_tokens)
+            slots = rows.allocate(len(source))
+            rows.write(req, 0, slots)
+            state.own = ChunkCopy(source, slots)
+
+    def before_forward(self, reqs: Sequence[Any], model: ServedModel, rows: Any) -> None:
+        new = [req for req in reqs if not as_linked(req).own.written]
+        if not new:
+            return
+        copies = [as_linked(req).own for req in new]
+        slices = [chunk for req in new for chunk in as_linked(req).prompt.chunks]
+        model.part(ChunkCopier).copy(
+            torch.cat([copy.source for copy in copies]),
+            torch.cat([copy.slots for copy in copies]),
+            np.repeat([chunk.start for chunk in slices], [chunk.num_kept for chunk in slices]),
+        )
+        for req, copy in zip(new, copies, strict=True):
+            copy.written = True
+            # Whatever reuses the chunks' slots is launched later, so they need no lock any more.
+            rows.store.unlock_chunks(req.last_node.chunks)
+            req.last_node.chunks = ChunkNodes([], num_locks=1)
+
+    def end(self, req: Any, rows: Any) -> None:
+        state = as_linked(req)
+        if state.own is not None:
+            rows.free(state.own.slots)
+            state.own = None
 
 
 class ChunkCopier:
-    """Copies cached entries from slot to slot in all layers of a KV pool, and turns their keys on the way."""
+    """Copies cached KV from slot to slot in all layers of a model, and rotates the keys on the way."""
 
-    def __init__(self, kv_pool, link_ops: ModuleType, ropes: dict[int, LayerRope]):
-        self.link_ops = link_ops
+    def __init__(self, model: ServedModel):
+        self.copy_rotated = model.kernels.copy_rotated
         groups: dict[int, tuple[LayerRope, list]] = {}
-        for layer_id, rope in ropes.items():
-            groups.setdefault(id(rope), (rope, []))[1].append(kv_pool.get_kv_buffer(layer_id))
+        for layer_id, rope in model.ropes.items():
+            groups.setdefault(id(rope), (rope, []))[1].append(model.kv_buffers[layer_id])
         self.groups = list(groups.values())
-        device = self.groups[0][0].cos_sin_cache.device
-        slots = torch.tensor([0, 1], device=device)
-        self.copy(slots[:1], slots[1:], np.zeros(1, dtype=np.int64))  # compiles; the first slots hold nothing yet
+        # Compiles the kernel. Slot 0 never holds a request's KV.
+        slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][0].cos_sin_cache.device)
+        self.copy(slots, slots, np.zeros(1, dtype=np.int64))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, offsets: np.ndarray) -> None:
-        """source, target: int64 [n], slots on the device.  offsets: int64 [n], by how much each key is turned."""
-        offsets = to_device(offsets, source.device)
+        """source, target: int64 [n], slots on the device.  offsets: int64 [n], by how much each key is rotated."""
+        rotations = to_device(offsets, source.device)
         for rope, caches in self.groups:
             k_caches, v_caches = zip(*caches, strict=True)
-            self.link_ops.copy_rotated(
-                k_caches, v_caches, source, target, offsets, rope.cos_sin_cache, is_neox=rope.is_neox
-            )
-
-
-def copier_of(req_to_token_pool) -> ChunkCopier | None:
-    """The copier beside a `ReqToTokenPool`, or None where chunks are attended to in place."""
-    return getattr(req_to_token_pool, "chunk_copier", None)
-
-
-def write_copies(batch) -> None:
-    """Before a `ScheduleBatch` runs, on its stream: copy the chunks of the requests that begin with it."""
-    if (copier := copier_of(batch.req_to_token_pool)) is None:
-        return
-    copies = {req: req.link.copy for req in batch.reqs if getattr(req, "link", None) is not None}
-    copies = {req: copy for req, copy in copies.items() if copy is not None and not copy.written}
-    if not copies:
-        return
-    chunks = [chunk for req in copies for chunk in req.link.prompt.chunks]
-    copier.copy(
-        torch.cat([copy.source for copy in copies.values()]),
-        torch.cat([copy.slots for copy in copies.values()]),
-        np.repeat([chunk.start for chunk in chunks], [chunk.used for chunk in chunks]),
-    )
-    for req in copies:
-        batch.tree_cache.end_copy(req)
+            self.copy_rotated(k_caches, v_caches, source, target, rotations, rope.cos_sin_cache, is_neox=rope.is_neox)

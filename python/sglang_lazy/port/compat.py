@@ -1,13 +1,17 @@
 """What chunk reuse fits: every flag and model property it cannot honour, each with its reason.
 
-Turning the query by an offset is right only where a score depends on positions through RoPE's distance alone, where
+Rotating the query by an offset is right only where a score depends on positions through RoPE's distance alone, where
 every token's KV is kept in one pool, one slot a token, and where a row of `req_to_token` may be any list of slots.
 """
 
+from typing import Any
+
+import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.server_args import ServerArgs
 
+from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.port.rope import INV_FREQ, attention_layers
 
@@ -35,6 +39,7 @@ class Unfit(ValueError):
     """Chunk reuse does not fit this server; the message says why and what to do."""
 
     def __init__(self, reasons: list[str]):
+        self.reasons = reasons
         lines = "".join(f"\n  - {reason}" for reason in reasons)
         super().__init__(
             f"sglang-lazy cannot reuse chunks here:{lines}\n"
@@ -60,7 +65,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
         "session radix cache: it is another cache": args.enable_session_radix_cache,
         "deterministic inference: linked attention has no fixed split size": args.enable_deterministic_inference,
-        "LoRA: chunks are not keyed by adapter yet": bool(args.enable_lora),
+        "LoRA: chunks are computed without an adapter": bool(args.enable_lora),
         "priority scheduling: parents are admitted in order of arrival": args.enable_priority_scheduling,
         f"schedule policy {args.schedule_policy!r}: parents are admitted in order of arrival (use fcfs)": (
             args.schedule_policy != "fcfs"
@@ -83,7 +88,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
     return [reason for reason, applies in wanted.items() if applies]
 
 
-def unfit_model(runner) -> list[str]:
+def unfit_model(runner: Any) -> list[str]:
     """Reasons in the model that a `ModelRunner` has loaded, and in how it runs it."""
     config, args = runner.model_config, runner.server_args
     architecture = (config.hf_config.architectures or ["unknown"])[0]
@@ -93,13 +98,13 @@ def unfit_model(runner) -> list[str]:
         known = ", ".join(ATTENTION_BACKENDS)
         reasons.append(f"attention backend {', '.join(foreign)}: linked attention knows {known}")
     if runner.use_mla_backend:
-        return [*reasons, "MLA: keys are latent, their positions cannot be taken back by turning the query"]
+        return [*reasons, "MLA: the link kernels do not take the rotary part of keys apart from the latent one"]
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder: cross attention has no chunks")
     if config.model_is_mrope:
         reasons.append("M-RoPE: positions have several axes")
     if config.is_hybrid_swa or runner.sliding_window_size is not None and runner.sliding_window_size > -1:
-        reasons.append("sliding window: a chunk's tokens fall out of it at different offsets")
+        reasons.append("sliding window: the link kernels know none")
     if config.is_multimodal:
         reasons.append("multimodal model: image tokens cannot stand in chunks")
     if not config.is_generation:
@@ -112,10 +117,37 @@ def unfit_model(runner) -> list[str]:
             f"KV cache dtype {runner.kv_cache_dtype_str}: linked attention reads fp8_e4m3, fp8_e5m2 and the model's "
             f"own {runner.dtype}"
         )
+    scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
+    if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
+        reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     return [*reasons, *_unfit_layers(runner.model)]
 
 
-def _unfit_layers(model) -> list[str]:
+def unfit_kernels(name: str, runner: Any, max_chunks: int) -> str | None:
+    """Why this implementation cannot serve a model that fits otherwise, or None."""
+    attn, rope = next(attention_layers(runner.model))
+    assert rope is not None
+    return get_implementation(name).unsupported(
+        torch.device(runner.device),
+        runner.dtype,
+        runner.kv_cache_dtype,
+        attn.tp_q_head_num,
+        attn.tp_k_head_num,
+        attn.qk_head_dim,
+        rope.rotary_dim,
+        max_segments=max_chunks,
+    )
+
+
+def kv_scales(layer: Any) -> tuple[float, float]:
+    """What a layer's keys and values are divided by before they are rounded to fp8.
+
+    As numbers; reading the tensors that SGLang keeps beside them would wait for the device.
+    """
+    return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
+
+
+def _unfit_layers(model: torch.nn.Module) -> list[str]:
     """Reasons in the attention layers themselves, each given once."""
     reasons: dict[str, None] = {}
     shapes = set()

@@ -1,109 +1,119 @@
-"""Hooks on SGLang's model runner: where a forward pass learns of its linked rows. Registered in `plugin.HOOKS`."""
+"""Hooks on SGLang's model runner: where a forward pass learns of its linked rows; and the backend factory."""
 
 import logging
-import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from sgl_kernel_lazy import get_implementation
-from sglang_lazy.attention.table import LinkedBatch, SegmentTable, table_of, to_device
-from sglang_lazy.core.config import LazyConfig, LinkMethod
-from sglang_lazy.policies.copy import ChunkCopier, copier_of, write_copies
-from sglang_lazy.port.attention import kv_scales, with_link_path
-from sglang_lazy.port.compat import Unfit, unfit_flags, unfit_model
-from sglang_lazy.port.rope import attention_layers
-from sglang_lazy.scheduler.admission import is_fill, is_linked
+from sglang_lazy.attention import cost
+from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.table import SegmentTable, table_of
+from sglang_lazy.core.config import LazyConfig, current_config
+from sglang_lazy.core.device import to_device
+from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.state import lazy_state, linked
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.attention import with_link_path
+from sglang_lazy.port.compat import Unfit, unfit_flags, unfit_kernels, unfit_model
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.probe import check_rotation
+from sglang_lazy.port.rope import layer_ropes
 
 logger = logging.getLogger(__name__)
 
 LINK_VARIANT = "link"
 """Names the decode graphs of batches with linked rows, beside the stock ones of the same size."""
 
-FASTEST_GPU = 8e11
-"""Operations in a millisecond."""
-LAUNCH_TIME = 0.5
-"""Milliseconds that a host takes to launch a layer; at times one takes nearly twice as long."""
 
-
-def wrap_backend(factory):
+def wrap_backend(factory: Callable) -> Callable:
     """An attention backend factory like `factory`, whose backends have the link path wherever it fits."""
 
-    def create(runner):
+    def create(runner: Any) -> Any:
         backend = factory(runner)
-        config = LazyConfig.from_env()
-        reasons = unfit_flags(runner.server_args) + unfit_model(runner)
-        if not reasons:
-            link_backend = best_link_backend(runner) if config.link_backend == "auto" else config.link_backend
-            reasons = unfit_way(config.link, link_backend, runner)
-        if reasons:
-            if not config.fallback:
-                raise Unfit(reasons)
-            logger.warning("Serving without chunk reuse: %s", "; ".join(reasons))
-            return backend
+        config = current_config()
         pool = runner.req_to_token_pool
-        if table_of(pool) is None:
-            pool.segment_table = SegmentTable(len(pool.req_to_token), config.max_chunks, runner.device)
-        backend = with_link_path(backend, runner, link_backend)
-        if config.link == "materialize" and copier_of(pool) is None:
-            pool.chunk_copier = ChunkCopier(runner.token_to_kv_pool, backend.link_ops, backend.link_ropes)
-        return backend
+        try:
+            if table_of(pool) is None:
+                pool.segment_table = new_table(runner, config)
+        except Unfit as error:
+            if not config.fallback:
+                raise
+            logger.warning("Serving without chunk reuse: %s", "; ".join(error.reasons))
+            return backend
+        return with_link_path(backend, runner, pool.segment_table)
 
     return create
 
 
-def best_link_backend(runner) -> str:
-    """The fastest implementation that can serve this model on this machine."""
+def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
+    """The segment table of a `ModelRunner` whose model is loaded. Raises Unfit if chunks cannot be linked here."""
+    if reasons := unfit_flags(runner.server_args) + unfit_model(runner):
+        raise Unfit(reasons)
+    name = choose_kernels(config, runner)
+    if reason := get_policy(config.default_link).unfit(runner.kv_cache_dtype != runner.dtype):
+        raise Unfit([reason])
+    try:
+        ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
+        check_rotation(runner.model, ropes, runner.model_config.hidden_size, runner.dtype)
+    except ValueError as error:
+        raise Unfit([str(error)]) from error
+    kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in ropes}
+    model = ServedModel(kv_buffers, ropes, get_implementation(name))
+    get_policy(config.default_link).warm_up(model)
+    return SegmentTable(len(runner.req_to_token_pool.req_to_token), config.max_chunks, runner.device, model)
+
+
+def choose_kernels(config: LazyConfig, runner: Any) -> str:
+    """The implementation to link with: the configured one, or the fastest that can serve this model on this machine.
+
+    Raises Unfit if the configured one cannot.
+    """
+    if config.kernels != "auto":
+        if reason := unfit_kernels(config.kernels, runner, config.max_chunks):
+            raise Unfit([f"--lazy-kernels {config.kernels}: {reason}"])
+        return config.kernels
     if torch.device(runner.device).type != "cuda":
         return "torch"
-    if reason := unfit_kernels("cuda", runner):
-        logger.info("Chunks are linked by the triton kernels instead of the CUDA ones: %s", reason)
+    if reason := unfit_kernels("cuda", runner, config.max_chunks):
+        logger.info("sglang-lazy: triton kernels instead of the CUDA ones: %s", reason)
         return "triton"
     return "cuda"
 
 
-def unfit_way(link: LinkMethod, link_backend: str, runner) -> list[str]:
-    """Why chunks cannot be linked this way on this machine; the model fits otherwise."""
-    reasons = []
-    if reason := unfit_kernels(link_backend, runner):
-        reasons.append(f"--lazy-link-backend {link_backend}: {reason}")
-    if runner.kv_cache_dtype == runner.dtype:
-        return reasons
-    if link == "materialize":
-        reasons.append("--lazy-link materialize: keys of an fp8 cache would be rounded again when they are turned")
-    scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
-    if scaled and "torch_native" in runner.server_args.get_attention_backends():
-        reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
-    return reasons
-
-
-def unfit_kernels(name: str, runner) -> str | None:
-    attn, rope = next(attention_layers(runner.model))
-    dims = (attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim, rope.rotary_dim)
-    ops = get_implementation(name)
-    return ops.unsupported(torch.device(runner.device), runner.dtype, runner.kv_cache_dtype, *dims)
-
-
-def forward_batch_generation(original, worker, batch=None, *args, **kwargs):
+def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
     runner = worker.model_runner
     table = table_of(runner.req_to_token_pool)
     if table is None or batch is None or not involves_chunks(batch, table):
         return original(worker, batch, *args, **kwargs)
-    write_copies(batch)
-    # A second attention kernel for each layer costs a fifth more launches; what it saves grows with the batch.
-    apart = batch.forward_mode.is_extend() and layer_time(runner, batch.extend_num_tokens) > 3 * LAUNCH_TIME
+    for policy, reqs in by_policy(batch.reqs).items():
+        policy.before_forward(reqs, table.model, batch.tree_cache.rows)
+    apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
     with table.running(LinkedBatch.of(batch, apart, runner.req_to_token_pool.size)):
         return original(worker, batch, *args, **kwargs)
 
 
-def involves_chunks(batch, table: SegmentTable) -> bool:
-    """Whether a batch has linked requests or fills; of plain decode, asked with each token, it is told at once."""
+def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
+    """The linked requests among `reqs`."""
+    groups: dict[Policy, list[Any]] = {}
+    for req in reqs:
+        state = linked(req)
+        if state is not None:
+            groups.setdefault(state.policy, []).append(req)
+    return groups
+
+
+def involves_chunks(batch: Any, table: SegmentTable) -> bool:
+    """Whether a batch has linked requests or fills. Plain decode, the per-token path, returns early."""
     if batch.forward_mode.is_decode() and not table.linked_rows:
         return False
-    return any(is_linked(req) or is_fill(req) for req in batch.reqs)
+    return any(lazy_state(req) is not None for req in batch.reqs)
 
 
-def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:
+def init_new(forward_batch: Any, _cls: Any, _batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
     table = table_of(runner.req_to_token_pool)
     if table is not None and table.current is not None and table.current.rows:
@@ -111,19 +121,18 @@ def init_new(forward_batch, _cls, _batch, runner, *args, **kwargs) -> None:
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
 
 
-def capture_one_shape(original, graph_runner, size, forward, stream_idx=None, variant_label=None):
-    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape a second time, for linked rows.
-
-    Rows whose chunks are copies decode like any other.
-    """
+def capture_one_shape(
+    original: Callable, graph_runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
+) -> None:
+    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape a second time, for linked rows."""
     original(graph_runner, size, forward, stream_idx, variant_label)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
-    if table is not None and LazyConfig.from_env().link == "attention":
+    if table is not None:
         with table.running(LinkedBatch()):
             original(graph_runner, size, forward, stream_idx, LINK_VARIANT)
 
 
-def resolve_variant(original, graph_runner, forward_batch):
+def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -> Any:
     """Around `DecodeCudaGraphRunner._resolve_lora_variant`: linked batches replay their own graphs."""
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     if table is not None and table.current is not None:
@@ -131,25 +140,28 @@ def resolve_variant(original, graph_runner, forward_batch):
     return original(graph_runner, forward_batch)
 
 
-def can_run_prefill_graph(original, graph_runner, forward_batch):
-    """Around `PrefillCudaGraphRunner.can_run_graph`: a large batch with chunks is not padded to fit a graph.
-
-    Graphs are up to 512 tokens apart. Where the host is faster than the device anyway, they save nothing.
-    """
+def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
+    """Around `PrefillCudaGraphRunner.can_run_graph`: a large batch with chunks is not padded to fit a graph."""
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
-    return layer_time(runner, num_tokens) < 2 * LAUNCH_TIME
+    return cost.pays_padding(layer_time(runner, num_tokens))
 
 
-def layer_time(runner, num_tokens: int) -> float:
-    """Milliseconds that a layer takes the device at least, by the operations of a dense one of its width.
+def layer_time(runner: Any, num_tokens: int) -> float:
+    """Milliseconds that one layer of this model takes the device at least, see `cost.layer_time`."""
+    on_gpu = torch.device(runner.device).type == "cuda"
+    return cost.layer_time(num_tokens, runner.model_config.hidden_size, runner.ps.tp_size, on_gpu)
 
-    Without limit on a CPU, where nothing is launched.
-    """
-    if torch.device(runner.device).type != "cuda":
-        return math.inf
-    weights = 12 * runner.model_config.hidden_size**2 / runner.ps.tp_size
-    return 2 * weights * num_tokens / FASTEST_GPU
+
+_RUNNERS = "sglang.srt.model_executor.runner"
+_DECODE_GRAPHS = f"{_RUNNERS}.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+HOOKS = (
+    Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward_batch_generation, "AROUND"),
+    Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", init_new, "AFTER"),
+    Hook(f"{_DECODE_GRAPHS}.capture_one_shape", capture_one_shape, "AROUND"),
+    Hook(f"{_DECODE_GRAPHS}._resolve_lora_variant", resolve_variant, "AROUND"),
+    Hook(f"{_RUNNERS}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph", can_run_prefill_graph, "AROUND"),
+)

@@ -8,7 +8,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sgl_kernel_lazy import rotate_queries
-from sglang_lazy.port.rope import LayerRope
+from sglang_lazy.core.model import LayerRope
 
 POSITION = 1000
 
@@ -57,6 +57,6 @@ def check_rotation(model: torch.nn.Module, ropes: dict[int, LayerRope], hidden_s
     bound = 4 * torch.finfo(dtype).eps + 1e-4
     if not error <= bound:
         raise ValueError(
-            f"{type(module).__name__}: turning a query back by its position does not give the query at position 0 "
+            f"{type(module).__name__}: rotating a query back by its position does not give the query at position 0 "
             f"(relative error {error:.2g}, at most {bound:.2g} expected)"
         )

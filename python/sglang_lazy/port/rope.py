@@ -1,34 +1,35 @@
-"""The rotary frequencies of a served model, read from its own modules."""
+"""The rotary frequencies of a served model, read from SGLang's own modules."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import base, rope_variant, yarn
 
-from sgl_kernel_lazy import rope_cos_sin
+from sglang_lazy.core.model import LayerRope
 
 
-def _plain(rope) -> torch.Tensor:
+def _plain(rope: Any) -> torch.Tensor:
     return rope._compute_inv_freq(rope.base)
 
 
-def _linear(rope) -> torch.Tensor:
+def _linear(rope: Any) -> torch.Tensor:
     (factor,) = rope.scaling_factors
     return rope._compute_inv_freq(rope.base) / factor
 
 
-def _dynamic_ntk(rope) -> torch.Tensor:
+def _dynamic_ntk(rope: Any) -> torch.Tensor:
     # SGLang stretches the base once, for the longest sequence; the stretch does not follow the sequence's length.
     stretch = rope.scaling_factor**2 - (rope.scaling_factor - 1)
     return rope._compute_inv_freq(rope.base * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
 
 
-def _dynamic_ntk_alpha(rope) -> torch.Tensor:
+def _dynamic_ntk_alpha(rope: Any) -> torch.Tensor:
     return rope._compute_inv_freq(rope.base * rope.scaling_alpha ** (rope.rotary_dim / (rope.rotary_dim - 2)))
 
 
-def _yarn(rope) -> torch.Tensor:
+def _yarn(rope: Any) -> torch.Tensor:
     return rope._compute_inv_freq(rope.scaling_factor)
 
 
@@ -40,29 +41,20 @@ INV_FREQ = {
     rope_variant.DynamicNTKAlphaRotaryEmbedding: _dynamic_ntk_alpha,
     yarn.YaRNScalingRotaryEmbedding: _yarn,
 }
-"""Rotary embeddings whose angle is position times a fixed frequency: the ones a rotation can take back."""
+"""Rotary embeddings whose angle is position times a fixed frequency: those that an opposite rotation undoes."""
 
 
-class LayerRope:
-    """What the kernels need to turn the queries of a layer.
+def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:
+    """The rotation that SGLang's module `rope` applies.
 
-    cos_sin_cache: float32 [max_position, rotary_dim], without YaRN's magnitude factor, which q carries already.
-    is_neox: pairing of dimensions.
+    Raises ValueError unless our angles are the module's own, up to its float32 rounding and a magnitude.
     """
-
-    def __init__(self, rope, max_position: int, device: str):
-        inv_freq = INV_FREQ[type(rope)](rope).to(torch.float64).cpu()
-        self.cos_sin_cache = rope_cos_sin(inv_freq, max_position)
-        self._check(rope)
-        self.cos_sin_cache = self.cos_sin_cache.to(device)
-        self.is_neox = rope.is_neox_style
-
-    def _check(self, rope) -> None:
-        """Raise ValueError unless our angles are the model's own, up to its float32 rounding and a magnitude."""
-        ours = self.cos_sin_cache[:1024]
-        theirs = rope._compute_cos_sin_cache()[: len(ours)].float().cpu()
-        if not torch.allclose(ours[: len(theirs)], theirs / theirs[0, 0], atol=1e-3):
-            raise ValueError(f"{type(rope).__name__}: its angles are not position times frequency as expected")
+    ours = LayerRope(INV_FREQ[type(rope)](rope), max_position, rope.is_neox_style, device)
+    theirs = rope._compute_cos_sin_cache()[:1024].float().cpu()
+    known = ours.cos_sin_cache[: len(theirs)].cpu()
+    if not torch.allclose(known, theirs[: len(known)] / theirs[0, 0], atol=1e-3):
+        raise ValueError(f"{type(rope).__name__}: its angles are not position times frequency as expected")
+    return ours
 
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.nn.Module | None]]:
@@ -78,12 +70,12 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, t
             yield module, None
 
 
-def layer_ropes(model: torch.nn.Module, max_position: int, device: str) -> dict[int, LayerRope]:
+def layer_ropes(model: torch.nn.Module, max_position: int, device: str | torch.device) -> dict[int, LayerRope]:
     """The rope of each attention layer by layer id; layers with the same rotary embedding share one table."""
     shared: dict[int, LayerRope] = {}
     ropes = {}
     for attn, rope in attention_layers(model):
         if id(rope) not in shared:
-            shared[id(rope)] = LayerRope(rope, max_position, device)
+            shared[id(rope)] = layer_rope(rope, max_position, device)
         ropes[attn.layer_id] = shared[id(rope)]
     return ropes

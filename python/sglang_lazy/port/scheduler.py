@@ -1,41 +1,77 @@
-"""Hooks on SGLang's scheduler: where its steps meet chunk admission. Each is registered in `plugin.HOOKS`."""
+"""Hooks on SGLang's scheduler: where its steps meet chunk admission."""
 
+from array import array
 from collections.abc import Callable
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.state import requested_layout
+from sglang_lazy.core.config import current_config
+from sglang_lazy.core.state import LinkedRequest, fill_of, linked
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
+from sglang_lazy.scheduler.admission import ChunkAdmission, requested_layout
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest
 
 
-def admission_of(scheduler) -> ChunkAdmission | None:
+def admission_of(scheduler: Any) -> ChunkAdmission | None:
     """The scheduler's admission, or None where it serves without chunk reuse."""
     return getattr(scheduler.tree_cache, "admission", None)
 
 
-def attach_admission(_result, scheduler, *_args, **_kwargs) -> None:
+def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `Scheduler.__init__`: put admission beside a cache that can hold chunks."""
     if isinstance(scheduler.tree_cache, LazyRadixCache):
-        config = LazyConfig.from_env()
-        scheduler.tree_cache.admission = ChunkAdmission(
-            scheduler, scheduler.tree_cache, config.max_chunks, materialize=config.link == "materialize"
+        runner = scheduler.tp_worker.model_runner
+        fp8_cache = runner.kv_cache_dtype != runner.dtype
+        scheduler.tree_cache.admission = new_admission(scheduler, current_config().max_chunks, fp8_cache)
+
+
+def new_admission(scheduler: Any, max_chunks: int, fp8_cache: bool = False) -> ChunkAdmission:
+    """Admission for a scheduler whose tree cache is a `LazyRadixCache`."""
+    rows = scheduler.tree_cache.rows
+    max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+    producer = FillProducer(rows.store.pending, fill_requests(scheduler), max_fill_tokens)
+    return ChunkAdmission(scheduler, rows, producer, max_chunks, CLIP_MAX_NEW_TOKENS, fp8_cache)
+
+
+def fill_requests(scheduler: Any) -> NewRequest:
+    """What makes the requests of fills."""
+    params = SamplingParams(max_new_tokens=0, temperature=0)
+    params.normalize(None)
+
+    def new_request(rid: str, tokens: array, parent: Req) -> Req:
+        req = Req(
+            rid,
+            "",
+            tokens,
+            params,
+            vocab_size=scheduler.model_config.vocab_size,
+            eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            priority=parent.priority,
         )
+        req.tokenizer = scheduler.tokenizer
+        req.logprob_start_len = len(tokens)
+        req.finished_output = True  # nothing of it is ever streamed
+        return req
+
+    return new_request
 
 
-def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None:
+def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: Any, **kwargs: Any) -> None:
     """Around `Scheduler._add_request_to_queue`, the one way into the waiting queue, retracted requests included."""
     admission = admission_of(scheduler)
     if admission is None:
-        if req.to_finish is None and requested_layout(req) is not None:
-            req.set_finish_with_abort("this server runs without chunk reuse: it takes chunks only with link full")
-    elif is_fill(req):
-        return admission.requeue_fill(req)
+        _refuse_chunks(req)
+    elif fill_of(req) is not None:  # retracted: its parents' next admission starts it again
+        return admission.producer.forget(req)
     else:
         admission.arrive(req)
-        if is_linked(req):
+        if linked(req) is not None:
             admission.linked_waiting = True
             if admission.forming:
                 admission.late.append(req)
@@ -43,16 +79,30 @@ def add_request_to_queue(original, scheduler, req: Req, *args, **kwargs) -> None
     return original(scheduler, req, *args, **kwargs)
 
 
-def get_next_batch_to_run(original, scheduler, running_batch, last_batch):
+def _refuse_chunks(req: Req) -> None:
+    """Without chunk reuse, prompts with chunks are taken only under a policy that reuses none."""
+    if req.to_finish is not None:
+        return
+    try:
+        layout = requested_layout(req)
+        if layout is not None and get_policy(layout.link).reuses:
+            raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
+    except ValueError as error:
+        req.set_finish_with_abort(str(error))
+
+
+def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
     """Around `Scheduler.get_next_batch_to_run`: fills leave the last batch before it is merged into the running one."""
     was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
-    if was_prefill and (fills := [req for req in last_batch.reqs if is_fill(req)]):
+    if was_prefill and (fills := [req for req in last_batch.reqs if fill_of(req) is not None]):
         last_batch.filter_batch(chunked_req_to_exclude=fills)
         running_batch.batch_is_full = False
     return original(scheduler, running_batch, last_batch)
 
 
-def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, running_batch):
+def get_new_batch_prefill_raw(
+    original: Callable, scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
+) -> tuple[Any, Any]:
     """Around `Scheduler._get_new_batch_prefill_raw`: show it only what can run, and put the others back in order."""
     admission = admission_of(scheduler)
     if admission is None:
@@ -78,38 +128,56 @@ def get_new_batch_prefill_raw(original, scheduler, prefill_delayer_single_pass, 
     return batch, running_batch
 
 
-def prepare_for_extend(_result, batch) -> None:
+def prepare_for_extend(_result: Any, batch: Any) -> None:
     """After `ScheduleBatch.prepare_for_extend`, which assigns the rows: enter the chunks and segments of each row."""
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
     batch.tree_cache.admission.launch(batch)
-    for req in batch.reqs:
-        if is_linked(req) and req.link.materialize and req.link.copy is None:
-            batch.tree_cache.allocate_copy(req)
-    table.assign({req.req_pool_idx: req.link.segments if is_linked(req) else () for req in batch.reqs})
+    states = {req.req_pool_idx: linked(req) for req in batch.reqs}
+    table.assign(
+        {row: () if state is None else state.segments for row, state in states.items()},
+        batch.tree_cache.store.segment_id,
+    )
 
 
-def on_idle(_result, scheduler) -> None:
+def on_idle(_result: Any, scheduler: Any) -> None:
     """After `Scheduler.on_idle`: nothing may be locked when nothing runs."""
     admission = admission_of(scheduler)
     if admission is not None and scheduler.is_fully_idle():
         admission.check_idle()
 
 
-def report_reuse(accumulator, *, get_cached_tokens_details: Callable, **kwargs) -> tuple[tuple, dict]:
+def report_reuse(accumulator: Any, *, get_cached_tokens_details: Callable, **kwargs: Any) -> tuple[tuple, dict]:
     """Before `_GenerationStreamAccumulator.__init__`, once a step: where it asks for details, give those of chunks too.
 
     It asks with every token of every request, so a hook on what it asks would be the dearest of all to plain traffic.
     """
 
     def details(req: Req) -> dict | None:
-        return get_cached_tokens_details(req) if getattr(req, "link", None) is None else cached_tokens_details(req)
+        state = linked(req)
+        return get_cached_tokens_details(req) if state is None else cached_tokens_details(req, state)
 
     return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
 
 
-def cached_tokens_details(req: Req) -> dict:
+def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
     """What results say of a linked request's reused tokens: among them those that came from chunks."""
-    hits = f"{req.link.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
-    return {"device": req.cached_tokens, "host": 0, "chunk": req.link.num_reused_tokens, "chunk_hits": hits}
+    hits = f"{state.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
+    return {"device": req.cached_tokens, "host": 0, "chunk": state.num_reused_tokens, "chunk_hits": hits}
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
+    Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
+    Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
+    Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),
+    Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, "AFTER"),
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator.__init__",
+        report_reuse,
+        "BEFORE",
+    ),
+)

@@ -6,7 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.policies import check_link, reuses_chunks
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.shadow import shadow_of
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
@@ -30,7 +30,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int]) -> None:
     layout = PromptLayout.unpack(packed, len(input_ids))
     if layout.cache_salt is not None:
         obj.extra_key = layout.cache_salt + (obj.extra_key or "")
-    if not reuses_chunks(check_link(layout.link)):
+    if not get_policy(layout.link).reuses:
         return
     if not layout.chunks:
         raise ValueError("a prompt layout without chunks must have link full")
@@ -60,6 +60,6 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     parent = states.get(manager.child_rid_to_logical_rid.get(obj.rid))
     outputs = annotated(outputs, layout, obj, parent)
     shadow = shadow_of(manager)
-    if shadow is None or not reuses_chunks(layout.link):
+    if shadow is None or not get_policy(layout.link).reuses:
         return outputs
     return shadowed(outputs, shadow, obj, layout, states.get(obj.rid))

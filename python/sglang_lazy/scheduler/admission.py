@@ -1,9 +1,8 @@
-"""Admission of linked requests: what is filled, who waits for it, and which locks waiting requests hold.
+"""Admission of linked requests: which chunks are produced, who waits for them, and what waiting requests lock.
 
-The missing chunks of a linked request (*parent*) are computed by *fill* requests: prefill-only, each for as many chunks
-as SGLang computes of a prompt at once, batched and cut like any other. The parent stands right behind them in the queue
-that batch formation sees, so that it shares their last batch where there is room: in each layer all keys and values are
-written before any are read.
+The missing chunks of a linked request (*parent*) are computed by fills. The parent stands right behind them in the
+queue that batch formation sees, so that it shares their last batch where there is room: in each layer all keys and
+values are written before any are read.
 
 Parents are admitted in queue order, all or nothing: an admitted parent has its resident chunks locked and the others
 under way. These locks are revocable, newest first, so that waiting never takes memory from running requests. All
@@ -11,244 +10,211 @@ decisions depend on the order of requests alone, so that every tensor-parallel r
 """
 
 import itertools
-from array import array
-from collections.abc import Iterable, Iterator
 from typing import Any
 
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
-from sglang.srt.sampling.sampling_params import SamplingParams
-
-from sglang_lazy.core.prompt import ChunkRef, LinkedPrompt
-from sglang_lazy.core.state import Fill, Link, check_request, requested_layout
-from sglang_lazy.port.radix import ChunkNodes, LazyRadixCache
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
+from sglang_lazy.core.state import ChunkNodes, LinkedRequest, as_linked, fill_of, linked
+from sglang_lazy.policies import get_policy
+from sglang_lazy.scheduler.producer import FillProducer
 
 
 class ChunkAdmission:
-    """Bookkeeping of parents and fills beside one SGLang scheduler.
+    """Bookkeeping of parents beside one SGLang scheduler.
 
     holders: the admitted parents, in order of admission.
-    fills: the requests that compute the chunks under way, by chunk key.
-    max_fill_tokens: how many tokens a fill of several chunks may have. More would not be computed at once, nor be of
-        use before its end.
-    materialize: whether requests get copies of their chunks.
-    linked_waiting: whether the waiting queue may have a linked request: none joins it but by the hook that sets this.
+    linked_waiting: whether the waiting queue may hold a linked request; whoever adds one sets it.
     forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
         ready; they join the queue after that.
+    max_growth: SGLang's bound on how much of an answer is reserved.
     """
 
-    def __init__(self, scheduler: Any, cache: LazyRadixCache, max_chunks: int, materialize: bool = False):
+    def __init__(
+        self,
+        scheduler: Any,
+        rows: RowCache,
+        producer: FillProducer,
+        max_chunks: int,
+        max_growth: int,
+        fp8_cache: bool = False,
+    ):
         self.scheduler = scheduler
-        self.cache = cache
+        self.rows, self.store = rows, rows.store
+        self.producer = producer
         self.max_chunks = max_chunks
-        self.materialize = materialize
-        self.holders: list[Req] = []
-        self.fills: dict[tuple, Req] = {}
-        self.max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-        self._fill_ids = itertools.count()
-        self._fill_params = SamplingParams(max_new_tokens=0, temperature=0)
-        self._fill_params.normalize(None)
+        self.max_growth = max_growth
+        self.fp8_cache = fp8_cache
+        self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False
-        self.late: list[Req] = []
-        cache.release_waiting_lock = self.revoke_newest
+        self.late: list[Any] = []
+        self.store.release_waiting_lock = self.revoke_newest
 
     # Arrival
 
-    def arrive(self, req: Req) -> None:
-        """Attach a `Link` to a request that has chunks; a bad one is set up to be answered with a 400."""
-        if getattr(req, "link", None) is not None or req.to_finish is not None or req.finished_reason is not None:
+    def arrive(self, req: Any) -> None:
+        """Give a request that has chunks its state; a bad one is set up to be answered with a 400."""
+        if linked(req) is not None or req.to_finish is not None or req.finished_reason is not None:
             return
         try:
-            layout = requested_layout(req)
-            if layout is None:
-                return
-            check_request(req, layout, self.max_chunks)
-            prompt = LinkedPrompt.build(req.origin_input_ids, layout, req.extra_key)
-            if self.materialize:
-                self._check_copy_fits(prompt)
+            req.lazy = self._link(req)
         except ValueError as error:
             req.set_finish_with_abort(str(error))
-            return
-        if prompt.chunks:
-            found = [self.cache.find_chunk(chunk) for chunk in prompt.chunks]
-            req.link = Link(prompt, found, self.materialize)
 
-    def _check_copy_fits(self, prompt: LinkedPrompt) -> None:
-        """Raise ValueError unless the pool holds the prompt beside the chunks that are copied into it."""
-        in_prompt = prompt.spans[-1].end
-        copied = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
-        size = self.cache.token_to_kv_pool_allocator.size
-        if in_prompt + copied + 1 > size:
+    def _link(self, req: Any) -> LinkedRequest | None:
+        layout = requested_layout(req)
+        if layout is None:
+            return None
+        policy = get_policy(layout.link)
+        if not policy.reuses:
+            return None
+        if reason := policy.unfit(self.fp8_cache):
+            raise ValueError(reason)
+        check_request(req, layout, self.max_chunks)
+        kept = policy.kept(layout, req.origin_input_ids)
+        prompt = LinkedPrompt.build(req.origin_input_ids, layout, kept, req.extra_key)
+        if not prompt.chunks:
+            return None
+        self._check_fits(prompt, policy.num_own_slots(prompt))
+        return LinkedRequest(prompt, policy, [self.store.find(chunk) for chunk in prompt.chunks])
+
+    def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
+        """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides."""
+        text = prompt.spans[-1].end - prompt.num_chunk_tokens
+        chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
+        size = self.rows.allocator.size
+        if text + chunks + num_own_slots + 1 > size:
             raise ValueError(
-                f"the prompt's {in_prompt} tokens and the {copied} tokens of its chunks, which are copied, do not fit "
-                f"together into the KV pool of {size} tokens"
+                f"{text} tokens of text, {chunks} of chunks and {num_own_slots} of copies do not fit together into the "
+                f"KV pool of {size} tokens"
             )
 
     # Batch formation
 
-    def visible_queue(self, running_batch: ScheduleBatch) -> list[Req]:
+    def visible_queue(self, running_batch: Any) -> list[Any]:
         """The waiting queue as batch formation may see it: before each parent, the fills that it waits for.
 
         Admits parents while memory lasts. Where one does not fit, what is behind it waits as well, as on stock SGLang.
         Batch formation takes requests in this order and stops at the first that it cannot take whole, so no parent runs
-        before its chunks. One that gets copies is left out until they are resident: copying is the first thing in a
-        forward pass.
+        before its chunks. One whose policy needs resident chunks is left out until they are.
         """
         self.reconcile()
         waiting = self.scheduler.waiting_queue
-        self.linked_waiting = self.linked_waiting and any(is_linked(req) for req in waiting)
+        self.linked_waiting = self.linked_waiting and any(linked(req) is not None for req in waiting)
         if not self.linked_waiting:
             return waiting
         budget = self._budget(running_batch)
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
-        visible: dict[Req, None] = {}
+        visible: dict[Any, None] = {}
         for req in waiting:
-            need = self._own_need(req)
-            if is_linked(req) and not req.link.ready:
-                link: Link = req.link
-                nodes = self._resident(link)
-                need += self._chunk_need(link, nodes)
+            state = linked(req)
+            need = self._own_need(req, state)
+            if state is not None and not state.ready:
+                nodes = self._resident(state)
+                need += self._chunk_need(state, nodes)
                 alone = idle and not visible and not self.holders
-                if not link.admitted and need > budget and not alone:
+                if not state.admitted and need > budget and not alone:
                     break
-                fills = self._admit(req, link, nodes)
-                visible.update((fill, None) for fill in fills if not is_launched(fill))
-                if link.materialize and not link.ready:
+                visible.update(dict.fromkeys(self._admit(req, state, nodes)))
+                if state.policy.needs_resident and not state.ready:
                     budget -= need
                     continue
             budget -= need
             visible[req] = None
         return list(visible)
 
-    def _budget(self, running_batch: ScheduleBatch) -> float:
+    def _budget(self, running_batch: Any) -> float:
         """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones."""
-        growth = sum(
-            min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-            for req in running_batch.reqs
-        )
-        free = self.cache.token_to_kv_pool_allocator.available_size() + self.cache.evictable_size()
+        growth = sum(self._growth(req) for req in running_batch.reqs)
+        free = self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
         return free - growth * self.scheduler.new_token_ratio_tracker.current
 
-    @staticmethod
-    def _own_need(req: Req) -> int:
-        """Tokens that `req` itself will allocate, at most: its text, its answer and its copy of chunks."""
-        link: Link | None = getattr(req, "link", None)
-        in_chunks = 0 if link is None or link.materialize else link.prompt.num_chunk_tokens
-        new = min(req.sampling_params.max_new_tokens - len(req.output_ids), CLIP_MAX_NEW_TOKENS)
-        return len(req.origin_input_ids) - in_chunks + len(req.output_ids) + new + 1
+    def _growth(self, req: Any) -> int:
+        return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
 
-    def _resident(self, link: Link) -> list[Any]:
-        """Per chunk of a parent, the node at which it is resident, None where it is missing or under way."""
-        if link.admitted:
-            nodes = link.chunks.nodes
+    def _own_need(self, req: Any, state: LinkedRequest | None) -> int:
+        """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
+        shared = 0 if state is None else state.prompt.num_chunk_tokens - state.policy.num_own_slots(state.prompt)
+        return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
+
+    def _resident(self, state: LinkedRequest) -> list[Node | None]:
+        """Per slice of a parent, the node at which it is resident, None where it is missing or pending."""
+        if state.chunks is not None:
+            nodes = state.chunks.nodes
         else:
-            nodes = [None if node is None or node.evicted else node for node in link.found]
+            nodes = [None if node is None or node.evicted else node for node in state.found]
         return [
-            self.cache.find_chunk(chunk) if node is None and chunk.key not in self.fills else node
-            for chunk, node in zip(link.prompt.chunks, nodes, strict=True)
+            self.store.find(chunk) if node is None and chunk.key not in self.store.pending else node
+            for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
         ]
 
-    def _chunk_need(self, link: Link, nodes: list[Any]) -> int:
+    def _chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
         """Tokens that the chunks of a parent, resident at `nodes`, still take from what is free or evictable.
 
-        Missing chunks, unless their fill has started, and resident ones that nobody has locked yet.
+        Missing chunks, unless they have memory already, and resident ones that nobody has locked yet.
         """
-        missing = {chunk.key: chunk for chunk, node in zip(link.prompt.chunks, nodes, strict=True) if node is None}
-        to_start = [
-            chunk for key, chunk in missing.items() if key not in self.fills or not is_launched(self.fills[key])
-        ]
-        to_fill = sum(chunk.num_tokens + 1 for chunk in to_start)
-        return to_fill + self.cache.unlocked_size(node for node in nodes if node is not None)
+        to_start = {
+            chunk.key: chunk
+            for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
+            if node is None and not (chunk.key in self.store.pending and self.producer.started(chunk.key))
+        }
+        num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
+        return num_missing + self.store.unlocked_size(node for node in nodes if node is not None)
 
-    def _admit(self, req: Req, link: Link, nodes: list[Any]) -> list[Req]:
-        """Lock the chunks of a parent resident at `nodes` and have the others computed; returns the fills it awaits."""
-        if not link.admitted:
-            link.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
+    def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any]:
+        """Lock the chunks of a parent resident at `nodes` and have the others produced; returns what must run first."""
+        if state.chunks is None:
+            state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
-        missing: dict[tuple, ChunkRef] = {}
-        for i, (chunk, node) in enumerate(zip(link.prompt.chunks, nodes, strict=True)):
+        missing: dict[ChunkKey, ChunkSlice] = {}
+        for i, (chunk, node) in enumerate(zip(state.prompt.chunks, nodes, strict=True)):
             if node is None:
                 missing[chunk.key] = chunk
-            elif link.chunks.nodes[i] is None:
-                self.cache.enter_chunk(link.chunks, i, node)
-        for chunks in self._shares([chunk for key, chunk in missing.items() if key not in self.fills]):
-            self.fills.update(dict.fromkeys((chunk.key for chunk in chunks), self._fill_request(req, chunks)))
-        awaited = list(dict.fromkeys(self.fills[key] for key in missing))
-        for fill in awaited:
-            if req not in fill.fill.parents:
-                fill.fill.parents.append(req)
-        link.reused = [reused and node is not None for reused, node in zip(link.reused, nodes, strict=True)]
-        return awaited
-
-    def _shares(self, chunks: Iterable[ChunkRef]) -> Iterator[list[ChunkRef]]:
-        """The chunks of each fill that is to compute `chunks`."""
-        share, num_tokens = [], 0
-        for chunk in chunks:
-            num_tokens += chunk.num_tokens
-            if share and num_tokens > self.max_fill_tokens:
-                yield share
-                share, num_tokens = [], chunk.num_tokens
-            share.append(chunk)
-        if share:
-            yield share
-
-    def _fill_request(self, parent: Req, chunks: list[ChunkRef]) -> Req:
-        """A request that computes `chunks` and answers nobody. Its id is no prefix of a user's, nor the reverse."""
-        scheduler = self.scheduler
-        tokens = array("q")
-        for chunk in chunks:
-            tokens += chunk.tokens
-        req = Req(
-            f"\0fill-{next(self._fill_ids)}",
-            "",
-            tokens,
-            self._fill_params,
-            vocab_size=scheduler.model_config.vocab_size,
-            eos_token_ids=scheduler.model_config.hf_eos_token_id,
-        )
-        req.tokenizer = scheduler.tokenizer
-        req.logprob_start_len = len(tokens)
-        req.finished_output = True  # nothing of it is ever streamed
-        req.fill = Fill(chunks, parent)
-        return req
+            elif state.chunks.nodes[i] is None:
+                self.store.enter(state.chunks, i, node)
+        self.producer.produce(req, [chunk for key, chunk in missing.items() if key not in self.store.pending])
+        state.reused = [reused and node is not None for reused, node in zip(state.reused, nodes, strict=True)]
+        return self.producer.wait(req, missing)
 
     # Launch
 
-    def launch(self, batch: ScheduleBatch) -> None:
+    def launch(self, batch: Any) -> None:
         """The rows of a prefill batch are assigned: publish the chunks that it completes, for parents in it and others.
 
         Whatever reads their KV is launched on the same stream, in the same forward pass or later.
         """
-        published, parents = {}, {}
+        published: dict[ChunkKey, Node] = {}
+        parents: dict[Any, None] = {}
         ends = itertools.accumulate(batch.extend_lens)
         for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
-            if is_fill(req) and req is not batch.chunked_req:
-                nodes = self.cache.publish_fill(req, batch.out_cache_loc[end - extend_len : end])
-                published.update(zip((chunk.key for chunk in req.fill.chunks), nodes, strict=True))
-                parents.update(dict.fromkeys(req.fill.parents))
-                self._forget(req)
-        for req in batch.reqs:
-            if is_linked(req):
-                self.cache.complete_row(req, published)
-                parents.pop(req, None)
+            fill = fill_of(req)
+            if fill is not None and req is not batch.chunked_req:
+                published |= self.rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
+                parents.update(dict.fromkeys(fill.parents))
+                self.producer.forget(req)
+        rows = [req for req in batch.reqs if linked(req) is not None]
+        for req in rows:
+            self.rows.complete(req, published)
+            parents.pop(req, None)
         for parent in parents:
-            self.cache.enter_published(parent.link.chunks, parent.link.prompt.chunks, published)
+            state = as_linked(parent)
+            assert state.chunks is not None
+            self.store.enter_published(state.chunks, state.prompt.chunks, published)
+        for req in rows:
+            as_linked(req).policy.begin(req, self.rows)
 
     # Locks
 
     def reconcile(self) -> None:
-        """Compare lock holders with the requests that wait; drop fills that were aborted, and unwanted ones.
-
-        One that is not started goes with the request it was made for: who else waits for its chunks has others made.
-        """
+        """Take locks back from requests that left the queue, which SGLang does on many paths without telling."""
         if self.holders:
             waiting = set(self.scheduler.waiting_queue)
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
-        for req in dict.fromkeys(self.fills.values()):
-            if req.finished() or (not is_launched(req) and req.fill.owner not in req.fill.parents):
-                self._forget(req)
+        self.producer.reconcile()
 
     def revoke_newest(self) -> bool:
         """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""
@@ -257,42 +223,47 @@ class ChunkAdmission:
         self._release(self.holders[-1])
         return True
 
-    def _release(self, req: Req) -> None:
+    def _release(self, req: Any) -> None:
         self.holders.remove(req)
-        chunks, req.link.chunks = req.link.chunks, None
-        self.cache.unlock_chunks(chunks)
-        for chunk, node in zip(req.link.prompt.chunks, chunks.nodes, strict=True):
-            if node is None and chunk.key in self.fills and req in self.fills[chunk.key].fill.parents:
-                self.fills[chunk.key].fill.parents.remove(req)
-
-    def requeue_fill(self, req: Req) -> None:
-        """A fill came back (retracted): its parents' next admission starts it again."""
-        self._forget(req)
-
-    def _forget(self, fill: Req) -> None:
-        """Its chunks are not under way any more."""
-        for chunk in fill.fill.chunks:
-            if self.fills.get(chunk.key) is fill:
-                del self.fills[chunk.key]
+        state = as_linked(req)
+        chunks, state.chunks = state.chunks, None
+        assert chunks is not None
+        self.store.unlock_chunks(chunks)
+        slices = zip(state.prompt.chunks, chunks.nodes, strict=True)
+        self.producer.leave(req, [chunk.key for chunk, node in slices if node is None])
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        locked = self.cache.protected_size()
-        if locked or self.holders or self.fills:
-            held = f"{locked} tokens locked, {len(self.holders)} holders, {len(self.fills)} fills"
-            raise RuntimeError(f"idle, but {held}")
+        numbers = self.store.statistics(self.scheduler.tree_cache.protected_size())
+        if numbers.num_locked_tokens or numbers.num_pending or self.holders:
+            raise RuntimeError(f"idle, but {len(self.holders)} requests hold chunks: {numbers}")
 
 
-def is_linked(req: Req) -> bool:
-    """Whether `req` has chunks."""
-    return getattr(req, "link", None) is not None
+def requested_layout(req: Any) -> PromptLayout | None:
+    """The layout that came with `req`, or None. Raises ValueError if it is malformed."""
+    params = req.sampling_params.custom_params
+    if not isinstance(params, dict) or LAYOUT_PARAM not in params:
+        return None
+    return PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
 
 
-def is_fill(req: Req) -> bool:
-    """Whether `req` is internal."""
-    return getattr(req, "fill", None) is not None
-
-
-def is_launched(fill: Req) -> bool:
-    """Whether a batch has taken it."""
-    return fill.req_pool_idx is not None
+def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
+    """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
+    check_num_chunks(len(layout.chunks), max_chunks)
+    refused = {
+        "a LoRA adapter": req.lora_id is not None,
+        "a session": req.session is not None,
+        "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
+        "multimodal inputs": req.multimodal_inputs is not None,
+        "returned hidden states": bool(req.return_hidden_states),
+        "returned routed experts": req.return_routed_experts,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"chunks cannot be combined with {what}")
+    last_chunk_end = layout.chunks[-1][1]
+    if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
+        raise ValueError(
+            f"prompt logprobs from position {req.logprob_start_len} would need tokens inside or before a reused chunk; "
+            f"ask from position {last_chunk_end} on"
+        )

@@ -3,9 +3,9 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.config import current_config
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
-from sglang_lazy.policies import check_link, reuses_chunks
+from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
@@ -77,8 +77,8 @@ def to_generate_args(
 def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
     segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
-    if reuses_chunks(link):
-        check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
+    if get_policy(link).reuses:
+        check_num_chunks(sum(segment.is_chunk for segment in segments), current_config().max_chunks)
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
@@ -102,7 +102,7 @@ def check_cache_salt(cache_salt: Any) -> str | None:
 
 def choose_link(link: Any) -> str:
     """`link`, or the server's default if it is None. Raises ValueError if no policy has this name."""
-    return LazyConfig.current().default_link if link is None else check_link(link)
+    return get_policy(current_config().default_link if link is None else link).name
 
 
 def refuse_without_segments(cache_salt: Any, link: Any) -> None:
@@ -156,7 +156,7 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
 
     obj: the request's fields, those of `/generate`.
     """
-    check_num_chunks(len(layout.chunks), LazyConfig.current().max_chunks)
+    check_num_chunks(len(layout.chunks), current_config().max_chunks)
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")

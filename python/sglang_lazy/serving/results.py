@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.policies import reuses_chunks
+from sglang_lazy.policies import get_policy
 
 _REUSE_ATTR = "_sglang_lazy_reuse"
 
@@ -62,7 +62,7 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
         raise ValueError(finish_reason["message"])
     if finish_reason is not None and layout.chunks:
         meta_info["link"] = layout.link
-    if not reuses_chunks(layout.link):
+    if not get_policy(layout.link).reuses:
         return
     if "cached_tokens" not in meta_info:
         return  # aborted or timed out in the waiting queue: SGLang reports no counts

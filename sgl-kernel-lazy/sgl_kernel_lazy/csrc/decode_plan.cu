@@ -14,19 +14,20 @@ int64_t workspace_words(int64_t bs, int64_t max_segments, int64_t num_qo_heads, 
   return lazy::PlanLayout::make(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors).num_words;
 }
 
-void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView kv_indices, TensorView num_segments,
-                 TensorView segment_ends, TensorView segment_offsets, int64_t num_qo_heads, int64_t num_kv_heads,
+void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView num_segments, TensorView segment_ends,
+                 TensorView segment_offsets, TensorView segment_ids, int64_t num_qo_heads, int64_t num_kv_heads,
                  int64_t head_dim, int64_t num_multiprocessors, int64_t min_saved_tokens, int64_t span) {
   lazy::PlanArgs args{};
   args.kv_indptr = data<int>(kv_indptr);
-  args.kv_indices = data<int>(kv_indices);
   args.num_segments = data<int>(num_segments);
   args.segment_ends = data<int>(segment_ends);
   args.segment_offsets = data<int>(segment_offsets);
+  args.segment_ids = data<int>(segment_ids);
   args.bs = num_segments.size(0);
   args.max_segments = segment_ends.size(1);
   args.stride_ends = segment_ends.stride(0);
   args.stride_offsets = segment_offsets.stride(0);
+  args.stride_ids = segment_ids.stride(0);
   args.span = span;
   args.min_saved_tokens = min_saved_tokens;
   auto layout =

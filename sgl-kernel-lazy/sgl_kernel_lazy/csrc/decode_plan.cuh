@@ -2,11 +2,10 @@
 // the device and once per step, from nothing but the arguments of the op.
 //
 // A "run" is a stretch of a request's row in kv_indices with one rotation: a chunk segment, or the text. Runs are cut into
-// tiles; no tile straddles two runs. Segments of one length that end in the same slot are the same cached chunk (a segment
-// begins where its chunk begins, and what leads to a slot never changes); if reading it once for all its users saves
-// enough, they form a "group". What is left of a request are its private runs. An "item" is a span of tiles of one
-// request's private runs, or of one group for as many of its users as fit. It writes one partial result per user and
-// head; the merge kernel combines those of a request.
+// tiles; no tile straddles two runs. Segments of one id (at least 0) list the same slots; if reading these once for all
+// users saves enough, they form a "group". What is left of a request are its private runs. An "item" is a span of tiles
+// of one request's private runs, or of one group for as many of its users as fit. It writes one partial result per user
+// and head; the merge kernel combines those of a request.
 //
 // A "unit" is what a block does before it asks for more: one or several items. The private runs and the groups whose
 // users fit into one item are laid out on a line, which is cut into spans, one unit each. Most of it goes into as many
@@ -70,14 +69,13 @@ struct alignas(16) Parts {
 };
 
 struct Group {
-  unsigned long long key;  // length and last slot of the chunk; NO_KEY: no entry
+  int id;  // of its segments; EMPTY: no entry
   int num_users;
   int begin, end;             // one user's run
   int partial, pieces, user;  // where its results and users begin
   int place;                  // on the line
   int shared;
 };
-constexpr unsigned long long NO_KEY = ~0ull;
 
 struct PlanHeader {
   unsigned long long taken;  // see UnitQueue
@@ -108,8 +106,8 @@ struct UnitQueue {
 };
 
 struct PlanArgs {
-  const int *kv_indptr, *kv_indices, *num_segments, *segment_ends, *segment_offsets;
-  int bs, max_segments, stride_ends, stride_offsets;
+  const int *kv_indptr, *num_segments, *segment_ends, *segment_offsets, *segment_ids;
+  int bs, max_segments, stride_ends, stride_offsets, stride_ids;
   int span;              // tiles of a unit, or 0 for the best
   int min_saved_tokens;  // (users - 1) * tokens from which a chunk is read once for all
 };

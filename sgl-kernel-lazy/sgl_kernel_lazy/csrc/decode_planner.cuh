@@ -31,15 +31,14 @@ __device__ inline int segment_end(const int* ends, int num_segments, int s, int 
   return s < 0 ? 0 : s < num_segments ? min(ends[s], length) : length;
 }
 
-// Index of the table entry of this key, entered now if it is new.
-__device__ inline int find_or_enter(Group* groups, int table_size, int length, int last_slot) {
-  const unsigned long long key = (unsigned long long)(length) << 32 | unsigned(last_slot);
-  unsigned at = unsigned(last_slot) * 2654435769u + unsigned(length);
+// Index of the table entry of this id, entered now if it is new.
+__device__ inline int find_or_enter(Group* groups, int table_size, int id) {
+  unsigned at = unsigned(id) * 2654435769u;
   at ^= at >> 15;
   for (;; ++at) {
     at &= table_size - 1;
-    unsigned long long seen = atomicCAS(&groups[at].key, NO_KEY, key);
-    if (seen == NO_KEY || seen == key) return at;
+    const int seen = atomicCAS(&groups[at].id, EMPTY, id);
+    if (seen == EMPTY || seen == id) return at;
   }
 }
 
@@ -99,18 +98,20 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   sum = warp_sum(sum);
   int table_size = 32;
   while (table_size < 2 * sum) table_size *= 2;
-  for (int i = thread; i < table_size; i += num_threads) plan.groups[i] = Group{NO_KEY};
+  for (int i = thread; i < table_size; i += num_threads) plan.groups[i] = Group{EMPTY};
   cluster.sync();
 
-  // Enter every segment under its length and the last slot it names.
+  // Enter every segment under its id. A row ends with the query's own token, which is in no chunk: a segment that
+  // reaches the end is left in a row that pads the batch, and what it lists need not be its chunk.
   for (int b = warp; b < a.bs; b += num_warps) {
     const int* ends = a.segment_ends + int64_t(b) * a.stride_ends;
+    const int* ids = a.segment_ids + int64_t(b) * a.stride_ids;
     const int num_segments = a.num_segments[b], row = a.kv_indptr[b], length = a.kv_indptr[b + 1] - row;
     for (int s = lane; s < num_segments; s += 32) {
       int begin = segment_end(ends, num_segments, s - 1, length), end = segment_end(ends, num_segments, s, length);
       Use use{EMPTY, 0};
-      if (end > begin) {
-        use.entry = find_or_enter(plan.groups, table_size, end - begin, a.kv_indices[row + end - 1]);
+      if (end > begin && end < length && ids[s] >= 0) {
+        use.entry = find_or_enter(plan.groups, table_size, ids[s]);
         Group& group = plan.groups[use.entry];
         use.rank = atomicAdd(&group.num_users, 1);
         if (use.rank == 0) group.begin = row + begin, group.end = row + end;

@@ -1,7 +1,8 @@
 """One server for all tests of this folder, and the engine that some compare it with."""
 
 import pytest
-from serving import device_flags, device_options, running_server
+
+from sglang_lazy.testing import device_flags, device_options, running_server
 
 
 @pytest.fixture(scope="package")

@@ -4,8 +4,9 @@ import random
 import re
 
 import pytest
+
 from oracle.segments import chunk, text, token_ids
-from serving import Client
+from sglang_lazy.testing import Client
 
 
 @pytest.fixture

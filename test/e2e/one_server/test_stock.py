@@ -5,7 +5,8 @@ import random
 
 import pytest
 import requests
-from serving import Client, running_server
+
+from sglang_lazy.testing import Client, running_server
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ using Entry = std::pair<int, int>;  // slot, rotation
 
 struct Batch {
   int bs, max_segments;
-  std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets;
+  std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids;
   std::vector<std::multiset<Entry>> expected;
 };
 
@@ -35,23 +35,33 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
     chunk.resize(between(1, between(0, 1) ? 5 : 500));
     for (int& slot : chunk) slot = next_slot++;
   }
+  // As long as another and with its first and last slot, but not with those between.
+  for (int like = 0, count = chunks.size(); like < count; like += between(1, 3)) {
+    auto chunk = chunks[like];
+    for (int i = 1; i + 1 < int(chunk.size()); ++i) chunk[i] = next_slot++;
+    chunks.push_back(chunk);
+  }
+  std::shuffle(chunks.begin(), chunks.end(), rng);
+  const int id_step = between(0, 1) ? 1 : between(1, 1 << 20), nobody = between(2, 9);
   const int width = batch.max_segments, stale = 123456;
   const int together = between(-4, 4);  // requests with the same chunks, if positive; else drawn ones
   batch.segment_ends.resize(batch.bs * width, stale);
   batch.segment_offsets.resize(batch.bs * width, stale);
+  batch.segment_ids.resize(batch.bs * width, stale);
   for (int b = 0; b < batch.bs; ++b) {
     const int num_segments = between(0, 3) ? between(0, width) : 0;
     std::vector<int> row;
     std::vector<Entry> entries;
     for (int s = 0; s < num_segments; ++s) {
-      const auto& chunk =
-          chunks[together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1)];
+      const int which = together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1);
+      const auto& chunk = chunks[which];
       const int offset = between(0, 1000);
       for (int slot : chunk) row.push_back(slot), entries.push_back({slot, offset});
       batch.segment_ends[b * width + s] = row.size();
       batch.segment_offsets[b * width + s] = offset;
+      batch.segment_ids[b * width + s] = which % nobody != 1 ? which * id_step : -1;
     }
-    for (int text = between(0, 4) ? between(0, 200) : 0; text; --text) {
+    for (int text = between(0, 4) ? between(1, 200) : 0; text; --text) {
       row.push_back(next_slot), entries.push_back({next_slot++, 0});
     }
     if (between(0, 5) == 0) {  // a row that pads a graph's batch: one entry, segments of an earlier request
@@ -73,6 +83,24 @@ int cuts(const Plan& plan) {  // through groups
   return cuts;
 }
 
+// How many groups there are: every id that two segments or more have that do not reach the end of their row, and -1
+// never, if that saves enough.
+int expected_groups(const Batch& batch, int min_saved_tokens) {
+  std::map<int, std::pair<int, int>> uses;  // of each id: how many, tokens
+  for (int b = 0; b < batch.bs; ++b) {
+    const int length = batch.kv_indptr[b + 1] - batch.kv_indptr[b];
+    for (int s = 0, begin = 0; s < batch.num_segments[b]; ++s) {
+      const int at = b * batch.max_segments + s, end = batch.segment_ends[at], id = batch.segment_ids[at];
+      if (id >= 0 && end < length) uses[id].first += 1, uses[id].second = end - begin;
+      begin = end;
+    }
+  }
+  return std::count_if(uses.begin(), uses.end(), [&](const auto& use) {
+    const auto [users, tokens] = use.second;
+    return users > 1 && (users - 1) * tokens >= min_saved_tokens;
+  });
+}
+
 void test(int seed) {
   std::mt19937 rng(seed);
   auto between = [&](int low, int high) { return low + int(rng() % unsigned(high - low + 1)); };
@@ -81,10 +109,10 @@ void test(int seed) {
   const int head_dim = one_of(64, 128, 256), num_kv_heads = one_of(1, 2, 3, 4, 5, 8, 12, 32);
   const int group_size = std::min(one_of(1, 4, 7, 8, 16, 32), Geometry::max_rows(head_dim));
   PlanArgs args{};
-  args.kv_indptr = batch.kv_indptr.data(), args.kv_indices = batch.kv_indices.data();
-  args.num_segments = batch.num_segments.data();
+  args.kv_indptr = batch.kv_indptr.data(), args.num_segments = batch.num_segments.data();
   args.segment_ends = batch.segment_ends.data(), args.segment_offsets = batch.segment_offsets.data();
-  args.bs = batch.bs, args.max_segments = args.stride_ends = args.stride_offsets = batch.max_segments;
+  args.segment_ids = batch.segment_ids.data(), args.bs = batch.bs;
+  args.max_segments = args.stride_ends = args.stride_offsets = args.stride_ids = batch.max_segments;
   args.span = one_of(0, 0, 0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
   const auto layout =
       PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim,
@@ -118,6 +146,8 @@ void test(int seed) {
       }
     }
   };
+  const int num_groups = expected_groups(batch, args.min_saved_tokens);
+  CHECK(plan.header->num_groups == num_groups, "%d groups, not %d", plan.header->num_groups, num_groups);
   CHECK(plan.header->num_items <= layout.max_items, "too many items");
   CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
   CHECK(plan.header->num_units <= layout.max_units, "too many units");
@@ -176,21 +206,19 @@ void test(int seed) {
 double lost(int seed, int bs, int pool) {
   std::mt19937 rng(seed);
   constexpr int CHUNKS = 5, CHUNK = 2048, TEXT = 64, BLOCKS = 132;
-  std::vector<int> kv_indptr{0}, kv_indices, num_segments(bs, CHUNKS), ends, offsets(bs * CHUNKS);
+  std::vector<int> kv_indptr{0}, num_segments(bs, CHUNKS), ends, offsets(bs * CHUNKS), ids;
   for (int b = 0; b < bs; ++b) {
     std::vector<int> drawn(pool ? pool : CHUNKS);
     for (int i = 0; i < int(drawn.size()); ++i) drawn[i] = pool ? i : b / 8 * CHUNKS + i;
     if (pool) std::shuffle(drawn.begin(), drawn.end(), rng);
     for (int s = 0; s < CHUNKS; ++s) {
-      for (int i = 0; i < CHUNK; ++i) kv_indices.push_back(drawn[s] * CHUNK + i);
+      ids.push_back(drawn[s]);
       ends.push_back((s + 1) * CHUNK);
     }
-    for (int i = 0; i < TEXT; ++i) kv_indices.push_back(1 << 24 | b * TEXT + i);
-    kv_indptr.push_back(kv_indices.size());
+    kv_indptr.push_back(kv_indptr.back() + CHUNKS * CHUNK + TEXT);
   }
-  PlanArgs args{kv_indptr.data(), kv_indices.data(), num_segments.data(), ends.data(), offsets.data(),
-                bs,               CHUNKS,            CHUNKS,              CHUNKS,      0,
-                64};
+  PlanArgs args{kv_indptr.data(), num_segments.data(), ends.data(), offsets.data(), ids.data(), bs, CHUNKS, CHUNKS,
+                CHUNKS,           CHUNKS,              0,           64};
   const auto layout = PlanLayout::make(bs, CHUNKS, 32, 8, 128, BLOCKS);
   std::vector<int> workspace(layout.num_words);
   const Plan plan(workspace.data(), layout);

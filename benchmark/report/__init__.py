@@ -1,0 +1,1 @@
+"""The tables of docs/results, written from the data beside them."""

@@ -1,0 +1,58 @@
+"""Writes the tables of docs/results from the data beside them.
+
+    python -m benchmark.report
+
+A page marks a table by `<!-- table KIND SOURCE... -->` and `<!-- end -->`; what stands between is replaced. A source is
+a file or folder beside the page; a folder stands for every results folder of bench.py below it. `KINDS` has the kinds;
+`kernels-FAMILY` is one for each family of shapes of the kernels' benchmark.
+"""
+
+import functools
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmark.report.answers import answers
+from benchmark.report.host_time import references, requests
+from benchmark.report.kernels import kernels
+from benchmark.report.runs import runs
+from benchmark.report.serving import chat, decode, documents, latency, load
+
+PAGES = Path(__file__).parents[2] / "docs" / "results"
+MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+FAMILIES = ("decode", "shared", "extend", "spans", "ragged")
+KINDS: dict[str, Callable[[list[Path]], str]] = {
+    **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
+    **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
+}
+
+
+def rendered(page: Path) -> str:
+    """The page's text with its tables as the data has them. Raises ValueError where a table cannot be made."""
+
+    def replaced(mark: re.Match) -> str:
+        opening, kind, names, end = mark.groups()
+        sources = [page.parent / name for name in names.split()]
+        if kind not in KINDS:
+            raise ValueError(f"{page}: no kind {kind!r}: there are {', '.join(KINDS)}")
+        if missing := [str(source) for source in sources if not source.exists()]:
+            raise ValueError(f"{page}: no {', '.join(missing)}")
+        try:
+            return f"{opening}{KINDS[kind](sources)}{end}"
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"{page}: {kind} of {names}: {error!r}") from error
+
+    return MARK.sub(replaced, page.read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    for page in sorted(PAGES.rglob("*.md")):
+        try:
+            page.write_text(rendered(page), encoding="utf-8")
+        except ValueError as error:
+            sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

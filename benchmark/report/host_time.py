@@ -1,0 +1,55 @@
+"""Tables of host_time.py. Where a file has several runs, medians, with their range."""
+
+import collections
+import statistics
+from pathlib import Path
+
+from benchmark.report.cells import in_order, lines, number, spread, table
+
+Values = dict[tuple, dict[str, list[float]]]
+
+
+def values(sources: list[Path]) -> Values:
+    """Each column's values in all runs, by contender, shape or chunk length, mode and resident chunks."""
+    found: Values = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in (row for source in sources for row in lines(source) if "environment" not in row):
+        key = (row["contender"], row.get("shape") or row["chunk_len"], row["mode"], row["resident"])
+        for name, value in row.items():
+            if isinstance(value, int | float):
+                found[key][name].append(value)
+    return found
+
+
+def references(sources: list[Path]) -> str:
+    """Microseconds that one more chunk adds to a request."""
+    found = values(sources)
+    columns = (
+        ("lazy", "warm", "us_per_further_chunk"),
+        ("lazy", "evicting", "us_per_further_chunk"),
+        ("lazy", "evicting", "us_per_fill"),
+        ("lazy", "evicting", "us_on_average"),
+        ("stock", "warm", "us_per_further_chunk"),
+    )
+    body = []
+    for chunk_len, resident in sorted({(key[1], key[3]) for key in found if isinstance(key[1], int)}):
+        cells = [spread(found[name, chunk_len, mode, resident][column]) for name, mode, column in columns]
+        body.append([f"{chunk_len:,}", f"{resident:,}", *cells])
+    header = ["chunk", "resident", "hit, nothing evicted", "hit, full pool", "a miss adds", "mean, full pool"]
+    return table([*header, "stock, warm"], body)
+
+
+def requests(sources: list[Path]) -> str:
+    """Milliseconds of a request's host time, and microseconds of an evicted leaf."""
+    found = values(sources)
+    names = in_order(key[0] for key in found)
+    columns = {
+        "warm, ms": ("warm", "ms_per_request_p50"),
+        "full pool, ms": ("evicting", "ms_per_request_p50"),
+        "eviction, µs": ("evicting", "us_per_evicted"),
+    }
+    cases = {(key[1], key[3]) for key in found if isinstance(key[1], str)}
+    body = []
+    for shape, resident in sorted(cases, key=lambda case: ([int(part) for part in case[0].split("x")][::-1], case[1])):
+        of = [found[name, shape, mode, resident][column] for mode, column in columns.values() for name in names]
+        body.append([shape, f"{resident:,}", *(number(statistics.median(each)) if each else "" for each in of)])
+    return table(["request", "resident", *(f"{what}: {name}" for what in columns for name in names)], body)

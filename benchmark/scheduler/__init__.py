@@ -1,0 +1,1 @@
+"""Host time of the scheduler, without a model."""

@@ -1,0 +1,119 @@
+"""What the kernels get for a batch: indices and segments, copied out of the live tables before the forward pass."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from sglang_lazy.attention.rows import LinkedBatch, windows_of
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.device import ints_to_device, to_device
+
+
+@dataclasses.dataclass
+class LinkMetadata:
+    """The rows of a batch that take the link path, as the kernels take them; see `sgl_kernel_lazy` for shapes.
+
+    CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
+
+    tokens: which of the new tokens are theirs: a slice, or int32 indices.
+    checked: whether a layer before has validated the arguments.
+    """
+
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    num_segments: torch.Tensor
+    segment_ends: torch.Tensor
+    segment_offsets: torch.Tensor
+    segment_ids: torch.Tensor
+    qo_indptr: torch.Tensor | None = None
+    q_positions: torch.Tensor | None = None
+    kv_positions: torch.Tensor | None = None
+    max_extend_len: int = 0
+    tokens: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
+    checked: bool = False
+
+    @classmethod
+    def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "LinkMetadata":
+        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` KV tokens."""
+        device = table.ends.device
+
+        def ints(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        segments = (max_bs, table.max_segments)
+        return cls(ints(max_bs + 1), ints(max_kv), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = (self.kv_indptr, self.kv_indices, self.num_segments, self.segment_ends, self.segment_offsets)
+        return sum(tensor.nbytes for tensor in (*tensors, self.segment_ids))
+
+    def first(self, bs: int) -> "LinkMetadata":
+        """A view of the first `bs` rows."""
+        return LinkMetadata(
+            kv_indptr=self.kv_indptr[: bs + 1],
+            kv_indices=self.kv_indices,
+            num_segments=self.num_segments[:bs],
+            segment_ends=self.segment_ends[:bs],
+            segment_offsets=self.segment_offsets[:bs],
+            segment_ids=self.segment_ids[:bs],
+        )
+
+    def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
+        """Copy the segments of a decode batch out of the live table, without a device synchronisation.
+
+        rows: [bs] int64.  seq_lens: [bs].  `kv_indices` are left to the caller.
+        """
+        torch.cumsum(seq_lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
+        torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
+        torch.index_select(table.ends, 0, rows, out=self.segment_ends)
+        torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
+        torch.index_select(table.ids, 0, rows, out=self.segment_ids)
+
+    @classmethod
+    def of_prefill(
+        cls, current: LinkedBatch, pool_indices: torch.Tensor, table: SegmentTable
+    ) -> "tuple[LinkMetadata, list[torch.Tensor]]":
+        """The metadata of the rows of a prefill batch that take the link path, but for `kv_indices`; and their windows.
+
+        pool_indices: [number of requests], the row of each in `req_to_token`.
+        """
+        device = table.ends.device
+        extend_lens = np.array([row.num_new for row in current.rows])
+        begins = extend_lens.cumsum() - extend_lens
+        tokens = np.concatenate([np.arange(begins[i], begins[i] + extend_lens[i]) for i in current.linked])
+        rows = [current.rows[i] for i in current.linked]
+        kv_indptr = np.cumsum([0, *(len(row.positions) for row in rows)])
+        qo_indptr = np.cumsum([0, *(row.num_new for row in rows)])
+        on_device: list[Any] = ints_to_device(
+            [
+                kv_indptr,
+                qo_indptr,
+                current.q_positions[tokens],
+                np.concatenate([row.positions for row in rows]),
+                np.array([row.request for row in rows]),
+                *windows_of(rows, kv_indptr[:-1]),
+            ],
+            device,
+        )
+        kv_indptr, qo_indptr, q_positions, kv_positions, requests, *windows = on_device
+        pool_rows = pool_indices[requests]
+        metadata = cls(
+            kv_indptr=kv_indptr,
+            kv_indices=torch.empty_like(kv_positions),
+            num_segments=table.num_segments[pool_rows],
+            segment_ends=table.ends[pool_rows],
+            segment_offsets=table.offsets[pool_rows],
+            segment_ids=table.ids[pool_rows],
+            qo_indptr=qo_indptr,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            max_extend_len=max(row.num_new for row in rows),
+        )
+        if len(rows) < len(current.rows):
+            first, last = int(tokens[0]), int(tokens[-1])
+            consecutive = last - first == len(tokens) - 1
+            metadata.tokens = slice(first, last + 1) if consecutive else to_device(tokens.astype(np.int32), device)
+        return metadata, windows

@@ -1,0 +1,206 @@
+"""Rows of linked requests and fills: laid out over what is cached, and published to the tree when computed."""
+
+from array import array
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.prompt import TextSpan
+from sglang_lazy.core.rows import FillRow, Row
+from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
+
+
+class RowCache:
+    """Between the rows of `req_to_token` and the tree. Rows alias slots of tree nodes, which only the tree frees.
+
+    pool: SGLang's `ReqToTokenPool`.  allocator: SGLang's allocator of KV slots.
+    allocate: takes that many slots, int64, evicting as needed; raises RuntimeError where memory does not suffice.
+    """
+
+    def __init__(self, store: ChunkStore, pool: Any, allocator: Any, allocate: Callable[[int], torch.Tensor]):
+        self.store, self.tree = store, store.tree
+        self.pool, self.allocator = pool, allocator
+        self.allocate = allocate
+        self._placeholders = torch.empty(0, dtype=torch.int64, device=allocator.device)
+
+    # Rows
+
+    def read(self, req: Any, start: int, end: int) -> torch.Tensor:
+        """A copy of slots [start, end) of a request's row, int64."""
+        return self.pool.req_to_token[req.req_pool_idx, start:end].to(torch.int64, copy=True)
+
+    def write(self, req: Any, start: int, slots: torch.Tensor) -> None:
+        """Put `slots` into a request's row from `start` on."""
+        self.pool.write((req.req_pool_idx, slice(start, start + len(slots))), slots)
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Give slots that no node owns back to the pool."""
+        self.allocator.free(slots)
+
+    # Linked requests
+
+    def match(self, req: Any, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:
+        """Lay out the request's row by what is cached; returns the slots of its cached part and what it depends on.
+
+        Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. The request must be admitted. If
+        chunks are still missing, its row gets all of them from `complete`.
+
+        limit: how many tokens of the prompt and its answer may be cached at most.
+        """
+        assert state.chunks is not None, f"request {req.rid} was scheduled before its chunks"
+        # No copy where there is no answer yet: SGLang never appends to the prompt's own array.
+        ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
+        ready = state.ready
+        if ready:
+            pieces = self._chunk_slots(state, state.chunks)
+        else:
+            pieces = [self._placeholder_slots(state.prompt.num_chunk_tokens)]
+        last = state.prompt.spans[-1]
+        nodes, cached = [], []
+        for span in state.prompt.spans:
+            tokens = _tokens(req, span.start, limit if span is last else span.end)
+            slots, node = self.tree.find(tokens, _namespace(req, span))
+            pieces.append(slots)
+            nodes.append(node)
+            cached.append(len(slots))
+        state.row = Row(state.prompt, cached, len(ids))
+        req.full_untruncated_fill_ids = state.row.permuted(ids)
+        if not req.retracted_stain:
+            # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
+            req.already_computed = state.num_computed_tokens
+        return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, nodes)
+
+    def _chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
+        return [
+            piece
+            for chunk, node in zip(state.prompt.chunks, chunks.nodes, strict=True)
+            for piece in self.store.slots_of(chunk, node)
+        ]
+
+    def _placeholder_slots(self, num_tokens: int) -> torch.Tensor:
+        """Read-only stand-ins, int64 [num_tokens], for the slots of chunks that are not computed yet."""
+        if len(self._placeholders) < num_tokens:
+            self._placeholders = torch.zeros(num_tokens, dtype=torch.int64, device=self._placeholders.device)
+        return self._placeholders[:num_tokens]
+
+    def complete(self, req: Any, published: Mapping[ChunkKey, Node]) -> None:
+        """SGLang has assigned the row of a linked request: enter the chunks that were missing when it was laid out.
+
+        All that the row depends on counts as used now. SGLang needs only the length of `req.prefix_indices` from here.
+
+        published: by key, where the chunks that the same batch computes end.
+        """
+        state, row = as_linked(req), req.last_node
+        if not row.chunks.complete:
+            self.store.enter_published(row.chunks, state.prompt.chunks, published)
+            assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"
+            self.write(req, 0, torch.cat(self._chunk_slots(state, row.chunks)))
+        if not row.used:  # a prompt that is prefilled in pieces is used once
+            row.used = True
+            for node in (*row.chunks.nodes, *row.spans):
+                self.tree.use(node, req.priority or 0)
+
+    def publish(self, req: Any, row_len: int, chunked: bool) -> None:
+        """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.
+
+        Where the tree got the same text from another request in the meantime, ours is freed and the row is rewritten
+        with the tree's slots. Afterwards all of those `row_len` slots belong to the tree.
+        """
+        row = as_linked(req).row
+        nodes: RowNodes = req.last_node
+        text_start = row.prompt.num_chunk_tokens
+        text_slots = self.pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
+        for i, span in enumerate(row.prompt.spans):
+            published, count = row.published[i], row.available(i, row_len)
+            if count == published:
+                continue
+            cached, computed_start = row.cached[i], row.computed_start[i]
+            slots = text_slots[computed_start - text_start :][: count - cached]
+            if cached:
+                slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
+            tokens, namespace = _tokens(req, span.start, span.start + count), _namespace(req, span)
+            num_present, node = self.tree.add(tokens, namespace, slots, req.priority or 0, chunked)
+            if num_present > published:
+                self.free(slots[published:num_present])
+                kept = self.tree.find(tokens, namespace)[0][published:num_present]
+                self.write(req, computed_start + published - cached, kept)
+            row.published[i] = count
+            self.tree.lock(node)
+            self.tree.unlock(nodes.spans[i])
+            nodes.spans[i] = node
+
+    def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
+        """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
+        if insert:
+            self.publish(req, row_len, chunked=False)
+        else:
+            self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
+        self.store.unlock_row(req.last_node)
+        state.policy.end(req, self)
+
+    # Fills
+
+    def match_fill(self, req: Any, state: Fill) -> tuple[torch.Tensor, RowNodes]:
+        """Lay out the row of a fill; returns the slots of the cached beginnings of its chunks and their nodes.
+
+        Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. As SGLang does with prompts, the
+        last token of each chunk is computed in any case.
+        """
+        pieces, nodes, cached = [], [], []
+        for chunk in state.chunks:
+            slots, node = self.tree.find(chunk.tokens[:-1], chunk.key.namespace)
+            cached.append(len(slots))
+            if len(slots):
+                pieces.append(slots)
+                nodes.append(node)
+        state.row = FillRow(state.chunks, cached)
+        req.full_untruncated_fill_ids = state.row.permuted(req.origin_input_ids)
+        return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([]), nodes)
+
+    def publish_fill(self, req: Any, state: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
+        """Give the chunks that a fill is about to complete to the tree, and lock them there until it ends.
+
+        slots: int64, where its batch writes the tokens behind the fill's cached prefix.
+        Returns where each chunk ends, by key.
+
+        Where the tree has other slots already, of a chunk that begins alike, those in `duplicates` are still the fill's
+        own: its batch writes to them.
+        """
+        slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
+        published, duplicates = {}, [self._placeholders[:0]]
+        for i, chunk in enumerate(state.chunks):
+            pieces = [slots[start:end] for start, end in state.row.windows(i)]
+            chunk_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            num_present, node = self.store.insert(chunk, chunk_slots, req.priority or 0)
+            if num_present > state.row.cached[i]:
+                duplicates.append(chunk_slots[state.row.cached[i] : num_present])
+            published[chunk.key] = node
+        nodes = RowNodes(ChunkNodes([]), list(published.values()))
+        self.store.lock_row(nodes)
+        self.store.unlock_row(req.last_node)
+        req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
+        state.duplicates = torch.cat(duplicates)
+        return published
+
+    def end_fill(self, req: Any, state: Fill, row_len: int) -> None:
+        """A fill ends or is retracted: free what the tree does not own, and unlock."""
+        if state.duplicates is not None:
+            self.free(state.duplicates)
+        else:
+            self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
+        self.store.unlock_row(req.last_node)
+
+
+def _tokens(req: Any, start: int, end: int) -> array:
+    """The tokens at positions [start, end) of the prompt and its answer."""
+    answer_start = len(req.origin_input_ids)
+    answer = req.output_ids[max(0, start - answer_start) : max(0, end - answer_start)]
+    return req.origin_input_ids[start:end] + answer
+
+
+def _namespace(req: Any, span: TextSpan) -> Namespace | str | None:
+    return req.extra_key if span.namespace is None else span.namespace

@@ -1,0 +1,203 @@
+"""The chunk store: which chunks are missing, pending or resident, who holds them, and what is evicted."""
+
+import dataclasses
+import enum
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.chunks.tree import Inserted, Node, Tree
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import ChunkNodes, RowNodes
+
+PRIVATE_SEGMENT = -1
+"""Segment id of KV that no other request is known to read."""
+
+
+class ChunkState(enum.Enum):
+    """MISSING: nobody computes it. PENDING: a producer has been asked for it. RESIDENT: its KV can be attended to."""
+
+    MISSING = enum.auto()
+    PENDING = enum.auto()
+    RESIDENT = enum.auto()
+
+
+@dataclasses.dataclass
+class ResidentChunk:
+    """node: where the chunk ends in the tree. segment_ids: by the ranges of it that prompts keep."""
+
+    node: Node
+    segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkStatistics:
+    """Numbers of chunks and tokens now, and of leaves evicted since the start."""
+
+    num_resident: int
+    num_pending: int
+    num_locked_tokens: int
+    num_evicted_leaves: int
+
+
+class ChunkStore:
+    """Chunks by key, over a tree that keeps their KV.
+
+    pending: what computes each chunk that is under way, by key; kept by the producer.
+    release_waiting_lock: frees KV that a waiting request holds; returns False when nobody holds any.
+    """
+
+    def __init__(self, tree: Tree, eviction_priority: Callable[[Node], Any]):
+        self.tree = tree
+        self.pending: dict[ChunkKey, Any] = {}
+        self.release_waiting_lock: Callable[[], bool] = lambda: False
+        self.num_evicted_leaves = 0
+        self._eviction_priority = eviction_priority
+        self._segment_ids = itertools.count()
+        self.reset()
+
+    def reset(self) -> None:
+        """The tree has been emptied."""
+        self._heap = EvictionHeap(self._eviction_priority)
+        self._resident: dict[ChunkKey, ResidentChunk] = {}
+        self._keys_by_node: dict[int, ChunkKey] = {}
+
+    # Chunks
+
+    def state(self, chunk: ChunkSlice) -> ChunkState:
+        """In which state the needed part of a chunk is."""
+        if self.find(chunk) is not None:
+            return ChunkState.RESIDENT
+        return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
+
+    def find(self, chunk: ChunkSlice) -> Node | None:
+        """The node where the needed part of `chunk` ends, None if that is not resident. Makes it recent.
+
+        A published chunk is found by its key, without reading its tokens or walking the tree. The beginning of a chunk,
+        and a chunk that only begins a longer one, are found by comparing tokens.
+        """
+        resident = self._resident.get(chunk.key)
+        if resident is not None and chunk.num_needed == chunk.num_tokens:
+            self.tree.use(resident.node)
+            return resident.node
+        tokens = chunk.tokens[: chunk.num_needed]
+        if not self.tree.holds(tokens, chunk.key.namespace):
+            return None
+        return self.tree.find(tokens, chunk.key.namespace)[1]
+
+    def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Inserted:
+        """Make all of `chunk` resident, in `slots` (int64 [num_tokens]) except where the tree has its tokens."""
+        inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority)
+        if chunk.key not in self._resident:
+            self._resident[chunk.key] = ResidentChunk(inserted.node)
+            self._keys_by_node[inserted.node.id] = chunk.key
+        return inserted
+
+    def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
+        """The slots of the kept ranges of `chunk`, whose needed part ends at a locked `node`, in pieces."""
+        pieces = self.tree.slots_to(node)
+        if chunk.num_kept == chunk.num_needed:
+            return pieces
+        slots = torch.cat(pieces)
+        return [slots[begin:end] for begin, end in chunk.kept]
+
+    def segment_id(self, chunk: ChunkSlice) -> int:
+        """A number that segments have in common if and only if they list the same slots; see `plan_decode`.
+
+        PRIVATE_SEGMENT where that is not known, as for the beginning of a chunk of which nothing else is resident.
+        """
+        resident = self._resident.get(chunk.key)
+        if resident is None:
+            return PRIVATE_SEGMENT
+        if chunk.kept not in resident.segment_ids:
+            # Numbers recur only after 2**31 others, by when no row that had the same is left.
+            resident.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
+        return resident.segment_ids[chunk.kept]
+
+    # Locks
+
+    def lock_chunks(self, chunks: ChunkNodes) -> int:
+        """Lock them for one more holder; returns by how much the number of evictable tokens changes."""
+        chunks.num_locks += 1
+        if chunks.num_locks > 1:
+            return 0
+        return sum(self.tree.lock(node) for node in chunks.nodes if node is not None)
+
+    def unlock_chunks(self, chunks: ChunkNodes) -> int:
+        """Give one holder's lock back; returns the same."""
+        chunks.num_locks -= 1
+        if chunks.num_locks > 0:
+            return 0
+        return sum(self.tree.unlock(node) for node in chunks.nodes if node is not None)
+
+    def lock_row(self, row: RowNodes) -> int:
+        """Lock all that a row depends on; returns the same."""
+        row.num_locks += 1
+        if row.num_locks > 1:
+            return 0
+        return self.lock_chunks(row.chunks) + sum(map(self.tree.lock, row.spans))
+
+    def unlock_row(self, row: RowNodes) -> int:
+        """Give one lock on a row back; returns the same."""
+        row.num_locks -= 1
+        if row.num_locks > 0:
+            return 0
+        return self.unlock_chunks(row.chunks) + sum(map(self.tree.unlock, row.spans))
+
+    def enter(self, chunks: ChunkNodes, i: int, node: Node) -> None:
+        """Slice `i`, which was missing, is at `node` now: lock it for whoever holds the others."""
+        chunks.nodes[i] = node
+        if chunks.num_locks:
+            self.tree.lock(node)
+
+    def enter_published(
+        self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], published: Mapping[ChunkKey, Node]
+    ) -> None:
+        """Enter those of the missing `slices` that have been published, each at a node by chunk key."""
+        for i, chunk in enumerate(slices):
+            if chunks.nodes[i] is None and (node := published.get(chunk.key)) is not None:
+                self.enter(chunks, i, node if chunk.num_needed == chunk.num_tokens else self.find(chunk))
+
+    def unlocked_size(self, nodes: Iterable[Node]) -> int:
+        """How many tokens locking `nodes` would take from what is evictable."""
+        counted = set()
+        for node in nodes:
+            while node.lock_ref == 0 and node not in counted:  # whoever locks a node has locked all above it
+                counted.add(node)
+                node = node.parent
+        return sum(len(node.key) for node in counted)
+
+    # Eviction
+
+    def offer(self, leaf: Node) -> None:
+        """`leaf` has become evictable."""
+        self._heap.push(leaf)
+
+    def evict(self, num_tokens: int) -> list[torch.Tensor]:
+        """Take leaves out of the tree until they hold `num_tokens`, or none is left; returns their slots, to be freed.
+
+        Waiting requests lose their locks, newest first, before eviction gives up.
+        """
+        slots: list[torch.Tensor] = []
+        num_evicted = 0
+        while num_evicted < num_tokens:
+            leaf = self._heap.pop(self.tree.evictable_leaves)
+            if leaf is None:
+                if self.release_waiting_lock():
+                    continue
+                break
+            num_evicted += len(leaf.key)
+            slots.append(self.tree.remove(leaf))
+            key = self._keys_by_node.pop(leaf.id, None)
+            if key is not None:
+                del self._resident[key]
+        self.num_evicted_leaves += len(slots)
+        return slots
+
+    def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
+        """The numbers now. num_locked_tokens: the tree's own count."""
+        return ChunkStatistics(len(self._resident), len(self.pending), num_locked_tokens, self.num_evicted_leaves)

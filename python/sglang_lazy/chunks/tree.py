@@ -1,0 +1,55 @@
+"""What the chunk cache needs of a radix tree. The port implements it over SGLang's."""
+
+from array import array
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+Node = Any
+"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref` and `evicted`."""
+
+
+class Inserted(NamedTuple):
+    """num_present: how many of the tokens the tree had already, in slots of its own. node: where the tokens end."""
+
+    num_present: int
+    node: Node
+
+
+class Tree(Protocol):
+    """A radix tree over token ids, with namespaces, whose nodes own KV slots.
+
+    A node stays where it ends when it is split: the new node is its parent. Locking a node locks all nodes above it.
+    """
+
+    @property
+    def evictable_leaves(self) -> Collection[Node]:
+        """Leaves that nobody has locked."""
+
+    def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, Node]:
+        """The longest cached beginning: its slots (int64), and the node where it ends, split off if need be."""
+
+    def holds(self, tokens: array, namespace: Any) -> bool:
+        """Whether all tokens are cached. Like `find`, but never splits a node."""
+
+    def add(self, tokens: array, namespace: Any, slots: torch.Tensor, priority: int, chunked: bool = False) -> Inserted:
+        """Make tokens resident in `slots` (int64), except for those that the tree has already."""
+
+    def slots_to(self, node: Node) -> list[torch.Tensor]:
+        """The slots from the beginning of a namespace to the end of `node`, in pieces."""
+
+    def use(self, node: Node, priority: int | None = None) -> None:
+        """Count a use of everything up to `node` in the eviction order.
+
+        priority: of the request that uses it; None for a mere look-up, which makes KV recent but is no hit.
+        """
+
+    def lock(self, node: Node) -> int:
+        """Lock a node for one more holder; returns by how much the number of evictable tokens changes."""
+
+    def unlock(self, node: Node) -> int:
+        """Give one holder's lock back; returns the same."""
+
+    def remove(self, leaf: Node) -> torch.Tensor:
+        """Take an evictable leaf out of the tree; returns its slots, which are the caller's to free."""

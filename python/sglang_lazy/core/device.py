@@ -1,0 +1,24 @@
+"""Copies from host to device."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A copy of `array` on `device`, in stream order. From pageable memory the copy could wait for the device."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def ints_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """int32 copies, in one transfer, each aligned to 16 bytes: for others Triton compiles its kernels anew."""
+    sizes = [-(-len(array) // 4) * 4 for array in arrays]
+    buffer = np.zeros(sum(sizes), dtype=np.int32)
+    for begin, size, array in zip(np.cumsum(sizes), sizes, arrays, strict=True):
+        buffer[begin - size :][: len(array)] = array
+    parts = to_device(buffer, device).split(sizes)
+    return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]

@@ -1,0 +1,45 @@
+"""What policies and kernels see of the served model."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from sgl_kernel_lazy import rope_cos_sin
+
+T = TypeVar("T")
+
+
+class LayerRope:
+    """The rotation of one or more attention layers.
+
+    cos_sin_cache: float32 [max_position, rotary_dim], without YaRN's magnitude factor, which queries carry already.
+    is_neox: how dimensions are paired.
+    """
+
+    def __init__(self, inv_freq: torch.Tensor, max_position: int, is_neox: bool, device: str | torch.device):
+        self.cos_sin_cache = rope_cos_sin(inv_freq.to(torch.float64).cpu(), max_position).to(device)
+        self.is_neox = is_neox
+
+
+@dataclasses.dataclass
+class ServedModel:
+    """The loaded model, as far as its KV has to be read, rotated or copied.
+
+    kv_buffers: K and V caches by layer id, each [num_slots, num_kv_heads, head_dim].
+    ropes: by layer id; layers with the same rotary embedding share one object.
+    kernels: an implementation from `sgl_kernel_lazy`.
+    """
+
+    kv_buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
+    ropes: Mapping[int, LayerRope]
+    kernels: ModuleType
+    _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def part(self, build: "Callable[[ServedModel], T]") -> T:
+        """What `build` makes of this model, made at first use."""
+        if build not in self._parts:
+            self._parts[build] = build(self)
+        return self._parts[build]

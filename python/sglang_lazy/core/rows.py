@@ -1,0 +1,119 @@
+"""The order in which requests lay their tokens into their rows of `req_to_token`.
+
+The row of a linked request is a permutation of its prompt:
+
+    | kept slices of chunks, in prompt order | cached text | text to compute | generated tokens |
+
+Text stands in position order in both parts. At and beyond the prompt's length, index and position are the same.
+"""
+
+import itertools
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same positions in as few ranges as there can be, none of them empty."""
+    joined: list[tuple[int, int]] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif start < end:
+            joined.append((start, end))
+    return joined
+
+
+class Row:
+    """The order in which one scheduling of a request lays its prompt into `req_to_token`.
+
+    cached: per text span, how many of its first tokens stand among the row's cached text.
+    published: per text span, how many of its first tokens the tree owns; grows while the request runs.
+    positions: int32 [prompt and earlier output], the position of each row entry.
+    """
+
+    def __init__(self, prompt: LinkedPrompt, cached: list[int], num_tokens: int):
+        self.prompt = prompt
+        self.cached = cached
+        self.published = list(cached)
+        self.cached_start = []
+        self.computed_start = []
+        ranges = [span for chunk in prompt.chunks for span in chunk.positions]
+        row_end = prompt.num_chunk_tokens
+        for span, count in zip(prompt.spans, cached, strict=True):
+            self.cached_start.append(row_end)
+            ranges.append((span.start, span.start + count))
+            row_end += count
+        for i, (span, count) in enumerate(zip(prompt.spans, cached, strict=True)):
+            end = num_tokens if i == len(prompt.spans) - 1 else span.end
+            self.computed_start.append(row_end)
+            ranges.append((span.start + count, end))
+            row_end += end - span.start - count
+        assert row_end == num_tokens, (row_end, num_tokens)
+        self._ranges = _joined(ranges)
+        positions = [np.arange(start, end, dtype=np.int32) for start, end in self._ranges]
+        self.positions = positions[0] if len(positions) == 1 else np.concatenate(positions)
+
+    def permuted(self, ids: array) -> array:
+        """The tokens `ids`, by position, in the order of the row: `ids` itself if that is the same."""
+        if len(self._ranges) == 1:
+            return ids
+        view = memoryview(ids)
+        return array("q", b"".join([view[start:end] for start, end in self._ranges]))
+
+    def available(self, i: int, row_len: int) -> int:
+        """How many of the first tokens of span `i` stand in the first `row_len` entries of the row."""
+        cached, start = self.cached[i], self.computed_start[i]
+        if i == len(self.cached) - 1:
+            return cached + max(0, row_len - start)
+        return cached + min(max(0, row_len - start), self.computed_start[i + 1] - start)
+
+    def positions_of(self, start: int, end: int) -> np.ndarray:
+        """int32 [end - start]: positions of row entries [start, end), generated tokens included."""
+        known = self.positions[start:end]
+        if len(known) == end - start:
+            return known
+        generated = np.arange(max(start, len(self.positions)), end, dtype=np.int32)
+        return np.concatenate([known, generated])
+
+
+class FillRow:
+    """The order in which a fill lays its chunks into `req_to_token`: the beginnings that are cached, then the rest.
+
+    cached: per chunk, how many of its first tokens are cached.
+    """
+
+    def __init__(self, chunks: Sequence[ChunkSlice], cached: Sequence[int]):
+        self.cached = cached
+        self._lens = [chunk.num_tokens for chunk in chunks]
+        self._cached_start = [*itertools.accumulate(cached, initial=0)]
+        computed = [length - count for length, count in zip(self._lens, cached, strict=True)]
+        self._computed_start = [*itertools.accumulate(computed, initial=self._cached_start[-1])]
+
+    def permuted(self, ids: array) -> array:
+        """The tokens `ids`, chunk by chunk, in the order of the row: `ids` itself if that is the same."""
+        if not any(self.cached[1:]):
+            return ids
+        view, start, beginnings, rest = memoryview(ids), 0, [], []
+        for length, count in zip(self._lens, self.cached, strict=True):
+            beginnings.append(view[start : start + count])
+            rest.append(view[start + count : start + length])
+            start += length
+        return array("q", b"".join(beginnings + rest))
+
+    def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
+        """The ranges of the row that hold chunk `i`, in order, as far as it is in the first `end` entries."""
+        computed_end = self._computed_start[i + 1] if end is None else min(self._computed_start[i + 1], end)
+        ranges = [(self._cached_start[i], self._cached_start[i + 1]), (self._computed_start[i], computed_end)]
+        return [(start, stop) for start, stop in ranges if start < stop]
+
+    def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
+        """Of each chunk with tokens to compute among entries [start, end): its windows until `end`, how many entries
+        these hold, and how many of them are to be computed."""
+        for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
+            num_new = min(last, end) - max(first, start)
+            if num_new > 0:
+                yield self.windows(i, end), self.cached[i] + min(last, end) - first, num_new

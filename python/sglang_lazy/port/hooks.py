@@ -1,0 +1,51 @@
+"""Hooks on SGLang: declared beside the functions that they call, applied and verified here."""
+
+import pkgutil
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+
+class Hook(NamedTuple):
+    """`function` hooks `target`, a dotted path, in SGLang's sense of `kind`."""
+
+    target: str
+    function: Callable
+    kind: Literal["BEFORE", "AFTER", "AROUND"]
+
+
+_applied: dict[str, Any] = {}
+"""What each hooked target was replaced with."""
+
+
+def apply(hooks: Iterable[Hook]) -> None:
+    """Apply hooks through SGLang's registry; targets that have been hooked before are left as they are."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    new = [hook for hook in hooks if hook.target not in _applied]
+    stock = {hook.target: _resolve(hook.target) for hook in new}
+    for hook in new:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+    HookRegistry.apply_hooks()
+    for target, original in stock.items():
+        hooked = _resolve(target)
+        if hooked is not original:
+            _applied[target] = hooked
+
+
+def missing(hooks: Iterable[Hook]) -> list[str]:
+    """The targets that are not hooked, or not any more. SGLang itself only logs hooks that it could not apply."""
+    return [hook.target for hook in hooks if not _in_place(hook.target)]
+
+
+def _in_place(target: str) -> bool:
+    function = _resolve(target)
+    while function is not None:
+        if function is _applied.get(target):
+            return True
+        function = getattr(function, "__wrapped__", None)  # by other plugins
+    return False
+
+
+def _resolve(target: str) -> Any:
+    resolved = pkgutil.resolve_name(target)
+    return getattr(resolved, "__func__", resolved)

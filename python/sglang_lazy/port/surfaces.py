@@ -1,0 +1,33 @@
+"""Hooks on SGLang's HTTP process: where requests with chunks come in, and where results leave."""
+
+from sglang_lazy.port import chat, completions, cpu, http, protocol, shadow, tokenizer_manager
+from sglang_lazy.port.hooks import Hook
+
+_OPENAI = "sglang.srt.entrypoints.openai"
+_TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_NEED_IDLE = (
+    "flush_cache",
+    "release_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+HOOKS = (
+    Hook("sglang.srt.server_args.ServerArgs.__post_init__", cpu.choose_backends, "BEFORE"),
+    Hook("sglang.srt.entrypoints.http_server.set_global_state", http.install_routes, "AFTER"),
+    Hook("sglang.srt.entrypoints.http_server.set_global_state", shadow.attach, "AFTER"),
+    Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", tokenizer_manager.prepare_request, "BEFORE"),
+    Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", shadow.give_way, "BEFORE"),
+    Hook(f"{_TOKENIZER_MANAGER}._wait_one_response", tokenizer_manager.report_chunks, "AROUND"),
+    Hook(f"{_TOKENIZER_MANAGER}.abort_request", shadow.abort_with_all, "BEFORE"),
+    *(Hook(f"{_TOKENIZER_MANAGER}.{control}", shadow.make_idle, "AROUND") for control in _NEED_IDLE),
+    Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", chat.convert_request, "AROUND"),
+    Hook(
+        f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
+        completions.convert_request,
+        "AROUND",
+    ),
+    Hook(f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached", protocol.usage_details, "AFTER"),
+    Hook(f"{_OPENAI}.utils.cached_tokens_details_from_dict", protocol.cached_tokens_details, "AFTER"),
+)

@@ -1,0 +1,102 @@
+"""Producers: what makes the KV of missing chunks."""
+
+import itertools
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import Fill
+
+NewRequest = Callable[[str, array, Any], Any]
+"""Makes a prefill-only request that answers nobody, from its id, its tokens, and the request it is made for."""
+
+
+class Producer(Protocol):
+    """Makes missing chunks resident. What is under way is in `ChunkStore.pending`."""
+
+    def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
+        """Put `chunks`, none of them pending, under way on behalf of `parent`."""
+
+    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any]:
+        """Register `parent` as waiting for pending chunks; returns the requests that must be scheduled before it."""
+
+    def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
+        """`parent` does not wait for these any more."""
+
+    def started(self, key: ChunkKey) -> bool:
+        """Whether a pending chunk has memory already."""
+
+    def reconcile(self) -> None:
+        """Drop what was aborted and what nobody wants any more."""
+
+
+class FillProducer:
+    """Computes chunks with *fills*: prefill-only requests of SGLang, each for as many chunks as are computed at once.
+
+    pending: the store's, from chunk key to fill request.
+    max_tokens: how many tokens a fill of several chunks may have. More would not be computed at once, nor be of use
+        before its end.
+    """
+
+    def __init__(self, pending: dict[ChunkKey, Any], new_request: NewRequest, max_tokens: int):
+        self.pending = pending
+        self.new_request = new_request
+        self.max_tokens = max_tokens
+        self._ids = itertools.count()
+
+    def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
+        for share in self._shares(chunks):
+            tokens = array("q")
+            for chunk in share:
+                tokens += chunk.tokens
+            # SGLang aborts by prefixes of ids: no user's id begins like this one.
+            req = self.new_request(f"\0fill-{next(self._ids)}", tokens, parent)
+            req.lazy = Fill(share, parent)
+            self.pending.update(dict.fromkeys((chunk.key for chunk in share), req))
+
+    def _shares(self, chunks: Iterable[ChunkSlice]) -> Iterator[list[ChunkSlice]]:
+        """`chunks` as they are distributed over fills."""
+        share: list[ChunkSlice] = []
+        num_tokens = 0
+        for chunk in chunks:
+            num_tokens += chunk.num_tokens
+            if share and num_tokens > self.max_tokens:
+                yield share
+                share, num_tokens = [], chunk.num_tokens
+            share.append(chunk)
+        if share:
+            yield share
+
+    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any]:
+        fills = list(dict.fromkeys(self.pending[key] for key in keys))
+        for fill in fills:
+            if parent not in fill.lazy.parents:
+                fill.lazy.parents.append(parent)
+        return [fill for fill in fills if not is_launched(fill)]
+
+    def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            if key in self.pending and parent in self.pending[key].lazy.parents:
+                self.pending[key].lazy.parents.remove(parent)
+
+    def started(self, key: ChunkKey) -> bool:
+        return is_launched(self.pending[key])
+
+    def reconcile(self) -> None:
+        """A fill that has not started goes with the request it was made for; other waiting requests get new ones."""
+        for req in dict.fromkeys(self.pending.values()):
+            if req.finished() or (not is_launched(req) and req.lazy.owner not in req.lazy.parents):
+                self.forget(req)
+
+    def forget(self, req: Any) -> None:
+        """A fill has published its chunks, was aborted or was retracted: they are not under way any more."""
+        for chunk in req.lazy.chunks:
+            if self.pending.get(chunk.key) is req:
+                del self.pending[chunk.key]
+
+
+def is_launched(req: Any) -> bool:
+    """Whether a batch has taken a fill."""
+    return req.req_pool_idx is not None

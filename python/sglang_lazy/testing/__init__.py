@@ -1,0 +1,25 @@
+"""Tools for programs that start a server to try it out: a launcher, a client and a tiny model.
+
+The examples, the tests and the benchmarks use them. They need no file of the repository.
+"""
+
+from sglang_lazy.testing.client import Client, Generation
+from sglang_lazy.testing.server import (
+    CPU_OPTIONS,
+    ServerError,
+    device_flags,
+    device_options,
+    log_tail,
+    running_server,
+)
+
+__all__ = [
+    "CPU_OPTIONS",
+    "Client",
+    "Generation",
+    "ServerError",
+    "device_flags",
+    "device_options",
+    "log_tail",
+    "running_server",
+]

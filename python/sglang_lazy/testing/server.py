@@ -1,0 +1,158 @@
+"""A server for the length of a `with` block."""
+
+import collections
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import requests
+import torch
+from tqdm import tqdm
+
+from sglang_lazy.core.config import ENV_VAR
+
+
+class ServerError(RuntimeError):
+    """The server did not start, died or answered with an error."""
+
+
+CPU_OPTIONS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "sleep_on_idle": True,  # a scheduler that spins while it waits takes a core that others need
+}
+"""The SGLang options for a CPU, as `Engine` takes them."""
+
+
+def device_options() -> dict[str, Any]:
+    """The SGLang options that fit this machine, as `Engine` takes them."""
+    return {"dtype": "bfloat16"} if torch.cuda.is_available() else CPU_OPTIONS
+
+
+def device_flags() -> list[str]:
+    """The same as command-line flags."""
+    flags = []
+    for name, value in device_options().items():
+        flags += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+    return flags
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has, from below those of outgoing connections.
+
+    A server binds them seconds after this, SGLang's own choice of a NCCL port even a minute after it was made: from the
+    range of outgoing connections another program's connection could take it in between.
+    """
+    found = []
+    for port in random.sample(range(20_000, 32_000), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            found.append(port)
+        if len(found) == count:
+            return found
+    raise ServerError("no free port was found between 20000 and 32000")
+
+
+@contextlib.contextmanager
+def running_server(
+    flags: list[str],
+    log: Path,
+    *,
+    module: str = "sglang_lazy.launch_server",
+    timeout: float = 300,
+    usual: float = 30,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[str]:
+    """Start a server on a free loopback port, yield its URL once it is healthy, stop it on the way out.
+
+    log: file for the server's output.
+    timeout, usual: seconds to wait at most, and seconds the progress bar expects.
+    environment: variables for the server, over those of this process.
+    """
+    port, nccl_port = free_ports(2)
+    address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port)]
+    command = [sys.executable, "-m", module, *address, *flags]
+    # Threads that spin while they wait would take a small machine's cores from the server's other processes.
+    variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
+    # An engine of ours asks for the plugin in all that its process starts; for a server its own module decides.
+    variables.pop(ENV_VAR, None)
+    with open(log, "wb") as output:
+        # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_healthy(url, process, timeout, usual)
+        yield url
+    finally:
+        _stop(process)
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen, timeout: float, usual: float) -> None:
+    start = time.monotonic()
+    layout = "{desc} {bar:30} {n:.0f} s, usually about {total:.0f} s"
+    with tqdm(total=usual, desc="starting the server", bar_format=layout, leave=False, disable=None) as bar:
+        while (elapsed := time.monotonic() - start) < timeout:
+            bar.total = max(usual, elapsed)
+            bar.update(elapsed - bar.n)
+            if process.poll() is not None:
+                raise ServerError(f"the server exited with status {process.returncode}")
+            with contextlib.suppress(requests.RequestException):
+                if requests.get(f"{url}/health", timeout=5).ok:
+                    return
+            time.sleep(0.2)
+    raise ServerError(f"the server was not ready within {timeout:.0f} s")
+
+
+def _stop(process: subprocess.Popen, grace: float = 20) -> None:
+    """Ask the server to end, wait, and kill what is left of its process group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    if wait_for(lambda: not _group_alive(process), timeout=5):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if not wait_for(lambda: not _group_alive(process), timeout=5):
+        print(f"the server's processes are still there: end them with `kill -9 -{process.pid}`", file=sys.stderr)
+
+
+def _group_alive(process: subprocess.Popen) -> bool:
+    try:
+        os.killpg(process.pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_for(condition: Callable[[], bool], timeout: float) -> bool:
+    """Whether `condition` held within `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while not (met := condition()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return met
+
+
+def log_tail(log: Path, lines: int = 25) -> str:
+    """The last lines of a server's log, under a heading that names the file."""
+    with open(log, encoding="utf-8", errors="replace") as file:
+        tail = collections.deque(file, lines)
+    return f"The last lines of {log}:\n\n{''.join(tail)}"

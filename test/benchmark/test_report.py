@@ -1,0 +1,115 @@
+"""The tables of docs/results: equal to their data, known answers, and what cannot be tabulated."""
+
+import json
+import re
+
+import pytest
+
+from benchmark.report.__main__ import MARK, PAGES, rendered
+from benchmark.report.cells import number
+from benchmark.report.host_time import references
+from benchmark.report.serving import chat, latency, load
+
+LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
+LOAD = {
+    "model": "m",
+    "workload": "synthetic",
+    "parameters": {"chunks": 5, "pool": 100, "chunk_len": 2048, "alpha": 1.1, "output_len": 16},
+    "phase": "steady",
+    "kv_pool_gb": 10,
+    "request_throughput": 2.5,
+    "hit_rate": 0.5,
+}
+
+
+def write(folder, rows, command="bench.py --together"):
+    folder.mkdir(parents=True)
+    (folder / "environment.json").write_text(json.dumps({"command": command}))
+    common = {"kv_pool_gb": None, "request_rate": None, "max_concurrency": None}
+    (folder / "rows.jsonl").write_text("".join(json.dumps({**common, **row}) + "\n" for row in rows))
+    return folder
+
+
+def cells(text):
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
+
+
+@pytest.mark.parametrize("page", sorted(PAGES.rglob("*.md")), ids=lambda page: str(page.relative_to(PAGES)))
+def test_tables_are_those_of_the_data(page):
+    """Nobody edited one by hand, or replaced the data without `python -m benchmark.report`."""
+    assert rendered(page) == page.read_text(encoding="utf-8")
+
+
+def test_pages_refer_to_all_data():
+    named = set()
+    for page in PAGES.rglob("*.md"):
+        text = page.read_text(encoding="utf-8")
+        sources = [name for mark in MARK.finditer(text) for name in mark[3].split()]
+        links = re.findall(r"\]\(([^)#:]+)\)", text)
+        assert not [link for link in links if not (page.parent / link).exists()], page
+        named |= {(page.parent / name).resolve() for name in sources + links}
+    data = [path for path in PAGES.rglob("*") if path.is_file() and path.suffix != ".md"]
+    assert [path for path in data if not named & {path, *path.parents}] == []
+
+
+def test_latency(tmp_path):
+    """Medians by phase; new prompts in pairs: 8 and 9 ms are 20% and 10% less than a mean of 10."""
+    times = {"lazy": {"cold": [8, 9], "reordered": [3, 3]}, "stock": {"cold": [10, 10], "reordered": [10, 10]}}
+    times["stock"]["same order"] = [4, 4]
+    rows = [
+        {**LATENCY, "contender": name, "phase": phase, "ttft_ms_p50": values[0], "ttft_ms_stages": values}
+        for name, of in times.items()
+        for phase, values in of.items()
+    ]
+    (found,) = cells(latency([write(tmp_path / "run", rows)]))
+    assert found[:5] == ["2 x 1,024", "2", "8.00", "10.0", "-15.0 ± 63.5%"]
+    assert found[5:] == ["3.00", "10.0", "4.00"]
+    (alone,) = cells(latency([write(tmp_path / "alone", rows, command="bench.py")]))
+    assert alone[4] == ""
+
+
+def test_load(tmp_path):
+    """Contenders of several folders in one row, older names as those of today, and a star where one fell behind."""
+    first = {**LOAD, "contender": "lazy", "ttft_ms_p50": 50, "request_rate": 3, "saturated": False}
+    second = {**first, "contender": "materialize", "ttft_ms_p50": 2000, "saturated": True}
+    sources = [write(tmp_path / "a", [first]), write(tmp_path / "b", [second])]
+    text = load(sources)
+    assert "TTFT: copy" in text.splitlines()[0]
+    assert cells(text) == [["5 of 100 x 2,048, Zipf 1.1", "3", "50.0", "2,000*", "2.50", "2.50", "50% / 50%"]]
+    with pytest.raises(ValueError, match="expected one row, got 2"):
+        load([*sources, write(tmp_path / "c", [first])])
+
+
+def test_chat(tmp_path):
+    """Each folder, then all of them; 1 and 2 ms more than a mean of 10 are 10% and 20%."""
+    for folder, mine in (("a", 11), ("b", 12)):
+        row = {"model": "m", "workload": "chat", "parameters": {}, "phase": "steady", "requests": 1}
+        times = {"lazy": mine, "stock": 10}
+        rows = [
+            {**row, "contender": name, "ttft_ms_stages": [time], "duration_s_stages": [1]}
+            for name, time in times.items()
+        ]
+        write(tmp_path / folder, rows)
+    found = cells(chat([tmp_path]))
+    assert [row[3] for row in found] == ["1", "1", "2"]
+    assert [row[6].split()[0] for row in found] == ["+10.0", "+20.0", "+15.0"]
+
+
+def test_host_time(tmp_path):
+    """The median of several runs with their range; what was not measured is left blank."""
+    row = {"contender": "lazy", "chunk_len": 128, "mode": "warm", "resident": 100}
+    file = tmp_path / "host_time.jsonl"
+    file.write_text("".join(json.dumps({**row, "us_per_further_chunk": time}) + "\n" for time in (9, 11, 30)))
+    assert cells(references([file])) == [["128", "100", "11.0 (9.00 to 30.0)", "", "", "", ""]]
+
+
+@pytest.mark.parametrize("value, text", [(0.123, "0.12"), (9.996, "10.0"), (99.96, "100"), (1234.5, "1,234")])
+def test_numbers(value, text):
+    assert number(value) == text
+
+
+def test_a_missing_source_is_an_error(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- table latency nowhere -->\n<!-- end -->\n")
+    with pytest.raises(ValueError, match="nowhere"):
+        rendered(page)

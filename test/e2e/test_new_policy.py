@@ -1,0 +1,67 @@
+"""A policy from outside: one class in a module of its own, registered by a plugin of SGLang's."""
+
+import os
+
+import pytest
+import torch
+
+from oracle.block_mask import Oracle, greedy
+from oracle.segments import chunk, text
+from sglang_lazy.policies import POLICIES, register
+from sglang_lazy.policies.block import Block
+from sglang_lazy.testing import CPU_OPTIONS
+
+
+class EverySecond(Block):
+    """Keeps every second chunk; the others are computed in context."""
+
+    name = "every-second"
+
+    def kept(self, layout, input_ids):
+        return [() if index % 2 else ranges for index, ranges in enumerate(super().kept(layout, input_ids))]
+
+
+def load():
+    """SGLang calls this in each of its processes."""
+    register(EverySecond)
+
+
+@pytest.fixture
+def engine(tiny_model, tmp_path, monkeypatch):
+    """An engine whose processes find this module as a plugin, as they would find an installed distribution's."""
+    from sglang_lazy import Engine
+
+    plugin = tmp_path / "every_second-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: every-second\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nevery-second = {__name__}:load\n")
+    paths = [str(tmp_path), os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.delitem(POLICIES, EverySecond.name, raising=False)
+    load()
+    engine = Engine(model_path=tiny_model, **CPU_OPTIONS, max_total_tokens=2048, log_level="error")
+    yield engine
+    engine.shutdown()
+
+
+def test_a_new_policy_is_one_class(engine, tiny_model):
+    """Cold, warm and in another order, its answers are the oracle's, in a batch with other policies."""
+    oracle = Oracle(tiny_model)
+    generator = torch.Generator().manual_seed(5)
+    documents = [tuple(torch.randint(5, 200, (n,), generator=generator).tolist()) for n in (7, 12, 5, 9)]
+    question = text((11, 23, 42))
+    for order in ((0, 1, 2, 3), (0, 1, 2, 3), (3, 1, 0, 2), (2, 3)):
+        prompt = [text((7, 9)), *(chunk(documents[i]) for i in order), question]
+        seen = [segment if segment.kind == "text" or i % 2 else text(segment.ids) for i, segment in enumerate(prompt)]
+        outputs = engine.generate(
+            segments=[[segment.to_request() for segment in prompt]] * 3,
+            link=["every-second", "block", "every-second"],
+            sampling_params={"temperature": 0, "max_new_tokens": 6, "ignore_eos": True},
+        )
+        for output, expected in zip(outputs, (seen, prompt, seen), strict=True):
+            tokens = output["output_ids"]
+            assert greedy(oracle.logprobs(expected, tokens[:-1])) == tokens
+        # Of the chunks, the first and the third are kept: they can be hits.
+        warm = order != (0, 1, 2, 3)
+        hits = [entry["hit"] for entry in outputs[0]["meta_info"]["chunks"]]
+        assert not any(hits[1::2]) and all(hits[::2]) == (warm or outputs[0]["meta_info"]["cached_tokens"] > 0)
