@@ -1,52 +1,27 @@
-"""A scheduler without a model: SGLang's classes and our hooks take one request at a time from arrival to its end."""
+"""One request at a time through the scheduler without a model, from arrival to its end, with the time of each step."""
 
-import contextlib
-import inspect
 import time
-import types
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
 
 import torch
-from sglang.srt import runtime_context
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import PrefillAdder
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-from sglang_lazy.attention.table import LinkedBatch, SegmentTable
-from sglang_lazy.core.prompt import LinkedPrompt
-from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port import plugin
+from fakes.pools import Pools
+from fakes.scheduler import Scheduler
+from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import fill_of
 from sglang_lazy.port import scheduler as hooks
-from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.scheduler.admission import ChunkAdmission, is_fill, is_linked
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256
 MAX_CHUNKS = 64
-CHUNKED_PREFILL_SIZE = 8192
-"""SGLang's default on a GPU of the H200's memory; here a batch may have more tokens, but no fill of several chunks."""
-
-
-@contextlib.contextmanager
-def published(device: str = "cpu") -> Iterator[None]:
-    """SGLang's default flags for `device`, which its modules ask a global configuration for."""
-    plugin._provide_rotary_import()
-    backend = "torch_native" if device == "cpu" else "triton"
-    flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
-    runtime_context.publish(flags, role="scheduler")
-    try:
-        yield
-    finally:
-        runtime_context.reset_context()
+MAX_FILL_TOKENS = 8192
+"""SGLang's default size of a prefill batch on a GPU of the H200's memory: no fill of several chunks has more."""
 
 
 class Clock:
@@ -74,33 +49,26 @@ class Clock:
             self._under_way[-1][2] += spent
 
 
-class Host:
-    """What admission and hooks see of SGLang's scheduler, over real pools on a device.
+class Host(Scheduler):
+    """A scheduler whose prefill batches are not limited, over pools that record nothing.
 
     evicted: leaves taken out of the tree so far.
     filled: chunks computed so far.
     """
 
     def __init__(self, cache_class: type[RadixCache], pool_size: int, context_len: int, device: str):
-        self.rows = ReqToTokenPool(MAX_CHUNKS, context_len, device, enable_memory_saver=False)
-        self.slots = TokenToKVPoolAllocator(pool_size, torch.bfloat16, device, None, need_sort=False)
-        self.tree_cache = cache_class(
-            CacheInitParams(
-                disable=False, req_to_token_pool=self.rows, token_to_kv_pool_allocator=self.slots, page_size=1
-            )
+        pools = Pools(
+            pool_size,
+            num_rows=MAX_CHUNKS,
+            context_len=context_len,
+            max_chunks=MAX_CHUNKS,
+            vocab_size=VOCAB_SIZE,
+            cache_class=cache_class,
+            device=device,
         )
-        self.waiting_queue: list[Req] = []
-        self.running_batch = ScheduleBatch(reqs=[])
-        self.chunked_req = self.tokenizer = None
-        self.chunked_prefill_size = CHUNKED_PREFILL_SIZE
-        self.model_config = types.SimpleNamespace(
-            vocab_size=VOCAB_SIZE, hf_eos_token_id=set(), is_encoder_decoder=False
-        )
-        self.new_token_ratio_tracker = types.SimpleNamespace(current=0.7)
-        if isinstance(self.tree_cache, LazyRadixCache):
-            self.tree_cache.admission = ChunkAdmission(self, self.tree_cache, MAX_CHUNKS)
-            self.rows.segment_table = SegmentTable(len(self.rows.req_to_token), MAX_CHUNKS, device)
-        self.clock, self.evicted, self.filled = Clock(), 0, 0
+        super().__init__(pools, chunked_prefill_size=MAX_FILL_TOKENS, max_chunks=MAX_CHUNKS, clock=Clock())
+        self.chunked_prefill_size = None
+        self.evicted, self.filled = 0, 0
         evict, delete_leaf = self.tree_cache.evict, self.tree_cache._delete_leaf
 
         def timed_evict(params):
@@ -115,26 +83,27 @@ class Host:
 
     def insert(self, tokens: array, known: torch.Tensor | None = None) -> torch.Tensor:
         """Make `tokens` resident, the first of them in the slots `known`; returns all their slots."""
-        new = self.slots.alloc(len(tokens) - (0 if known is None else len(known)))
+        new = self.pools.slots.alloc(len(tokens) - (0 if known is None else len(known)))
         slots = new if known is None else torch.cat([known, new])
         self.tree_cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
         return slots
 
     def insert_chunk(self, tokens: array) -> None:
         """Make `tokens` resident as a chunk."""
-        (chunk,) = LinkedPrompt.build(tokens + array("q", [0]), PromptLayout(((0, len(tokens)),)), None).chunks
-        self.tree_cache.insert_chunk(chunk, self.slots.alloc(len(tokens)))
+        key = ChunkKey(tokens_digest(tokens), Namespace("chunk", None, None))
+        chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
+        self.tree_cache.store.insert(chunk, self.pools.slots.alloc(len(tokens)))
 
     def serve(self, req: Req) -> dict[str, int]:
         """Take `req` to its first token and end it there; returns the nanoseconds of each step."""
         self.clock.steps.clear()
         with self.clock("arrival"):
-            hooks.add_request_to_queue(Host.enqueue, self, req)
+            self._add_request_to_queue(req)
         while self.waiting_queue:
             with self.clock("admission"):
-                batch, _ = hooks.get_new_batch_prefill_raw(Host.form_batch, self, None, self.running_batch)
+                batch, _ = self.next_prefill_batch(self.running_batch)
             reqs = list(batch.reqs)
-            self.filled += sum(len(req.fill.chunks) for req in reqs if is_fill(req))
+            self.filled += sum(len(fill.chunks) for fill in map(fill_of, reqs) if fill is not None)
             with self.clock("publish"):
                 hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):
@@ -142,35 +111,9 @@ class Host:
                     release_kv_cache(ended, self.tree_cache)
         return dict(self.clock.steps)
 
-    # What SGLang's scheduler does inside the hooks
-
-    def enqueue(self, req: Req) -> None:
-        self.waiting_queue.append(req)
-
-    def form_batch(self, _delayer, running_batch: ScheduleBatch) -> tuple[ScheduleBatch, ScheduleBatch]:
-        adder = PrefillAdder(1, self.tree_cache, self.slots, running_batch, 0.7, 1 << 30, None)
-        for req in self.waiting_queue:
-            with self.clock("layout"):
-                req.init_next_round_input(self.tree_cache)
-            with self.clock("batch"):
-                adder.add_one_req(req, False, None)
-        with self.clock("batch"):
-            self.waiting_queue = [req for req in self.waiting_queue if req not in adder.can_run_list]
-            batch = ScheduleBatch.init_new(
-                adder.can_run_list, self.rows, self.slots, self.tree_cache, self.model_config, True,
-                SpeculativeAlgorithm.NONE,
-            )  # fmt: skip
-            # Without the hook that is timed below, which is in place where this process has run an engine.
-            inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
-        with self.clock("segments"):
-            hooks.prepare_for_extend(None, batch)
-            if any(is_linked(req) or is_fill(req) for req in batch.reqs):
-                LinkedBatch.of(batch)
-        return batch, running_batch
-
-    def publish(self, running_batch: ScheduleBatch, batch: ScheduleBatch) -> None:
+    def publish(self, _running_batch, batch) -> None:
         """What was computed in `batch` is given to the tree; admission has done so with fills, which left it."""
         for req in batch.reqs:
-            assert not is_fill(req)
+            assert fill_of(req) is None
             req.output_ids.append(0)
             self.tree_cache.cache_unfinished_req(req)

@@ -30,10 +30,11 @@ from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from benchmark.scheduler.host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host, published
+from benchmark.scheduler.host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host
 from benchmark.serving.arguments import positive, positive_float, typed
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.workloads import draw_distinct, zipf_weights
+from fakes.context import published
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.radix import LazyRadixCache
 

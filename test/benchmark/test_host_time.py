@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from benchmark.scheduler.host import STEPS, published
+from benchmark.scheduler.host import STEPS
 from benchmark.scheduler.host_time import further_chunks, parse_args, parse_shape, regression, rows
+from fakes.context import published
 
 
 def test_rows(tmp_path):

@@ -60,7 +60,7 @@ def test_segments_and_policies():
     check(tables("Segments")[0], segments._KEYS)
     for kind in segments._KINDS:
         assert f'`"{kind}"`' in section("Segments")
-    check(tables("Policies")[0], POLICIES)
+    check(tables("Policies")[0], tuple(POLICIES))
 
 
 def test_fields_of_requests():

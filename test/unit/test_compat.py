@@ -1,18 +1,20 @@
 """Every flag and model property that chunk reuse does not fit is refused, with its reason."""
 
 import importlib.metadata
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
-from sglang_context import published
+from sglang.srt.server_args import ServerArgs
 
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import compat, plugin
-from sglang_lazy.port import model_runner as hooks
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
 
 FLAGS = {
     "page_size": 1,
@@ -50,13 +52,24 @@ UNFIT_FLAGS = [
     ("pp_size", 2, "pipeline parallelism"),
     ("enable_dp_attention", True, "data-parallel attention"),
     ("enable_two_batch_overlap", True, "two-batch overlap"),
+    ("enable_pdmux", True, "pd-multiplexing"),
     ("enable_hierarchical_cache", True, "hierarchical cache"),
+    ("enable_lmcache", True, "LMCache"),
+    ("enable_flexkv", True, "FlexKV"),
+    ("enable_streaming_session", True, "streaming sessions"),
+    ("enable_session_radix_cache", True, "session radix cache"),
+    ("enable_deterministic_inference", True, "deterministic inference"),
     ("enable_lora", True, "LoRA"),
     ("enable_priority_scheduling", True, "priority scheduling"),
     ("schedule_policy", "lpm", "schedule policy 'lpm'"),
     ("radix_eviction_policy", "mru", "'mru'"),
     ("quantization_param_path", "scales.json", "--quantization-param-path"),
     ("tokenizer_worker_num", 2, "tokenizer workers"),
+    ("dllm_algorithm", "LowConfidence", "diffusion language models"),
+    ("smg_grpc_mode", True, "gRPC"),
+    ("grpc_mode", True, "gRPC"),
+    ("use_ray", True, "Ray"),
+    ("encoder_only", True, "--encoder-only"),
     ("radix_cache_backend", "other", "another cache"),
 ]
 
@@ -67,10 +80,17 @@ def test_the_defaults_fit():
 
 
 def test_flags_are_sglangs_own():
-    """Every flag looked at exists, so that none is checked under a wrong name."""
-    from sglang.srt.server_args import ServerArgs
-
+    """Every flag looked at exists, so that none is checked under a wrong name; and each is refused below."""
     assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
+    assert set(FLAGS) == {flag for flag, _, _ in UNFIT_FLAGS}
+
+
+@pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_RADIX_FORCE_MISS"])
+def test_unfit_environment(name):
+    """A variable of SGLang's gives one reason."""
+    with getattr(envs, name).override(True):
+        (given,) = compat.unfit_flags(SimpleNamespace(**FLAGS))
+    assert {"SGLANG_RUST_SERVER": "the Rust server", "SGLANG_RADIX_FORCE_MISS": name}[name] in given
 
 
 @pytest.mark.parametrize(("flag", "value", "reason"), UNFIT_FLAGS)
@@ -92,12 +112,6 @@ class Layer(torch.nn.Module):
 
 def plain_rope():
     return RotaryEmbedding(32, 32, 128, 10000, True, torch.float32)
-
-
-@pytest.fixture(autouse=True)
-def sglang_context():
-    with published():
-        yield
 
 
 def runner(*layers, architecture="LlamaForCausalLM", **changes):
@@ -163,35 +177,48 @@ def scaled(k_scale, v_scale):
 
 
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
-@pytest.mark.parametrize("link_backend", ["torch", "triton"])
-def test_an_fp8_cache_fits(name, link_backend):
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_an_fp8_cache_fits(name, kernels):
     """Both types; with a model's scales too."""
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
     given = runner(scaled(0.5, 2.0), kv_cache_dtype=dtype, kv_cache_dtype_str=name)
-    assert compat.unfit_model(given) == [] and hooks.unfit_way("attention", link_backend, given) == []
+    assert compat.unfit_model(given) == [] and compat.unfit_kernels(kernels, given, max_chunks=256) is None
 
 
 @pytest.mark.parametrize(
-    ("link", "link_backend", "changes", "reason"),
+    ("kernels", "changes", "reason"),
     [
-        ("materialize", "torch", {}, "--lazy-link materialize"),
-        ("attention", "triton", {"dtype": torch.float32}, "triton: .*caches with a model in torch.float32"),
-        ("attention", "triton", {"device": "cuda"}, "--lazy-link-backend triton: .*capability 8.9"),
-        ("attention", "cuda", {}, "--lazy-link-backend cuda: the kernels need a Hopper GPU"),
+        ("triton", {"dtype": torch.float32}, "caches with a model in torch.float32"),
+        ("triton", {"device": "cuda"}, "capability 8.9"),
+        ("cuda", {}, "the kernels need a Hopper GPU"),
     ],
 )
-def test_ways_that_an_fp8_cache_does_not_fit(monkeypatch, link, link_backend, changes, reason):
-    """Each gives one reason, which names the flag."""
+def test_kernels_that_an_fp8_cache_does_not_fit(monkeypatch, kernels, changes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    (given,) = hooks.unfit_way(link, link_backend, runner(Layer(plain_rope()), **{**FP8, **changes}))
-    assert re.search(reason, given)
+    assert reason in compat.unfit_kernels(kernels, runner(Layer(plain_rope()), **{**FP8, **changes}), max_chunks=256)
+
+
+def test_copies_do_not_fit_an_fp8_cache():
+    """Their keys would be rounded twice."""
+    assert "fp8" in get_policy("copy").unfit(fp8_cache=True)
+    assert get_policy("copy").unfit(fp8_cache=False) is None
+    assert get_policy("block").unfit(fp8_cache=True) is None
 
 
 def test_scales_that_the_stock_backend_does_not_apply():
     """Chunks are filled by SGLang's own attention, whose keys must be stored as the link path reads them."""
-    native = SimpleNamespace(get_attention_backends=lambda: ("torch_native", "torch_native"))
+    native = SimpleNamespace(attention_backend=None, get_attention_backends=lambda: ("torch_native", "torch_native"))
     for layer, count in ((scaled(0.5, 0.5), 1), (scaled(1.0, 1.0), 0), (scaled(None, None), 0)):
-        assert len(hooks.unfit_way("attention", "torch", runner(layer, server_args=native, **FP8))) == count
+        assert len(compat.unfit_model(runner(layer, server_args=native, **FP8))) == count
+
+
+@pytest.mark.parametrize("which", ["prefill", "decode"])
+def test_unfit_attention_backends(which):
+    """Where only one of two is foreign, that is named."""
+    backends = ("triton", "flashmla") if which == "decode" else ("flashmla", "triton")
+    args = SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: backends)
+    (given,) = compat.unfit_model(runner(Layer(plain_rope()), server_args=args))
+    assert given.startswith("attention backend flashmla:")
 
 
 @pytest.mark.parametrize(
@@ -209,6 +236,14 @@ def test_unfit_layers(attention, reason):
     """One unfit property of a layer gives one reason, which names it."""
     (given,) = compat.unfit_model(runner(Layer(plain_rope(), **attention)))
     assert reason in given
+
+
+def test_a_query_scale_that_depends_on_the_position():
+    """As models set it on their layers."""
+    layer = Layer(plain_rope())
+    layer.attn.xai_temperature_len = 8
+    (given,) = compat.unfit_model(runner(layer))
+    assert "query scale" in given
 
 
 def test_unfit_rotary_embeddings():
@@ -230,12 +265,3 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
     with pytest.raises(RuntimeError, match=r"0\.5\.17.*0\.5\.16"):
         plugin.check_version()
-
-
-def test_a_hook_that_did_not_take_is_named(monkeypatch):
-    """SGLang only logs plugin failures; `verify` stops with the target's name."""
-    monkeypatch.setattr(plugin, "_installed", True)
-    lost = plugin.Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", "sglang_lazy.port.plugin:load", "AFTER")
-    monkeypatch.setattr(plugin, "HOOKS", (lost,))
-    with pytest.raises(RuntimeError, match="Scheduler.on_idle"):
-        plugin.verify()

@@ -6,18 +6,13 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang_context import published
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sglang_lazy.port.attention import LinkAttention
 
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
 NUM_TOKENS, NUM_HEADS, HEAD_DIM = 5, 2, 32
-
-
-@pytest.fixture(autouse=True)
-def sglang_context():
-    with published():
-        yield
 
 
 def attend(cache_dtype, k, v, k_scale, v_scale):
@@ -27,7 +22,9 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
     layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
     pool = MHATokenToKVPool(NUM_TOKENS + 1, 1, cache_dtype, NUM_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
     rope = SimpleNamespace(cos_sin_cache=rope_cos_sin(torch.ones(HEAD_DIM // 2).double(), 8), is_neox=True)
-    backend = SimpleNamespace(link_pool=pool, link_ropes={0: rope}, link_fp8=cache_dtype != torch.float32)
+    backend = SimpleNamespace(
+        link_pool=pool, link_model=SimpleNamespace(ropes={0: rope}), link_fp8=cache_dtype != torch.float32
+    )
     backend._options = lambda layer: LinkAttention._options(backend, layer)
     slots = torch.arange(1, NUM_TOKENS + 1)
     q = torch.full((1, NUM_HEADS * HEAD_DIM), 1000.0)

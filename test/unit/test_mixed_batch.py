@@ -12,22 +12,22 @@ from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBack
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang_context import published
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
-from sglang_lazy.attention.table import LinkedBatch, SegmentTable
-from sglang_lazy.core.prompt import ChunkRef, FillRow
+from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+from sglang_lazy.core.rows import FillRow
+from sglang_lazy.core.state import Fill, LinkedRequest
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.attention import LinkAttention
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
 
 QO_HEADS, KV_HEADS, HEAD_DIM, MAX_CHUNKS, POOL, CONTEXT = 4, 2, 32, 4, 4000, 600
 ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 4096), is_neox=True)
-
-
-@pytest.fixture(autouse=True)
-def sglang_context():
-    with published():
-        yield
 
 
 class ReadingBackend(TorchNativeAttnBackend):
@@ -44,45 +44,57 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
     def __init__(self, runner):
         super().__init__(runner)
         self.link_ops = get_implementation("torch")
-        self.link_ropes, self.link_pool, self.link_fp8 = {0: ROPE}, runner.token_to_kv_pool, False
+        self.link_model, self.link_fp8 = SimpleNamespace(ropes={0: ROPE}), False
+        self.link_pool = runner.token_to_kv_pool
         self.link_rows = runner.req_to_token_pool
-        self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu")
+        self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)
+
+
+def piece(start, num_tokens, *kept):
+    """A chunk at `start`, used whole or for these ranges of its tokens."""
+    key = ChunkKey(b"", Namespace("chunk", None, None))
+    return ChunkSlice(key, 0, array("q", range(start + num_tokens)), start, num_tokens, kept or ((0, num_tokens),))
+
+
+def request(prefix_len, extend_len, chunks=(), positions=None, fill=None):
+    """Of a batch. positions: those of its row, None for one in the order of positions."""
+    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=chunks, positions=positions, fill=fill)
 
 
 def ordinary(prefix_len, extend_len):
-    """A request whose row is in the order of positions."""
-    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=(), positions=None, fill=None)
+    return request(prefix_len, extend_len)
 
 
 def fill(chunk_lens, cached, computed=0, extend_len=None):
     """A fill with so many tokens of each chunk cached, which has computed some of the others before this batch."""
-    chunks = [ChunkRef((), array("q", range(n)), 0, n, b"", n) for n in chunk_lens]
+    chunks = [piece(0, n) for n in chunk_lens]
     prefix_len = sum(cached) + computed
     extend_len = sum(chunk_lens) - prefix_len if extend_len is None else extend_len
-    state = SimpleNamespace(chunks=chunks, row=FillRow(chunks, cached))
-    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=(), positions=None, fill=state)
+    state = Fill(chunks, None)
+    state.row = FillRow(chunks, cached)
+    return request(prefix_len, extend_len, fill=state)
 
 
-def linked(chunk_lens, text_before, between, extend_len):
-    """Text, some of it cached, and chunks in turn: the row has the chunks first, then the text by position."""
-    position, chunks, text = text_before, [], [*range(text_before)]
+def linked(chunk_lens, text_before, between, extend_len, kept=()):
+    """Text, some of it cached, and chunks in turn: the row has the kept tokens first, then the text by position.
+
+    kept: ranges of every chunk.
+    """
+    position, chunks = text_before, []
     for length in chunk_lens:
-        chunks.append(ChunkRef((), array("q"), position, length, b"", length))
-        text += range(position + length, position + length + between)
+        chunks.append(piece(position, length, *kept))
         position += length + between
-    text += range(position, position + extend_len)
-    in_chunks = [chunk.start + i for chunk in chunks for i in range(chunk.used)]
-    row = torch.tensor(in_chunks + text, dtype=torch.int32).numpy()
-    prefix_len = len(row) - extend_len
-    return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=tuple(chunks), positions=row, fill=None)
+    in_chunks = [p for chunk in chunks for begin, end in chunk.positions for p in range(begin, end)]
+    text = [p for p in range(position + extend_len) if p not in in_chunks]
+    row = np.array(in_chunks + text, dtype=np.int32)
+    return request(len(row) - extend_len, extend_len, tuple(chunks), row)
 
 
 def out_of_order(length, spans):
     """A request without segments that computes these spans of its text, between cached ones: one with copied chunks."""
     new = [position for begin, end in spans for position in range(begin, end)]
     row = [position for position in range(length) if position not in new] + new
-    positions = torch.tensor(row, dtype=torch.int32).numpy()
-    return SimpleNamespace(prefix_len=length - len(new), extend_len=len(new), chunks=(), positions=positions, fill=None)
+    return request(length - len(new), len(new), positions=np.array(row, dtype=np.int32))
 
 
 COLD = [ordinary(0, 90), ordinary(0, 33), linked([90, 33], 0, 0, 7)]
@@ -96,6 +108,11 @@ BATCHES = {
         out_of_order(50, [(5, 15), (40, 50)]),
         ordinary(0, 5),
         linked([8, 8], 1, 1, 2),
+    ],
+    "chunks with holes": [
+        linked([40, 25, 30], 3, 1, 9, [(0, 7), (12, 20)]),
+        ordinary(5, 12),
+        linked([30], 4, 0, 20, [(10, 11), (17, 29)]),
     ],
     "linked alone": [linked([60, 20], 3, 2, 9), linked([5], 0, 0, 40)],
     "a fill of one chunk": [fill([90], [20]), linked([90], 0, 0, 7)],
@@ -128,7 +145,8 @@ def build(requests, seed):
         for cache in pool.get_kv_buffer(0):
             cache[own[: req.prefix_len]] = torch.randn(req.prefix_len, KV_HEADS, HEAD_DIM, generator=generator)
         new_slots.append(own[req.prefix_len :])
-    backend.link_table.assign({place: req.chunks for place, req in zip(places, requests, strict=True)})
+    chunks = {place: req.chunks for place, req in zip(places, requests, strict=True)}
+    backend.link_table.assign(chunks, lambda chunk: 0)
     prefix_lens, extend_lens = [req.prefix_len for req in requests], [req.extend_len for req in requests]
     seq_lens = torch.tensor(prefix_lens) + torch.tensor(extend_lens)
     forward_batch = SimpleNamespace(
@@ -181,11 +199,14 @@ def stock_rows(req, row):
 
 def as_req(req):
     if req.fill is not None:
-        return SimpleNamespace(fill=req.fill)
+        return SimpleNamespace(lazy=req.fill)
     if req.positions is None:
         return SimpleNamespace()
-    row = SimpleNamespace(positions_of=lambda start, end: req.positions[start:end])
-    return SimpleNamespace(link=SimpleNamespace(segments=req.chunks, row=row))
+    chunks = req.chunks or (piece(0, 1),)
+    prompt = LinkedPrompt(chunks, (), sum(chunk.num_kept for chunk in chunks))
+    state = LinkedRequest(prompt, get_policy("block" if req.chunks else "copy"), [])
+    state.row = SimpleNamespace(positions_of=lambda start, end: req.positions[start:end])
+    return SimpleNamespace(lazy=state)
 
 
 def expected(backend, forward_batch, requests, q):
@@ -252,10 +273,8 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given):
 
 
 def test_ordinary_requests_are_left_to_sglang():
-    _, batch, *_ = build([ordinary(5, 9), ordinary(0, 3)], seed=0)
-    batch.reqs[1].link = SimpleNamespace(
-        segments=(), row=SimpleNamespace(positions_of=lambda start, end: np.arange(end))
-    )
+    """Those without chunks, and those with copies that compute text behind all that they see."""
+    _, batch, *_ = build([ordinary(5, 9), out_of_order(3, [(0, 3)])], seed=0)
     for apart in (False, True):
         assert LinkedBatch.of(batch, apart) is None
 

@@ -9,7 +9,9 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.core.prompt import ChunkRef
+from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import Fill
 from sglang_lazy.port import model_runner as hooks
 from sglang_lazy.port.model_runner import can_run_prefill_graph
 
@@ -17,7 +19,7 @@ LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weight
 
 
 def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):
-    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu"))
+    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=None))
     runner = SimpleNamespace(
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
@@ -54,13 +56,13 @@ def test_others_are_left_to_sglang():
 def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
     """More kernels than the device can follow would hold up the host."""
     runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu"), size=7),
+        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=None), size=7),
         model_config=SimpleNamespace(hidden_size=LARGE),
         ps=SimpleNamespace(tp_size=1),
         device=device,
     )
     batch = SimpleNamespace(
-        reqs=[SimpleNamespace(fill=object())],
+        reqs=[SimpleNamespace(lazy=Fill([], None))],
         forward_mode=ForwardMode.EXTEND,
         extend_num_tokens=num_tokens,
         req_to_token_pool=runner.req_to_token_pool,
@@ -71,14 +73,15 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
     assert asked == [(batch, apart, 7)]
 
 
-def test_plain_decode_is_told_at_once():
+def test_plain_decode_is_recognised_at_once():
     """Requests are not asked where no row has chunks, and are where one has."""
-    table = SegmentTable(2, 1, "cpu")
-    batch = SimpleNamespace(reqs=[SimpleNamespace(link=object())], forward_mode=ForwardMode.DECODE)
+    table = SegmentTable(2, 1, "cpu", model=None)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
-    table.assign({1: [ChunkRef((), array("q"), 0, 3, b"", 3)]})
+    key = ChunkKey(b"", Namespace("chunk", None, None))
+    table.assign({1: [ChunkSlice(key, 0, array("q"), 0, 3, ((0, 3),))]}, lambda chunk: 0)
     assert hooks.involves_chunks(batch, table)
-    table.assign({1: ()})
+    table.assign({1: ()}, lambda chunk: 0)
     assert not hooks.involves_chunks(batch, table)
     batch.forward_mode = ForwardMode.EXTEND
     assert hooks.involves_chunks(batch, table), "of fills, whose rows have no segments, too"

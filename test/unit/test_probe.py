@@ -4,10 +4,11 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang_context import published
 
 from sglang_lazy.port.probe import check_rotation
-from sglang_lazy.port.rope import LayerRope, layer_ropes
+from sglang_lazy.port.rope import layer_rope, layer_ropes
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 
@@ -29,12 +30,6 @@ class Attention(torch.nn.Module):
         return self.attn(self.after(q, positions), self.after(k, positions), v, forward_batch)
 
 
-@pytest.fixture(autouse=True)
-def sglang_context():
-    with published():
-        yield
-
-
 def check(after, is_neox=True, rotary_dim=HEAD_DIM):
     torch.manual_seed(0)
     model = torch.nn.ModuleList([Attention(is_neox, rotary_dim, after)])
@@ -51,7 +46,7 @@ def test_a_model_that_leaves_the_rotation_alone(is_neox, rotary_dim):
 def test_a_norm_after_the_rotation():
     """A weight per dimension after the rotation does not commute with it."""
     weight = torch.linspace(0.5, 1.5, HEAD_DIM)
-    with pytest.raises(ValueError, match="Attention: turning a query back"):
+    with pytest.raises(ValueError, match="Attention: rotating a query back"):
         check(lambda x, _: (x.view(2, -1, HEAD_DIM) * weight).flatten(1))
 
 
@@ -66,4 +61,4 @@ def test_angles_that_are_not_position_times_frequency():
     rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 2048, 10000, True, torch.float32)
     rope._compute_cos_sin_cache = lambda: torch.rand(2048, HEAD_DIM)
     with pytest.raises(ValueError, match="angles"):
-        LayerRope(rope, 2048, "cpu")
+        layer_rope(rope, 2048, "cpu")

@@ -1,4 +1,4 @@
-"""How a prompt is cut into chunks and text spans, how these are named, and the order of its row."""
+"""How a prompt is cut into slices of chunks and text spans, how these are named, and the order of its row."""
 
 from array import array
 
@@ -7,36 +7,52 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lazy.core.prompt import LinkedPrompt, Row
+from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.rows import Row
 from sglang_lazy.core.segments import PromptLayout
 
 TEXT, CHUNK = False, True
 repeatable = settings(derandomize=True, deadline=None, database=None)
 
-tokens = st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple)
-segments = st.lists(st.tuples(st.booleans(), tokens), min_size=1, max_size=5)
+tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5).map(tuple)
 tenants = st.sampled_from([(None, None), ("a", None), (None, "a"), ("", None), ("a", "a"), ("chunk", None)])
 
 
-def build(segments, extra_key=None, salt=None):
-    """The prompt of `segments`, pairs of (is chunk, tokens)."""
-    ids, chunks = array("q"), []
-    for is_chunk, segment in segments:
-        if is_chunk:
+@st.composite
+def chunks_with_holes(draw):
+    """Ranges of a chunk that are kept, and its tokens."""
+    chunk = draw(tokens)
+    bounds = st.integers(0, len(chunk))
+    cuts = sorted(draw(st.one_of(st.just([0, len(chunk)]), st.sets(bounds, max_size=2), st.sets(bounds, max_size=4))))
+    return tuple(zip(cuts[: len(cuts) // 2 * 2 : 2], cuts[1::2], strict=True)), chunk
+
+
+segments = st.lists(st.one_of(st.tuples(st.just(TEXT), tokens), chunks_with_holes()), min_size=1, max_size=5)
+
+
+def build(segments, extra_key=None, cache_salt=None):
+    """The prompt of `segments`: pairs of CHUNK, TEXT, or the ranges of a chunk that are kept, and tokens."""
+    ids, chunks, kept = array("q"), [], []
+    for use, segment in segments:
+        if use is not TEXT:
             chunks.append((len(ids), len(ids) + len(segment)))
+            kept.append(((0, len(segment)),) if use is CHUNK else use)
         ids.extend(segment)
-    return ids, LinkedPrompt.build(ids, PromptLayout(tuple(chunks), salt), extra_key)
+    return ids, LinkedPrompt.build(ids, PromptLayout(tuple(chunks), cache_salt), kept, extra_key)
 
 
 def path_before(segments, start):
-    """What a text token at position `start` sees: text tokens one by one, chunk slices as a whole."""
+    """What a text token at position `start` sees: text tokens one by one, kept ranges with all that they depend on."""
     path, position = [], 0
     prompt_len = sum(len(segment) for _, segment in segments)
-    for is_chunk, segment in segments:
-        used = min(len(segment), prompt_len - 1 - position) if is_chunk else 0
-        if position < start and used:
-            path.append(segment[:used])
-        path += segment[used : max(used, start - position)]
+    for use, segment in segments:
+        limit = min(len(segment), prompt_len - 1 - position)
+        ranges = {TEXT: (), CHUNK: ((0, len(segment)),)}.get(use, use)
+        i = 0
+        while i < len(segment) and position + i < start:
+            end = next((min(end, limit) for begin, end in ranges if begin == i < limit), None)
+            path.append(segment[i] if end is None else (i, segment[:end]))
+            i = i + 1 if end is None else end
         position += len(segment)
     return tuple(path)
 
@@ -52,9 +68,10 @@ def rows(draw):
 @repeatable
 @given(segments)
 def test_cut_covers_every_position_once(segments):
-    """Used chunk slices and text spans partition the prompt, and the last token is text."""
+    """Kept slices and text spans partition the prompt, and the last token is text."""
     ids, prompt = build(segments)
-    pieces = [(chunk.start, chunk.start + chunk.used) for chunk in prompt.chunks]
+    pieces = [piece for chunk in prompt.chunks for piece in chunk.positions]
+    assert prompt.num_chunk_tokens == sum(end - start for start, end in pieces)
     pieces += [(span.start, span.end) for span in prompt.spans]
     covered = [position for start, end in sorted(pieces) for position in range(start, end)]
     assert covered == list(range(len(ids)))
@@ -62,17 +79,39 @@ def test_cut_covers_every_position_once(segments):
 
 
 @repeatable
+@given(segments)
+def test_what_is_kept_is_what_the_policy_keeps(segments):
+    """But for the last token; a chunk of which nothing is kept is no slice."""
+    ids, prompt = build(segments)
+    slices, position, index = {chunk.index: chunk for chunk in prompt.chunks}, 0, 0
+    for use, segment in segments:
+        if use is not TEXT:
+            ranges = ((0, len(segment)),) if use is CHUNK else use
+            expected = {position + i for begin, end in ranges for i in range(begin, end)} - {len(ids) - 1}
+            chunk = slices.pop(index, None)
+            kept = set() if chunk is None else {p for begin, end in chunk.positions for p in range(begin, end)}
+            assert kept == expected and (chunk is not None) == bool(expected)
+            if chunk is not None:
+                assert tuple(chunk.tokens) == segment and chunk.start == position
+                assert chunk.num_kept == len(kept) and chunk.is_whole == (len(kept) == len(segment))
+                assert chunk.num_needed == max(kept) + 1 - position
+            index += 1
+        position += len(segment)
+    assert not slices
+
+
+@repeatable
 @given(rows())
 def test_row_is_a_permutation(row_case):
-    """A row holds every position once: chunks, then cached text, then the rest, each in position order."""
+    """A row holds every position once: kept tokens, then cached text, then the rest, each in position order."""
     ids, prompt, cached, generated = row_case
     row = Row(prompt, cached, len(ids) + generated)
     assert sorted(row.positions) == list(range(len(ids) + generated))
     ids += array("q", range(generated))
     assert list(row.permuted(ids)) == [ids[position] for position in row.positions]
     in_chunks, in_cached = prompt.num_chunk_tokens, sum(cached)
-    chunk_positions = [p for chunk in prompt.chunks for p in range(chunk.start, chunk.start + chunk.used)]
-    assert list(row.positions[:in_chunks]) == chunk_positions
+    kept = [p for chunk in prompt.chunks for start, end in chunk.positions for p in range(start, end)]
+    assert list(row.positions[:in_chunks]) == kept
     for part in (row.positions[in_chunks : in_chunks + in_cached], row.positions[in_chunks + in_cached :]):
         assert list(part) == sorted(part)
 
@@ -99,10 +138,10 @@ def test_row_queries_match_brute_force(row_case, data):
 
 
 def test_chunk_last_leaves_its_last_token_in_context():
-    """A chunk that ends the prompt is used but for its last token, though all of it is computed and kept."""
+    """A chunk that ends the prompt is used but for its last token, though all of it is computed and cached."""
     ids, prompt = build([(TEXT, (9,)), (CHUNK, (1, 2, 3))])
     (chunk,) = prompt.chunks
-    assert (chunk.start, chunk.used, chunk.tokens) == (1, 2, array("q", [1, 2, 3]))
+    assert (chunk.start, chunk.kept, chunk.tokens) == (1, ((0, 2),), array("q", [1, 2, 3]))
     assert [(span.start, span.end) for span in prompt.spans] == [(0, 1), (3, 4)]
 
 
@@ -117,7 +156,7 @@ def test_chunk_of_one_token_last_is_text():
 def test_adjacent_chunks_have_no_text_between():
     """No span is made for text that is not there."""
     _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3,)), (TEXT, (4,))])
-    assert [(chunk.start, chunk.used) for chunk in prompt.chunks] == [(0, 2), (2, 1)]
+    assert [chunk.positions for chunk in prompt.chunks] == [[(0, 2)], [(2, 3)]]
     assert [(span.start, span.end) for span in prompt.spans] == [(3, 4)]
 
 
@@ -134,7 +173,7 @@ def test_same_chunk_has_one_key():
     _, prompt = build([(CHUNK, (1, 2)), (TEXT, (4,)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2))])
     first, second, longer, last = (chunk.key for chunk in prompt.chunks)
     assert first == second == last != longer
-    assert [chunk.used for chunk in prompt.chunks] == [2, 2, 3, 1]
+    assert [chunk.num_kept for chunk in prompt.chunks] == [2, 2, 3, 1]
 
 
 @repeatable
@@ -159,8 +198,23 @@ def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
         [(CHUNK, (1, 2, 3, 4)), (TEXT, (5,))],
         [(CHUNK, (1, 2)), (TEXT, (3, 4, 5))],
         [(CHUNK, (3, 4)), (CHUNK, (1, 2)), (TEXT, (5,))],
+        [(CHUNK, (1, 2)), (((0, 1),), (3, 4)), (TEXT, (5,))],
+        [(CHUNK, (1, 2)), (((1, 2),), (3, 4)), (TEXT, (5,))],
+        [(((1, 2),), (1, 2)), (CHUNK, (3, 4)), (TEXT, (5,))],
+        [(CHUNK, (1, 2)), ((), (3, 4)), (TEXT, (5,))],
     ],
-    ids=["text for chunk", "boundary right", "boundary left", "merged", "chunk for text", "other order"],
+    ids=[
+        "text for chunk",
+        "boundary right",
+        "boundary left",
+        "merged",
+        "chunk for text",
+        "other order",
+        "hole at the end",
+        "hole at the beginning",
+        "hole before",
+        "nothing kept",
+    ],
 )
 def test_text_after_different_paths_never_shares(other):
     """The same tokens under other boundaries or kinds lead to other namespaces."""
@@ -168,6 +222,12 @@ def test_text_after_different_paths_never_shares(other):
     _, other_prompt = build(other)
     namespaces = [{span.namespace for span in prompt.spans} for prompt in (prompt, other_prompt)]
     assert not (namespaces[0] & namespaces[1] - {None})
+
+
+def test_a_slice_depends_on_what_stands_before_it_in_its_chunk():
+    """Two chunks that differ in a hole alone give other KV to the token behind it, in whatever else is the same."""
+    one, other = (build([(((1, 2),), (token, 2)), (TEXT, (3,))])[1].spans[-1] for token in (1, 7))
+    assert one.namespace != other.namespace
 
 
 def test_slice_and_whole_chunk_are_different_paths():
@@ -180,14 +240,16 @@ def test_slice_and_whole_chunk_are_different_paths():
 
 
 @pytest.mark.parametrize("extra_key", [None, "tenant"])
-def test_salt_and_extra_key_separate_tenants(extra_key):
-    """Chunks and the text after them are apart by extra_key and by salt; leading text stays in the ordinary one."""
+def test_cache_salt_and_extra_key_separate_tenants(extra_key):
+    """Chunks and the text after them are apart by extra_key and by cache_salt; leading text is not."""
     prompts = {
         (key, salt): build([(TEXT, (7,)), (CHUNK, (1, 2)), (TEXT, (3,))], key, salt)[1]
         for key in (extra_key, "other", "")
         for salt in (None, "salt", "")
     }
-    names = [name for prompt in prompts.values() for name in (prompt.chunks[0].namespace, prompt.spans[1].namespace)]
+    names = [
+        name for prompt in prompts.values() for name in (prompt.chunks[0].key.namespace, prompt.spans[1].namespace)
+    ]
     assert len(set(names)) == len(names)
     assert all(isinstance(name, tuple) for name in names)
     assert {prompt.spans[0].namespace for prompt in prompts.values()} == {None}

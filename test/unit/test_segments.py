@@ -69,7 +69,7 @@ def test_a_chunk_is_named_by_the_hash_of_its_tokens(ids):
 
 @pytest.mark.parametrize("bad", [-1, 2**31, 2**40])
 def test_a_token_id_of_more_than_31_bits_has_no_digest(bad):
-    with pytest.raises(ValueError, match=f"token id {bad} is outside the vocabulary"):
+    with pytest.raises(ValueError, match=f"token id {bad} is outside"):
         tokens_digest([5, bad, 6])
 
 

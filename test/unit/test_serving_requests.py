@@ -108,7 +108,7 @@ def test_bad_input(segments, cache_salt, params, reason):
 
 @pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
 def test_bad_link(link):
-    known = "link must be one of 'full', 'block', 'copy', got"
+    known = "link must be one of 'block', 'full', 'copy', got"
     with pytest.raises(ValueError, match=f"{known}|link has 1 values for a batch of 2"):
         to_generate_args(manager(), [[chunk(1)]] * 2, link=link)
     with pytest.raises(ValueError, match=known):

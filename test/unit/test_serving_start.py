@@ -86,7 +86,7 @@ def test_bad_values(bad):
 
 def test_an_unknown_policy_is_refused():
     for make in (Engine, Runtime):
-        with pytest.raises(ValueError, match="link must be one of 'full', 'block', 'copy', got 'half'"):
+        with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy', got 'half'"):
             make(model_path="m", lazy_default_link="half")
     with pytest.raises(SystemExit):
         launch_server.parse_args(["--lazy-default-link", "half"])

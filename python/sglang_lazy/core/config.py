@@ -56,10 +56,10 @@ class LazyConfig:
         value = os.environ.get(ENV_VAR)
         return cls(**json.loads(value)) if value else None
 
-
-def current_config() -> LazyConfig:
-    """The published configuration, or the default one where the plugin is off."""
-    return LazyConfig.from_env() or LazyConfig()
+    @classmethod
+    def current(cls) -> "LazyConfig":
+        """The published configuration, or the default one."""
+        return cls.from_env() or cls()
 
 
 def add_cli_args(parser: argparse.ArgumentParser, links: Sequence[str]) -> None:

@@ -124,7 +124,7 @@ class PromptLayout:
             if version == LAYOUT_VERSION:
                 chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
                 layout = cls(chunks, fields["cache_salt"], fields["link"])
-        except (TypeError, KeyError, ValueError) as error:
+        except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
         if version != LAYOUT_VERSION:
             raise ValueError(f"prompt layout of version {version!r:.20}, but this is version {LAYOUT_VERSION}")

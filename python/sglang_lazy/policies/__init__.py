@@ -30,5 +30,5 @@ def get_policy(name: Any) -> Policy:
     return POLICIES[name]
 
 
-for _policy in (Full, Block, Copy):
+for _policy in (Block, Full, Copy):
     register(_policy)

@@ -10,7 +10,7 @@ from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable, table_of
-from sglang_lazy.core.config import LazyConfig, current_config
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.policy import Policy
@@ -33,7 +33,7 @@ def wrap_backend(factory: Callable) -> Callable:
 
     def create(runner: Any) -> Any:
         backend = factory(runner)
-        config = current_config()
+        config = LazyConfig.current()
         pool = runner.req_to_token_pool
         try:
             if table_of(pool) is None:

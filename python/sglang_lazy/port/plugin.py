@@ -9,7 +9,7 @@ import sys
 import types
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig, current_config
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import Hook, apply, missing
 
 SGLANG_VERSION = "0.5.17"
@@ -96,7 +96,7 @@ def create_cache(context: Any) -> Any:
     verify()
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
         return LazyRadixCache(context.params)
-    if current_config().fallback:
+    if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
     raise RuntimeError("sglang-lazy: the attention backend has no link path; was it created before the plugin was?")
 

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
-from sglang_lazy.core.config import current_config
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.state import LinkedRequest, fill_of, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.hooks import Hook
@@ -28,7 +28,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
     if isinstance(scheduler.tree_cache, LazyRadixCache):
         runner = scheduler.tp_worker.model_runner
         fp8_cache = runner.kv_cache_dtype != runner.dtype
-        scheduler.tree_cache.admission = new_admission(scheduler, current_config().max_chunks, fp8_cache)
+        scheduler.tree_cache.admission = new_admission(scheduler, LazyConfig.current().max_chunks, fp8_cache)
 
 
 def new_admission(scheduler: Any, max_chunks: int, fp8_cache: bool = False) -> ChunkAdmission:

@@ -69,7 +69,7 @@ class ChunkAdmission:
         if layout is None:
             return None
         policy = get_policy(layout.link)
-        if not policy.reuses:
+        if not policy.reuses or not layout.chunks:
             return None
         if reason := policy.unfit(self.fp8_cache):
             raise ValueError(reason)

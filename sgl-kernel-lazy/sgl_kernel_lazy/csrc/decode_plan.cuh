@@ -1,4 +1,4 @@
-// The schedule of a decode batch: which block reads which keys for which query rows. decode_planner.cuh builds it, on
+// The schedule of a decode batch: which block reads which keys for which query rows. plan_decode.cuh builds it, on
 // the device and once per step, from nothing but the arguments of the op.
 //
 // A "run" is a stretch of a request's row in kv_indices with one rotation: a chunk segment, or the text. Runs are cut into
@@ -59,7 +59,7 @@ struct alignas(16) Unit {
 };
 
 struct Use {
-  int entry, rank;  // of a segment: its chunk in the hash table, and its place among the chunk's users
+  short entry, rank;  // of a segment: its chunk in the hash table, and its place among the chunk's users
 };
 
 struct alignas(16) Parts {
@@ -146,12 +146,17 @@ struct Geometry {
 
 // Sizes and places of everything in the workspace, from static shapes. Places are offsets in 4-byte words.
 struct PlanLayout {
-  static constexpr int SPANS_PER_BLOCK = 6, CROWDED_PER_BLOCK = 2;  // at most
+  static constexpr int SPANS_PER_BLOCK = 6;  // at most
+  // Uses of chunks that can be read for several requests at once, and ids that are told apart; the rest is read for
+  // each request by itself. Both are held in a Use.
+  static constexpr int MAX_SHARED_USERS = 8192, MAX_TABLE_SIZE = 32768;
 
   int tile[2], head_groups[2];  // as in Geometry
+  int max_cuts[2];              // through groups of the line, where all items are narrow, and where not
   int group_size, users_per_item;
   int num_blocks;  // resident at once
-  int max_spans, max_crowded, max_shared_users, max_shared_partials, max_units, max_items, max_partials;
+  int table_size;  // of groups, at most
+  int max_spans, max_shared_users, max_shared_partials, max_units, max_items, max_partials;
   int64_t users, units, spans, items, runs, uses, parts, part_ids, groups, shared_groups, states, outs;
   int64_t num_words;
 
@@ -165,15 +170,21 @@ struct PlanLayout {
     p.num_blocks = num_multiprocessors;
     for (int i = 0; i < 2; ++i) p.tile[i] = g.tile[i], p.head_groups[i] = g.head_groups[i];
     p.max_spans = SPANS_PER_BLOCK * p.num_blocks;
-    p.max_crowded = CROWDED_PER_BLOCK * p.num_blocks;
-    p.max_shared_users = int(std::min<int64_t>(segments, 8192));
-    // Every cut adds an item, and a partial result for each of its users.
-    p.max_shared_partials = segments ? p.max_shared_users + (p.max_spans + p.max_crowded) * p.users_per_item : 0;
+    p.max_shared_users = int(std::min<int64_t>(segments, MAX_SHARED_USERS));
+    // Every cut adds an item, and a partial result for each of its users: no more of them than make a narrow item where
+    // all items are narrow. A crowded group is cut by a block's share of all tiles, so these have a cut per taker.
+    p.max_shared_partials = 0;
+    for (int i = 0; i < 2; ++i) {
+      const int takers = p.takers(i), users = i ? p.users_per_item : NARROW_ROWS / p.group_size;
+      p.max_cuts[i] = std::min((SPANS_PER_BLOCK / 2 + 1) * takers + SPANS_PER_BLOCK / 2, p.max_spans);
+      if (segments) p.max_shared_partials = std::max(p.max_shared_partials, (p.max_cuts[i] + takers) * users);
+    }
+    p.max_shared_partials += p.max_shared_users;
     p.max_partials = p.max_shared_partials + bs + p.max_spans;
-    p.max_units = p.max_spans + p.max_crowded + p.max_shared_users;
+    p.max_units = p.max_spans + p.takers(false) + p.max_shared_users;
     p.max_items = p.max_units + p.max_shared_users + bs;
-    int64_t table_size = 32;
-    while (table_size < 2 * segments) table_size *= 2;
+    p.table_size = 32;
+    while (p.table_size < 2 * segments && p.table_size < MAX_TABLE_SIZE) p.table_size *= 2;
     int64_t at = (sizeof(PlanHeader) / 4 + 3) / 4 * 4;  // everything lies at multiples of 16 bytes
     auto take = [&at](int64_t count, int64_t bytes) {
       int64_t begin = at;
@@ -188,13 +199,19 @@ struct PlanLayout {
     p.uses = take(segments, sizeof(Use));
     p.parts = take(bs, sizeof(Parts));
     p.part_ids = take(p.max_partials, sizeof(int));
-    p.groups = take(table_size, sizeof(Group));
-    p.shared_groups = take(segments / 2 + 1, sizeof(int));
+    p.groups = take(p.table_size, sizeof(Group));
+    p.shared_groups = take(p.max_shared_users / 2 + 1, sizeof(int));
     int64_t results = int64_t(p.max_partials) * g.key_groups * num_qo_heads;
     p.states = take(results, 2 * sizeof(float));
     p.outs = take(results * head_dim, 2);
     p.num_words = at;
     return p;
+  }
+
+  // Blocks that can take a unit each, where all items are narrow, and where not.
+  __host__ __device__ int takers(bool is_wide) const {
+    const int blocks = num_blocks / head_groups[is_wide];
+    return blocks > 1 ? blocks : 1;
   }
 };
 

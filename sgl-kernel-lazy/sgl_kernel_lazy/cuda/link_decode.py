@@ -48,9 +48,17 @@ def decode_workspace(
     device: torch.device | str,
 ) -> torch.Tensor:
     """A float32 buffer for `plan_decode` and `link_decode`, for every batch of at most max_bs requests of at most
-    max_segments segments (the width of the segment tables); its contents never matter."""
+    max_segments segments (the width of the segment tables); its contents never matter.
+
+    Its bytes: 20 * max_bs * max_segments for the plan, and num_qo_heads * (2 * head_dim + 8) for each partial result,
+    of which there is one per request and room for 9,000 to 20,000 of shared chunks (with fewer than 4 kv heads, each is
+    in several parts). With 32 query heads and 8 kv heads of 128, 256 requests of 256 segments take 104 MB, 4,097 take
+    157 MB. Where a batch shares more than fits (8,192 uses of chunks, 32,768 ids), the rest is read for each request by
+    itself.
+    Raises ValueError in the calls that use it if it is smaller than their batch needs.
+    """
     device = torch.device(device)
-    words = load_module("decode_plan").workspace_words(
+    words = load_module("plan_decode").workspace_words(
         max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_sms(device)
     )
     return torch.empty(words, dtype=torch.float32, device=device)
@@ -75,7 +83,7 @@ def plan_decode(
     """
     check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, workspace.device)
     segment_ids = torch.full_like(segment_ends, -1) if segment_ids is None else segment_ids
-    load_module("decode_plan").plan_decode(
+    load_module("plan_decode").plan_decode(
         workspace, kv_indptr, num_segments, segment_ends, segment_offsets, segment_ids,
         num_qo_heads, num_kv_heads, head_dim, num_sms(workspace.device), MIN_SAVED_TOKENS, SPAN,
     )  # fmt: skip

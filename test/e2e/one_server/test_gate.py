@@ -8,10 +8,10 @@ import sys
 import pytest
 import requests
 from http_prompts import GREEDY, LIBRARY, RIVER, SEGMENTS, call, chunk, generate, ids, random_prompt, text
+from serving import Client
 
 import sglang_lazy as sgl
 from oracle.tokenizer import VOCAB_SIZE
-from sglang_lazy.testing import Client
 from sglang_lazy.verify import connect, verify
 
 
@@ -98,8 +98,8 @@ def test_full_takes_what_chunks_refuse(server):
 @pytest.mark.parametrize(
     "body, reason",
     [
-        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'full', 'block', 'copy', got 'half'"),
-        ({"segments": SEGMENTS, "link": 1}, "link must be one of 'full', 'block', 'copy', got 1"),
+        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', 'copy', got 'half'"),
+        ({"segments": SEGMENTS, "link": 1}, "link must be one of 'block', 'full', 'copy', got 1"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full"]}, "link has 1 values for a batch of 2 prompts"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full", ""]}, "prompt 1 of the batch: link must be one of"),
         ({"text": "Who?", "link": "full"}, "link needs a prompt given as segments"),

@@ -343,7 +343,7 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk("x " * 3000), {}, "longer than the model's context length"),
         (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
         (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
-        (chunk("x"), {"link": "half"}, "link must be one of 'full', 'block', 'copy'"),
+        (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
         (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
     ],
@@ -506,7 +506,7 @@ def test_engine_refuses_bad_segments(engine):
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
         ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
-        ({"segments": ["x"], "link": "half"}, "link must be one of 'full', 'block', 'copy'"),
+        ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
         ({"segments": ["x"], "sampling_params": {"temperature": "0"}}, "temperature: Expected `float`"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -1,5 +1,5 @@
-// Binding of decode_planner.cuh.
-#include "decode_planner.cuh"
+// Binding of plan_decode.cuh.
+#include "plan_decode.cuh"
 
 #include "binding.h"
 

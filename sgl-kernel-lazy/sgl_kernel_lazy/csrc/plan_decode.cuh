@@ -31,15 +31,19 @@ __device__ inline int segment_end(const int* ends, int num_segments, int s, int 
   return s < 0 ? 0 : s < num_segments ? min(ends[s], length) : length;
 }
 
-// Index of the table entry of this id, entered now if it is new.
+constexpr int MAX_PROBES = 64;
+
+// Index of the table entry of this id, entered now if it is new; EMPTY if there is no room for it, then for all segments
+// of this id.
 __device__ inline int find_or_enter(Group* groups, int table_size, int id) {
   unsigned at = unsigned(id) * 2654435769u;
   at ^= at >> 15;
-  for (;; ++at) {
+  for (int probe = 0; probe < MAX_PROBES; ++probe, ++at) {
     at &= table_size - 1;
     const int seen = atomicCAS(&groups[at].id, EMPTY, id);
     if (seen == EMPTY || seen == id) return at;
   }
+  return EMPTY;
 }
 
 // What an item costs besides its tiles, in tiles: loading and rotating queries, writing results.
@@ -47,7 +51,7 @@ __device__ inline int fixed_cost(int num_users) { return 1 + num_users / 4; }
 
 // What each block gets of so many tiles.
 __device__ inline int share_of(int tiles, const PlanHeader& header, const PlanLayout& layout) {
-  return max(ceil_div(tiles, max(layout.num_blocks / layout.head_groups[header.is_wide], 1)), 1);
+  return max(ceil_div(tiles, layout.takers(header.is_wide)), 1);
 }
 
 // How the line is cut: its first `edge` tiles into short spans, the others into long ones.
@@ -97,7 +101,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   for (int b = lane; b < a.bs; b += 32) sum += a.num_segments[b];
   sum = warp_sum(sum);
   int table_size = 32;
-  while (table_size < 2 * sum) table_size *= 2;
+  while (table_size < 2 * sum && table_size < layout.table_size) table_size *= 2;
   for (int i = thread; i < table_size; i += num_threads) plan.groups[i] = Group{EMPTY};
   cluster.sync();
 
@@ -112,9 +116,12 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       Use use{EMPTY, 0};
       if (end > begin && end < length && ids[s] >= 0) {
         use.entry = find_or_enter(plan.groups, table_size, ids[s]);
+      }
+      if (use.entry != EMPTY) {
         Group& group = plan.groups[use.entry];
-        use.rank = atomicAdd(&group.num_users, 1);
-        if (use.rank == 0) group.begin = row + begin, group.end = row + end;
+        const int rank = atomicAdd(&group.num_users, 1);
+        if (rank == 0) group.begin = row + begin, group.end = row + end;
+        use.rank = min(rank, PlanLayout::MAX_SHARED_USERS);  // a chunk with more users is not shared
       }
       plan.uses[int64_t(b) * a.max_segments + s] = use;
     }
@@ -188,7 +195,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
 
   // The units of crowded groups.
   const int line = header.line + header.private_line, share = share_of(line + header.crowded, header, layout);
-  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.max_crowded));
+  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.takers(header.is_wide)));
   Span* spans = plan.spans;
   for (int i = thread; i < layout.max_spans; i += num_threads) spans[i] = Span{0, 0, 0};
   for (int i = thread; i < header.num_groups; i += num_threads) {
@@ -215,7 +222,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
   const int rounds = header.crowded ? max(int(int64_t(share) * header.crowded_units / header.crowded), 1) : 1;
   const int front_blocks = min(ceil_div(header.crowded_units * head_groups, rounds), blocks);
-  const Cuts cuts = a.span ? Cuts{0, 1, max(a.span, ceil_div(line, layout.max_spans))}
+  const Cuts cuts = a.span ? Cuts{0, 1, max(a.span, ceil_div(line, layout.max_cuts[header.is_wide]))}
                            : cut(line, share, (blocks - front_blocks) / head_groups, header, layout);
   const int num_spans = cuts.count(line), num_units = header.crowded_units + num_spans;
   if (thread == 0) {

@@ -1,0 +1,23 @@
+"""What SGLang's modules need around them to work outside a server."""
+
+import contextlib
+from collections.abc import Iterator
+
+from sglang.srt import runtime_context
+from sglang.srt.server_args import ServerArgs
+
+from sglang_lazy.port import plugin
+
+
+@contextlib.contextmanager
+def published(device: str = "cpu") -> Iterator[None]:
+    """SGLang's default flags for `device`, which its modules ask a global configuration for."""
+    plugin.provide_rotary_import()
+    backend = "torch_native" if device == "cpu" else "triton"
+    flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
+    runtime_context.publish(flags, role="scheduler")
+    try:
+        with runtime_context.get_parallel().override(tp_rank=0):
+            yield
+    finally:
+        runtime_context.reset_context()

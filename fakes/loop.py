@@ -1,0 +1,72 @@
+"""The scheduler over recording pools, checked after every step, and what tests ask of it."""
+
+from collections.abc import Iterable, Sequence
+
+from sglang.srt.managers.schedule_batch import Req
+
+from fakes.recorder import RecordingPools
+from fakes.requests import CHUNK, TEXT, new_request
+from fakes.scheduler import Scheduler
+from sglang_lazy.core.state import fill_of, linked
+from sglang_lazy.port import scheduler as hooks
+
+A, B, C, D = ((CHUNK, (i, i + 1, i + 2, i + 3)) for i in (1, 5, 9, 12))
+QUESTION = (TEXT, (15,))
+
+
+class Loop(Scheduler):
+    """link: the policy of requests that do not name another.  max_fill_tokens: of fills of several chunks."""
+
+    def __init__(
+        self,
+        pool_size: int = 100,
+        *,
+        chunked_prefill_size: int = 64,
+        overlap: bool = False,
+        link: str = "block",
+        eviction_policy: str = "lru",
+        max_fill_tokens: int | None = None,
+    ):
+        pools = RecordingPools(pool_size, eviction_policy=eviction_policy)
+        super().__init__(pools, chunked_prefill_size=chunked_prefill_size, overlap=overlap)
+        self.store, self.producer, self.link = self.tree_cache.store, self.admission.producer, link
+        self.producer.max_tokens = max_fill_tokens or chunked_prefill_size
+
+    def step(self) -> None:
+        super().step()
+        self.pools.check(self.admission.holders)
+
+    def submit(self, parts: Iterable[tuple[bool, Sequence[int]]], rid: str, **kwargs) -> Req:
+        req = new_request(parts, rid=rid, **{"link": self.link, **kwargs})
+        self._add_request_to_queue(req)
+        return req
+
+    def warm(self, *chunks: tuple[bool, Sequence[int]]) -> None:
+        """Make chunks resident and nothing else."""
+        for i, chunk in enumerate(chunks):
+            self.submit([chunk, QUESTION], f"warm-{i}", max_new_tokens=1)
+            self.run()
+        self.log.clear()
+
+    def visible(self) -> list[Req]:
+        """The queue that batch formation would see now."""
+        return self.admission.visible_queue(self.running_batch)
+
+    def fills(self) -> list[Req]:
+        """The fills under way."""
+        return list(dict.fromkeys(self.store.pending.values()))
+
+    def counts(self, req: Req) -> tuple[int, int, int]:
+        """What results say of `req`: cached tokens, those of them in chunks, and the hit mask."""
+        details = hooks.cached_tokens_details(req, linked(req))
+        assert details["device"] == req.cached_tokens
+        return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
+
+    def resident(self, req: Req) -> list[bool]:
+        """Whether each chunk that `req` uses is resident."""
+        return [self.store.find(chunk) is not None for chunk in linked(req).prompt.chunks]
+
+
+def fill_tokens(reqs: Iterable[Req]) -> list[list[tuple[int, ...]]]:
+    """Of each fill, the chunks that it computes."""
+    return [[tuple(chunk.tokens) for chunk in fill_of(req).chunks] for req in reqs if fill_of(req) is not None]

@@ -1,0 +1,102 @@
+"""SGLang's pools and a cache over them, on the CPU unless asked for; and forward passes that compute nothing."""
+
+import inspect
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+from fakes.requests import VOCAB_SIZE
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.model import ServedModel
+from sglang_lazy.port import model_runner
+from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.radix import LazyRadixCache
+
+
+class Pools:
+    """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        num_rows: int = 8,
+        context_len: int = 64,
+        max_chunks: int = 8,
+        vocab_size: int = VOCAB_SIZE,
+        eviction_policy: str = "lru",
+        cache_class: type[RadixCache] = LazyRadixCache,
+        device: str = "cpu",
+    ):
+        self.slots = self.new_slots(size, device)
+        self.rows = ReqToTokenPool(num_rows, context_len, device, enable_memory_saver=False)
+        self.cache = cache_class(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.rows,
+                token_to_kv_pool_allocator=self.slots,
+                page_size=1,
+                eviction_policy=eviction_policy,
+            )
+        )
+        if isinstance(self.cache, LazyRadixCache):
+            num_rows = len(self.rows.req_to_token)
+            self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device))
+        self.model_config = types.SimpleNamespace(
+            vocab_size=vocab_size, hf_eos_token_id=set(), is_encoder_decoder=False, hidden_size=64
+        )
+        self.runner = types.SimpleNamespace(
+            req_to_token_pool=self.rows,
+            model_config=self.model_config,
+            ps=types.SimpleNamespace(tp_size=1),
+            device=device,
+        )
+
+    def new_slots(self, size: int, device: str) -> TokenToKVPoolAllocator:
+        return TokenToKVPoolAllocator(size, torch.bfloat16, device, None, need_sort=False)
+
+    def new_model(self, device: str) -> ServedModel:
+        """A model of one layer, of which no KV is kept."""
+        rope = types.SimpleNamespace(cos_sin_cache=torch.zeros(1, device=device), is_neox=True)
+        kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
+        return ServedModel({0: (None, None)}, {0: rope}, kernels)
+
+    def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:
+        """A batch whose requests are about to compute their `extend_range`."""
+        return ScheduleBatch.init_new(
+            list(reqs),
+            self.rows,
+            self.slots,
+            self.cache,
+            self.model_config,
+            overlap,
+            SpeculativeAlgorithm.NONE,
+            chunked_req=chunked_req,
+        )
+
+    def assign_rows(self, batch: ScheduleBatch) -> None:
+        """What SGLang does for a prefill batch before our hook: without that, should an engine have run here."""
+        inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
+
+    def launch(self, batch: ScheduleBatch) -> None:
+        """Our hooks on a batch that has its rows, and the forward pass."""
+        if batch.forward_mode.is_extend():
+            hooks.prepare_for_extend(None, batch)
+        worker = types.SimpleNamespace(model_runner=self.runner)
+        model_runner.forward_batch_generation(lambda _worker, batch: self.forward(batch), worker, batch)
+
+    # What a recorder overrides
+
+    def forward(self, batch: ScheduleBatch) -> None:
+        """The forward pass of a batch."""
+
+    def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
+        """The kernel of that name."""

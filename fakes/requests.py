@@ -1,0 +1,92 @@
+"""Requests that know the tokens they will generate, and what the KV of each of their tokens depends on."""
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.state import fill_of, linked
+from sglang_lazy.policies import get_policy
+
+TEXT, CHUNK = False, True
+VOCAB_SIZE = 16
+
+
+def new_request(
+    parts: Iterable[tuple[bool, Sequence[int]]],
+    *,
+    rid: str = "request",
+    extra_key: str | None = None,
+    cache_salt: str | None = None,
+    link: str = "block",
+    max_new_tokens: int = 3,
+    priority: int | None = None,
+) -> Req:
+    """A request for `parts`, pairs of (is chunk, tokens).
+
+    Beside SGLang's attributes it has:
+    parts, layout: what it was made of.
+    future: the tokens that it will generate, and more.
+    contents: per position, those of `future` included, what its KV depends on; see `contents_of`.
+    """
+    parts = list(parts)
+    ids, chunks = array("q"), []
+    for is_chunk, tokens in parts:
+        if is_chunk:
+            chunks.append((len(ids), len(ids) + len(tokens)))
+        ids.extend(tokens)
+    layout = PromptLayout(tuple(chunks), cache_salt, link)
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens, custom_params={LAYOUT_PARAM: layout.pack()} if chunks else None
+    )
+    params.normalize(None)
+    req = Req(rid, "", ids, params, vocab_size=VOCAB_SIZE, extra_key=extra_key, priority=priority)
+    req.parts, req.layout = parts, layout
+    req.future = array("q", (1 + (len(ids) + i) % 3 for i in range(max_new_tokens + 2)))
+    req.contents = contents_of(ids, req.future, layout, extra_key)
+    return req
+
+
+def contents_of(ids: array, generated: array, layout: PromptLayout, extra_key: str | None) -> list[tuple]:
+    """The semantics. A kept token of a chunk depends on its chunk so far, in whatever prompt. All others are text and
+    depend on the whole path so far: which text, and which tokens of which chunks. Either is private to those who share
+    extra_key and, from the first kept token on, the salt. The last token of a prompt is never kept.
+    """
+    starts = {}
+    if layout.chunks:
+        kept = get_policy(layout.link).kept(layout, ids)
+        for (start, _), ranges in zip(layout.chunks, kept, strict=True):
+            starts |= {start + i: start for begin, end in ranges for i in range(begin, end)}
+        starts.pop(len(ids) - 1, None)
+    contents, path, salt = [], (), None
+    for position, token in enumerate(ids + generated):
+        if position in starts:
+            salt = layout.cache_salt
+            chunk_so_far = tuple(ids[starts[position] : position + 1])
+            path += (chunk_so_far,)
+            contents.append(("chunk", extra_key, salt, chunk_so_far))
+        else:
+            path += (token,)
+            contents.append(("text", extra_key, salt, path))
+    return contents
+
+
+def contents_of_chunks(chunks: Iterable[ChunkSlice]) -> list[tuple]:
+    """What the KV of a fill's tokens depends on, chunk by chunk."""
+    contents = []
+    for chunk in chunks:
+        namespace, tokens = chunk.key.namespace, tuple(chunk.tokens)
+        tenant = (namespace.extra_key, namespace.cache_salt)
+        contents += [("chunk", *tenant, tokens[: i + 1]) for i in range(len(tokens))]
+    return contents
+
+
+def positions_of(req: Req, start: int, end: int) -> list[int]:
+    """The positions of row entries [start, end); of a fill, places in what it computes."""
+    if (fill := fill_of(req)) is not None:
+        return fill.row.permuted(array("q", range(len(req.origin_input_ids)))).tolist()[start:end]
+    state = linked(req)
+    return list(range(start, end)) if state is None else state.row.positions_of(start, end).tolist()

@@ -1,0 +1,185 @@
+"""SGLang's scheduling loop: its batches, its prefill budget and our hooks, without processes and without a model."""
+
+import contextlib
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.mem_cache.common import release_kv_cache
+from sglang.srt.runtime_context import get_server_args
+
+from fakes.pools import Pools
+from sglang_lazy.core.state import fill_of
+from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.radix import LazyRadixCache
+
+
+def untimed(_step: str) -> AbstractContextManager:
+    return contextlib.nullcontext()
+
+
+class Scheduler:
+    """What hooks and admission see of SGLang's scheduler.
+
+    overlap: take the result of a batch only after the next one was launched.
+    clock: entered around each step of forming a batch, with its name.
+    log: what each step launched, as ids.
+    """
+
+    def __init__(
+        self,
+        pools: Pools,
+        *,
+        chunked_prefill_size: int = 64,
+        overlap: bool = False,
+        max_chunks: int = 8,
+        clock: Callable[[str], AbstractContextManager] = untimed,
+    ):
+        self.pools, self.tree_cache = pools, pools.cache
+        self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
+        self.model_config, self.tokenizer = pools.model_config, None
+        self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
+        self.waiting_queue: list[Req] = []
+        self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
+        self.chunked_req, self.chunked_abort = None, None
+        self.results: list[tuple[bool, list[Req]]] = []
+        self.log: list[list[str]] = []
+        if isinstance(self.tree_cache, LazyRadixCache):
+            self.tree_cache.admission = self.admission = hooks.new_admission(self, max_chunks)
+
+    # Arrival
+
+    def _add_request_to_queue(self, req: Req) -> None:
+        hooks.add_request_to_queue(lambda _, req: self.waiting_queue.append(req), self, req)
+
+    def abort(self, req: Req) -> None:
+        """SGLang takes a waiting request out of the queue and tells nobody."""
+        self.waiting_queue.remove(req)
+
+    def abort_chunked(self) -> Req:
+        """SGLang releases a request between two pieces of its prefill, in its next step; returns the request."""
+        self.chunked_abort = self.chunked_req
+        return self.chunked_req
+
+    # The loop
+
+    def step(self) -> None:
+        self.running_batch, batch = hooks.get_next_batch_to_run(
+            type(self).next_batch, self, self.running_batch, self.last_batch
+        )
+        if batch is not None:
+            self.log.append([req.rid for req in batch.reqs])
+            self.results.append((batch.forward_mode.is_extend(), list(batch.reqs)))
+        while len(self.results) > (self.overlap and batch is not None):
+            self.process_result(*self.results.pop(0))
+        self.last_batch = batch
+        if batch is None:
+            hooks.on_idle(None, self)
+
+    def run(self, max_steps: int = 200) -> None:
+        """Until everything is answered."""
+        for _ in range(max_steps):
+            self.step()
+            if self.is_fully_idle():
+                return
+        raise AssertionError(f"hangs with {[req.rid for req in self.waiting_queue]} waiting")
+
+    def is_fully_idle(self) -> bool:
+        last_done = self.last_batch is None or self.last_batch.is_empty()
+        return last_done and self.running_batch.is_empty() and not (self.chunked_req or self.waiting_queue)
+
+    def next_batch(
+        self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
+    ) -> tuple[ScheduleBatch, ScheduleBatch | None]:
+        """As `Scheduler.get_next_batch_to_run`, with the running batch first."""
+        if self.chunked_abort is not None and self.chunked_abort is self.chunked_req:
+            self.chunked_req.finished_reason = FINISH_ABORT()
+            release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
+            self.chunked_req = None
+        self.chunked_abort = None
+        if self.chunked_req is not None and self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices):
+            self.tree_cache.cache_unfinished_req(self.chunked_req, chunked=True)
+        if last_batch is not None and last_batch.forward_mode.is_extend():
+            size = last_batch.batch_size()
+            last_batch.filter_batch([req for req in (self.chunked_req, last_batch.chunked_req) if req is not None])
+            if last_batch.batch_size() < size:
+                running_batch.batch_is_full = False
+            if running_batch.is_empty():
+                running_batch = running_batch if last_batch.is_empty() else last_batch
+            elif not last_batch.is_empty():
+                running_batch.merge_batch(last_batch)
+        batch, running_batch = self.next_prefill_batch(running_batch)
+        if batch is None and not running_batch.is_empty():
+            batch = self.decode_batch(running_batch)
+        return running_batch, batch
+
+    def next_prefill_batch(self, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
+        return hooks.get_new_batch_prefill_raw(type(self).form_batch, self, None, running_batch)
+
+    def form_batch(self, _delayer: None, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
+        """As `Scheduler._get_new_batch_prefill_raw`."""
+        if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
+            return None, running_batch
+        ratio = self.new_token_ratio_tracker.current
+        adder = PrefillAdder(
+            1, self.tree_cache, self.pools.slots, running_batch, ratio, 1 << 30, self.chunked_prefill_size
+        )
+        if self.chunked_req is not None:
+            self.chunked_req.init_next_round_input()
+            self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        for req in self.waiting_queue:
+            if len(adder.can_run_list) >= self.pools.rows.available_size():
+                running_batch.batch_is_full = True
+                break
+            with self.clock("layout"):
+                req.init_next_round_input(self.tree_cache)
+            with self.clock("batch"):
+                result = adder.add_one_req(req, self.chunked_req is not None, None)
+            if result != AddReqResult.CONTINUE:
+                running_batch.batch_is_full = result == AddReqResult.NO_TOKEN
+                break
+        if not adder.can_run_list:
+            return None, running_batch
+        taken = set(adder.can_run_list)
+        self.waiting_queue = [req for req in self.waiting_queue if req not in taken]
+        self.chunked_req = adder.new_chunked_req or self.chunked_req
+        if self.chunked_req is not None:
+            self.chunked_req.inflight_middle_chunks += 1
+        with self.clock("batch"):
+            batch = self.pools.new_batch(adder.can_run_list, self.chunked_req, self.overlap)
+            self.pools.assign_rows(batch)
+        with self.clock("segments"):
+            self.pools.launch(batch)
+        return batch, running_batch
+
+    def decode_batch(self, running_batch: ScheduleBatch) -> ScheduleBatch | None:
+        """As `Scheduler.update_running_batch`."""
+        size = running_batch.batch_size()
+        running_batch.filter_batch()
+        if not running_batch.is_empty() and not running_batch.check_decode_mem():
+            retracted, _, aborted = running_batch.retract_decode(get_server_args())
+            assert not aborted, "SGLang: out of memory even after retracting all others"
+            for req in retracted:
+                self._add_request_to_queue(req)
+        if running_batch.batch_size() < size:
+            running_batch.batch_is_full = False
+        if running_batch.is_empty():
+            return None
+        running_batch.prepare_for_decode()
+        self.pools.launch(running_batch)
+        return running_batch
+
+    def process_result(self, was_prefill: bool, reqs: list[Req]) -> None:
+        """Every request of a batch whose prompt is complete has generated one more token."""
+        for req in reqs:
+            if req.inflight_middle_chunks > 0:
+                req.inflight_middle_chunks -= 1
+            elif not req.finished() and not req.is_retracted:
+                req.output_ids.append(0 if fill_of(req) is not None else req.future[len(req.output_ids)])
+                req.update_finish_state()
+                if req.finished():
+                    release_kv_cache(req, self.tree_cache)
+                elif was_prefill:
+                    self.tree_cache.cache_unfinished_req(req)

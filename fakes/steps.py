@@ -1,0 +1,141 @@
+"""Requests taken by hand through their phases, in any pieces and any order: admission's part is done at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.common import release_kv_cache
+
+from fakes.recorder import RecordingPools
+from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import ChunkNodes, Fill, linked
+from sglang_lazy.port import scheduler as hooks
+
+ALL = 1 << 20
+
+
+class Steps(RecordingPools):
+    """Prefills, decodes and releases one request at a time. Each method returns False where memory does not suffice."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.tree_cache, self.tokenizer, self.chunked_prefill_size = self.cache, None, 64
+        self.store = self.cache.store
+        self.cache.admission = hooks.new_admission(self, self.rows.segment_table.max_segments)
+        self.store.release_waiting_lock = self.revoke
+        self.batches: dict[Req, ScheduleBatch] = {}
+
+    def revoke(self) -> bool:
+        if self.waiting_locks:
+            self.cache.dec_lock_ref(self.waiting_locks.pop())
+            return True
+        return False
+
+    def fits(self, num_tokens: int) -> bool:
+        return self.slots.available_size() + self.cache.evictable_size() >= num_tokens
+
+    def arrive(self, req: Req) -> None:
+        self.cache.admission.arrive(req)
+
+    def begin(self, req: Req, num_tokens: int = ALL) -> bool:
+        """Make the chunks of a request that has arrived resident, match it, and compute up to `num_tokens`."""
+        if (state := linked(req)) is None:
+            return self._match(req, num_tokens)
+        slices = state.prompt.chunks
+        state.chunks = chunks = ChunkNodes([None] * len(slices), num_locks=1)
+        self._enter(chunks, slices)
+        missing = {chunk.key: chunk for chunk, node in zip(slices, chunks.nodes, strict=True) if node is None}
+        begun = False
+        if not missing or self._fill(req, list(missing.values()), num_tokens):
+            self._enter(chunks, slices)
+            assert chunks.complete
+            begun = self._match(req, num_tokens)
+        state.chunks = None
+        self.store.unlock_chunks(chunks)
+        return begun
+
+    def _enter(self, chunks: ChunkNodes, slices: Sequence[ChunkSlice]) -> None:
+        for i, chunk in enumerate(slices):
+            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None:
+                self.store.enter(chunks, i, node)
+
+    def _match(self, req: Req, num_tokens: int) -> bool:
+        req.init_next_round_input(self.cache)
+        self.cache.inc_lock_ref(req.last_node)
+        begun = self.extend(req, num_tokens)
+        if not begun:
+            self.cache.dec_lock_ref(req.last_node)
+            req.last_node = None
+        return begun
+
+    def _fill(self, parent: Req, chunks: list[ChunkSlice], num_tokens: int) -> bool:
+        """Compute chunks of a request, `num_tokens` at a time."""
+        tokens = chunks[0].tokens[:0]
+        for chunk in chunks:
+            tokens += chunk.tokens
+        req = hooks.fill_requests(self)("fill", tokens, parent)
+        req.lazy = Fill(chunks, parent)
+        if not self._match(req, num_tokens):
+            return False
+        while req.extend_range.end < len(tokens):
+            self.check([parent])
+            self.end_piece(req)
+            if not self.next_piece(req, num_tokens):
+                self.release(req, is_insert=False)
+                return False
+        assert all(self.store.state(chunk) is ChunkState.RESIDENT for chunk in chunks)
+        self.check([parent])
+        self.release(req)
+        return True
+
+    def extend(self, req: Req, num_tokens: int) -> bool:
+        """Compute up to `num_tokens` after the prefix."""
+        start = len(req.prefix_indices)
+        end = min(start + num_tokens, len(req.full_untruncated_fill_ids))
+        state = linked(req)
+        begins = state is not None and state.own is None
+        if not self.fits(end - start + (state.policy.num_own_slots(state.prompt) if begins else 0)):
+            return False
+        req.set_extend_range(start, end)
+        in_pieces = end < len(req.full_untruncated_fill_ids)
+        self.batches[req] = batch = self.new_batch([req], chunked_req=req if in_pieces else None)
+        self.assign_rows(batch)
+        self.launch(batch)
+        return True
+
+    def end_piece(self, req: Req) -> None:
+        """The result of a piece is in; the prompt goes on."""
+        self.cache.cache_unfinished_req(req, chunked=True)
+
+    def next_piece(self, req: Req, num_tokens: int) -> bool:
+        """Compute the next piece of a prompt."""
+        req.inflight_middle_chunks = 1
+        req.init_next_round_input()
+        return self.extend(req, num_tokens)
+
+    def end_prefill(self, req: Req) -> None:
+        """The result of the last piece is in."""
+        self.generate(req)
+        self.cache.cache_unfinished_req(req)
+
+    def generate(self, req: Req) -> None:
+        req.output_ids.append(req.future[len(req.output_ids)])
+
+    def decode(self, req: Req) -> bool:
+        """Compute the last token and generate another."""
+        if not self.fits(1):
+            return False
+        self.batches[req].prepare_for_decode()
+        self.launch(self.batches[req])
+        self.generate(req)
+        return True
+
+    def release(self, req: Req, is_insert: bool = True) -> None:
+        release_kv_cache(req, self.cache, is_insert)
+        del self.batches[req]
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.rows.clear()
+        self.slots.clear()

@@ -1,0 +1,90 @@
+"""What results say of reused chunks, and what counts as the use of one."""
+
+import dataclasses
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from fakes.loop import QUESTION, A, B, C, Loop
+from fakes.requests import CHUNK, TEXT
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+
+
+@both_loops
+@pytest.mark.parametrize("chunked_prefill_size", [3, 64])
+def test_counts_are_honest(overlap, chunked_prefill_size):
+    """A cold prompt reports no hits though its chunks were filled just before; a warm one reports what was there."""
+    scheduler = Loop(overlap=overlap, chunked_prefill_size=chunked_prefill_size)
+    cold = scheduler.submit([A, (TEXT, (14,)), B, A, QUESTION], "cold", max_new_tokens=2)
+    scheduler.run()
+    assert scheduler.counts(cold) == (0, 0, 0b000)
+    partly = scheduler.submit([C, QUESTION, A, B, QUESTION], "partly", max_new_tokens=2)
+    scheduler.run()
+    assert scheduler.counts(partly) == (8, 8, 0b110)
+    again = scheduler.submit([C, QUESTION, A, B, QUESTION, QUESTION], "again", max_new_tokens=2)
+    scheduler.run()
+    assert scheduler.counts(again) == (12 + 2, 12, 0b111), "its first two text tokens are known too"
+    ends_in_chunk = scheduler.submit([QUESTION, B], "chunk last", max_new_tokens=2)
+    scheduler.run()
+    assert scheduler.counts(ends_in_chunk) == (3, 3, 0b1)
+
+
+def test_counts_after_eviction_before_admission():
+    """A chunk that was resident on arrival, but had to be computed after all, is no hit."""
+    scheduler = Loop()
+    scheduler.warm(A, B)
+    req = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
+    assert req.lazy.hit_mask == 0b11
+    holder = scheduler.store.find(req.lazy.prompt.chunks[1])
+    scheduler.tree_cache.inc_lock_ref(holder)
+    scheduler.tree_cache.evict(EvictParams(num_tokens=100))
+    scheduler.tree_cache.dec_lock_ref(holder)
+    scheduler.run()
+    assert scheduler.counts(req) == (4, 4, 0b10)
+
+
+def test_looking_for_a_chunk_counts_as_a_use():
+    """The chunk that was looked for last goes last, though it was computed first."""
+    scheduler = Loop()
+    scheduler.warm(A, B)
+    cache = scheduler.tree_cache
+    a, b = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1).lazy.prompt.chunks
+    assert cache.store.find(b) and cache.store.find(a)
+    while len(cache.evictable_leaves) > 1:
+        cache.evict(EvictParams(num_tokens=1))
+    assert cache.store.find(a) and not cache.store.find(b)
+
+
+def test_only_what_is_used_of_a_chunk_has_to_be_there():
+    """At the end of a prompt its last token is text: what stands before it may have been another chunk."""
+    scheduler = Loop()
+    scheduler.warm((CHUNK, A[1][:3]))
+    req = scheduler.submit([A], "p0", max_new_tokens=1)
+    assert req.lazy.hit_mask == 0b1
+    scheduler.run()
+    assert scheduler.counts(req) == (3, 3, 0b1)
+
+
+def test_split_before_admission():
+    """A chunk's node that is split after its request has arrived still ends where the chunk does."""
+    scheduler = Loop()
+    scheduler.warm(A, B)
+    req = scheduler.submit([B, A, QUESTION], "p0", max_new_tokens=1)
+    found = list(req.lazy.found)
+    beginning = dataclasses.replace(req.lazy.prompt.chunks[1], kept=((0, 2),))
+    assert scheduler.store.find(beginning) is found[1].parent, "of the chunk, which is a node of its own now"
+    scheduler.run()
+    assert scheduler.counts(req) == (8, 8, 0b11)
+
+
+def test_chunk_that_another_request_fills_is_no_hit():
+    """Counts say what was resident on arrival: a chunk that was only under way then was not."""
+    scheduler = Loop(chunked_prefill_size=2)
+    scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
+    scheduler.step()
+    late = scheduler.submit([A, QUESTION, QUESTION], "p1", max_new_tokens=1)
+    scheduler.run()
+    assert late.lazy.hit_mask == 0
+    assert scheduler.counts(late)[1] == 0

@@ -1,0 +1,106 @@
+"""The pages: links and anchors lead somewhere, lengths are kept, the example of a policy works."""
+
+import re
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.segments import PromptLayout
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        *ROOT.glob("*.md"),
+        *(page for folder in ("docs", "examples", "sgl-kernel-lazy") for page in (ROOT / folder).rglob("*.md")),
+    ]
+)
+MAX_WORDS = {"README.md": 1000, "docs/design.md": 2500}
+
+FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?<=\n\n)(?:(?: {4}.*)?\n)+")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code."""
+    return INDENTED.sub("\n", FENCED.sub("", page.read_text(encoding="utf-8")))
+
+
+def links(page: Path) -> list[str]:
+    """The targets of a page's relative links."""
+    targets = LINK.findall(re.sub(r"`[^`\n]*`", "", prose(page)))
+    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    seen: dict[str, int] = {}
+    for heading in HEADING.findall(FENCED.sub("", page.read_text(encoding="utf-8"))):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        count = seen.get(slug, 0)
+        seen[slug] = count + 1
+        yield f"{slug}-{count}" if count else slug
+
+
+def broken(page: Path) -> list[str]:
+    """The relative links of a page that lead nowhere."""
+    found = []
+    for target in links(page):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        if not file.exists() or (anchor and anchor not in anchors(file)):
+            found.append(target)
+    return found
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_lead_somewhere(page):
+    assert broken(page) == []
+
+
+@pytest.mark.parametrize("page", MAX_WORDS)
+def test_pages_are_short(page):
+    """Code and diagrams count too, the borders of tables do not."""
+    words = [word for word in (ROOT / page).read_text(encoding="utf-8").split() if re.search(r"\w", word)]
+    assert len(words) < MAX_WORDS[page]
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / "other.md").write_text("# A `plan`, twice\n\n## Twice: [linked](here)\n\n## Twice\n\n## Twice\n")
+    page = tmp_path / "page.md"
+    page.write_text("""# Here
+[a](other.md) [b](#here) [c](other.md#a-plan-twice) [d](other.md#twice-1) [e](https://nowhere.invalid) `[f](code.md)`
+[g](gone.md), [h](#gone) and ![i](other.md#twice-2)
+
+    [j](indented.md)
+
+[k](other.md#twice-linked)
+
+```
+[l](fenced.md)
+# In code
+```
+
+[m](#in-code)
+""")
+    assert broken(page) == ["gone.md", "#gone", "other.md#twice-2", "#in-code"]
+
+
+def test_the_policy_in_contributing_is_one():
+    (source,) = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict = {}
+    exec(source, names)
+    ids = array("q", range(10, 20))
+    layout = PromptLayout(((1, 5), (5, 6)))
+    prompt = LinkedPrompt.build(ids, layout, names["FirstToken"]().kept(layout, ids), extra_key=None)
+    assert [(chunk.start, chunk.kept) for chunk in prompt.chunks] == [(1, ((1, 4),))]
+    assert [(span.start, span.end) for span in prompt.spans] == [(0, 2), (5, 10)]
