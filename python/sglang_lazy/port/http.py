@@ -12,7 +12,7 @@ from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE
+from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.protocol import extend_protocol

@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.serving.shadow import COUNTERS, Shadow
 
 _ATTR = "_sglang_lazy_shadow"

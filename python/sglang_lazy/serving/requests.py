@@ -3,6 +3,7 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
