@@ -161,14 +161,14 @@ void test(int seed) {
         plan.header->num_shared_partials, layout.max_shared_partials);
   CHECK(plan.header->num_items <= layout.max_items, "too many items");
   CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
-  CHECK(plan.header->num_units <= layout.max_units, "too many units");
+  CHECK(plan.header->num_tasks <= layout.max_tasks, "too many tasks");
   const int head_groups = layout.head_groups[plan.header->is_wide];
-  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, layout.num_blocks};
+  const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, layout.num_blocks};
   CHECK(queue.front_blocks >= 0 && queue.front_blocks <= queue.num_blocks, "%d blocks at the front",
         queue.front_blocks);
-  const int num_spans = plan.header->num_units - plan.header->crowded_units, takers = layout.num_blocks / head_groups;
+  const int num_spans = plan.header->num_tasks - plan.header->large_tasks, takers = layout.num_blocks / head_groups;
   CHECK(num_spans <= layout.max_spans, "%d spans", num_spans);
-  CHECK(args.span || plan.header->crowded || cuts(plan) < std::max(takers, 1), "groups are cut %d times", cuts(plan));
+  CHECK(args.span || plan.header->large_tiles || cuts(plan) < std::max(takers, 1), "groups are cut %d times", cuts(plan));
   std::vector<int> pairs, working;
   for (int block = 0; block < queue.num_blocks; ++block) {
     CHECK(queue.first(block) >= 0, "block %d begins before all", block);
@@ -185,13 +185,13 @@ void test(int seed) {
   CHECK(int(pairs.size()) == queue.num_pairs, "%zu of %d pairs are taken", pairs.size(), queue.num_pairs);
   for (int i = 0; i < queue.num_pairs; ++i) CHECK(pairs[i] == i, "pair %d is taken twice or never", i);
   std::set<int> done;
-  for (int u = 0; u < plan.header->num_units; ++u) {
-    const Unit& unit = plan.units[u];
-    if (unit.item.num_tiles) follow(unit.item);
-    CHECK(unit.item.num_tiles || !unit.count, "items after none");
-    for (int i = 0; i < unit.count; ++i) {
-      CHECK(done.insert(unit.others + i).second, "an item twice");
-      follow(plan.items[unit.others + i]);
+  for (int u = 0; u < plan.header->num_tasks; ++u) {
+    const Task& task = plan.tasks[u];
+    if (task.item.num_tiles) follow(task.item);
+    CHECK(task.item.num_tiles || !task.count, "items after none");
+    for (int i = 0; i < task.count; ++i) {
+      CHECK(done.insert(task.others + i).second, "an item twice");
+      follow(plan.items[task.others + i]);
     }
   }
 
@@ -236,13 +236,13 @@ double lost(int seed, int bs, int pool) {
   run(plan_kernel, args, plan, layout);
 
   const int head_groups = layout.head_groups[plan.header->is_wide];
-  CHECK(plan.header->num_units - plan.header->crowded_units <= layout.max_spans, "too many spans");
-  CHECK(plan.header->crowded || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
-  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, BLOCKS};
+  CHECK(plan.header->num_tasks - plan.header->large_tasks <= layout.max_spans, "too many spans");
+  CHECK(plan.header->large_tiles || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
+  const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, BLOCKS};
   auto cost = [&](int pair) {
-    const Unit& unit = plan.units[pair / head_groups];
-    int tiles = unit.item.num_tiles ? unit.item.num_tiles + fixed_cost(unit.item.num_users) : 0;
-    for (int i = unit.others; i < unit.others + unit.count; ++i) {
+    const Task& task = plan.tasks[pair / head_groups];
+    int tiles = task.item.num_tiles ? task.item.num_tiles + fixed_cost(task.item.num_users) : 0;
+    for (int i = task.others; i < task.others + task.count; ++i) {
       tiles += plan.items[i].num_tiles + fixed_cost(plan.items[i].num_users);
     }
     return tiles;
@@ -289,7 +289,7 @@ void test_room_for_cuts(int seed) {
     const Plan plan(workspace.data(), layout);
     run(plan_kernel, args, plan, layout);
     const int cut = plan.header->num_shared_partials - USERS, room = layout.max_shared_partials - USERS;
-    CHECK(layout.takers(true) == TAKERS && layout.users_per_item == FITTING && plan.header->crowded, "another geometry");
+    CHECK(layout.takers(true) == TAKERS && layout.users_per_item == FITTING && plan.header->large_tiles, "another geometry");
     CHECK(cut <= room && (!args.span || 4 * cut > 3 * room), "%d results of cuts for %d places", cut, room);
   }
 }
