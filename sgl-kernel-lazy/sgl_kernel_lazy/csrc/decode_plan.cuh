@@ -2,23 +2,25 @@
 // step, on the device, from the arguments of the op alone.
 //
 // A "run" is a stretch of a request's row in kv_indices with one rotation: a chunk segment, or the text. Runs are cut
-// into tiles; no tile straddles two runs. Segments of one id (at least 0) list the same slots; if reading these once for
-// all users saves enough, they form a "group". The other runs of a request are private. An "item" is a span of tiles of
-// one request's private runs, or of one group for as many of its users as fit. It writes one partial result per user and
-// head; the merge kernel combines the partial results of each request.
+// into tiles; no tile straddles two runs. Segments of one id (at least 0) list the same slots; if reading these once
+// for all users saves enough, they form a "group". The other runs of a request are private. An "item" is a span of
+// tiles of one request's private runs, or of one group for as many of its users as fit. It writes one partial result
+// per user and head; the merge kernel combines the partial results of each request.
 //
-// A "task" is one or several items that a block processes before it takes the next task. The private runs and the groups
-// whose users fit into one item are laid out on a strip, which is cut into spans, one task each. Most of the strip goes
-// into as many long spans as blocks run at once: that cuts few items, and each cut costs a partial result per user. Some
-// private runs, which have one user each, go into short spans. These are taken last and even out when blocks end.
+// A "task" is one or several items that a block processes before it takes the next task. The private runs and the
+// groups whose users fit into one item are laid out on a strip, which is cut into spans, one task each. Most of the
+// strip goes into as many long spans as blocks run at once: that cuts few items, and each cut costs a partial result
+// per user. Some private runs, which have one user each, go into short spans. These are taken last and even out when
+// blocks end.
 //
 // Groups with more users than fit into one item are "large". Their tasks have one item each and come first; those over
-// the same keys are neighbours, so that memory is read once and L2 serves the rest. The strip then has more short spans,
-// for blocks that reach it at different times. Some blocks take tasks from the front, the others from the back, until
-// they meet, since large tasks are bound by L2 and the strip by memory. Without large tasks all blocks start at the back.
+// the same keys are neighbours, so that memory is read once and L2 serves the rest. The strip then has more short
+// spans, for blocks that reach it at different times. Some blocks take tasks from the front, the others from the back,
+// until they meet, since large tasks are bound by L2 and the strip by memory. Without large tasks all blocks start at
+// the back.
 //
-// Atomics decide where a group lies on the strip, and thereby where items are cut: where chunks are shared, a result can
-// differ in its last bit from step to step.
+// Atomics decide where a group lies on the strip, and thereby where items are cut: where chunks are shared, a result
+// can differ in its last bit from step to step.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -89,8 +91,9 @@ struct PlanHeader {
 };
 
 // Which block takes which (task, group of heads) pair. Blocks below front_blocks take pairs from the front, the others
-// from the back. Each starts with one pair and claims more atomically through `taken`, which counts claims at the front in
-// its low and those at the back in its high 32 bits: a claim at one end that finds nothing takes nothing from the other.
+// from the back. Each starts with one pair and claims more atomically through `taken`, which counts claims at the front
+// in its low and those at the back in its high 32 bits: a claim at one end that finds nothing takes nothing from the
+// other.
 struct TaskQueue {
   int num_pairs, front_blocks, num_blocks;
 
@@ -115,10 +118,10 @@ struct PlanArgs {
 
 __host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// How the warps of a block divide its work: each has one kv head, some of its query rows, and some keys of every tile. A
-// block has several heads, since the heads of a KV token are neighbours in memory. Where items are wide, it has half as
-// many heads (if it could have twice as many at all), two warps per head with half of the rows each, and a warp has twice
-// as many keys, which gives it more work between waits.
+// How the warps of a block divide its work: each has one kv head, some of its query rows, and some keys of every tile.
+// A block has several heads, since the heads of a KV token are neighbours in memory. Where items are wide, it has half
+// as many heads (if it could have twice as many at all), two warps per head with half of the rows each, and a warp has
+// twice as many keys, which gives it more work between waits.
 struct Geometry {
   int num_warps;   // that compute, at most
   int key_groups;  // warps with the same head and rows
@@ -149,8 +152,8 @@ struct Geometry {
 // Sizes and places of everything in the workspace, from static shapes alone. Places are offsets in 4-byte words.
 struct PlanLayout {
   static constexpr int SPANS_PER_BLOCK = 6;  // at most
-  // At most this many uses of chunks are read together with others, and this many ids looked up; what exceeds it is read
-  // for each request by itself. Both fit into a Use.
+  // At most this many uses of chunks are read together with others, and this many ids looked up; what exceeds it is
+  // read for each request by itself. Both fit into a Use.
   static constexpr int MAX_SHARED_USERS = 8192, MAX_TABLE_SIZE = 32768;
 
   int tile[2], head_groups[2];  // as in Geometry
@@ -162,8 +165,7 @@ struct PlanLayout {
   int64_t users, tasks, spans, items, runs, uses, parts, part_ids, groups, shared_groups, states, outs;
   int64_t num_words;
 
-  static PlanLayout make(int bs, int max_segments, int num_qo_heads, int num_kv_heads, int head_dim,
-                         int num_sms) {
+  static PlanLayout make(int bs, int max_segments, int num_qo_heads, int num_kv_heads, int head_dim, int num_sms) {
     PlanLayout p;
     const Geometry g = Geometry::make(num_kv_heads, head_dim);
     int64_t segments = int64_t(bs) * max_segments;
@@ -224,11 +226,11 @@ struct Plan {
   Task* tasks;  // header->num_tasks of them
   Span* spans;
   Item* items;
-  Run* runs;      // max_segments + 1 per request
-  Use* uses;      // [bs, max_segments]
-  Parts* parts;   // [bs]
-  int* part_ids;  // partial results, grouped by request
-  Group* groups;  // open-addressed hash table
+  Run* runs;           // max_segments + 1 per request
+  Use* uses;           // [bs, max_segments]
+  Parts* parts;        // [bs]
+  int* part_ids;       // partial results, grouped by request
+  Group* groups;       // open-addressed hash table
   int* shared_groups;  // places in it, header->num_groups of them
   float2* states;      // [partials, key_groups, num_qo_heads]: maximum in base 2, sum of weights
   void* outs;          // [partials, key_groups, num_qo_heads, head_dim]: averages in q's type

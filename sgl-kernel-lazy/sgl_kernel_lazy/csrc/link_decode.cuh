@@ -2,10 +2,10 @@
 // the queries where a run with another offset begins, and writes partial results; a second kernel merges those of each
 // request.
 //
-//   producer warps  copy the keys and values of a tile into a ring in shared memory. The heads of a KV token lie together
-//                   in the cache, so one TMA instruction copies all of a block's (2 KB for 8 heads of 128 in 16 bits). A
-//                   warp issues copies one by one and slowly, hence four warps share them. They run ahead of the others,
-//                   across items, by as many tiles as the ring holds.
+//   producer warps  copy the keys and values of a tile into a ring in shared memory. The heads of a KV token lie
+//                   together in the cache, so one TMA instruction copies all of a block's (2 KB for 8 heads of 128
+//                   in 16 bits). A warp issues copies one by one and slowly, hence four warps share them. They run
+//                   ahead of the others, across items, by as many tiles as the ring holds.
 //   computing warps have one kv head each, and their keys of every tile, so that they exchange nothing. Wide items, of
 //                   many query rows, have two warps per head and blocks of half as many heads. Scores are computed
 //                   transposed, S^T = K Q^T and O^T = V^T P^T with mma.m16n8k16: keys (or head dimensions) fill the 16
@@ -135,7 +135,8 @@ __device__ inline void rotate_query(uint32_t (&regs)[DEPTH][2], const float* tab
 }
 
 // Shared address of 16 bytes of a tile, which begin at a multiple of 16 in the key's row. TMA puts block b of line l of
-// shared memory at b ^ l % 8. Keys are an odd number of lines apart, so the blocks of eight keys lie in different banks.
+// shared memory at b ^ l % 8. Keys are an odd number of lines apart, so the blocks of eight keys lie in different
+// banks.
 __device__ inline uint32_t block_address(uint32_t tile, int key_lines, int key, int byte) {
   const int line = key * key_lines + byte / LINE;
   return tile + line * LINE + ((byte / 16 ^ line) & 7) * 16;
@@ -186,7 +187,8 @@ struct State {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const uint32_t a = loaded[2 * half], b = loaded[2 * half + 1];
-            multiply(2 * i + half, {widen<FP8_FORMAT>(a & 0xffff), widen<FP8_FORMAT>(b & 0xffff), widen<FP8_FORMAT>(a >> 16), widen<FP8_FORMAT>(b >> 16)});
+            multiply(2 * i + half, {widen<FP8_FORMAT>(a & 0xffff), widen<FP8_FORMAT>(b & 0xffff),
+                                    widen<FP8_FORMAT>(a >> 16), widen<FP8_FORMAT>(b >> 16)});
           }
         } else {
           multiply(i, loaded);
@@ -247,9 +249,11 @@ struct State {
         p[h][n][1] = transpose_matrix(pack<MmaType>(s[h][n][2], s[h][n][3]));
       }
       // Matrices: keys 0-7 and 8-15, of two blocks. With fp8, pairs of neighbouring dimensions are transposed as one.
-      const int value = key + 16 * h + (FP8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8), block = lane >> (FP8 ? 4 : 3) & 1;
+      const int value = key + 16 * h + (FP8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8),
+                block = lane >> (FP8 ? 4 : 3) & 1;
 #pragma unroll
-      for (int i = 0; i < LINES; ++i) blocks[h][i] = block_address(values, key_lines, value, byte + i * LINE + block * 16);
+      for (int i = 0; i < LINES; ++i)
+        blocks[h][i] = block_address(values, key_lines, value, byte + i * LINE + block * 16);
     }
 #pragma unroll
     for (int i = 0; i < ROW_BYTES / 32; ++i) {
@@ -264,8 +268,10 @@ struct State {
         if constexpr (FP8) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint32_t a = __byte_perm(loaded[2 * half], 0, 0x3120), b = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
-            add(2 * i + half, {widen<FP8_FORMAT>(a & 0xffff), widen<FP8_FORMAT>(a >> 16), widen<FP8_FORMAT>(b & 0xffff), widen<FP8_FORMAT>(b >> 16)});
+            const uint32_t a = __byte_perm(loaded[2 * half], 0, 0x3120),
+                           b = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
+            add(2 * i + half, {widen<FP8_FORMAT>(a & 0xffff), widen<FP8_FORMAT>(a >> 16), widen<FP8_FORMAT>(b & 0xffff),
+                               widen<FP8_FORMAT>(b >> 16)});
           }
         } else {
           add(i, loaded);
@@ -299,7 +305,7 @@ extern __shared__ __align__(1024) unsigned char shared_memory[];
 constexpr int MAX_USERS = MAX_ROWS;
 struct Header {
   Tile tiles[MAX_STAGES];
-  User users[MAX_STAGES][MAX_USERS];  // of the item that begins with a tile
+  User users[MAX_STAGES][MAX_USERS];                                    // of the item that begins with a tile
   uint64_t announced[MAX_STAGES], full[MAX_STAGES], empty[MAX_STAGES];  // barriers
   int next_task;
 };
@@ -337,8 +343,8 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   const int row = place / 2, is_value = place % 2, group_bytes = mode.heads * ROW_BYTES;
   const TaskQueue queue{plan.header->num_tasks * mode.head_groups, plan.header->front_blocks, int(gridDim.x)};
   const int large_pairs = plan.header->large_tasks * mode.head_groups;
-  // The keys of a large group should stay in L2 until all of its blocks have read them. Other keys are read by one block,
-  // unless their chunk is too short to be grouped, and make room for these and for the partial results.
+  // The keys of a large group should stay in L2 until all of its blocks have read them. Other keys are read by one
+  // block, unless their chunk is too short to be grouped, and make room for these and for the partial results.
   const uint64_t read_again = evict_last(), read_once = evict_first();
   constexpr int ROWS = WARPGROUP / 2;  // slots copied at once; a tile has at most twice as many
   constexpr int NO_SLOT = -1;          // outside of the cache: TMA writes zeros
@@ -395,7 +401,7 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     }
     next.is_large = task < large_pairs;
     if (begins && thread < item.num_users) next.user = plan.users[item.user + thread];
-    next.tile = Tile{item.offset,           item.partial, short(count), short(head_group),
+    next.tile = Tile{item.offset,           item.partial, short(count),     short(head_group),
                      short(item.num_users), begins,       --left_tiles == 0};
     return true;
   };
@@ -434,8 +440,8 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
   copy(Next{});
 }
 
-// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile. The ring
-// is then past its last tile.
+// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile. The
+// ring is then past its last tile.
 template <int N, int H>
 __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, Ring& ring, int head, int first_row,
                        int key_group) {
@@ -451,8 +457,10 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const int row = first_row + 8 * n + lane / 4;
-      load_query(state.q[n], static_cast<const QType*>(a.q) + users[n].request * a.stride_q_row +
-                                 (first_head + row % group_size) * a.stride_q_head, row < num_rows);
+      load_query(state.q[n],
+                 static_cast<const QType*>(a.q) + users[n].request * a.stride_q_row +
+                     (first_head + row % group_size) * a.stride_q_head,
+                 row < num_rows);
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
@@ -560,12 +568,12 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __gri
 // Below every score, and finite, so that -inf can be subtracted.
 constexpr float LOWEST = -1e30f;
 
-// Merges the partial results of one query head of one request, by one warp or several. Where one warp is enough, a block
-// has several heads, by threadIdx.y. Teams of HEAD_DIM / 8 threads take turns with the results.
+// Merges the partial results of one query head of one request, by one warp or several. Where one warp is enough, a
+// block has several heads, by threadIdx.y. Teams of HEAD_DIM / 8 threads take turns with the results.
 constexpr int MAX_MERGE_THREADS = 512, MERGED_HEADS = 4;  // of a block
 __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
   constexpr int VECTOR = 8, LANES = HEAD_DIM / VECTOR, TEAMS = 32 / LANES;  // teams of a warp
-  constexpr int AT_ONCE = 4;  // loads of a thread in flight
+  constexpr int AT_ONCE = 4;                                                // loads of a thread in flight
   static_assert(32 % (AT_ONCE * TEAMS) == 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   const int head = blockIdx.x * blockDim.y + threadIdx.y, b = blockIdx.y, key_groups = a.key_groups;
@@ -653,8 +661,8 @@ __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __gri
 }
 
 // Each kernel may start while the previous one runs, and waits for it where it reads its results.
-static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, dim3 threads, int shared, cudaStream_t stream,
-                          const DecodeArgs& args, const Plan& plan) {
+static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, dim3 threads, int shared,
+                          cudaStream_t stream, const DecodeArgs& args, const Plan& plan) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
@@ -693,8 +701,8 @@ static cudaError_t link_decode(DecodeArgs args, int* workspace, const PlanLayout
   }
   const int heads = warps == 1 ? MERGED_HEADS : 1;
   const int shared = warps == 1 ? 0 : warps * (HEAD_DIM * sizeof(float) + sizeof(float2));
-  return launch(merge_kernel, dim3(ceil_div(args.num_qo_heads, heads), args.bs), dim3(32 * warps, heads), shared, stream,
-                args, plan);
+  return launch(merge_kernel, dim3(ceil_div(args.num_qo_heads, heads), args.bs), dim3(32 * warps, heads), shared,
+                stream, args, plan);
 }
 
 }  // namespace lazy

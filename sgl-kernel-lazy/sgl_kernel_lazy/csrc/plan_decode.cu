@@ -30,8 +30,7 @@ void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView num_segm
   args.stride_ids = segment_ids.stride(0);
   args.span = span;
   args.min_saved_tokens = min_saved_tokens;
-  auto layout =
-      lazy::PlanLayout::make(args.bs, args.max_segments, num_qo_heads, num_kv_heads, head_dim, num_sms);
+  auto layout = lazy::PlanLayout::make(args.bs, args.max_segments, num_qo_heads, num_kv_heads, head_dim, num_sms);
   int* space = lazy::checked_workspace(workspace, layout.num_words);
   tvm::ffi::CUDADeviceGuard guard(workspace.device().device_id);
   lazy::plan_kernel<<<lazy::PLAN_BLOCKS, lazy::PLAN_THREADS, 0, get_stream(workspace.device())>>>(

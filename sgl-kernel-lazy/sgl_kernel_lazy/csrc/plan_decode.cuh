@@ -209,16 +209,16 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     int task = atomicAdd(&header.large_tasks, items);
     for (int p = 0; p < pieces; ++p) {
       for (int first = 0; first < users; first += layout.users_per_item) {
-        plan.tasks[task++] = Task{{group.begin + p * length * tile, group.end, 0, 0, min(length, tiles - p * length),
-                                   group.user + first, min(layout.users_per_item, users - first),
-                                   group.partial + p * users + first}};
+        plan.tasks[task++] =
+            Task{{group.begin + p * length * tile, group.end, 0, 0, min(length, tiles - p * length), group.user + first,
+                  min(layout.users_per_item, users - first), group.partial + p * users + first}};
       }
     }
   }
   cluster.sync();
 
-  // As few blocks at the front as finish all large tasks in their share of the time, in whole rounds: a task that begins
-  // late ends late.
+  // As few blocks at the front as finish all large tasks in their share of the time, in whole rounds: a task that
+  // begins late ends late.
   const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
   const int rounds = header.large_tiles ? max(int(int64_t(share) * header.large_tasks / header.large_tiles), 1) : 1;
   const int front_blocks = min(ceil_div(header.large_tasks * head_groups, rounds), blocks);
@@ -278,8 +278,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     for (int p = 0; p < group.pieces; ++p) {
       const int at = cuts.span_at(group.place) + p;
       const int begin = max(cuts.begin(at) - group.place, 0), end = min(cuts.begin(at + 1) - group.place, tiles);
-      add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
-                   group.partial + p * users});
+      add(at,
+          Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users, group.partial + p * users});
     }
   }
   for (int b = warp; b < a.bs; b += num_warps) {
