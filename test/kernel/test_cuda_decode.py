@@ -133,7 +133,11 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
 
 def test_workspace_too_small_is_refused():
     batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
-    workspace = torch.zeros(1000, device=DEVICE)
+    dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
+    workspace = module.decode_workspace(1, 1, **dims, device=DEVICE)
+    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+    with pytest.raises(ValueError, match="workspace: expected at least"):
+        module.plan_decode(workspace, *(batch.decode[name] for name in tables), batch.segment_ids, **dims)
     with pytest.raises(ValueError, match="workspace: expected at least"):
         module.link_decode(**batch.decode, **batch.options, workspace=workspace)
 
