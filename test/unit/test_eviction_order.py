@@ -1,0 +1,172 @@
+"""Which KV goes first: what counts as a use, under every eviction policy, and that the time of day does not count."""
+
+import random
+import time
+import types
+
+import pytest
+from sglang.srt.mem_cache import radix_cache
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.radix_cache import RadixCache
+
+from fakes.loop import QUESTION, A, B, C, D, Loop
+from fakes.pools import Pools
+from fakes.requests import CHUNK, TEXT, new_request
+from fakes.scheduler import Scheduler
+from sglang_lazy.core.state import linked
+from sglang_lazy.port.radix import LazyRadixCache
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+POLICIES = ("lru", "lfu", "slru", "fifo", "filo", "priority")
+PLAIN = (TEXT, (7, 7, 7, 7))
+
+
+def evicted(scheduler):
+    """The leaves that `scheduler` evicts from now on, in order: their tokens, from the beginning of their namespace."""
+    cache, order = scheduler.tree_cache, []
+    delete_leaf = cache._delete_leaf
+
+    def record(leaf):
+        tokens, node = (), leaf
+        while node is not cache.root_node:
+            tokens = tuple(node.key.token_ids) + tokens
+            node = node.parent
+        order.append(tokens)
+        delete_leaf(leaf)
+
+    cache._delete_leaf = record
+    return order
+
+
+def evict_all(scheduler):
+    while scheduler.tree_cache.evictable_size():
+        scheduler.tree_cache.evict(EvictParams(num_tokens=1))
+
+
+def node_of(scheduler, chunk):
+    """The node of a chunk that has not been split."""
+    (node,) = (
+        child for child in scheduler.tree_cache.root_node.children.values() if tuple(child.key.token_ids) == chunk[1]
+    )
+    return node
+
+
+@pytest.mark.parametrize("policy, num_texts", [("lfu", 2), ("slru", 1)])
+@pytest.mark.parametrize("link", ["block", "copy"])
+def test_a_chunk_in_demand_outlives_text_that_is_not(policy, num_texts, link):
+    """A chunk used six times stays longer than later text that was used less."""
+    scheduler = Loop(200, eviction_policy=policy, link=link)
+    for i in range(6):
+        scheduler.submit([A, (TEXT, (i, i))], f"p{i}", max_new_tokens=1)
+        scheduler.run()
+    for i in range(num_texts):
+        scheduler.submit([PLAIN], f"text{i}", max_new_tokens=1)
+        scheduler.run()
+    order = evicted(scheduler)
+    evict_all(scheduler)
+    assert order.index(PLAIN[1]) < order.index(A[1])
+
+
+def test_priority_of_requests_is_that_of_their_chunks():
+    """Chunks of an important request stay longer than later ones, whoever computed them."""
+    scheduler = Loop(200, eviction_policy="priority")
+    scheduler.warm(A, D)
+    for rid, chunk, priority in (("adopts", A, 5), ("computes", B, 5), ("unimportant", C, 1)):
+        scheduler.submit([chunk, QUESTION], rid, priority=priority, max_new_tokens=1)
+        scheduler.run()
+    order = evicted(scheduler)
+    evict_all(scheduler)
+    chunks = [tokens for tokens in order if tokens in (A[1], B[1], C[1], D[1])]
+    assert chunks == [D[1], C[1], A[1], B[1]]
+
+
+def test_a_fill_has_the_priority_of_its_parent():
+    """It keeps it when the parent is aborted before it has used what the fill computes."""
+    scheduler = Loop(chunked_prefill_size=2)
+    parent = scheduler.submit([A, QUESTION], "aborted", priority=5)
+    scheduler.step()
+    scheduler.abort(parent)
+    scheduler.run()
+    assert node_of(scheduler, A).priority == 5
+
+
+def test_a_look_up_alone_is_no_hit():
+    """A request that finds a chunk and is aborted while it waits makes the chunk recent, and no more."""
+    scheduler = Loop()
+    scheduler.warm(A, B)
+    node = node_of(scheduler, A)
+    hits, recency = node.hit_count, node.last_access_time
+    req = scheduler.submit([A, QUESTION], "aborted", priority=5)
+    scheduler.visible()
+    assert linked(req).ready
+    scheduler.abort(req)
+    scheduler.run()
+    assert (node.hit_count, node.priority) == (hits, 0)
+    assert node.last_access_time > max(recency, node_of(scheduler, B).last_access_time)
+
+
+@pytest.mark.parametrize("chunked_prefill_size", [2, 64])
+def test_a_prompt_uses_its_chunks_once(chunked_prefill_size):
+    """In however many pieces it is prefilled."""
+    scheduler = Loop(chunked_prefill_size=chunked_prefill_size)
+    scheduler.warm(A)
+    node = node_of(scheduler, A)
+    hits = node.hit_count
+    scheduler.submit([A, (TEXT, (5, 6, 7, 8, 9, 10, 11)), QUESTION], "p0", max_new_tokens=3)
+    scheduler.run()
+    assert len(scheduler.log) == {2: 4, 64: 1}[chunked_prefill_size] + 2
+    assert node.hit_count == hits + 1
+
+
+def history(scheduler, seed, chunks=True):
+    """Requests that share beginnings, in a pool that holds some of them; returns the order of eviction."""
+    dice, order = random.Random(seed), evicted(scheduler)
+    for i in range(40):
+        parts = []
+        for _ in range(dice.randint(1, 3)):
+            tokens = tuple(dice.choice([(1, 2, 3, 4), (1, 2, 5), (6, 7), (6, 8, 9)])[: dice.randint(1, 4)])
+            parts.append((CHUNK if chunks and dice.random() < 0.5 else TEXT, tokens))
+        priority = dice.choice([0, 0, 1, 2])
+        req = new_request(parts, rid=f"r{i}", max_new_tokens=dice.randint(1, 4), priority=priority)
+        scheduler._add_request_to_queue(req)
+        for _ in range(dice.randint(0, 2)):
+            scheduler.step()
+    scheduler.run(500)
+    evict_all(scheduler)
+    return order
+
+
+@pytest.fixture
+def any_time(monkeypatch):
+    """any_time(seed): from now on SGLang's radix cache meets random times of day."""
+
+    def set_clock(seed):
+        clock = types.SimpleNamespace(monotonic=random.Random(seed).random, perf_counter=time.perf_counter)
+        monkeypatch.setattr(radix_cache, "time", clock)
+
+    return set_clock
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_the_time_of_day_decides_nothing(policy, seed, any_time):
+    """Two ranks with the same history evict in the same order, of chunks, text behind them, plain text, and splits."""
+    orders = []
+    for clock in (1, 2):
+        any_time(clock)
+        orders.append(history(Loop(40, eviction_policy=policy), seed))
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 60
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(3))
+def test_plain_text_goes_in_the_order_of_sglang(policy, seed):
+    """Without chunks, whatever the clock, our cache evicts what SGLang's own would."""
+    orders = []
+    for cache_class in (RadixCache, LazyRadixCache):
+        pools = Pools(40, cache_class=cache_class, eviction_policy=policy)
+        orders.append(history(Scheduler(pools), seed, chunks=False))
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 40
