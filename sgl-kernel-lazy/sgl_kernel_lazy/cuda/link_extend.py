@@ -10,9 +10,9 @@ from sgl_kernel_lazy.validation import check_extend_inputs
 # Packed rows of a work item, and head_dim: entries of a tile. Heads of 256 have small items only.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
 # The runs of a request, 16 bytes each, share a block's shared memory with its tiles.
-MAX_SEGMENTS, MAX_SPLITS = 1900, 128
-# Microseconds on an H200: per tile, to begin and end a work item, and to merge, as measured, and bytes merged in one.
-TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.0, 4.0, 4.0, 3e6
+MAX_SEGMENTS = 1900
+# Tiles of a batch up to which no request is split: merging would take longer.
+WORTH_SPLITTING = 4
 
 
 def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int = 0) -> bool:
@@ -22,22 +22,18 @@ def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: i
 
 @functools.lru_cache(maxsize=1024)
 def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors):
-    """(block_m, num_splits, num_items): the cheapest split by a model of the time, from what the host knows.
+    """(block_m, max_items, max_partials): room for the splits that the device chooses, which knows all lengths.
 
-    nnz_kv may be an upper bound, and requests may differ in length: that costs time only.
+    nnz_kv may be an upper bound.
     """
     group = num_qo_heads // num_kv_heads
     block_m = SMALL_BLOCK_M if head_dim == 256 or max_extend_len * group <= SMALL_BLOCK_M else BLOCK_M
     row_tiles = min(bs * -(-max_extend_len * group // block_m), (nnz_qo * group + bs * (block_m - 1)) // block_m)
-    tiles = max(1, -(-nnz_kv // (bs * BLOCK_N[head_dim])))
-
-    def time(num_splits):
-        waves = -(-row_tiles * num_kv_heads * num_splits // num_multiprocessors)
-        merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
-        return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
-
-    num_splits = min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
-    return block_m, num_splits, row_tiles * num_kv_heads * num_splits
+    items = row_tiles * num_kv_heads
+    if nnz_kv <= WORTH_SPLITTING * BLOCK_N[head_dim]:
+        return block_m, items, 0
+    # Parts of at least a multiprocessor's share of all tiles: this many items more, and at most twice as many parts.
+    return block_m, items + num_multiprocessors, 2 * num_multiprocessors
 
 
 def link_extend(
@@ -69,14 +65,15 @@ def link_extend(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
-    block_m, num_splits, num_items = _plan(
+    multiprocessors = num_multiprocessors(q.device)
+    block_m, max_items, max_partials = _plan(
         num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
-        num_multiprocessors(q.device),
+        multiprocessors,
     )  # fmt: skip
     partial_out = partial_lse = None
-    if num_splits > 1:
-        partial_out = torch.empty(num_splits, nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(num_splits, nnz_qo, num_qo_heads, dtype=torch.float32, device=q.device)
+    if max_partials > 0:
+        partial_out = torch.empty(max_partials, block_m, head_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(max_partials, block_m, dtype=torch.float32, device=q.device)
     module = load_module(
         "link_extend",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
@@ -84,7 +81,7 @@ def link_extend(
     )  # fmt: skip
     module.link_extend(
         q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, out, lse, partial_out, partial_lse, block_m, num_splits, num_items, sm_scale,
-        v_scale,
+        segment_offsets, cos_sin_cache, out, lse, partial_out, partial_lse, block_m, max_items, multiprocessors,
+        sm_scale, v_scale,
     )  # fmt: skip
     return out
