@@ -2,6 +2,7 @@
 
 import importlib
 from types import ModuleType
+from typing import Any
 
 __all__ = ["IMPLEMENTATIONS", "get_implementation", "rope_cos_sin", "rotate_queries"]
 __version__ = "0.1.0"
@@ -9,13 +10,13 @@ __version__ = "0.1.0"
 IMPLEMENTATIONS = {
     "torch": "sgl_kernel_lazy.torch_impl",
     "cuda": "sgl_kernel_lazy.cuda",
-    "flashinfer": "sgl_kernel_lazy.stock",
+    "flashinfer": "sgl_kernel_lazy.flashinfer_impl",
     "triton": "sgl_kernel_lazy.triton",
 }
 
 
 def get_implementation(name: str) -> ModuleType:
-    """The module that implements `link_decode`, `link_extend`, `plan_decode` and `decode_workspace` under this name.
+    """The module of this name, which has the ops of `sgl_kernel_lazy.torch_impl` with the same arguments.
 
     Its `unsupported` says what it cannot serve.
     """
@@ -24,7 +25,7 @@ def get_implementation(name: str) -> ModuleType:
     return importlib.import_module(IMPLEMENTATIONS[name])
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     # torch is imported on first use only, so that `import sgl_kernel_lazy` stays cheap.
     if name in ("rope_cos_sin", "rotate_queries"):
         return getattr(importlib.import_module("sgl_kernel_lazy.rope"), name)

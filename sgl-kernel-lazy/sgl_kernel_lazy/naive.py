@@ -1,17 +1,33 @@
 """The formula of linked attention, row by row with an explicit mask: what every implementation is tested against."""
 
+from typing import Any
+
 import torch
 
 from sgl_kernel_lazy.rope import rotate_queries
 
 
 def naive_link_extend(
-    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-    num_segments, segment_ends, segment_offsets, cos_sin_cache, *, is_neox, sm_scale, dtype=torch.float64,
-):  # fmt: skip
-    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the entries j with kv_position_j <= q_position.
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    is_neox: bool,
+    sm_scale: float,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the KV tokens j with kv_position_j <= q_position.
 
-    p_j is the offset of the chunk segment that entry j belongs to, and 0 for text. Everything after the rotation is
+    p_j is the offset of the chunk segment that KV token j belongs to, and 0 for text. Everything after the rotation is
     computed in `dtype`: float64 makes this the oracle, the inputs' own dtype makes it plain PyTorch.
     Returns out [nnz_qo, num_qo_heads, head_dim] and lse [nnz_qo, num_qo_heads], both in `dtype`.
     """
@@ -41,8 +57,16 @@ def naive_link_extend(
     return out, lse
 
 
-def naive_link_decode(q, k_cache, v_cache, kv_indptr, kv_indices, *segments_and_table, **options):
-    """`naive_link_extend` with one query row per request that sees every entry; returns (out, lse) likewise."""
+def naive_link_decode(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    *segments_and_table: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`naive_link_extend` with one query row per request that sees every KV token; returns (out, lse) likewise."""
     rows = torch.arange(len(q) + 1)
     position = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
     return naive_link_extend(

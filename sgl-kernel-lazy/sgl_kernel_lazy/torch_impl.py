@@ -1,23 +1,42 @@
 """Linked attention in plain PyTorch: the readable implementation, and the one that serves on CPU."""
 
+from collections.abc import Iterator, Sequence
+
 import torch
 
 from sgl_kernel_lazy.rope import rotate_queries
-from sgl_kernel_lazy.validation import check_copy_inputs, check_extend_inputs, check_link_inputs
+from sgl_kernel_lazy.validation import check_copy_inputs, check_decode_inputs, check_extend_inputs, check_rows
 
 # Elements of the score matrix of one step: 64 MiB of float32, or 128 of float64.
 MAX_SCORES = 1 << 24
 
 
-def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
+def unsupported(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    max_segments: int,
+) -> str | None:
     """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
+    max_segments: of a request, the width of the segment tables.
     """
     return None
 
 
-def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
+def decode_workspace(
+    max_bs: int,
+    max_segments: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> torch.Tensor | None:
     """What `plan_decode` and `link_decode` need for batches of up to max_bs requests of up to max_segments segments.
 
     This implementation needs no workspace and no plan.
@@ -26,42 +45,74 @@ def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim,
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
-    *, num_qo_heads, num_kv_heads, head_dim,
-):  # fmt: skip
-    """Prepare the workspace for a batch, once per step and before all layers; arguments as for `link_decode`."""
+    workspace: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Prepare the workspace for a batch, once per step and before all layers; arguments as for `link_decode`.
+
+    segment_ids: [bs, max_segments] int32, not read beyond num_segments; None: nothing is shared. Segments of one id,
+        at least 0, list the same slots in the same order, so that their keys can be read once for all requests; -1 is
+        shared with nobody. Neither is a segment that reaches the end of its row, whatever its id: a row ends with the
+        query's own token, so this one is left over in a row that pads the batch.
+    Raises ValueError on a shape, dtype, device or stride mismatch.
+    """
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
 
 
 def link_decode(
-    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
-):  # fmt: skip
-    """out[b] = sum_j softmax_j(sm_scale < R(-p_j) q[b], k_j >) v_j over all entries j of request b's row.
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    is_neox: bool,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    segment_ids: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """out[b] = sum_j softmax_j(sm_scale < R(-p_j) q[b], k_j >) v_j over all KV tokens j of request b's row.
 
     A request's row lists its chunk segments in prompt order, then its text. p_j is the offset of the chunk segment
-    that holds entry j, whose keys are stored at local positions; it is 0 for text, stored at absolute positions.
+    that holds KV token j, whose key is stored at its local position; it is 0 for text, stored at absolute positions.
 
     q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
     k_cache, v_cache: [num_slots, num_kv_heads, head_dim], both in q's dtype or in fp8 (e4m3fn, e5m2), which is widened
         without loss. At most 2**31 slots.
     kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
     num_segments: [bs] int32, 0 for an ordinary request.
-    segment_ends: [bs, max_segments] int32, relative to the request's first entry; segment i begins where i - 1 ended.
+    segment_ends: [bs, max_segments] int32, in KV tokens of the request's row; segment i begins where i - 1 ended.
     segment_offsets: [bs, max_segments] int32.  Neither table is read beyond num_segments.
     cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
     sm_scale: what scores are multiplied by, positive.
-    v_scale: what fp8 values were divided by when they were stored; it multiplies out. Keys that were divided by a scale
-        ask for sm_scale times that scale.
+    v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
+        by a scale, multiply sm_scale by it.
+    segment_ids: as for `plan_decode`; used only where workspace is None.
+    workspace: from `decode_workspace`, with this batch planned by `plan_decode`; None: made here.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
-    Returns out. A request without entries gives a zero row and lse -inf.
+    Returns out. A request without KV tokens gives a zero row and lse -inf.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
-    check_link_inputs(
+    check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale,
+        out, lse, sm_scale, v_scale, segment_ids,
     )  # fmt: skip
-    if q.shape[0] != num_segments.shape[0]:
-        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     indptr = kv_indptr.tolist()
     for b, runs in enumerate(_runs(indptr, num_segments, segment_ends, segment_offsets)):
@@ -75,21 +126,39 @@ def link_decode(
 
 
 def link_extend(
-    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-    num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, v_scale=1.0, out=None, lse=None, validate=True,
-):  # fmt: skip
-    """`link_decode` for a ragged batch of rows, each of which sees the entries with kv_position <= q_position.
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    max_extend_len: int,
+    is_neox: bool,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    validate: bool = True,
+) -> torch.Tensor:
+    """`link_decode` for a ragged batch of query rows, each of which sees the KV tokens with kv_position <= q_position.
 
     q: [nnz_qo, num_qo_heads, head_dim]; the rows of request b are qo_indptr[b] .. qo_indptr[b + 1].
     qo_indptr: [bs + 1] int32.  q_positions: [nnz_qo] int32 or int64, absolute.
-    kv_positions: [>= kv_indptr[-1]] int32, absolute position of each entry of kv_indices. They ascend strictly within
-        each chunk segment, within the cached text, and within the new text, which is the last qo_len entries of a row.
+    kv_positions: [>= kv_indptr[-1]] int32, absolute position of each KV token of kv_indices. They ascend strictly
+        within each chunk segment, within the cached text, and within the new text, which is the last qo_len tokens of a
+        row.
     max_extend_len: the longest qo_len of the batch, known on the host.
-    validate: False leaves out the checks of arguments, which cost a layer as much host time as its launches: for calls
-        that differ from a checked one in the contents of q, the caches, cos_sin_cache and out alone, as the layers of a
-        model do.
-    The new tokens' own keys and values are in the cache already. Other arguments, results and errors: `link_decode`;
+    validate: False skips the checks of arguments, which cost as much host time as a layer's launches: for calls that
+        differ from a checked one only in the contents of q, the caches, cos_sin_cache and out, as the layers of a model
+        do.
+    The keys and values of the new tokens are in the cache already. Other arguments, results and errors: `link_decode`;
     a row that sees nothing gives zeros and lse -inf.
     """
     if validate:
@@ -114,7 +183,9 @@ def link_extend(
     return out
 
 
-def _runs(kv_indptr, num_segments, segment_ends, segment_offsets):
+def _runs(
+    kv_indptr: Sequence[int], num_segments: torch.Tensor, segment_ends: torch.Tensor, segment_offsets: torch.Tensor
+) -> Iterator[list[tuple[int, int, int]]]:
     """Per request, the half-open runs (begin, end, offset) of its row: its chunk segments, then its text."""
     ends, offsets = segment_ends.tolist(), segment_offsets.tolist()
     for b, count in enumerate(num_segments.tolist()):
@@ -122,34 +193,43 @@ def _runs(kv_indptr, num_segments, segment_ends, segment_offsets):
         yield list(zip(bounds, bounds[1:], [*offsets[b][:count], 0], strict=False))
 
 
-def _rows(cache, slots, dtype):
-    """The cache rows of these slots as [num_kv_heads, n, head_dim], in the type that all is computed in.
+def _rows(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The cache rows of these slots as [num_kv_heads, n, head_dim], in the type that everything is computed in.
 
     That is wider than dtype, the queries', so that only the results are rounded to it: float32, or float64 for float32.
     """
     return cache[slots].to(torch.float64 if dtype == torch.float32 else torch.float32).transpose(0, 1)
 
 
-def _attend(q, keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale):
+def _attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    runs: list[tuple[int, int, int]],
+    visible: torch.Tensor | None,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+    sm_scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of q [n_q, num_qo_heads, head_dim] over keys, values [num_kv_heads, n, head_dim] from `_rows`.
 
-    visible: bool [n_q, n], or None where every row sees every entry.
+    visible: bool [n_q, n], or None where every row sees every KV token.
     Returns out [n_q, num_qo_heads, head_dim] in q's dtype and lse [n_q, num_qo_heads] in the type of keys.
     """
     num_rows, num_qo_heads, head_dim = q.shape
-    num_kv_heads, num_entries, _ = keys.shape
+    num_kv_heads, num_keys, _ = keys.shape
     by_head = (num_rows, num_kv_heads, num_qo_heads // num_kv_heads)
     wide = q.to(keys.dtype)
-    scores = wide.new_empty(num_kv_heads, num_rows * by_head[2], num_entries)
+    scores = wide.new_empty(num_kv_heads, num_rows * by_head[2], num_keys)
     for begin, end, offset in runs:
         if begin < end:
-            turned = rotate_queries(wide, offset, cos_sin_cache, is_neox=is_neox, inverse=True) if offset else wide
-            turned = turned.reshape(*by_head, head_dim).transpose(0, 1).flatten(1, 2)
-            scores[:, :, begin:end] = turned @ keys[:, begin:end].mT
+            rotated = rotate_queries(wide, offset, cos_sin_cache, is_neox=is_neox, inverse=True) if offset else wide
+            rotated = rotated.reshape(*by_head, head_dim).transpose(0, 1).flatten(1, 2)
+            scores[:, :, begin:end] = rotated @ keys[:, begin:end].mT
     scores *= sm_scale
     if visible is not None:
-        scores.view(num_kv_heads, num_rows, -1, num_entries).masked_fill_(~visible[:, None], float("-inf"))
-    row_max = scores.amax(-1, keepdim=True) if num_entries else scores.new_full((*scores.shape[:2], 1), -torch.inf)
+        scores.view(num_kv_heads, num_rows, -1, num_keys).masked_fill_(~visible[:, None], float("-inf"))
+    row_max = scores.amax(-1, keepdim=True) if num_keys else scores.new_full((*scores.shape[:2], 1), -torch.inf)
     # A row that sees nothing has the maximum -inf; subtracting 0 instead keeps its weights exp(-inf) = 0.
     weights = scores.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
     row_sum = weights.sum(dim=-1, keepdim=True)
@@ -158,14 +238,23 @@ def _attend(q, keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale):
     return out.transpose(0, 1).reshape(q.shape).to(q.dtype), lse.transpose(0, 1).reshape(num_rows, num_qo_heads)
 
 
-def copy_rotated(k_caches, v_caches, source, target, offsets, cos_sin_cache, *, is_neox):
-    """Copy cached entries to other slots, in every layer, their keys turned on: k[target] = R(offset) k[source].
+def copy_rotated(
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    target: torch.Tensor,
+    offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    is_neox: bool,
+) -> None:
+    """Copy cached KV tokens to other slots, in every layer, with their keys rotated: k[target] = R(offset) k[source].
 
-    k_caches, v_caches: a cache of each layer, [num_slots, num_kv_heads, head_dim], all alike; entries contiguous.
+    k_caches, v_caches: a cache of each layer, [num_slots, num_kv_heads, head_dim], all alike; KV tokens contiguous.
     source, target: [n] int32 or int64, slots; no slot is in both, none twice in target.
-    offsets: [n] int32 or int64, by how many positions each key is turned.
+    offsets: [n] int32 or int64, by how many positions each key is rotated.
     cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
-    Keys are turned in float32 and rounded once to the caches' dtype.
+    Keys are rotated in float32 and rounded once to the caches' dtype.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
     check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache)

@@ -1,5 +1,7 @@
 """Checks shared by the implementations: shapes, dtypes, devices and strides only, so the device is never waited for."""
 
+from collections.abc import Sequence
+
 import torch
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -7,9 +9,15 @@ INTEGERS = (torch.int32, torch.int64)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
-def check_tensor(name, tensor, shape, dtypes, device):
+def check_tensor(
+    name: str,
+    tensor: torch.Tensor,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
     """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes, this device and a
-    contiguous last dimension. Called a dozen times per layer: what fits is found out with few operations."""
+    contiguous last dimension. Every layer makes a dozen of these calls, so a tensor that fits passes quickly."""
     actual = tensor.shape
     if actual != shape and not _matches(actual, shape):
         expected = ["any" if e is None else e for e in shape]
@@ -22,7 +30,7 @@ def check_tensor(name, tensor, shape, dtypes, device):
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
 
 
-def _matches(actual, shape):
+def _matches(actual: Sequence[int], shape: Sequence[int | None]) -> bool:
     if len(actual) != len(shape):
         return False
     for length, expected in zip(actual, shape, strict=True):
@@ -31,11 +39,44 @@ def _matches(actual, shape):
     return True
 
 
+def check_rows(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    device: torch.device,
+) -> None:
+    """Check what describes the rows of a batch: the tensors of `plan_decode`, which the ops take too."""
+    check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
+    bs = num_segments.shape[0]
+    check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
+    check_tensor("kv_indices", kv_indices, (None,), INTEGERS, device)
+    check_tensor("segment_ends", segment_ends, (bs, None), (torch.int32,), device)
+    check_tensor("segment_offsets", segment_offsets, segment_ends.shape, (torch.int32,), device)
+    if segment_ids is not None:
+        check_tensor("segment_ids", segment_ids, segment_ends.shape, (torch.int32,), device)
+
+
 def check_link_inputs(
-    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache, out, lse,
-    sm_scale, v_scale=1.0, kv_dtypes=FP8,
-):  # fmt: skip
-    """Check the arguments of `link_decode`, which `link_extend` has too; see their docstrings.
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    kv_dtypes: Sequence[torch.dtype] = FP8,
+    segment_ids: torch.Tensor | None = None,
+) -> None:
+    """Check what `link_decode` and `link_extend` have in common; see their docstrings.
 
     kv_dtypes: what the caches may hold besides q's dtype.
     """
@@ -52,16 +93,8 @@ def check_link_inputs(
         raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")
     if not 32 <= head_dim <= 256 or head_dim % 8:
         raise ValueError(f"q: expected head_dim to be a multiple of 8 from 32 to 256, got {head_dim}")
-    check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
-    bs = num_segments.shape[0]
-    check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
-    check_tensor("kv_indices", kv_indices, (None,), INTEGERS, device)
-    check_tensor("segment_ends", segment_ends, (bs, None), (torch.int32,), device)
-    check_tensor("segment_offsets", segment_offsets, (bs, segment_ends.shape[1]), (torch.int32,), device)
-    check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), device)
-    rotary_dim = cos_sin_cache.shape[1]
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
-        raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, device)
+    check_cos_sin(cos_sin_cache, head_dim, device)
     if not sm_scale > 0:
         raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
     if v_scale != 1.0 and k_cache.dtype not in FP8:
@@ -72,11 +105,52 @@ def check_link_inputs(
         check_tensor("lse", lse, (nnz_qo, num_qo_heads), (torch.float32,), device)
 
 
+def check_decode_inputs(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    sm_scale: float,
+    v_scale: float,
+    segment_ids: torch.Tensor | None,
+    kv_dtypes: Sequence[torch.dtype] = FP8,
+) -> None:
+    """Check the arguments of `link_decode`."""
+    check_link_inputs(
+        q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
+        out, lse, sm_scale, v_scale, kv_dtypes, segment_ids,
+    )  # fmt: skip
+    if q.shape[0] != num_segments.shape[0]:
+        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
+
+
 def check_extend_inputs(
-    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-    num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse,
-    sm_scale, v_scale=1.0, kv_dtypes=FP8,
-):  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    max_extend_len: int,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    kv_dtypes: Sequence[torch.dtype] = FP8,
+) -> None:
     """Check the arguments of `link_extend`."""
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
@@ -89,7 +163,14 @@ def check_extend_inputs(
         raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
 
 
-def check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache):
+def check_copy_inputs(
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    target: torch.Tensor,
+    offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+) -> None:
     """Check the arguments of `copy_rotated`."""
     if not k_caches or len(k_caches) != len(v_caches):
         raise ValueError(f"k_caches, v_caches: expected as many, at least one, got {len(k_caches)} and {len(v_caches)}")
@@ -101,13 +182,18 @@ def check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache
             check_tensor(f"{name}[{layer}]", cache, like.shape, (like.dtype,), like.device)
             if cache.stride() != like.stride() or cache.stride()[1:] != (head_dim, 1):
                 raise ValueError(
-                    f"{name}[{layer}]: expected contiguous entries at the strides of k_caches[0], "
+                    f"{name}[{layer}]: expected contiguous KV tokens at the strides of k_caches[0], "
                     f"{list(like.stride())}, got {list(cache.stride())}"
                 )
     check_tensor("source", source, (None,), INTEGERS, like.device)
     check_tensor("target", target, source.shape, INTEGERS, like.device)
     check_tensor("offsets", offsets, source.shape, INTEGERS, like.device)
-    check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), like.device)
+    check_cos_sin(cos_sin_cache, head_dim, like.device)
+
+
+def check_cos_sin(cos_sin_cache: torch.Tensor, head_dim: int, device: torch.device) -> None:
+    """Check the table of angles, see `rope_cos_sin`."""
+    check_tensor("cos_sin_cache", cos_sin_cache, (None, None), (torch.float32,), device)
     rotary_dim = cos_sin_cache.shape[1]
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
         raise ValueError(f"cos_sin_cache: expected an even rotary_dim up to head_dim {head_dim}, got {rotary_dim}")

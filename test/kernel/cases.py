@@ -42,6 +42,14 @@ CASES = {
     "cached text behind new text": (
         20, Shape(bs=1), [[("new", 4), ("chunk", 1), ("text", 6), ("chunk", 0), ("new", 5)]],
     ),
+    "chunks with holes": (
+        22,
+        Shape(bs=2),
+        [
+            [("chunk", (2, (0, 1, 2, 5, 9, 39))), ("text", 3), ("chunk", (2, (7, 8))), ("new", 4)],
+            [("text", 1), ("chunk", (2, (0, 3, 4, 5, 20, 39))), ("new", 2), ("chunk", (2, (7, 8))), ("new", 1)],
+        ],
+    ),
     "nothing cached is seen": (21, Shape(bs=1), [[("new", 5), ("chunk", 2), ("chunk", 1), ("new", 1)]]),
 }  # fmt: skip
 

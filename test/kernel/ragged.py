@@ -36,6 +36,7 @@ class Batch:
 
     shape: Shape
     extend: dict
+    segment_ids: torch.Tensor
     options: dict
     prompts: list
 
@@ -59,8 +60,9 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
     """Prompts of texts and chunks, of which some text is new: queries are the new text, everything else is cached.
 
     layout: per request a list of ("text" | "new" | "chunk" | "gap", length or chunk id), random when not given. A gap
-    moves the position on without any entry. A chunk id names one of the pooled chunks, which are shared by all
-    requests. Slots are shuffled and twice as many as needed; unused ones hold NaN.
+    moves the position on without any KV token. A chunk id names one of the pooled chunks, which are shared by all
+    requests; (chunk id, indices) keeps these of its tokens only, at their places in the prompt. Slots are shuffled and
+    twice as many as needed; unused ones hold NaN.
     """
     rng = random.Random(seed)
     gen = torch.Generator().manual_seed(seed)
@@ -85,22 +87,26 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
         next_slot += n
 
     q, q_positions, kv_rows, kv_positions, tables, prompts = [], [], [], [], [], []
+    segment_ids = {}
     for request in layout:
         position, parts = 0, []
         for kind, what in request:
-            n = chunk_lens[what] if kind == "chunk" else what
+            n = chunk_lens[what[0] if isinstance(what, tuple) else what] if kind == "chunk" else what
             parts.append((kind, what, torch.arange(position, position + n)))
             position += n
-        ends, offsets, slots, positions = [], [], [], []
+        ends, offsets, ids, slots, positions = [], [], [], [], []
         raw_k, raw_v, raw_q, raw_q_positions = [], [], [], []
         for kind, what, at in parts:
             if kind == "chunk":
-                slots += chunk_slots[what]
-                positions += at.tolist()
+                chunk, kept = what if isinstance(what, tuple) else (what, range(len(at)))
+                kept = list(kept)
+                slots += [chunk_slots[chunk][i] for i in kept]
+                positions += at[kept].tolist()
                 ends.append(len(slots))
                 offsets.append(int(at[0]))
-                raw_k.append(chunks[what][0])
-                raw_v.append(chunks[what][1])
+                ids.append(segment_ids.setdefault(what, 7 * len(segment_ids)))
+                raw_k.append(chunks[chunk][0][kept])
+                raw_v.append(chunks[chunk][1][kept])
         for wanted in ("text", "new"):
             for kind, _, at in parts:
                 if kind != wanted:
@@ -123,7 +129,7 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
         q_positions.append(at)
         kv_rows.append(slots)
         kv_positions += positions
-        tables.append((ends, offsets))
+        tables.append((ends, offsets, ids))
         prompts.append(
             dict(
                 q=raw_q,
@@ -141,12 +147,10 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
         cache = torch.full((num_slots, shape.num_kv_heads, shape.head_dim), NAN, dtype=torch.float64)
         cache[shuffled[:next_slot]] = torch.cat(stored) if stored else cache[:0]
         caches.append(cache.to(shape.dtype).to(DEVICE))
-    width = max(1, *(len(ends) for ends, _ in tables)) + rng.randint(0, 2)
-    segment_ends = torch.full((len(layout), width), GARBAGE, dtype=torch.int32)
-    segment_offsets = torch.full((len(layout), width), GARBAGE, dtype=torch.int32)
-    for b, (ends, offsets) in enumerate(tables):
-        segment_ends[b, : len(ends)] = torch.tensor(ends, dtype=torch.int32)
-        segment_offsets[b, : len(ends)] = torch.tensor(offsets, dtype=torch.int32)
+    width = max(1, *(len(ends) for ends, *_ in tables)) + rng.randint(0, 2)
+    segments = torch.full((3, len(layout), width), GARBAGE, dtype=torch.int32)
+    for b, lists in enumerate(tables):
+        segments[:, b, : len(lists[0])] = torch.tensor(lists, dtype=torch.int32)
     indices = [int(shuffled[s]) for row in kv_rows for s in row]
     index_dtype = rng.choice([torch.int32, torch.int64])
     extend = dict(
@@ -158,13 +162,14 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
         kv_indptr=_indptr(len(row) for row in kv_rows),
         kv_indices=torch.tensor(indices + [GARBAGE] * 5, dtype=index_dtype),
         kv_positions=torch.tensor(kv_positions + [-1] * 5, dtype=torch.int32),
-        num_segments=torch.tensor([len(ends) for ends, _ in tables], dtype=torch.int32),
-        segment_ends=segment_ends,
-        segment_offsets=segment_offsets,
+        num_segments=torch.tensor([len(ends) for ends, *_ in tables], dtype=torch.int32),
+        segment_ends=segments[0],
+        segment_offsets=segments[1],
         cos_sin_cache=cos_sin_cache,
     )
     options = dict(is_neox=shape.is_neox, sm_scale=shape.head_dim**-0.5)
-    return Batch(shape, {name: t.to(DEVICE) for name, t in extend.items()}, options, prompts)
+    on_device = {name: t.to(DEVICE) for name, t in extend.items()}
+    return Batch(shape, on_device, segments[2].to(DEVICE), options, prompts)
 
 
 def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
@@ -209,7 +214,7 @@ def run(op: str, implementation, batch: Batch, **given):
         workspace = implementation.decode_workspace(len(out), width, **dims, device=torch.device(DEVICE))
         options["workspace"] = workspace.fill_(NAN) if workspace is not None else None
         tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-        implementation.plan_decode(workspace, *(inputs[name] for name in tables), **dims)
+        implementation.plan_decode(workspace, *(inputs[name] for name in tables), batch.segment_ids, **dims)
     else:
         options["max_extend_len"] = batch.max_extend_len
     result = getattr(implementation, f"link_{op}")(**{**inputs, **options, "out": out, "lse": lse, **given})

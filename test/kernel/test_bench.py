@@ -26,7 +26,7 @@ def test_every_family_is_checked_and_timed(tmp_path, capsys):
         assert 0 < row["p20"] <= row["p50"] <= row["p80"] and row["error"] <= row["budget"]
         assert ("step_ms" in row) == (row["op"] == "decode")
     assert result["header"]["commit"] == "abc" and result["header"]["torch"] == torch.__version__
-    assert "stock" in result["skipped"]
+    assert "baseline" in result["skipped"]
     assert f"{len(result['rows'])} measured, 0 failed" in capsys.readouterr().out
 
 

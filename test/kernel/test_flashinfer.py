@@ -1,4 +1,4 @@
-"""Linked attention on stock FlashInfer kernels: on a GPU; without one, its entries and merge around a stand-in."""
+"""Linked attention on FlashInfer's own kernels: on a GPU; without one, its items and merge around a stand-in."""
 
 import dataclasses
 import importlib
@@ -11,22 +11,22 @@ from ragged import DEVICE, NAN, check, naive, random_batch, relative_error, run
 
 pytest.importorskip("flashinfer")
 
-import sgl_kernel_lazy.stock as stock
-from sgl_kernel_lazy.stock import common
+from sgl_kernel_lazy import flashinfer_impl
+from sgl_kernel_lazy.flashinfer_impl import common
 
 ops = pytest.mark.parametrize("op", ["decode", "extend"])
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="FlashInfer's kernels need a GPU")
 HALVES = [torch.float16, torch.bfloat16]
-# What a stand-in for the kernels can show: how rows become entries. Head layouts are the kernels' own affair.
+# What a stand-in for the kernels can show: how rows become items. Head layouts are the kernels' own affair.
 LAYOUTS = [
     "ragged", "group of 7, interleaved", "many requests", "50 segments, spans between", "segments of one token",
     "same chunk twice", "plain requests", "plain beside linked", "empty rows", "offsets to the end",
-    "chunked prefill goes on", "cached text behind new text", "nothing cached is seen",
+    "chunked prefill goes on", "cached text behind new text", "chunks with holes", "nothing cached is seen",
 ]  # fmt: skip
 
 
 class StandIn:
-    """FlashInfer's interface in PyTorch: rows of an entry over its slots, causal from the end, base-2 lse."""
+    """FlashInfer's interface in PyTorch: rows of an item over its slots, causal from the end, base-2 lse."""
 
     def __init__(self, backend, q, num_kv_heads, qo_indptr, kv_indptr, *, causal, split=True):
         self.causal = causal
@@ -51,20 +51,20 @@ class StandIn:
 @pytest.fixture
 def stand_in(monkeypatch):
     for name in ("link_decode", "link_extend"):
-        module = importlib.import_module(f"sgl_kernel_lazy.stock.{name}")
+        module = importlib.import_module(f"sgl_kernel_lazy.flashinfer_impl.{name}")
         monkeypatch.setattr(module, "Kernel", StandIn)
-        monkeypatch.setattr(module, "check_supported", lambda q: None)
+        monkeypatch.setattr(module, "check_supported", lambda *given: None)
 
 
 @ops
 @pytest.mark.parametrize("case", LAYOUTS)
-def test_entries_and_merge(stand_in, op, case):
+def test_items_and_merge(stand_in, op, case):
     """In float32: partial results are rounded to it once more, so the budget is some roundings, not plain PyTorch's."""
     if DEVICE != "cpu":
         pytest.skip("the kernels themselves run on a GPU")
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, shape, layout)
-    out, lse = run(op, stock, batch)
+    out, lse = run(op, flashinfer_impl, batch)
     exact, exact_lse = naive(op, batch, torch.float64)
     assert relative_error(out, exact) <= 1e-5
     assert torch.equal(lse == -torch.inf, exact_lse == -torch.inf)
@@ -79,7 +79,7 @@ def test_cases(op, dtype, case):
     seed, shape, layout = CASES[case]
     if shape.head_dim not in common.HEAD_DIMS:
         pytest.skip(f"FlashInfer's kernels are compiled for head_dim {common.HEAD_DIMS}")
-    check(op, stock, random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+    check(op, flashinfer_impl, random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
 
 
 @on_gpu
@@ -87,12 +87,12 @@ def test_cases(op, dtype, case):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("head_dim, dtype", [(64, HALVES[1]), (128, HALVES[0]), (128, HALVES[1]), (256, HALVES[1])])
 def test_long_rows(op, head_dim, dtype, seed):
-    """Entries long enough for fa3, where the GPU has it."""
+    """Items long enough for fa3, where the GPU has it."""
     shape = dataclasses.replace(
         CASES["ragged"][1], num_qo_heads=32, num_kv_heads=8, head_dim=head_dim, rotary_dim=head_dim, dtype=dtype,
         max_chunk_len=700, max_segments=9, max_text_len=300, max_position=16384,
     )  # fmt: skip
-    check(op, stock, random_batch(seed, shape))
+    check(op, flashinfer_impl, random_batch(seed, shape))
 
 
 @on_gpu
@@ -106,18 +106,19 @@ def test_graph_replay_follows_the_plan():
         static[key] = tensor.new_zeros(size, dtype=torch.int32 if key == "kv_indices" else tensor.dtype)
     names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
     sizes = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
-    workspace = stock.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
+    workspace = flashinfer_impl.decode_workspace(max_bs=4, max_segments=8, **sizes, device=DEVICE)
     options = dict(batches[0].options, workspace=workspace, out=torch.full_like(static["q"], NAN))
-    stock.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
-    stock.link_decode(**static, **options)
+    sizes["segment_ids"] = torch.full_like(static["segment_ends"], -1)
+    flashinfer_impl.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+    flashinfer_impl.link_decode(**static, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        stock.link_decode(**static, **options)
+        flashinfer_impl.link_decode(**static, **options)
     for batch in batches:
         for key, tensor in batch.decode.items():
             static[key][tuple(slice(n) for n in tensor.shape)] = tensor
-        stock.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
+        flashinfer_impl.plan_decode(workspace, **{name: static[name] for name in names}, **sizes)
         graph.replay()
         exact, plain = naive("decode", batch, torch.float64)[0], naive("decode", batch, shape.dtype)[0]
         assert relative_error(options["out"], exact) <= 2 * relative_error(plain, exact)
@@ -125,5 +126,7 @@ def test_graph_replay_follows_the_plan():
 
 @ops
 def test_an_unsupported_type_is_named(op):
-    with pytest.raises(ValueError, match="^q: expected dtype torch.float16 or torch.bfloat16, got torch.float32"):
-        run(op, stock, random_batch(0))
+    with pytest.raises(
+        ValueError, match=f"^link_{op}: expected queries in torch.float16 or torch.bfloat16, got torch.float32"
+    ):
+        run(op, flashinfer_impl, random_batch(0))

@@ -1,7 +1,9 @@
 """What the package promises around the ops: names, errors, a cheap import, kernels that compile for sm_90."""
 
+import inspect
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -33,6 +35,62 @@ def test_kernels_compile_for_sm90():
     assert done.returncode == 0, done.stderr
 
 
+OPS = ("copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported")
+# What an implementation takes besides, by keyword and with a default.
+EXTRAS = {("flashinfer", "link_extend"): {"plan"}}
+
+
+@pytest.mark.parametrize("name", [name for name in sgl_kernel_lazy.IMPLEMENTATIONS if name != "torch"])
+@pytest.mark.parametrize("op", OPS)
+def test_all_implementations_have_one_interface(name, op):
+    if name == "flashinfer":
+        pytest.importorskip("flashinfer")
+    expected, actual = (
+        {
+            p.name: (p.kind, p.default)
+            for p in inspect.signature(getattr(get_implementation(each), op)).parameters.values()
+        }
+        for each in ("torch", name)
+    )
+    for extra in EXTRAS.get((name, op), ()):
+        kind, default = actual.pop(extra)
+        assert kind is inspect.Parameter.KEYWORD_ONLY and default is None
+    assert list(actual.items()) == list(expected.items())
+
+
+HOPPER = dict(
+    dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_qo_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128,
+    max_segments=256,
+)  # fmt: skip
+REFUSED = {
+    "queries in torch.float16 or torch.bfloat16, got torch.float32": dict(dtype=torch.float32, kv_dtype=torch.float32),
+    "head_dim to be one of .*, got 96": dict(head_dim=96, rotary_dim=96),
+    "rotary_dim to be a multiple of 16, got 24": dict(rotary_dim=24),
+    "at most 32 query heads per kv head, got 64": dict(num_qo_heads=64, num_kv_heads=1),
+    "at most 16 query heads per kv head, got 32": dict(num_kv_heads=1, head_dim=256),
+    "for torch.float8_e4m3fn caches head_dim 64 or 128": dict(head_dim=256, kv_dtype=torch.float8_e4m3fn),
+    "for torch.float8_e5m2 caches .* got 64, 64 and 1 heads": dict(
+        num_qo_heads=5, num_kv_heads=5, head_dim=64, rotary_dim=64, kv_dtype=torch.float8_e5m2
+    ),
+    "at most .* segments per request, got 100000": dict(max_segments=100000),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_cuda_says_what_it_cannot_serve(monkeypatch, reason):
+    cuda = get_implementation("cuda")
+    monkeypatch.setattr(cuda, "missing", lambda device: None)
+    device = torch.device("cuda")
+    assert cuda.unsupported(device, **HOPPER) is None
+    assert re.match(f"expected {reason}", cuda.unsupported(device, **HOPPER | REFUSED[reason]))
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_the_others_take_any_number_of_segments(name):
+    device = torch.device("cpu")
+    assert get_implementation(name).unsupported(device, **HOPPER | dict(max_segments=100000)) is None
+
+
 def test_unknown_implementation():
     with pytest.raises(ValueError, match="expected one of .*'torch'.*got 'cpu'"):
         get_implementation("cpu")
@@ -47,6 +105,7 @@ MISTAKES = {
     "num_segments": lambda t: t.long(),
     "segment_ends": lambda t: t[0],
     "segment_offsets": lambda t: t.to("meta"),
+    "segment_ids": lambda t: t[:, 1:],
     "cos_sin_cache": lambda t: t.bfloat16(),
     "out": lambda t: t[:1],
     "lse": lambda t: t.half(),
@@ -65,12 +124,28 @@ def test_a_wrong_tensor_is_named(op, argument, name):
     inputs = dict(
         inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device)
     )
+    if op == "decode":
+        inputs["segment_ids"] = batch.segment_ids
     if argument not in inputs:
         pytest.skip(f"link_{op} takes no {argument}")
     options = dict(batch.options) | ({"max_extend_len": batch.max_extend_len} if op == "extend" else {})
     inputs[argument] = MISTAKES[argument](inputs[argument])
     with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
         getattr(get_implementation(name), f"link_{op}")(**inputs, **options)
+
+
+PLANNED = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets", "segment_ids")
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("argument", PLANNED)
+def test_a_wrong_tensor_is_named_by_the_plan(argument, name):
+    batch = random_batch(0)
+    tables = batch.decode | dict(segment_ids=batch.segment_ids)
+    tables[argument] = MISTAKES[argument](tables[argument])
+    dims = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+    with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
+        get_implementation(name).plan_decode(None, *(tables[field] for field in PLANNED), **dims)
 
 
 @pytest.mark.parametrize("argument", ["q", "v_cache", "kv_indices", "segment_ends", "kv_positions"])

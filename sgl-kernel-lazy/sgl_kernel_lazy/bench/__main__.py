@@ -10,25 +10,30 @@ step: planning and 32 layers.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
 from sgl_kernel_lazy.bench import report, timing
+from sgl_kernel_lazy.bench.baseline import Baseline, backends
 from sgl_kernel_lazy.bench.candidates import Link
-from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, build, shapes
-from sgl_kernel_lazy.bench.stock import Stock, backends
+from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, Shape, build, shapes
 from sgl_kernel_lazy.bench.verify import Reference, check
 
+DESCRIPTION = (__doc__ or "").splitlines()[0]
+DESCRIPTION = (__doc__ or "").splitlines()[0]
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 FP8 = torch.float8_e4m3fn
 
 
-def parse(arguments=None) -> argparse.Namespace:
-    def names(known):
-        def parsed(text):
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def names(known: Iterable[str]) -> Callable[[str], list[str]]:
+        def parsed(text: str) -> list[str]:
             given = text.split(",")
             if unknown := sorted(set(given) - set(known)):
                 raise argparse.ArgumentTypeError(f"expected some of {','.join(known)}, got {','.join(unknown)}")
@@ -36,7 +41,7 @@ def parse(arguments=None) -> argparse.Namespace:
 
         return parsed
 
-    parser = argparse.ArgumentParser(prog="python -m sgl_kernel_lazy.bench", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m sgl_kernel_lazy.bench", description=DESCRIPTION)
     parser.add_argument("--shapes", type=names(FAMILIES), default=list(FAMILIES), help="families, comma-separated")
     parser.add_argument("--implementations", type=names(IMPLEMENTATIONS), help="all that run here when not given")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
@@ -52,13 +57,13 @@ def parse(arguments=None) -> argparse.Namespace:
     return parsed
 
 
-def checked(kind, name: str, reference: Reference) -> tuple:
-    """A row and what it is timed with, (launch, step), once its result is right; else a row whose `failed` says why."""
+def checked(kind: type[Baseline] | type[Link], name: str, reference: Reference) -> tuple:
+    """(row, launch, step): a row, with what it is timed with if the result is right, else with `failed` saying why."""
     problem = reference.problem
     caches = len(problem.caches)
     row = dict(
         family=problem.shape.family, shape=problem.shape.name, op=problem.shape.op, bs=problem.bs,
-        implementation=f"{name}, e4m3" if problem.dims.kv_dtype else name, stock=kind is Stock,
+        implementation=f"{name}, e4m3" if problem.dims.kv_dtype else name, baseline=kind is Baseline,
         bytes=problem.bytes, caches=caches,
     )  # fmt: skip
     out = torch.full_like(problem.q, float("nan"))
@@ -69,7 +74,7 @@ def checked(kind, name: str, reference: Reference) -> tuple:
         candidate.call(0, out, lse)
         row |= check(out, lse, reference, candidate.rotated)
 
-        def call(i):
+        def call(i: int) -> None:
             candidate.call(i, out)
 
         launch = timing.launches(call, caches, graph=candidate.graph)
@@ -82,11 +87,11 @@ def checked(kind, name: str, reference: Reference) -> tuple:
 
 def takes_fp8(name: str, dims: Dims) -> bool:
     heads = (dims.num_qo_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim)
-    return get_implementation(name).unsupported(dims.device, dims.dtype, FP8, *heads) is None
+    return get_implementation(name).unsupported(dims.device, dims.dtype, FP8, *heads, max_segments=1) is None
 
 
-def measure(shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list:
-    """The rows of one shape. What is compared is timed in turns."""
+def measure(shape: Shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list[dict]:
+    """The rows of one shape. Everything that is compared is timed in turns."""
     problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
     reference = Reference(problem)
     prepared = [checked(kind, name, reference) for kind, name in kinds]
@@ -100,15 +105,17 @@ def measure(shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bo
         row |= timing.quantiles(launch_ms)
         for name, values in zip(("plan_ms", "step_ms"), zip(*step_ms, strict=True), strict=True):
             if values[0] is not None:
-                row[name] = timing.quantiles(values)["p50"]
+                row[name] = timing.quantiles(list(values))["p50"]
     return [row for row, _, _ in prepared]
 
 
-def main(arguments=None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     repetitions = 3 if given.quick else 30
-    result = dict(header=report.header(given, device), bandwidth=timing.bandwidth(repetitions), skipped={}, rows=[])
+    result: dict[str, Any] = dict(
+        header=report.header(given, device), bandwidth=timing.bandwidth(repetitions), skipped={}, rows=[]
+    )
     print("\n".join(f"{key}: {value}" for key, value in (result["header"] | result["bandwidth"]).items()))
 
     implementations = given.implementations or (list(IMPLEMENTATIONS) if device.type == "cuda" else ["torch"])
@@ -118,15 +125,17 @@ def main(arguments=None) -> int:
         except ImportError as error:
             implementations.remove(name)
             result["skipped"][name] = str(error)
-    stock = backends(device)
-    if "missing" in stock:
-        result["skipped"]["stock"] = stock["missing"]
+    baselines = backends(device)
+    if "missing" in baselines:
+        result["skipped"]["baseline"] = baselines["missing"]
     for name, reason in result["skipped"].items():
         print(f"skipped: {name}: {reason}")
 
-    kinds = [(Stock, name) for name in stock.get("names", [])] + [(Link, name) for name in implementations]
-    size = {} if device.type == "cuda" else dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
-    dims = Dims(DTYPES[given.dtype], device, **size)
+    kinds: list[tuple[type, str]] = [(Baseline, name) for name in baselines.get("names", [])]
+    kinds += [(Link, name) for name in implementations]
+    dims = Dims(DTYPES[given.dtype], device)
+    if device.type != "cuda":
+        dims = dataclasses.replace(dims, num_qo_heads=4, num_kv_heads=2, head_dim=64)
     for shape in shapes(given.shapes, tiny=device.type == "cpu", seed=given.seed):
         rows = measure(shape, dims, given.seed, kinds, repetitions, given.fp8)
         report.finish_rows(rows, result["bandwidth"])

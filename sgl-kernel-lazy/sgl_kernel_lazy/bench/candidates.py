@@ -1,8 +1,11 @@
 """What is measured, behind one interface: plan once per step, call once per layer."""
 
+from typing import Any
+
 import torch
 
 from sgl_kernel_lazy import get_implementation
+from sgl_kernel_lazy.bench.shapes import Problem
 
 # These wait for the device or copy from it in every call, which a CUDA graph cannot hold.
 NOT_CAPTURABLE = ("torch",)
@@ -15,14 +18,14 @@ class Link:
 
     rotated = True
 
-    def __init__(self, name: str, problem):
+    def __init__(self, name: str, problem: Problem):
         self.name, self.problem = name, problem
         self.ops = get_implementation(name)
         self.graph = name not in NOT_CAPTURABLE and problem.dims.device.type == "cuda"
         # A step of the reference takes minutes on a GPU's shapes and tells nothing.
         self.stepped = self.graph or problem.dims.device.type == "cpu"
         dims = problem.dims
-        self.options = dict(is_neox=True, sm_scale=dims.head_dim**-0.5)
+        self.options: dict[str, Any] = dict(is_neox=True, sm_scale=dims.head_dim**-0.5)
         if problem.shape.op == "decode":
             self.sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
             max_segments = problem.tables["segment_ends"].shape[1]
@@ -35,7 +38,7 @@ class Link:
     def plan(self) -> None:
         """What happens once per batch, before the layers."""
         if self.problem.shape.op == "decode":
-            self.ops.plan_decode(self.options["workspace"], **self.problem.segments, **self.sizes)
+            self.ops.plan_decode(self.options["workspace"], **self.problem.rows, **self.sizes)
         elif self.name in PLANNED_EXTEND:
             self.options["plan"] = self.ops.plan_extend(
                 self.problem.q, self.problem.caches[0][0], **self.problem.tables

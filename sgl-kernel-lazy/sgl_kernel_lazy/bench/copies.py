@@ -1,4 +1,4 @@
-"""What it costs to copy a prompt's chunks and turn their keys, all layers at once, instead of attending in place.
+"""What it costs to copy a prompt's chunks and rotate their keys, all layers at once, instead of attending in place.
 
     python -m sgl_kernel_lazy.bench.copies          # on a GPU
 
@@ -9,18 +9,22 @@ compared with what a plain copy of device memory reaches. Results are checked ag
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 
 import torch
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.bench import report, timing
 
+DESCRIPTION = (__doc__ or "").splitlines()[0]
 NUM_KV_HEADS, HEAD_DIM, CHUNK_LEN = 8, 128, 2048
 TOKENS = (2048, 10240, 40960)
 
 
-def measure(num_tokens: int, layers: int, dtype: torch.dtype, device: torch.device, repetitions: int) -> dict:
-    """Copies of `num_tokens` entries in chunks of CHUNK_LEN between shuffled slots, as a row of results."""
+def measure(
+    num_tokens: int, layers: int, dtype: torch.dtype, device: torch.device, repetitions: int
+) -> dict[str, float]:
+    """Copies of `num_tokens` KV tokens in chunks of CHUNK_LEN between shuffled slots, as a row of results."""
     gen = torch.Generator(device).manual_seed(0)
     size = (2 * num_tokens + 1, NUM_KV_HEADS, HEAD_DIM)
     k_caches, v_caches = (
@@ -55,8 +59,8 @@ def measure(num_tokens: int, layers: int, dtype: torch.dtype, device: torch.devi
     return dict(tokens=num_tokens, layers=layers, **median, wall_ms=wall_ms, gb_per_s=moved / median["p50"] / 1e6)
 
 
-def main(arguments=None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m sgl_kernel_lazy.bench.copies", description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m sgl_kernel_lazy.bench.copies", description=DESCRIPTION)
     parser.add_argument("--commit", help="recorded in the header, where git cannot tell")
     parser.add_argument("--quick", action="store_true", help="few tokens, layers and repetitions")
     given = parser.parse_args(arguments)

@@ -1,5 +1,6 @@
 """Reads a large tensor and hardly writes: the read bandwidth of the memory."""
 
+import torch
 import triton
 import triton.language as tl
 
@@ -16,6 +17,6 @@ def _read_kernel(source, sums, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     tl.store(sums + program, tl.sum(total, 0))
 
 
-def read(source, sums) -> None:
+def read(source: torch.Tensor, sums: torch.Tensor) -> None:
     """Sum float32 source, whose length is a multiple of BLOCK * BLOCKS, piece by piece into the start of sums."""
     _read_kernel[(source.numel() // (BLOCK * BLOCKS),)](source, sums, BLOCK=BLOCK, BLOCKS=BLOCKS, num_warps=8)

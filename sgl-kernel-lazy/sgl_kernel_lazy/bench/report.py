@@ -1,9 +1,11 @@
 """The header, table, JSON and plot of a run."""
 
+import argparse
 import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -13,15 +15,15 @@ COLUMNS = dict(
 )  # fmt: skip
 
 
-def header(arguments, device: torch.device) -> dict:
+def header(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Everything that a reader needs to judge or repeat the numbers."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for name in ("triton", "flashinfer"):
         try:
             versions[name] = __import__(name).__version__
         except ImportError:
             versions[name] = None
-    smi = dict(driver_version=None, **{"power.limit": None, "clocks.max.sm": None})
+    smi: dict[str, str | None] = {"driver_version": None, "power.limit": None, "clocks.max.sm": None}
     if device.type == "cuda":
         done = _run("nvidia-smi", f"--query-gpu={','.join(smi)}", "--format=csv,noheader", f"--id={device.index or 0}")
         smi = dict(zip(smi, (done or "").split(", "), strict=False)) if done else smi
@@ -34,16 +36,16 @@ def header(arguments, device: torch.device) -> dict:
     )  # fmt: skip
 
 
-def _run(*command) -> str | None:
+def _run(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() or None
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def finish_rows(rows: list, bandwidth: dict) -> None:
-    """Add to the rows of one shape what compares them: bandwidths, and the ratio to the better stock kernel."""
-    floor = min((row["p50"] for row in rows if row["stock"] and "p50" in row), default=None)
+def finish_rows(rows: list[dict], bandwidth: dict) -> None:
+    """Add to the rows of one shape what compares them: bandwidths, and the ratio to the better baseline."""
+    floor = min((row["p50"] for row in rows if row["baseline"] and "p50" in row), default=None)
     for row in rows:
         if "p50" in row:
             row["gb_per_s"] = row["bytes"] / row["p50"] / 1e6
@@ -52,7 +54,7 @@ def finish_rows(rows: list, bandwidth: dict) -> None:
                 row["ratio"] = row["p50"] / floor
 
 
-def print_rows(rows: list) -> None:
+def print_rows(rows: list[dict]) -> None:
     """The rows of one shape below its name; a column that does not apply is left blank."""
     print(f"\n{rows[0]['shape']}\n{'':14}" + " ".join(f"{name:>{width(form)}}" for name, form in COLUMNS.items()))
     for row in rows:
@@ -70,7 +72,7 @@ def write_json(path: pathlib.Path, result: dict) -> None:
 
 
 def plot(path: pathlib.Path, result: dict) -> None:
-    """Per family, p50 of every implementation over the better stock kernel's; milliseconds where there is none."""
+    """Per family, p50 of every implementation over the better baseline's; milliseconds where there is none."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -88,7 +90,7 @@ def plot(path: pathlib.Path, result: dict) -> None:
             at = [names.index(row["shape"]) + (k - (len(kinds) - 1) / 2) * 0.8 / len(kinds) for row in mine]
             axis.bar(at, [row[measure] for row in mine], 0.8 / len(kinds), label=kind)
         axis.set_xticks(range(len(names)), names, rotation=20, ha="right", fontsize=7)
-        axis.set_ylabel("time / better stock kernel" if measure == "ratio" else "milliseconds")
+        axis.set_ylabel("time / better baseline" if measure == "ratio" else "milliseconds")
         if measure == "ratio":
             axis.axhline(1.0, color="black", linewidth=0.8)
             axis.set_ylim(0, min(4.0, 1.1 * max((row[measure] for row in rows), default=1.0)))

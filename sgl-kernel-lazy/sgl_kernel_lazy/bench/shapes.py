@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -55,13 +56,14 @@ class Shape:
 
 @dataclasses.dataclass
 class Problem:
-    """The tensors of a shape. Several caches of the same content layout are rotated, so that L2 is cold for each."""
+    """The tensors of a shape. Several caches of one layout are used in turns, so that L2 is cold for each."""
 
     shape: Shape
     dims: Dims
-    tables: dict
+    tables: dict[str, torch.Tensor]
+    segment_ids: torch.Tensor
     q: torch.Tensor
-    caches: list
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
     tokens: int
     cos_sin_cache: torch.Tensor
 
@@ -75,24 +77,25 @@ class Problem:
         return len(self.shape.requests)
 
     @property
-    def segments(self) -> dict:
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What `plan_decode` takes."""
         names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-        return {name: self.tables[name] for name in names}
+        return {name: self.tables[name] for name in names} | dict(segment_ids=self.segment_ids)
 
     def quantised(self, kv_dtype: torch.dtype) -> "Problem":
         """The same with keys and values rounded to kv_dtype."""
-        caches = [tuple(cache.to(kv_dtype) for cache in pair) for pair in self.caches]
+        caches = [(k_cache.to(kv_dtype), v_cache.to(kv_dtype)) for k_cache, v_cache in self.caches]
         return dataclasses.replace(self, caches=caches, dims=dataclasses.replace(self.dims, kv_dtype=kv_dtype))
 
 
-def shapes(families, *, tiny: bool = False, seed: int = 0) -> list:
+def shapes(families: Iterable[str], *, tiny: bool = False, seed: int = 0) -> list[Shape]:
     """The shapes of these families; tiny ones of the same kinds for a machine without a GPU."""
     rng = random.Random(seed)
     of = dict(decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads)
     return [shape for family in families for shape in of[family](rng, tiny)]
 
 
-def _decode(rng, tiny):
+def _decode(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     prompts = [(2, 16, 4)] if tiny else [(5, 2048, 64), (10, 512, 64), (20, 128, 64)]
     for count, length, tail in prompts:
         for bs in (1, 2) if tiny else (1, 8, 32, 64, 128):
@@ -100,7 +103,7 @@ def _decode(rng, tiny):
             yield Shape(f"{count}x{length}+{tail}, batch {bs}", "decode", "decode", requests)
 
 
-def _extend(rng, tiny):
+def _extend(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     sizes = [(1, 4), (2, 4)] if tiny else [(1, 32), (4, 32), (16, 32), (1, 128), (4, 128), (16, 128), (16, 512)]
     count, length = (2, 16) if tiny else (5, 2048)
     for bs, tail in sizes:
@@ -108,7 +111,7 @@ def _extend(rng, tiny):
         yield Shape(f"{count}x{length}, batch {bs}, {tail} new", "extend", "extend", requests)
 
 
-def _spans(rng, tiny):
+def _spans(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     count, length, tail = (4, 8, 5) if tiny else (20, 128, 51)
     chunks = _chunks(0, count, length)
     spread = []
@@ -118,9 +121,9 @@ def _spans(rng, tiny):
     yield Shape(f"{count}x{length}, {tail} new in {count} spans", "spans", "extend", [spread])
 
 
-def _shared(rng, tiny):
+def _shared(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     for count, length, pool, alpha, bs in [(2, 8, 4, 1.1, 3), (2, 8, None, None, 9)] if tiny else SHARED:
-        if alpha is None:
+        if pool is None or alpha is None:
             kind = "groups of 8"
             drawn = [[(b // 8, i) for i in range(count)] for b in range(bs)]
         else:
@@ -134,14 +137,14 @@ def _shared(rng, tiny):
         yield Shape(f"{count}x{length}, {kind}, batch {bs}", "shared", "decode", requests)
 
 
-def _ragged(rng, tiny):
+def _ragged(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     """Requests with and without chunks, of any length, some of which use the same chunk."""
     longest = 20 if tiny else 3000
     for op, bs in [("decode", 3), ("extend", 3)] if tiny else [("decode", 7), ("decode", 50), ("extend", 3)]:
         pool = [("chunk", i, rng.randint(1, longest)) for i in range(3 * bs)]
         requests = []
         for _ in range(bs):
-            parts = [("text", rng.randint(0, 50))]
+            parts: list[tuple] = [("text", rng.randint(0, 50))]
             for chunk in rng.sample(pool, rng.choice([0, 1, rng.randint(1, min(20, len(pool)))])):
                 parts += [chunk, ("new" if op == "extend" else "text", rng.randint(0, 3))]
             requests.append([*parts, ("new" if op == "extend" else "text", rng.randint(1, longest // 10))])
@@ -173,10 +176,20 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
     """The tensors of a shape, with as many caches as it takes to read cold_bytes before one is read again."""
     dims = dataclasses.replace(dims, **shape.heads)
     gen = torch.Generator().manual_seed(seed)
-    chunk_slots, num_slots, longest = {}, 0, 0
-    slots, positions, new_positions, tables, kv_lens, qo_lens = [], [], [], [], [], []
+    chunk_slots: dict[object, torch.Tensor] = {}
+    chunk_ids: dict[object, int] = {}
+    num_slots, longest = 0, 0
+    slots: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    new_positions: list[torch.Tensor] = []
+    tables: list[tuple[list[int], ...]] = []
+    kv_lens, qo_lens = [], []
     for request in shape.requests:
-        at, ends, offsets, rows = 0, [], [], dict(chunk=[], text=[], new=[])
+        at = 0
+        ends: list[int] = []
+        offsets: list[int] = []
+        ids: list[int] = []
+        rows: dict[str, list] = dict(chunk=[], text=[], new=[])
         for kind, *which, n in request:
             if kind != "chunk" or which[0] not in chunk_slots:
                 fresh = torch.arange(num_slots, num_slots + n)
@@ -185,6 +198,7 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
                 fresh = chunk_slots.setdefault(which[0], fresh)
                 ends.append((ends or [0])[-1] + n)
                 offsets.append(at)
+                ids.append(chunk_ids.setdefault(which[0], len(chunk_ids)))
             rows[kind].append((fresh, torch.arange(at, at + n)))
             at += n
         longest = max(longest, at)
@@ -194,15 +208,15 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
         new_positions += [p for _, p in rows["new"]]
         kv_lens.append(sum(len(s) for s, _ in parts))
         qo_lens.append(sum(len(p) for _, p in rows["new"]))
-        tables.append((ends, offsets))
-    width = max(1, *(len(ends) for ends, _ in tables))
-    pad = [row + [0] * (width - len(row)) for pair in tables for row in pair]
+        tables.append((ends, offsets, ids))
+    width = max(1, *(len(ends) for ends, *_ in tables))
+    pad = [row + [0] * (width - len(row)) for lists in tables for row in lists]
     host = dict(
         kv_indptr=torch.tensor([0, *kv_lens]).cumsum(0),
         kv_indices=torch.randperm(num_slots, generator=gen)[torch.cat(slots)],
-        num_segments=torch.tensor([len(ends) for ends, _ in tables]),
-        segment_ends=torch.tensor(pad[0::2]),
-        segment_offsets=torch.tensor(pad[1::2]),
+        num_segments=torch.tensor([len(ends) for ends, *_ in tables]),
+        segment_ends=torch.tensor(pad[0::3]),
+        segment_offsets=torch.tensor(pad[1::3]),
     )
     if shape.op == "extend":
         host["qo_indptr"] = torch.tensor([0, *qo_lens]).cumsum(0)
@@ -211,13 +225,14 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
     inv_freq = 500000.0 ** -(torch.arange(0, dims.head_dim, 2).double() / dims.head_dim)
     device_gen = torch.Generator(dims.device).manual_seed(seed)
 
-    def randn(*size):
+    def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, dims.head_dim, generator=device_gen, dtype=dims.dtype, device=dims.device)
 
     sets = max(1, -(-cold_bytes // (num_slots * dims.token_bytes)))
     return Problem(
         shape, dims,
         {name: tensor.to(torch.int32).to(dims.device) for name, tensor in host.items()},
+        torch.tensor(pad[2::3], dtype=torch.int32, device=dims.device),
         randn(sum(qo_lens) if shape.op == "extend" else len(kv_lens), dims.num_qo_heads),
         [(randn(num_slots, dims.num_kv_heads), randn(num_slots, dims.num_kv_heads)) for _ in range(sets)],
         num_slots,

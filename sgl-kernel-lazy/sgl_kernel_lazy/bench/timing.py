@@ -1,6 +1,7 @@
 """Measures calls: CUDA-graph replays over rotated caches, wall time of steps, and the memory's own bandwidth."""
 
 import time
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,13 +13,13 @@ def cold_bytes(device: torch.device) -> int:
     return 8 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
-def quantiles(times: list) -> dict:
+def quantiles(times: list[float]) -> dict[str, float]:
     """p20, p50, p80."""
     ranks = torch.tensor(times, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
     return dict(zip(("p20", "p50", "p80"), ranks.tolist(), strict=True))
 
 
-def captured(calls):
+def captured(calls: Iterable[Callable[[], object]]) -> Callable[[], object]:
     """A replay function of these calls as one CUDA graph; every call has run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -27,25 +28,30 @@ def captured(calls):
     return graph.replay
 
 
-def launches(call, num_caches: int, *, graph: bool, least_ms: float = 2.0):
-    """A function that makes one repetition and returns its milliseconds per call(i), i going round the caches.
+def launches(
+    call: Callable[[int], None], num_caches: int, *, graph: bool, least_ms: float = 2.0
+) -> Callable[[], float]:
+    """A function that makes one repetition and returns its milliseconds per call(i), with i going round the caches.
 
-    One repetition is all caches at least once and at least least_ms.
+    A repetition uses every cache at least once and takes at least least_ms.
     """
     if not torch.cuda.is_available():
         return lambda: wall_ms(lambda: call(0))
     for i in range(num_caches):
         call(i)
     torch.cuda.synchronize()
-    rough = event_ms(lambda: [call(i) for i in range(num_caches)]) / num_caches
+    every = [lambda i=i: call(i) for i in range(num_caches)]
+    rough = event_ms(lambda: [one() for one in every]) / num_caches
     rounds = max(1, min(200, round(least_ms / rough / num_caches)))
-    calls = [lambda i=i: call(i) for i in range(num_caches)] * rounds
+    calls = every * rounds
     replay = captured(calls) if graph else lambda: [one() for one in calls]
     replay()
     return lambda: event_ms(replay) / len(calls)
 
 
-def steps(plan, call, num_caches: int, *, graph: bool):
+def steps(
+    plan: Callable[[], None], call: Callable[[int], None], num_caches: int, *, graph: bool
+) -> Callable[[], tuple[float, float]]:
     """A function that makes one decode step of LAYERS layers and returns (plan_ms, step_ms).
 
     plan_ms is host time until plan() returns, step_ms wall time from its beginning to the last layer's result.
@@ -53,7 +59,7 @@ def steps(plan, call, num_caches: int, *, graph: bool):
     layers = [lambda i=i: call(i % num_caches) for i in range(LAYERS)]
     run = captured(layers) if graph else lambda: [layer() for layer in layers]
 
-    def step():
+    def step() -> tuple[float, float]:
         synchronize()
         begin = time.perf_counter()
         plan()
@@ -66,12 +72,13 @@ def steps(plan, call, num_caches: int, *, graph: bool):
     return step
 
 
-def in_turns(functions: list, repetitions: int, longest_ms: float = 500.0) -> list:
-    """The results of each function, called in turns, so that a change of clocks meets them all.
+def in_turns(functions: list[Callable], repetitions: int, longest_ms: float = 500.0) -> list[list]:
+    """The results of each function, called in turns, so that a change of clocks affects them all.
 
     A slow one is called at least three times, and not again after longest_ms of wall time.
     """
-    results, spent = [[] for _ in functions], [0.0] * len(functions)
+    results: list[list] = [[] for _ in functions]
+    spent = [0.0] * len(functions)
     for turn in range(repetitions):
         for i, function in enumerate(functions):
             if turn < 3 or spent[i] < longest_ms:
@@ -81,7 +88,7 @@ def in_turns(functions: list, repetitions: int, longest_ms: float = 500.0) -> li
     return results
 
 
-def event_ms(function) -> float:
+def event_ms(function: Callable[[], object]) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     function()
@@ -90,7 +97,7 @@ def event_ms(function) -> float:
     return begin.elapsed_time(end)
 
 
-def wall_ms(function) -> float:
+def wall_ms(function: Callable[[], object]) -> float:
     synchronize()
     begin = time.perf_counter()
     function()
@@ -103,7 +110,7 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def bandwidth(repetitions: int) -> dict:
+def bandwidth(repetitions: int) -> dict[str, float]:
     """GB/s of a large copy, counting bytes read and written, and of reading alone; GB is 1e9 bytes."""
     if not torch.cuda.is_available():
         return {}

@@ -4,27 +4,30 @@ import random
 
 import torch
 
+from sgl_kernel_lazy.bench.shapes import Problem
 from sgl_kernel_lazy.naive import naive_link_extend
+
+Results = dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Reference:
     """The formula on a few rows of a problem, with and without rotation, in fp64 and in the problem's dtype."""
 
-    def __init__(self, problem, *, num_rows: int = 4, seed: int = 0):
+    def __init__(self, problem: Problem, *, num_rows: int = 4, seed: int = 0):
         total = len(problem.q)
         picked = random.Random(seed).sample(range(total), min(num_rows, total))
         self.rows = sorted({total - 1, *picked})
         self.problem = problem
-        self.results = {}
+        self.results: dict[bool, Results] = {}
 
-    def __call__(self, rotated: bool) -> dict:
+    def __call__(self, rotated: bool) -> Results:
         """{dtype: (out, lse)} of the sampled rows. Without rotation every request is taken for plain causal text."""
         if rotated not in self.results:
             dtypes = (torch.float64, self.problem.dims.dtype)
             self.results[rotated] = {dtype: self._compute(rotated, dtype) for dtype in dtypes}
         return self.results[rotated]
 
-    def _compute(self, rotated, dtype):
+    def _compute(self, rotated: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         problem = self.problem
         tables, (k_cache, v_cache) = problem.tables, problem.caches[0]
         kv_indptr = tables["kv_indptr"].tolist()
@@ -39,8 +42,8 @@ class Reference:
             else:
                 positions, position = tables["kv_positions"][begin:end], tables["q_positions"][row : row + 1]
             out, lse = naive_link_extend(
-                problem.q[row : row + 1], k_cache, v_cache, [0, 1], position,
-                [0, end - begin], tables["kv_indices"][begin:end], positions,
+                problem.q[row : row + 1], k_cache, v_cache, torch.tensor([0, 1]), position,
+                torch.tensor([0, end - begin]), tables["kv_indices"][begin:end], positions,
                 tables["num_segments"][b : b + 1] * int(rotated),
                 tables["segment_ends"][b : b + 1], tables["segment_offsets"][b : b + 1],
                 problem.cos_sin_cache, is_neox=True, sm_scale=problem.dims.head_dim**-0.5, dtype=dtype,
@@ -50,7 +53,7 @@ class Reference:
         return torch.cat(outs), torch.cat(lses)
 
 
-def check(out, lse, reference: Reference, rotated: bool) -> dict:
+def check(out: torch.Tensor, lse: torch.Tensor, reference: Reference, rotated: bool) -> dict[str, float]:
     """Errors and budgets of a result; raises ValueError where an error is over its budget."""
     results = reference(rotated)
     dtype = reference.problem.dims.dtype
@@ -72,7 +75,7 @@ def check(out, lse, reference: Reference, rotated: bool) -> dict:
     return found
 
 
-def relative_error(out, reference) -> float:
+def relative_error(out: torch.Tensor, reference: torch.Tensor) -> float:
     """Worst (token, head) row of ||out - reference|| / ||reference||, in fp64."""
     out, reference = out.double(), reference.double()
     return ((out - reference).norm(dim=-1) / reference.norm(dim=-1)).max().item()

@@ -2,6 +2,8 @@
 
 import importlib
 
+import torch
+
 from sgl_kernel_lazy.cuda.jit import missing
 from sgl_kernel_lazy.cuda.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.cuda.link_extend import link_extend
@@ -10,17 +12,23 @@ from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 __all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
 
 
-def unsupported(device, dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim) -> str | None:
+def unsupported(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    max_segments: int,
+) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
-    if reason := missing(device):
-        return reason
     # The submodules' names are those of the ops.
     decode = importlib.import_module("sgl_kernel_lazy.cuda.link_decode")
     extend = importlib.import_module("sgl_kernel_lazy.cuda.link_extend")
-    if not decode.supports(dtype, head_dim, rotary_dim, num_qo_heads // num_kv_heads):
-        return f"{dtype}, head_dim {head_dim}, rotary_dim {rotary_dim} or {num_qo_heads // num_kv_heads} heads a group"
-    if not extend.supports(dtype, head_dim, rotary_dim):
-        return f"{dtype}, head_dim {head_dim} or rotary_dim {rotary_dim} in prefill"
-    if kv_dtype != dtype and not decode.supports_fp8(head_dim, rotary_dim, num_kv_heads):
-        return f"{kv_dtype} caches with head_dim {head_dim}, rotary_dim {rotary_dim} and {num_kv_heads} kv heads"
+    if reason := missing(device) or decode.refusal(dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
+        return reason
+    # Prefill takes whatever decode takes, up to so many segments.
+    if max_segments > extend.MAX_SEGMENTS:
+        return f"expected at most {extend.MAX_SEGMENTS} segments per request, got {max_segments}"
     return None

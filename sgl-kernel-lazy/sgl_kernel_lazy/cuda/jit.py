@@ -5,8 +5,11 @@ import importlib.util
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from sgl_kernel_lazy.device import num_sms as num_multiprocessors  # noqa: F401, for link_extend.py
 
 CSRC = Path(__file__).parent.parent / "csrc"
 # Values of LAZY_DTYPE and LAZY_KV_FP8.
@@ -27,12 +30,7 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def load_module(op: str, **macros):
+def load_module(op: str, **macros: str | int) -> Any:
     """The module of csrc/<op>.cu compiled for Hopper with these macros, each as LAZY_<NAME>."""
     from flashinfer.jit import env, gen_jit_spec
     from flashinfer.jit.core import sm90a_nvcc_flags

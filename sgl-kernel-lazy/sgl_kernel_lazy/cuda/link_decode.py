@@ -2,8 +2,9 @@
 
 import torch
 
-from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module, num_multiprocessors
-from sgl_kernel_lazy.validation import check_link_inputs
+from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
+from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
 
 # A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
@@ -13,88 +14,123 @@ SPAN = 0
 MAX_GROUP_SIZES = {64: 32, 128: 32, 256: 16}
 
 
-def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, group_size: int) -> bool:
-    """Whether `link_decode` takes these; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
-    return (
-        dtype in CTYPES
-        and head_dim in MAX_GROUP_SIZES
-        and rotary_dim % 16 == 0
-        and group_size <= MAX_GROUP_SIZES[head_dim]
-    )
-
-
-def supports_fp8(head_dim: int, rotary_dim: int, num_kv_heads: int) -> bool:
-    """Whether `link_decode` takes fp8 caches where it takes others."""
-    # As in csrc/decode_plan.cuh; what is copied at once is whole lines of 128 bytes.
+def refusal(
+    dtype: torch.dtype, kv_dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int
+) -> str | None:
+    """What `link_decode` expects and does not get, or None; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
+    group_size = num_qo_heads // num_kv_heads
+    if dtype not in CTYPES:
+        return f"expected queries in {' or '.join(map(str, CTYPES))}, got {dtype}"
+    if head_dim not in MAX_GROUP_SIZES:
+        return f"expected head_dim to be one of {tuple(MAX_GROUP_SIZES)}, got {head_dim}"
+    if rotary_dim % 16:
+        return f"expected rotary_dim to be a multiple of 16, got {rotary_dim}"
+    if group_size > MAX_GROUP_SIZES[head_dim]:
+        return f"expected at most {MAX_GROUP_SIZES[head_dim]} query heads per kv head, got {group_size}"
+    if kv_dtype == dtype:
+        return None
+    # As in csrc/decode_plan.cuh; TMA copies whole lines of 128 bytes.
     heads_at_once = next(n for n in range(min(num_kv_heads, 4), 0, -1) if num_kv_heads % n == 0)
-    return head_dim <= 128 and rotary_dim % 32 == 0 and heads_at_once * head_dim % 128 == 0
+    if head_dim > 128 or rotary_dim % 32 or heads_at_once * head_dim % 128:
+        return (
+            f"expected for {kv_dtype} caches head_dim 64 or 128, rotary_dim a multiple of 32, and heads copied at once "
+            f"that take a multiple of 128 bytes, got {head_dim}, {rotary_dim} and {heads_at_once} heads"
+        )
+    return None
 
 
-def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
+def decode_workspace(
+    max_bs: int,
+    max_segments: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> torch.Tensor:
     """A float32 buffer for `plan_decode` and `link_decode`, for every batch of at most max_bs requests of at most
-    max_segments segments (the width of the segment tables); its contents never matter."""
+    max_segments segments (the width of the segment tables); its contents never matter.
+
+    Its bytes: 20 * max_bs * max_segments for the plan, and num_qo_heads * (2 * head_dim + 8) for each partial result,
+    of which there is one per request and room for 9,000 to 20,000 of shared chunks (with fewer than 4 kv heads, each is
+    in several parts). With 32 query heads and 8 kv heads of 128, 256 requests of 256 segments take 104 MB, 4,097 of them
+    157 MB. Where a batch shares more than fits (8,192 uses of chunks, 32,768 ids), the rest is read for each request by
+    itself.
+    Raises ValueError in the calls that use it if it is smaller than their batch needs.
+    """
     device = torch.device(device)
-    words = load_module("decode_plan").workspace_words(
-        max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(device)
+    words = load_module("plan_decode").workspace_words(
+        max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_sms(device)
     )
     return torch.empty(words, dtype=torch.float32, device=device)
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
-    *, num_qo_heads, num_kv_heads, head_dim,
-):  # fmt: skip
+    workspace: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
     """Write the schedule of a batch into the workspace, on the device: one launch per step, before all layers.
 
-    Arguments as for `link_decode`. Segments of one length that end in the same slot are taken for the same cached
-    chunk, so each must hold a chunk from its first token on.
+    Same contract as `sgl_kernel_lazy.torch_impl.plan_decode`.
     """
-    load_module("decode_plan").plan_decode(
-        workspace, kv_indptr, kv_indices.to(torch.int32), num_segments, segment_ends, segment_offsets,
-        num_qo_heads, num_kv_heads, head_dim, num_multiprocessors(workspace.device), MIN_SAVED_TOKENS, SPAN,
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, workspace.device)
+    segment_ids = torch.full_like(segment_ends, -1) if segment_ids is None else segment_ids
+    load_module("plan_decode").plan_decode(
+        workspace, kv_indptr, num_segments, segment_ends, segment_offsets, segment_ids,
+        num_qo_heads, num_kv_heads, head_dim, num_sms(workspace.device), MIN_SAVED_TOKENS, SPAN,
     )  # fmt: skip
 
 
 def link_decode(
-    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
-):  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    is_neox: bool,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    segment_ids: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
-    k_cache, v_cache: the heads of a slot one after another; fp8 where `supports_fp8` says so. Queries and weights are
-        then multiplied as fp16.
+    k_cache, v_cache: the heads of a slot one after another. With fp8, queries and weights are multiplied as fp16.
 
-    workspace: from `decode_workspace`, into which `plan_decode` has written this batch; allocated and planned here
-        when not given. With it and `out` given nothing is allocated and the device is never waited for, so the call can
-        be captured in a CUDA graph, the plan inside or outside of it.
+    With workspace and out given, nothing is allocated and the device is never waited for, so the call can be captured
+    in a CUDA graph, the plan inside or outside of it.
     """
-    check_link_inputs(
+    check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale,
+        out, lse, sm_scale, v_scale, segment_ids,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
-    if bs != num_segments.shape[0]:
-        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if bs == 0:
         return out
     num_kv_heads, max_segments, rotary_dim = k_cache.shape[1], segment_ends.shape[1], cos_sin_cache.shape[1]
-    group_size = num_qo_heads // num_kv_heads
-    if not supports(q.dtype, head_dim, rotary_dim, group_size):
-        raise ValueError(
-            f"q: expected fp16 or bf16, head_dim in {tuple(MAX_GROUP_SIZES)}, rotary_dim a multiple of 16 and at most "
-            f"32 query heads per kv head (16 for head_dim 256), got {q.dtype}, {head_dim}, {rotary_dim}, {group_size}"
-        )
-    if k_cache.dtype in KV_FP8 and not supports_fp8(head_dim, rotary_dim, num_kv_heads):
-        raise ValueError(
-            f"k_cache: fp8 needs head_dim 64 or 128, rotary_dim in 32s, and heads copied at once that take a multiple "
-            f"of 128 bytes, got {head_dim}, {rotary_dim} and {num_kv_heads} heads"
-        )
+    if reason := refusal(q.dtype, k_cache.dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
+        raise ValueError(f"link_decode: {reason}")
     kv_indices = kv_indices.to(torch.int32)
     if workspace is None:
         workspace = decode_workspace(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, q.device)
         plan_decode(
-            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
+            workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
     module = load_module(
@@ -104,6 +140,6 @@ def link_decode(
     )  # fmt: skip
     module.link_decode(
         q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, out, lse,
-        sm_scale, v_scale, num_multiprocessors(q.device),
+        sm_scale, v_scale, num_sms(q.device),
     )  # fmt: skip
     return out

@@ -10,7 +10,16 @@ from sgl_kernel_lazy.triton.link_extend import link_extend
 __all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
 
 
-def unsupported(device, dtype, kv_dtype, *_dims) -> str | None:
+def unsupported(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    max_segments: int,
+) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if kv_dtype not in (dtype, *kv_dtypes(dtype)):
         return f"{kv_dtype} caches with a model in {dtype}"

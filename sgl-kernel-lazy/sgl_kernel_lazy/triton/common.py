@@ -1,6 +1,7 @@
-"""Device functions shared by the ops: rotating a query tile, online softmax, merging splits."""
+"""Device functions shared by the ops: rotating a query tile, online softmax, merging partial results."""
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -17,21 +18,9 @@ UNALIGNED = (
 )  # fmt: skip
 
 
-@functools.cache
-def num_multiprocessors(device: torch.device) -> int:
-    """How many programs run side by side; the interpreter, which runs one, still gets to split rows and merge them."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@functools.cache
-def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program may take."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin if device.type == "cuda" else 0
-
-
 def accumulator(dtype: torch.dtype) -> tuple[tl.dtype, torch.dtype]:
     """ACC, the type of scores, weights and sums, and the same in PyTorch: wider than the inputs' type, so that only
-    results are rounded to that.
+    results are rounded to the latter.
     """
     return (tl.float64, torch.float64) if dtype == torch.float32 else (tl.float32, torch.float32)
 
@@ -46,7 +35,7 @@ def operand_size(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float32 else dtype.itemsize
 
 
-def block_sizes(head_dim: int, dtype: torch.dtype, tile_bytes: int) -> dict:
+def block_sizes(head_dim: int, dtype: torch.dtype, tile_bytes: int) -> dict[str, int]:
     """BLOCK_D, and the BLOCK_N (16 to 128) that makes a tile of keys tile_bytes large."""
     block_d = triton.next_power_of_2(head_dim)
     return dict(BLOCK_D=block_d, BLOCK_N=min(128, max(16, tile_bytes // (block_d * operand_size(dtype)))))
@@ -57,7 +46,7 @@ def table_block(length: int, least: int) -> int:
     return max(least, triton.next_power_of_2(max(1, length)))
 
 
-def jit(kernel):
+def jit(kernel: Callable) -> Any:
     """triton.jit for a kernel, specialised on nothing that varies between batches."""
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     return triton.jit(
@@ -97,8 +86,8 @@ def rotate_back(
     cos = tl.load(row + frequency, mask=dim < ROTARY_DIM, other=1.0)
     sin = tl.load(row + HALF + frequency, mask=dim < ROTARY_DIM, other=0.0)
     sin = tl.where(begins_pair, sin, -sin)
-    turned = q.to(ACC) * cos[None, :] + q_partner.to(ACC) * sin[None, :]
-    return turned if q.dtype == tl.float32 else turned.to(q.dtype)
+    rotated = q.to(ACC) * cos[None, :] + q_partner.to(ACC) * sin[None, :]
+    return rotated if q.dtype == tl.float32 else rotated.to(q.dtype)
 
 
 @triton.jit
@@ -128,16 +117,34 @@ def finish(acc, row_max, row_sum):
 
 
 @triton.jit
+def merge_step(part, lse, acc, row_max, row_sum):
+    """The state (acc, row_max, row_sum) after adding partial rows [rows, dims], normalised, and their base-2 lse."""
+    new_max = tl.maximum(row_max, tl.max(lse, 0))
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(lse - shift)
+    decay = tl.exp2(row_max - shift)
+    acc = acc * decay + tl.sum(part.to(acc.dtype) * weights[:, None], 0)
+    return acc, new_max, row_sum * decay + tl.sum(weights, 0)
+
+
+@triton.jit
+def merged(acc, row_max, row_sum):
+    """The output row of a merge and its natural-log lse; zeros and -inf where no partial row saw anything."""
+    LN2: tl.constexpr = 0.6931471805599453
+    total = tl.where(row_sum > 0, row_sum, 1.0)
+    return acc / total, tl.where(row_sum > 0, (row_max + tl.log2(total)) * LN2, float("-inf"))
+
+
+@triton.jit
 def merge_splits(
     partial_out, partial_lse, first, count, stride, head_dim,
     ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial rows first, first + stride, ... (count of them) into one output row and its natural-log lse.
 
-    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] ACC, base 2. All
-    of these rows have been written. BLOCK_S of them are taken at a time.
+    partial_out: [rows, head_dim] fp32, normalised.  partial_lse: [rows] ACC, base 2. All of these rows have been
+    written. BLOCK_S of them are taken at a time.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     dim = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], ACC)
     row_max = tl.full([], float("-inf"), ACC)
@@ -148,13 +155,5 @@ def merge_splits(
         lse = tl.load(partial_lse + row, mask=split < count, other=float("-inf"))
         mask = (split < count)[:, None] & (dim < head_dim)[None, :]
         part = tl.load(partial_out + row[:, None] * head_dim + dim[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(lse, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(lse - shift)
-        decay = tl.exp2(row_max - shift)
-        acc = acc * decay + tl.sum(part * weights[:, None], 0)
-        row_sum = row_sum * decay + tl.sum(weights, 0)
-        row_max = new_max
-    total = tl.where(row_sum > 0, row_sum, 1.0)
-    lse = tl.where(row_sum > 0, (row_max + tl.log2(total)) * LN2, float("-inf"))
-    return acc / total, lse
+        acc, row_max, row_sum = merge_step(part, lse, acc, row_max, row_sum)
+    return merged(acc, row_max, row_sum)

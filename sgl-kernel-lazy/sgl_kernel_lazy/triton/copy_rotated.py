@@ -1,4 +1,6 @@
-"""Copies of cached entries whose keys are turned to other positions: all layers in one launch."""
+"""Copies of cached KV tokens whose keys are rotated to other positions: all layers in one launch."""
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -7,7 +9,7 @@ import triton.language as tl
 from sgl_kernel_lazy.validation import check_copy_inputs
 
 BLOCK_T, NUM_WARPS = 16, 4
-# The compiler cannot know by what a distance that it loads can be divided; without that it would copy by the element.
+# The compiler must know what the distances that it loads are multiples of, else it copies one element at a time.
 DISTANCE_UNIT = tl.constexpr(16)
 
 
@@ -20,7 +22,7 @@ def _copy_rotated_kernel(
     """cache[l][target] = R(offset) cache[l][source] for keys, cache[l][target] = cache[l][source] for values.
 
     cache: any of the caches, for its type.  distances: [2 num_layers] int64, from there to each layer's keys, then to
-    each layer's values, in elements. One program has BLOCK_T entries of one layer.
+    each layer's values, in elements. One program copies BLOCK_T KV tokens of one layer.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
     layer = tl.program_id(1)
@@ -34,27 +36,36 @@ def _copy_rotated_kernel(
 
     frequency = tl.arange(0, BLOCK_HALF)
     first, second = (frequency, HALF + frequency) if IS_NEOX else (2 * frequency, 2 * frequency + 1)
-    turned = known[:, None] & (frequency < HALF)[None, :]
+    rotated = known[:, None] & (frequency < HALF)[None, :]
     row = cos_sin_cache + offset[:, None] * stride_position + frequency[None, :]
-    cos = tl.load(row, mask=turned, other=1.0)
-    sin = tl.load(row + HALF, mask=turned, other=0.0)
+    cos = tl.load(row, mask=rotated, other=1.0)
+    sin = tl.load(row + HALF, mask=rotated, other=0.0)
     dim = tl.arange(0, BLOCK_D)
     whole = known[:, None] & (dim < HEAD_DIM)[None, :]
     rest = known[:, None] & ((dim >= ROTARY_DIM) & (dim < HEAD_DIM))[None, :]
     for head in tl.static_range(NUM_HEADS):
         begin = head * HEAD_DIM
-        x = tl.load(k_cache + read + begin + first[None, :], mask=turned, other=0.0).to(tl.float32)
-        y = tl.load(k_cache + read + begin + second[None, :], mask=turned, other=0.0).to(tl.float32)
+        x = tl.load(k_cache + read + begin + first[None, :], mask=rotated, other=0.0).to(tl.float32)
+        y = tl.load(k_cache + read + begin + second[None, :], mask=rotated, other=0.0).to(tl.float32)
         v = tl.load(v_cache + read + begin + dim[None, :], mask=whole, other=0.0)
-        tl.store(k_cache + write + begin + first[None, :], x * cos - y * sin, mask=turned)
-        tl.store(k_cache + write + begin + second[None, :], y * cos + x * sin, mask=turned)
+        tl.store(k_cache + write + begin + first[None, :], x * cos - y * sin, mask=rotated)
+        tl.store(k_cache + write + begin + second[None, :], y * cos + x * sin, mask=rotated)
         tl.store(v_cache + write + begin + dim[None, :], v, mask=whole)
         if ROTARY_DIM < HEAD_DIM:
             k = tl.load(k_cache + read + begin + dim[None, :], mask=rest, other=0.0)
             tl.store(k_cache + write + begin + dim[None, :], k, mask=rest)
 
 
-def copy_rotated(k_caches, v_caches, source, target, offsets, cos_sin_cache, *, is_neox):
+def copy_rotated(
+    k_caches: Sequence[torch.Tensor],
+    v_caches: Sequence[torch.Tensor],
+    source: torch.Tensor,
+    target: torch.Tensor,
+    offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    is_neox: bool,
+) -> None:
     """See `sgl_kernel_lazy.torch_impl.copy_rotated`."""
     check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache)
     if not len(source):

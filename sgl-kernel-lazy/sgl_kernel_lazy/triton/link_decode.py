@@ -1,9 +1,10 @@
-"""Decode over cached chunks: split-KV attention whose query tile is turned back at each chunk it meets."""
+"""Decode over cached chunks: split-KV attention whose query tile is rotated back at each chunk it meets."""
 
 import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_lazy.device import num_sms
 from sgl_kernel_lazy.triton.common import (
     LOG2E,
     accumulate,
@@ -13,23 +14,22 @@ from sgl_kernel_lazy.triton.common import (
     jit,
     kv_dtypes,
     merge_splits,
-    num_multiprocessors,
     partner_dim,
     rotate_back,
     table_block,
 )
-from sgl_kernel_lazy.validation import check_link_inputs, check_tensor
+from sgl_kernel_lazy.validation import check_decode_inputs, check_rows, check_tensor
 
-# Bytes of a tile of keys, warps, stages, and how many such programs run on a multiprocessor at a time: that many are
-# launched, with equal spans, so that all begin and end together. Keys are found through kv_indices, and a load behind a
-# load takes two pipeline stages: 2n + 1 stages keep n tiles in flight. Many small tiles suit a kernel that only waits
-# for memory, and short chunks.
+# Bytes of a tile of keys, warps, stages, and how many such programs run on an SM at a time: that many are launched,
+# with equal spans, so that all begin and end together. Keys are found through kv_indices, and a load that depends on
+# another takes two pipeline stages: 2n + 1 stages keep n tiles in flight. Small tiles suit short chunks, and many of
+# them a kernel that only waits for memory.
 TILE_BYTES, NUM_WARPS, NUM_STAGES, PROGRAMS = 8192, 2, 5, 4
 
 
 @triton.jit
 def _span_size(kv_indptr, bs, num_spans, BLOCK_N: tl.constexpr):
-    """Entries of each of the equal spans that all rows, one behind the other, are cut into."""
+    """KV tokens of each of the equal spans that all rows, one after another, are cut into."""
     return tl.cdiv(tl.cdiv(tl.load(kv_indptr + bs), num_spans), BLOCK_N) * BLOCK_N
 
 
@@ -45,10 +45,10 @@ def _link_decode_kernel(
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """One span of the batch's entries, for up to BLOCK_H query heads of one kv head.
+    """One span of the batch's KV tokens, for up to BLOCK_H query heads of one kv head.
 
     Writes partial_out[span + b, head] (normalised) and partial_lse[span + b, head] (base 2) for every request b with
-    entries in the span. No other span and request have that sum, since from one such pair to the next either grows.
+    KV tokens in the span. No two such pairs have the same sum, since span or b grows from one pair to the next.
     """
     TILES: tl.constexpr = (GROUP + BLOCK_H - 1) // BLOCK_H
     span = tl.program_id(1)
@@ -91,9 +91,9 @@ def _link_decode_kernel(
                 q_stored, q_partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
             )
             for start in range(begin, segment_end, BLOCK_N):
-                entry = start + tl.arange(0, BLOCK_N)
-                within = entry < segment_end
-                slot = tl.load(kv_indices + row_begin + entry, mask=within, other=0).to(tl.int64)
+                place = start + tl.arange(0, BLOCK_N)
+                within = place < segment_end
+                slot = tl.load(kv_indices + row_begin + place, mask=within, other=0).to(tl.int64)
                 kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
                 k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=kv_mask, other=0.0)
                 v = tl.load(v_rows + slot[:, None] * stride_v_slot + dim[None, :], mask=kv_mask, other=0.0)
@@ -111,60 +111,97 @@ def _merge_kernel(
     partial_out, partial_lse, out, lse, kv_indptr, bs, num_spans, stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """out[b, head] and lse[b, head] from the spans that hold entries of request b."""
+    """out[b, head] and lse[b, head] from the spans that hold KV tokens of request b."""
     head, num_heads = tl.program_id(0), tl.num_programs(0)
     b = tl.program_id(1)
     size = tl.maximum(_span_size(kv_indptr, bs, num_spans, BLOCK_N), 1)
     begin, end = tl.load(kv_indptr + b), tl.load(kv_indptr + b + 1)
     first = begin // size
     count = tl.where(begin < end, (end - 1) // size + 1 - first, 0)
-    merged, merged_lse = merge_splits(
+    result, result_lse = merge_splits(
         partial_out, partial_lse, (first + b) * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
     )
     dim = tl.arange(0, BLOCK_D)
     row = out + b.to(tl.int64) * stride_out_row + head * stride_out_head
-    tl.store(row + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(row + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
     if lse is not None:
-        tl.store(lse + b.to(tl.int64) * stride_lse_row + head, merged_lse)
+        tl.store(lse + b.to(tl.int64) * stride_lse_row + head, result_lse)
 
 
-def _plan(num_qo_heads, num_kv_heads, device):
+def _plan(
+    num_qo_heads: int,
+    num_kv_heads: int,
+    device: torch.device,
+) -> tuple[int, int]:
     """(BLOCK_H, num_spans): query heads per tile, and spans of the batch, from static shapes alone."""
     group = num_qo_heads // num_kv_heads
     block_h = min(64, max(16, triton.next_power_of_2(group)))
     programs_per_span = num_kv_heads * triton.cdiv(group, block_h)
-    return block_h, max(1, PROGRAMS * num_multiprocessors(device) // programs_per_span)
+    return block_h, max(1, PROGRAMS * num_sms(device) // programs_per_span)
 
 
-def decode_workspace(max_bs, max_segments, num_qo_heads, num_kv_heads, head_dim, device):
-    """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter."""
+def decode_workspace(
+    max_bs: int,
+    max_segments: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    device: torch.device | str,
+) -> torch.Tensor:
+    """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter.
+
+    It takes 4 * num_qo_heads * (head_dim + 2) bytes per request, and as much per span: a few hundred of them.
+    """
     _, num_spans = _plan(num_qo_heads, num_kv_heads, torch.device(device))
     return torch.empty((num_spans + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
 
 
 def plan_decode(
-    workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets,
-    *, num_qo_heads, num_kv_heads, head_dim,
-):  # fmt: skip
-    """Nothing: every program finds its span by itself."""
+    workspace: torch.Tensor | None,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    segment_ids: torch.Tensor | None,
+    *,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> None:
+    """Check the arguments, and nothing else: every program finds its span by itself."""
+    check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
 
 
 def link_decode(
-    q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, is_neox, sm_scale, v_scale=1.0, workspace=None, out=None, lse=None,
-):  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    is_neox: bool,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    segment_ids: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, fp8 caches with fp16 and bf16 queries.
 
-    workspace: from `decode_workspace`, allocated here when not given. With it and `out` given nothing is allocated;
-    the grid depends on shapes alone and the device is never waited for, so the call can be captured in a CUDA graph.
+    With workspace and out given, nothing is allocated; the grid depends on shapes alone and the device is never waited
+    for, so the call can be captured in a CUDA graph.
     """
-    check_link_inputs(
+    check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, kv_dtypes(q.dtype),
+        out, lse, sm_scale, v_scale, segment_ids, kv_dtypes(q.dtype),
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
-    if bs != num_segments.shape[0]:
-        raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {bs}")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if bs == 0:
         return out

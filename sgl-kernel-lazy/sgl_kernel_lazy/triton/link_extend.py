@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sgl_kernel_lazy.device import num_sms, shared_memory
+from sgl_kernel_lazy.splits import SplitTimes, best_num_splits
 from sgl_kernel_lazy.triton.common import (
     LOG2E,
     accumulate,
@@ -15,29 +17,26 @@ from sgl_kernel_lazy.triton.common import (
     jit,
     kv_dtypes,
     merge_splits,
-    num_multiprocessors,
     operand_size,
     partner_dim,
     rotate_back,
-    shared_memory,
     table_block,
 )
 from sgl_kernel_lazy.validation import check_extend_inputs
 
 MAX_SPLITS = 64
-# Microseconds of an earlier kernel on an H200, whose multiprocessors run one program at a time: per 128 entries, to
-# begin and end a program and to merge, and bytes merged in one.
-TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
+# Of an earlier kernel on an H200, whose SMs ran one program at a time, over tiles of 128 KV tokens.
+TIMES = SplitTimes(tile=2.3, item=5.0, merge=4.0, merge_rate=3e6)
 # Bytes of a tile of keys; shared memory per program, as Hopper's, from which on a third stage is taken.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
 
 
 @triton.jit
 def _seen_bounds(kv_positions, low, high, oldest, newest):
-    """Bounds of the entries of the run [low, high) that query rows at positions oldest .. newest can see.
+    """Bounds of the KV tokens of the run [low, high) that query rows at positions oldest .. newest can see.
 
     Returns (full, end): every row sees all of [low, full), no row sees anything from end on. Positions ascend strictly,
-    so the entry i places after the first is at least i positions after it: an upper bound, exact without gaps.
+    so the token i places after the first is at least i positions after it: an upper bound, exact without gaps.
     """
     first = tl.load(kv_positions + low, mask=low < high, other=0)
     last = tl.load(kv_positions + high - 1, mask=low < high, other=-1)
@@ -49,11 +48,11 @@ def _seen_bounds(kv_positions, low, high, oldest, newest):
 
 
 @triton.jit
-def _turned_queries(
+def _rotated_queries(
     q_rows, q_mask, dim, offsets, run, segments, cos_sin_cache, stride_position,
     ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The query tile as a run's keys take it. It is loaded for every run: the cache is near and registers are few."""
+    """The query tile rotated for a run's keys. It is loaded for every run: caches are near and registers are few."""
     offset = tl.load(offsets + run, mask=run < segments, other=0)
     q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
     q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
@@ -64,8 +63,8 @@ def _turned_queries(
 def _load_rows(rows, slot, dim, within, STRIDE_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr):
     """The tile [keys, dims] of keys or values at the slots, or at those within; unmasked where nothing is left out.
 
-    With the stride a constant, a row's address costs one instruction. It is compiled in, like head_dim: the caches of a
-    server have one layout, whatever the batch.
+    The stride is a constant, like head_dim, so that a row's address costs one instruction: all caches of a server have
+    one layout, whatever the batch.
     """
     pointers = rows + slot.to(tl.int64)[:, None] * STRIDE_SLOT + dim[None, :]
     if within is None and dim.shape[0] == HEAD_DIM:
@@ -82,10 +81,10 @@ def _attend_seen(
     STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state after the entries [begin, end), whole blocks that every row sees."""
+    """The softmax state after the KV tokens [begin, end), whole blocks that every row sees."""
     column = tl.arange(0, BLOCK_N)
-    # Slots are asked for a block ahead and wait in registers, as int32: a pipelined load would bring them by way of
-    # shared memory, at the price of copies, a barrier and stages.
+    # Slots are loaded a block ahead and wait in registers, as int32: a pipelined load would pass them through shared
+    # memory, at the price of copies, a barrier and stages.
     ahead = tl.load(kv_indices + begin + column, mask=begin + column < end, other=0).to(tl.int32)
     for start in tl.range(begin, end, BLOCK_N):
         slot = ahead
@@ -102,12 +101,12 @@ def _attend_masked(
     STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state after what each row sees of the entries [begin, end): few blocks, which are not pipelined."""
+    """The softmax state after what each row sees of the KV tokens [begin, end): few blocks, which are not pipelined."""
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
-        entry = start + tl.arange(0, BLOCK_N)
-        within = entry < end
-        slot = tl.load(kv_indices + entry, mask=within, other=0)
-        kv_position = tl.load(kv_positions + entry, mask=within, other=2147483647)
+        place = start + tl.arange(0, BLOCK_N)
+        within = place < end
+        slot = tl.load(kv_indices + place, mask=within, other=0)
+        kv_position = tl.load(kv_positions + place, mask=within, other=2147483647)
         visible = kv_position[None, :] <= q_position[:, None]
         k = _load_rows(k_rows, slot, dim, within, STRIDE_K_SLOT, HEAD_DIM)
         v = _load_rows(v_rows, slot, dim, within, STRIDE_V_SLOT, HEAD_DIM)
@@ -177,9 +176,10 @@ def _link_extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), ACC)
     row_sum = tl.zeros([BLOCK_M], ACC)
     run_begin = low
-    # The queries of the next run are turned at the end of each: what goes round the loop is put in shared memory, where
-    # tensor cores read it; a tile made where it is used would be loaded into registers for every block of keys.
-    q_tile = _turned_queries(
+    # The queries are rotated for the next run at the end of each: a value carried around the loop is put in shared
+    # memory, where tensor cores read it; a tile made where it is used would be loaded into registers for every block of
+    # keys.
+    q_tile = _rotated_queries(
         q_rows, q_mask, dim, offsets, first_run, segments, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
     )
     for run in range(first_run, last_run + 1):
@@ -199,9 +199,9 @@ def _link_extend_kernel(
                 q_position, dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
         run_begin = run_end
-        # Under an `if` the present tile could be the result and would hold registers all through the run. The mask has
-        # the run in it, which keeps the loads behind the keys.
-        q_tile = _turned_queries(
+        # Under an `if` the result could be the present tile, which would then hold registers all through the run. The
+        # mask depends on the run, which keeps the loads behind those of the keys.
+        q_tile = _rotated_queries(
             q_rows, q_mask & (run < last_run), dim, offsets, run + 1, segments, cos_sin_cache, stride_position,
             ROTARY_DIM, IS_NEOX, ACC,
         )  # fmt: skip
@@ -224,22 +224,32 @@ def _merge_kernel(
 ):  # fmt: skip
     """out[token, head] and lse[token, head] from partial rows [num_splits, nnz_qo, num_qo_heads]."""
     token, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    merged, merged_lse = merge_splits(
+    result, result_lse = merge_splits(
         partial_out, partial_lse, token * num_heads + head, num_splits, nnz_qo * num_heads,
         HEAD_DIM, ACC, BLOCK_D, BLOCK_S,
     )  # fmt: skip
     dim = tl.arange(0, BLOCK_D)
     row = out + token * stride_out_row + head * stride_out_head
-    tl.store(row + dim, merged.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(row + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
     if lse is not None:
-        tl.store(lse + token * stride_lse_row + head, merged_lse)
+        tl.store(lse + token * stride_lse_row + head, result_lse)
 
 
 @functools.lru_cache(maxsize=1024)
-def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim, row_bytes, num_multiprocessors):
-    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and the cheapest split by a model of the time.
+def _plan(
+    bs: int,
+    nnz_qo: int,
+    nnz_kv: int,
+    max_extend_len: int,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    row_bytes: int,
+    num_sms: int,
+) -> tuple[int, int]:
+    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and the cheapest split.
 
-    nnz_kv may be an upper bound, and requests may differ in length: that costs time only.
+    nnz_kv may be an upper bound, and requests may differ in length: that only costs time.
     """
     rows = max_extend_len * (num_qo_heads // num_kv_heads)
     # Wide heads and fp32 leave no registers for 128 rows.
@@ -247,16 +257,20 @@ def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_d
     programs = bs * num_kv_heads * -(-rows // block_m)
     tiles = max(1, -(-nnz_kv // (bs * 128)))
 
-    def time(num_splits):
-        waves = -(-programs * num_splits // num_multiprocessors)
-        merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
-        return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
+    num_splits = best_num_splits(
+        TIMES, num_items=programs, num_tiles=tiles, num_results=nnz_qo * num_qo_heads, head_dim=head_dim,
+        num_sms=num_sms, max_splits=MAX_SPLITS,
+    )  # fmt: skip
+    return block_m, num_splits
 
-    return block_m, min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
 
-
-def _launch(block_m, head_dim, device):
-    """Warps and stages: three stages keep two tiles in flight, two one; slots, unlike in link_decode.py, take none."""
+def _launch(
+    block_m: int,
+    head_dim: int,
+    device: torch.device,
+) -> dict[str, int]:
+    """Warps and stages: three stages keep two tiles in flight, two stages one; unlike in link_decode.py, loading slots
+    takes no stage."""
     return dict(
         num_warps=8 if block_m == 128 or head_dim > 128 else 4,
         num_stages=3 if shared_memory(device) >= DEEP_SHARED_MEMORY else 2,
@@ -264,10 +278,27 @@ def _launch(block_m, head_dim, device):
 
 
 def link_extend(
-    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-    num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, v_scale=1.0, out=None, lse=None, validate=True,
-):  # fmt: skip
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    max_extend_len: int,
+    is_neox: bool,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    validate: bool = True,
+) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, fp8 caches with fp16 and bf16 queries; never waits for
     the device.
     """
@@ -287,7 +318,7 @@ def link_extend(
     acc, acc_dtype = accumulator(q.dtype)
     block_m, num_splits = _plan(
         bs, nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
-        head_dim * operand_size(q.dtype), num_multiprocessors(q.device),
+        head_dim * operand_size(q.dtype), num_sms(q.device),
     )  # fmt: skip
     target, target_lse = out, lse
     if num_splits > 1:

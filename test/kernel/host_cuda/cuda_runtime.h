@@ -67,16 +67,10 @@ inline unsigned __float_as_uint(float x) {
   return bits;
 }
 
-using Word = unsigned long long;
 inline int atomicAdd(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST); }
-inline Word atomicCAS(Word* at, Word expected, Word x) {
+inline int atomicCAS(int* at, int expected, int x) {
   __atomic_compare_exchange_n(at, &expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
   return expected;
-}
-inline void atomicMin(Word* at, Word x) {
-  Word now = __atomic_load_n(at, __ATOMIC_SEQ_CST);
-  while (x < now && !__atomic_compare_exchange_n(at, &now, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST)) {
-  }
 }
 
 // Runs kernel(arguments...) in NUM_THREADS threads.

@@ -1,6 +1,10 @@
-"""A stock FlashInfer kernel over entries, and the Triton kernels around it: turn the queries, merge the results."""
+"""FlashInfer's attention over work items, and the Triton kernels around it: rotate the queries, merge the results.
+
+A work item is a stretch of query rows over a stretch of KV tokens, one request of FlashInfer's.
+"""
 
 import functools
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -8,38 +12,58 @@ import triton.language as tl
 from flashinfer.prefill import get_batch_prefill_module
 from flashinfer.utils import device_support_pdl
 
-from sgl_kernel_lazy.triton.common import jit, partner_dim
+from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.triton.common import jit, merge_step, merged, partner_dim, rotate_back
 
 DTYPES, HEAD_DIMS = (torch.float16, torch.bfloat16), (64, 128, 256)
 INT_WORKSPACE_BYTES = 8 << 20
-# Heads and warps of a program that turns a row.
-TURNED_HEADS, TURN_WARPS = 16, 4
+# Heads and warps of a program that rotates a row.
+ROTATED_HEADS, ROTATE_WARPS = 16, 4
 NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 
 
-def check_supported(q: torch.Tensor) -> None:
-    """Raise ValueError on what FlashInfer's kernels are not compiled for."""
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q: expected dtype {' or '.join(map(str, DTYPES))}, got {q.dtype}")
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"q: expected head_dim to be one of {HEAD_DIMS}, got {q.shape[-1]}")
+def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> str | None:
+    """What FlashInfer's kernels, as they are used here, expect and do not get, or None."""
+    if dtype not in DTYPES:
+        return f"expected queries in {' or '.join(map(str, DTYPES))}, got {dtype}"
+    if kv_dtype != dtype:
+        return f"expected caches in the queries' {dtype}, got {kv_dtype}"
+    if head_dim not in HEAD_DIMS:
+        return f"expected head_dim to be one of {HEAD_DIMS}, got {head_dim}"
+    return None
+
+
+def check_supported(op: str, q: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """Raise ValueError on what `refusal` names."""
+    if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1]):
+        raise ValueError(f"{op}: {reason}")
 
 
 @functools.cache
 def float_workspace(group: int, device: torch.device) -> torch.Tensor:
-    """Partial results of FlashInfer's own splits, of which it makes at most two per multiprocessor and query head."""
-    tiles = 2 * torch.cuda.get_device_properties(device).multi_processor_count + 8
+    """Partial results of FlashInfer's own splits, of which it makes at most two per SM and query head."""
+    tiles = 2 * num_sms(device) + 8
     return torch.empty(tiles * group * 128 * (128 + 4) * 4, dtype=torch.uint8, device=device)
 
 
 class Kernel:
-    """FlashInfer's fa2 or fa3, planned for entries: rows qo_indptr[i] .. [i + 1] over slots kv_indptr[i] .. [i + 1].
+    """FlashInfer's fa2 or fa3, planned for items: rows qo_indptr[i] .. [i + 1] over slots kv_indptr[i] .. [i + 1].
 
-    Holds the plan; the lists themselves are given again to every run, as device tensors, and those of the keys may then
-    be others than the planned ones where split is False and no tile gets empty by it.
+    Holds the plan; every run is given the lists again, as device tensors. Where split is False, those of the keys may
+    differ from the planned ones as long as no tile becomes empty.
     """
 
-    def __init__(self, backend, q, num_kv_heads, qo_indptr, kv_indptr, *, causal, split=True):
+    def __init__(
+        self,
+        backend: str,
+        q: torch.Tensor,
+        num_kv_heads: int,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        *,
+        causal: bool,
+        split: bool = True,
+    ):
         _, num_qo_heads, head_dim = q.shape
         self.backend, self.mask = backend, CAUSAL if causal else NON_CAUSAL
         self.pdl = device_support_pdl(q.device)
@@ -50,14 +74,25 @@ class Kernel:
         self.pinned = torch.empty(INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=True)
         last_page_len = torch.ones(len(qo_indptr) - 1, dtype=torch.int32)
         self.last_page_len = last_page_len.to(q.device, non_blocking=True)
-        splitting = (-1, not split, 0) if backend == "fa2" else ()
+        splitting: Sequence[int] = (-1, not split, 0) if backend == "fa2" else ()
         self.plan = self.module.plan(
             self.floats, self.ints, self.pinned, qo_indptr, kv_indptr, kv_indptr.diff(),
             int(qo_indptr[-1]), len(last_page_len), num_qo_heads, num_kv_heads, 1, False, head_dim, head_dim,
             causal, -1, *splitting,
         )  # fmt: skip
 
-    def run(self, q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, out, lse, sm_scale) -> None:
+    def run(
+        self,
+        q: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        qo_indptr: torch.Tensor,
+        kv_indptr: torch.Tensor,
+        kv_indices: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        sm_scale: float,
+    ) -> None:
         """Write out [rows, num_qo_heads, head_dim], normalised, and lse [rows, num_qo_heads], fp32, base 2."""
         self.module.paged_run(
             self.floats, self.ints, self.plan, q, k_cache.unsqueeze(1), v_cache.unsqueeze(1),
@@ -68,12 +103,11 @@ class Kernel:
 
 @jit
 def _rotate_kernel(
-    q, turned, rows, offsets, cos_sin_cache, stride_q_row, stride_q_head, stride_position,
+    q, rotated, rows, offsets, cos_sin_cache, stride_q_row, stride_q_head, stride_position,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """turned[i] = R(-offsets[i]) q[rows[i]], in float32 and rounded once; nothing where rows[i] is negative."""
-    HALF: tl.constexpr = ROTARY_DIM // 2
+    """rotated[i] = R(-offsets[i]) q[rows[i]], in float32 and rounded once; nothing where rows[i] is negative."""
     i = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + i).to(tl.int64)
     if row < 0:
@@ -86,31 +120,29 @@ def _rotate_kernel(
     value = tl.load(source + dim[None, :], mask=mask, other=0.0)
     if offset != 0:
         partner = tl.load(source + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=mask, other=0.0)
-        if IS_NEOX:
-            frequency = tl.where(dim < HALF, dim, dim - HALF)
-            begins_pair = dim < HALF
-        else:
-            frequency = dim // 2
-            begins_pair = dim % 2 == 0
-        angles = cos_sin_cache + offset * stride_position
-        cos = tl.load(angles + frequency, mask=dim < ROTARY_DIM, other=1.0)
-        sin = tl.load(angles + HALF + frequency, mask=dim < ROTARY_DIM, other=0.0)
-        sin = tl.where(begins_pair, sin, -sin)
-        value = (value.to(tl.float32) * cos[None, :] + partner.to(tl.float32) * sin[None, :]).to(value.dtype)
-    tl.store(turned + i * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + dim[None, :], value, mask=mask)
+        value = rotate_back(
+            value, partner, dim, offset, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, tl.float32
+        )
+    tl.store(rotated + i * HEADS * HEAD_DIM + head[:, None] * HEAD_DIM + dim[None, :], value, mask=mask)
 
 
-def rotate(q, rows, offsets, cos_sin_cache, is_neox) -> torch.Tensor:
+def rotate(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    is_neox: bool,
+) -> torch.Tensor:
     """R(-offsets[i]) q[rows[i]] for every i, as [len(rows), num_qo_heads, head_dim]."""
     _, heads, head_dim = q.shape
-    turned = torch.empty(len(rows), heads, head_dim, dtype=q.dtype, device=q.device)
-    block_h = min(TURNED_HEADS, triton.next_power_of_2(heads))
+    rotated = torch.empty(len(rows), heads, head_dim, dtype=q.dtype, device=q.device)
+    block_h = min(ROTATED_HEADS, triton.next_power_of_2(heads))
     _rotate_kernel[(len(rows), triton.cdiv(heads, block_h))](
-        q, turned, rows, offsets, cos_sin_cache, q.stride(0), q.stride(1), cos_sin_cache.stride(0),
+        q, rotated, rows, offsets, cos_sin_cache, q.stride(0), q.stride(1), cos_sin_cache.stride(0),
         HEADS=heads, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=TURN_WARPS,
+        BLOCK_H=block_h, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=ROTATE_WARPS,
     )  # fmt: skip
-    return turned
+    return rotated
 
 
 @jit
@@ -122,7 +154,6 @@ def _merge_kernel(
 
     Without parts, they are the partial rows first[row] .. first[row + 1] themselves. partial_lse is base 2.
     """
-    LN2: tl.constexpr = 0.6931471805599453
     row, head, heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     dim = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -136,23 +167,24 @@ def _merge_kernel(
         part_lse = tl.load(partial_lse + part, mask=at < last, other=float("-inf"))
         mask = (at < last)[:, None] & (dim < HEAD_DIM)[None, :]
         value = tl.load(partial_out + part[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-        new_max = tl.maximum(row_max, tl.max(part_lse, 0))
-        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        weights = tl.exp2(part_lse - shift)
-        decay = tl.exp2(row_max - shift)
-        acc = acc * decay + tl.sum(value.to(tl.float32) * weights[:, None], 0)
-        row_sum = row_sum * decay + tl.sum(weights, 0)
-        row_max = new_max
-    seen = row_sum > 0
-    total = tl.where(seen, row_sum, 1.0)
+        acc, row_max, row_sum = merge_step(value, part_lse, acc, row_max, row_sum)
+    result, result_lse = merged(acc, row_max, row_sum)
     target = out + row * stride_out_row + head * stride_out_head
-    tl.store(target + dim, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    tl.store(target + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
     if lse is not None:
-        row_lse = tl.where(seen, (row_max + tl.log2(total)) * LN2, float("-inf"))
-        tl.store(lse + row * stride_lse_row + head, row_lse)
+        tl.store(lse + row * stride_lse_row + head, result_lse)
 
 
-def merge(partial_out, partial_lse, first, parts, out, lse, *, at_once: int) -> None:
+def merge(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    first: torch.Tensor,
+    parts: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    at_once: int,
+) -> None:
     """Merge FlashInfer's partial rows, at_once at a time, into out, and into lse where given; see `_merge_kernel`."""
     rows, heads, head_dim = out.shape
     _merge_kernel[(rows, heads)](

@@ -1,20 +1,24 @@
-"""The baseline: stock FlashInfer over the same lists of slots, without any rotation."""
+"""The baseline: FlashInfer's own attention over the same lists of slots, without any rotation."""
+
+from typing import Any
 
 import torch
+
+from sgl_kernel_lazy.bench.shapes import Problem
 
 PAGE_SIZE = 1
 WORKSPACE_BYTES = 512 << 20
 
 
-class Stock:
-    """FlashInfer's fa2 or fa3 on one problem, causal where there is new text: the floor for equal lengths.
+class Baseline:
+    """FlashInfer's fa2 or fa3 on one problem, causal where there is new text: what equal lengths cost at least.
 
-    Where new text lies in several spans, the kernel takes it for one span at the end.
+    New text that lies in several spans is taken for one span at the end.
     """
 
     rotated, graph, stepped = False, True, True
 
-    def __init__(self, backend: str, problem):
+    def __init__(self, backend: str, problem: Problem):
         import flashinfer
 
         self.name, self.problem = backend, problem
@@ -27,10 +31,11 @@ class Stock:
         types = dict(q_data_type=dims.dtype, kv_data_type=dims.dtype, sm_scale=dims.head_dim**-0.5)
         heads = (dims.num_qo_heads, dims.num_kv_heads, dims.head_dim, PAGE_SIZE)
         kv = (self.indptr_host, tables["kv_indices"], self.last_page_len.cpu())
+        self.wrapper: Any
         if self.decode and backend == "fa2":
             self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, use_tensor_cores=True, backend="fa2")
             self.wrapper.plan(*kv, *heads, **types)
-            # As servers plan from the second step on: lengths are known on the host, tables stay on the device.
+            # As servers plan from their second step on: lengths are known on the host, tables stay on the device.
             device_kv = (tables["kv_indptr"], tables["kv_indices"], self.last_page_len)
             self.replan = lambda: flashinfer.fast_decode_plan(
                 self.wrapper, *device_kv, *heads, **types, global_override_indptr_cpu=self.indptr_host
@@ -40,10 +45,10 @@ class Stock:
             qo_indptr = torch.arange(problem.bs + 1, dtype=torch.int32) if self.decode else tables["qo_indptr"].cpu()
             self.replan = lambda: self.wrapper.plan(qo_indptr, *kv, *heads, **types, causal=not self.decode)
 
-        self.planned = []
+        self.planned: list[list[torch.Tensor]] = []
 
     def plan(self) -> None:
-        # A new plan lets go of the last one's tensors, which graphs captured under it still read: keep the first few.
+        # A new plan frees the last one's tensors, which graphs captured under it still read: keep the first few.
         if len(self.planned) < 4:
             self.planned.append([value for value in vars(self.wrapper).values() if isinstance(value, torch.Tensor)])
         self.replan()
@@ -55,10 +60,10 @@ class Stock:
             torch.mul(base_2, torch.log(torch.tensor(2.0)).item(), out=lse)
 
 
-def backends(device: torch.device) -> dict:
-    """The stock kernels that run here, or why none does."""
+def backends(device: torch.device) -> dict[str, Any]:
+    """The baselines that run here, or why none does."""
     if device.type != "cuda":
-        return dict(missing="stock kernels need a GPU")
+        return dict(missing="FlashInfer needs a GPU")
     try:
         import flashinfer  # noqa: F401
     except ImportError as error:

@@ -1,6 +1,6 @@
-// Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of its
-// entries once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
-// Usage: decode_plan FIRST_SEED NUM_SEEDS
+// Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of
+// its entries once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
+// Usage: plan_decode FIRST_SEED NUM_SEEDS
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -8,24 +8,32 @@
 #include <set>
 #include <utility>
 
-#include "decode_planner.cuh"
+#include "plan_decode.cuh"
 
 using namespace lazy;
 using Entry = std::pair<int, int>;  // slot, rotation
 
 struct Batch {
   int bs, max_segments;
-  std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets;
+  std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids;
   std::vector<std::multiset<Entry>> expected;
 };
 
-#define CHECK(condition, ...)     \
-  if (!(condition)) {             \
+#define CHECK(condition, ...)       \
+  if (!(condition)) {               \
     std::printf("seed %d: ", seed); \
-    std::printf(__VA_ARGS__);     \
-    std::puts("");                \
-    std::exit(1);                 \
+    std::printf(__VA_ARGS__);       \
+    std::puts("");                  \
+    std::exit(1);                   \
   }
+
+PlanArgs arguments(const std::vector<int>& kv_indptr, const std::vector<int>& num_segments,
+                   const std::vector<int>& ends, const std::vector<int>& offsets, const std::vector<int>& ids) {
+  PlanArgs args{kv_indptr.data(), num_segments.data(), ends.data(), offsets.data(), ids.data()};
+  args.bs = num_segments.size();
+  args.max_segments = args.stride_ends = args.stride_offsets = args.stride_ids = ends.size() / num_segments.size();
+  return args;
+}
 
 Batch random_batch(std::mt19937& rng, auto&& between) {
   Batch batch{between(1, 40), between(1, 40)};
@@ -35,23 +43,33 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
     chunk.resize(between(1, between(0, 1) ? 5 : 500));
     for (int& slot : chunk) slot = next_slot++;
   }
+  // As long as another and with its first and last slot, but not with those between.
+  for (int like = 0, count = chunks.size(); like < count; like += between(1, 3)) {
+    auto chunk = chunks[like];
+    for (int i = 1; i + 1 < int(chunk.size()); ++i) chunk[i] = next_slot++;
+    chunks.push_back(chunk);
+  }
+  std::shuffle(chunks.begin(), chunks.end(), rng);
+  const int id_step = between(0, 1) ? 1 : between(1, 1 << 20), nobody = between(2, 9);
   const int width = batch.max_segments, stale = 123456;
   const int together = between(-4, 4);  // requests with the same chunks, if positive; else drawn ones
   batch.segment_ends.resize(batch.bs * width, stale);
   batch.segment_offsets.resize(batch.bs * width, stale);
+  batch.segment_ids.resize(batch.bs * width, stale);
   for (int b = 0; b < batch.bs; ++b) {
     const int num_segments = between(0, 3) ? between(0, width) : 0;
     std::vector<int> row;
     std::vector<Entry> entries;
     for (int s = 0; s < num_segments; ++s) {
-      const auto& chunk =
-          chunks[together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1)];
+      const int which = together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1);
+      const auto& chunk = chunks[which];
       const int offset = between(0, 1000);
       for (int slot : chunk) row.push_back(slot), entries.push_back({slot, offset});
       batch.segment_ends[b * width + s] = row.size();
       batch.segment_offsets[b * width + s] = offset;
+      batch.segment_ids[b * width + s] = which % nobody != 1 ? which * id_step : -1;
     }
-    for (int text = between(0, 4) ? between(0, 200) : 0; text; --text) {
+    for (int text = between(0, 4) ? between(1, 200) : 0; text; --text) {
       row.push_back(next_slot), entries.push_back({next_slot++, 0});
     }
     if (between(0, 5) == 0) {  // a row that pads a graph's batch: one entry, segments of an earlier request
@@ -73,6 +91,26 @@ int cuts(const Plan& plan) {  // through groups
   return cuts;
 }
 
+// How many groups and users of them there are: every id that two segments or more have that do not reach the end of
+// their row, and -1 never, if that saves enough.
+std::pair<int, int> expected_groups(const Batch& batch, int min_saved_tokens) {
+  std::map<int, std::pair<int, int>> uses;  // of each id: how many, tokens
+  for (int b = 0; b < batch.bs; ++b) {
+    const int length = batch.kv_indptr[b + 1] - batch.kv_indptr[b];
+    for (int s = 0, begin = 0; s < batch.num_segments[b]; ++s) {
+      const int at = b * batch.max_segments + s, end = batch.segment_ends[at], id = batch.segment_ids[at];
+      if (id >= 0 && end < length) uses[id].first += 1, uses[id].second = end - begin;
+      begin = end;
+    }
+  }
+  int groups = 0, all_users = 0;
+  for (const auto& [id, use] : uses) {
+    const auto [users, tokens] = use;
+    if (users > 1 && (users - 1) * tokens >= min_saved_tokens) ++groups, all_users += users;
+  }
+  return {groups, all_users};
+}
+
 void test(int seed) {
   std::mt19937 rng(seed);
   auto between = [&](int low, int high) { return low + int(rng() % unsigned(high - low + 1)); };
@@ -80,15 +118,19 @@ void test(int seed) {
   Batch batch = random_batch(rng, between);
   const int head_dim = one_of(64, 128, 256), num_kv_heads = one_of(1, 2, 3, 4, 5, 8, 12, 32);
   const int group_size = std::min(one_of(1, 4, 7, 8, 16, 32), Geometry::max_rows(head_dim));
-  PlanArgs args{};
-  args.kv_indptr = batch.kv_indptr.data(), args.kv_indices = batch.kv_indices.data();
-  args.num_segments = batch.num_segments.data();
-  args.segment_ends = batch.segment_ends.data(), args.segment_offsets = batch.segment_offsets.data();
-  args.bs = batch.bs, args.max_segments = args.stride_ends = args.stride_offsets = batch.max_segments;
+  PlanArgs args =
+      arguments(batch.kv_indptr, batch.num_segments, batch.segment_ends, batch.segment_offsets, batch.segment_ids);
   args.span = one_of(0, 0, 0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
-  const auto layout =
-      PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim,
-                       between(1, one_of(6, 132)));
+  auto layout = PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim,
+                                 between(1, one_of(6, 132)));
+  const auto [num_groups, num_users] = expected_groups(batch, args.min_saved_tokens);
+  // Sometimes there is just room for all uses, sometimes not for all of them or for all ids.
+  const int full = between(0, 4);
+  if (full < 3) {
+    const int room = full < 2 ? num_users : between(0, num_users), less = layout.max_shared_users - room;
+    layout.table_size = full == 2 && between(0, 1) ? 32 : layout.table_size;
+    layout.max_shared_users -= less, layout.max_shared_partials -= less, layout.max_partials -= less;
+  }
   std::vector<int> workspace(layout.num_words, -1234567);
   const Plan plan(workspace.data(), layout);
   run(plan_kernel, args, plan, layout);
@@ -118,16 +160,21 @@ void test(int seed) {
       }
     }
   };
+  const int found = plan.header->num_groups, expected = num_groups;
+  CHECK(full == 2 ? found <= expected : found == expected, "%d groups, not %d", found, expected);
+  CHECK(plan.header->num_shared_partials <= layout.max_shared_partials, "%d shared results for %d places",
+        plan.header->num_shared_partials, layout.max_shared_partials);
   CHECK(plan.header->num_items <= layout.max_items, "too many items");
   CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
-  CHECK(plan.header->num_units <= layout.max_units, "too many units");
+  CHECK(plan.header->num_tasks <= layout.max_tasks, "too many tasks");
   const int head_groups = layout.head_groups[plan.header->is_wide];
-  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, layout.num_blocks};
+  const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, layout.num_blocks};
   CHECK(queue.front_blocks >= 0 && queue.front_blocks <= queue.num_blocks, "%d blocks at the front",
         queue.front_blocks);
-  const int num_spans = plan.header->num_units - plan.header->crowded_units, takers = layout.num_blocks / head_groups;
+  const int num_spans = plan.header->num_tasks - plan.header->large_tasks, takers = layout.num_blocks / head_groups;
   CHECK(num_spans <= layout.max_spans, "%d spans", num_spans);
-  CHECK(args.span || plan.header->crowded || cuts(plan) < std::max(takers, 1), "groups are cut %d times", cuts(plan));
+  CHECK(args.span || plan.header->large_tiles || cuts(plan) < std::max(takers, 1), "groups are cut %d times",
+        cuts(plan));
   std::vector<int> pairs, working;
   for (int block = 0; block < queue.num_blocks; ++block) {
     CHECK(queue.first(block) >= 0, "block %d begins before all", block);
@@ -144,13 +191,13 @@ void test(int seed) {
   CHECK(int(pairs.size()) == queue.num_pairs, "%zu of %d pairs are taken", pairs.size(), queue.num_pairs);
   for (int i = 0; i < queue.num_pairs; ++i) CHECK(pairs[i] == i, "pair %d is taken twice or never", i);
   std::set<int> done;
-  for (int u = 0; u < plan.header->num_units; ++u) {
-    const Unit& unit = plan.units[u];
-    if (unit.item.num_tiles) follow(unit.item);
-    CHECK(unit.item.num_tiles || !unit.count, "items after none");
-    for (int i = 0; i < unit.count; ++i) {
-      CHECK(done.insert(unit.others + i).second, "an item twice");
-      follow(plan.items[unit.others + i]);
+  for (int u = 0; u < plan.header->num_tasks; ++u) {
+    const Task& task = plan.tasks[u];
+    if (task.item.num_tiles) follow(task.item);
+    CHECK(task.item.num_tiles || !task.count, "items after none");
+    for (int i = 0; i < task.count; ++i) {
+      CHECK(done.insert(task.others + i).second, "an item twice");
+      follow(plan.items[task.others + i]);
     }
   }
 
@@ -176,34 +223,32 @@ void test(int seed) {
 double lost(int seed, int bs, int pool) {
   std::mt19937 rng(seed);
   constexpr int CHUNKS = 5, CHUNK = 2048, TEXT = 64, BLOCKS = 132;
-  std::vector<int> kv_indptr{0}, kv_indices, num_segments(bs, CHUNKS), ends, offsets(bs * CHUNKS);
+  std::vector<int> kv_indptr{0}, num_segments(bs, CHUNKS), ends, offsets(bs * CHUNKS), ids;
   for (int b = 0; b < bs; ++b) {
     std::vector<int> drawn(pool ? pool : CHUNKS);
     for (int i = 0; i < int(drawn.size()); ++i) drawn[i] = pool ? i : b / 8 * CHUNKS + i;
     if (pool) std::shuffle(drawn.begin(), drawn.end(), rng);
     for (int s = 0; s < CHUNKS; ++s) {
-      for (int i = 0; i < CHUNK; ++i) kv_indices.push_back(drawn[s] * CHUNK + i);
+      ids.push_back(drawn[s]);
       ends.push_back((s + 1) * CHUNK);
     }
-    for (int i = 0; i < TEXT; ++i) kv_indices.push_back(1 << 24 | b * TEXT + i);
-    kv_indptr.push_back(kv_indices.size());
+    kv_indptr.push_back(kv_indptr.back() + CHUNKS * CHUNK + TEXT);
   }
-  PlanArgs args{kv_indptr.data(), kv_indices.data(), num_segments.data(), ends.data(), offsets.data(),
-                bs,               CHUNKS,            CHUNKS,              CHUNKS,      0,
-                64};
+  PlanArgs args = arguments(kv_indptr, num_segments, ends, offsets, ids);
+  args.min_saved_tokens = 64;
   const auto layout = PlanLayout::make(bs, CHUNKS, 32, 8, 128, BLOCKS);
   std::vector<int> workspace(layout.num_words);
   const Plan plan(workspace.data(), layout);
   run(plan_kernel, args, plan, layout);
 
   const int head_groups = layout.head_groups[plan.header->is_wide];
-  CHECK(plan.header->num_units - plan.header->crowded_units <= layout.max_spans, "too many spans");
-  CHECK(plan.header->crowded || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
-  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, BLOCKS};
+  CHECK(plan.header->num_tasks - plan.header->large_tasks <= layout.max_spans, "too many spans");
+  CHECK(plan.header->large_tiles || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
+  const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, BLOCKS};
   auto cost = [&](int pair) {
-    const Unit& unit = plan.units[pair / head_groups];
-    int tiles = unit.item.num_tiles ? unit.item.num_tiles + fixed_cost(unit.item.num_users) : 0;
-    for (int i = unit.others; i < unit.others + unit.count; ++i) {
+    const Task& task = plan.tasks[pair / head_groups];
+    int tiles = task.item.num_tiles ? task.item.num_tiles + fixed_cost(task.item.num_users) : 0;
+    for (int i = task.others; i < task.others + task.count; ++i) {
       tiles += plan.items[i].num_tiles + fixed_cost(plan.items[i].num_users);
     }
     return tiles;
@@ -236,8 +281,30 @@ void test_ends(int seed) {
   }
 }
 
+// The room for partial results of cut groups holds as many cuts as there can be, and not many more: a long chunk of as
+// many users as fit into an item, and one of twice as many.
+void test_room_for_cuts(int seed) {
+  constexpr int TAKERS = 8, FITTING = 8, USERS = 3 * FITTING, CHUNK = 1 << 20;
+  std::vector<int> kv_indptr{0}, num_segments(USERS, 1), ends(USERS, CHUNK), offsets(USERS), ids(USERS, 1);
+  for (int b = 0; b < USERS; ++b) kv_indptr.push_back((b + 1) * (CHUNK + 1));
+  for (int b = 0; b < FITTING; ++b) ids[b] = 0;
+  PlanArgs args = arguments(kv_indptr, num_segments, ends, offsets, ids);
+  args.min_saved_tokens = 1;
+  for (args.span = 0; args.span < 2; ++args.span) {
+    const auto layout = PlanLayout::make(args.bs, 1, 32, 8, 128, 2 * TAKERS);
+    std::vector<int> workspace(layout.num_words, -1234567);
+    const Plan plan(workspace.data(), layout);
+    run(plan_kernel, args, plan, layout);
+    const int cut = plan.header->num_shared_partials - USERS, room = layout.max_shared_partials - USERS;
+    CHECK(layout.takers(true) == TAKERS && layout.users_per_item == FITTING && plan.header->large_tiles,
+          "another geometry");
+    CHECK(cut <= room && (!args.span || 4 * cut > 3 * room), "%d results of cuts for %d places", cut, room);
+  }
+}
+
 int main(int, char** argv) {
   const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
   for (int seed = first; seed < first + count; ++seed) test(seed);
   test_ends(first);
+  test_room_for_cuts(first);
 }

@@ -1,0 +1,34 @@
+"""Linked attention on FlashInfer's own kernels: one of their requests per (request, segment), merged afterwards."""
+
+import torch
+
+from sgl_kernel_lazy.flashinfer_impl.common import refusal
+from sgl_kernel_lazy.flashinfer_impl.link_decode import decode_workspace, link_decode, plan_decode
+from sgl_kernel_lazy.flashinfer_impl.link_extend import link_extend, plan_extend
+from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
+
+__all__ = [
+    "copy_rotated",
+    "decode_workspace",
+    "link_decode",
+    "link_extend",
+    "plan_decode",
+    "plan_extend",
+    "unsupported",
+]
+
+
+def unsupported(
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    rotary_dim: int,
+    max_segments: int,
+) -> str | None:
+    """As `sgl_kernel_lazy.torch_impl.unsupported`."""
+    if device.type != "cuda":
+        return "FlashInfer's kernels need a GPU"
+    return refusal(dtype, kv_dtype, head_dim)

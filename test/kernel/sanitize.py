@@ -1,0 +1,119 @@
+"""Run compute-sanitizer over the CUDA kernels on ragged batches, small and large; needs a Hopper GPU.
+
+    python test/kernel/sanitize.py [--sanitizer PATH] [--tools racecheck] [--batches large]
+
+racecheck must first tell a right ring of mbarriers from a broken one, see sanitizer_control.cu. It counts the mbarriers
+in the source, where arrays of them count as one, and reports hazards that are none where a block has more:
+--num-cuda-barriers says how many there are. The tool comes with the CUDA toolkit and as nvidia-cuda-sanitizer-api on
+PyPI; releases before 13.1 are known to misreport mbarriers.
+"""
+
+import argparse
+import importlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from ragged import Shape, check, quantise, random_batch
+
+import sgl_kernel_lazy
+
+HERE = pathlib.Path(__file__).parent
+CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+NUM_BARRIERS = 64  # of a block, at least; the decode kernel has 24
+FOUND = 9  # exit status of the tool where it reports something
+
+BF16 = dict(dtype=torch.bfloat16, head_dim=128, rotary_dim=128)
+# name: Shape, fp8 type of the caches
+BATCHES = {
+    "few requests": (Shape(8, 2, **BF16, bs=7, max_segments=12, max_chunk_len=400, max_position=8192), None),
+    "many users of a chunk": (Shape(32, 8, **BF16, bs=40, max_segments=9, max_chunk_len=300, max_position=8192), None),
+    "interleaved": (
+        Shape(12, 4, 128, 128, False, torch.float16, bs=20, max_segments=9, max_chunk_len=300, max_position=8192), None,
+    ),
+    "one head per kv head": (Shape(16, 16, **BF16, bs=20, max_segments=5, max_chunk_len=200, max_position=8192), None),
+    "head_dim 64 in fp8": (
+        Shape(8, 4, dtype=torch.bfloat16, bs=20, max_segments=9, max_chunk_len=300, max_position=8192),
+        torch.float8_e4m3fn,
+    ),
+    "head_dim 256": (
+        Shape(8, 2, 256, 64, dtype=torch.bfloat16, bs=10, max_segments=5, max_chunk_len=200, max_position=8192), None,
+    ),
+    "large": (Shape(32, 8, **BF16, bs=128, max_segments=20, max_chunk_len=700, max_position=32768), None),
+}  # fmt: skip
+
+
+def run_batches(names: list[str]) -> None:
+    """Both ops on these batches, checked against the formula."""
+    for name in names:
+        shape, fp8 = BATCHES[name]
+        for op in ("decode", "extend"):
+            batch = random_batch(0, shape)
+            module = importlib.import_module(f"sgl_kernel_lazy.cuda.link_{op}")
+            check(op, module, batch, **(quantise(batch, fp8) if fp8 else {}))
+
+
+def sanitized(sanitizer: str, tool: str, *command: str) -> subprocess.CompletedProcess:
+    """The command under a tool, which looks at our kernels alone."""
+    options = ["--tool", tool, "--kernel-name", "kernel_substring=lazy"]
+    if tool in ("racecheck", "synccheck"):
+        options += ["--num-cuda-barriers", str(NUM_BARRIERS)]
+    options += ["--error-exitcode", str(FOUND)]
+    return subprocess.run([sanitizer, *options, *command], capture_output=True, text=True)
+
+
+def tells_rings_apart(sanitizer: str) -> bool:
+    """Whether racecheck finds the race in the broken ring, and none in the right one."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, flags in dict(right=[], broken=["-DBROKEN"]).items():
+            program = f"{folder}/{kind}"
+            source = str(HERE / "sanitizer_control.cu")
+            nvcc = ["nvcc", "-std=c++17", "-O3", "-lineinfo", "-arch=sm_90a", f"-I{CSRC}", source, *flags]
+            subprocess.run([*nvcc, "-o", program], check=True)
+            done = sanitized(sanitizer, "racecheck", program)
+            found[kind] = done.returncode
+            print(f"control, {kind} ring: {'reported' if done.returncode == FOUND else 'nothing reported'}")
+            if done.returncode not in (0, FOUND):
+                print(done.stdout + done.stderr)
+    return found == dict(right=0, broken=FOUND)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="path of the tool")
+    parser.add_argument("--tools", default="memcheck,racecheck", help=f"some of {','.join(TOOLS)}")
+    parser.add_argument("--batches", default=",".join(BATCHES), help=f"some of {','.join(BATCHES)}")
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)  # the program that is looked at
+    given = parser.parse_args()
+    names = given.batches.split(",")
+    if given.run:
+        run_batches(names)
+        return 0
+    os.environ["FLASHINFER_JIT_LINEINFO"] = "1"
+    print(subprocess.run([given.sanitizer, "--version"], capture_output=True, text=True).stdout.strip())
+    run_batches(names)  # compiles the kernels, and they are right
+    failed = False
+    for tool in given.tools.split(","):
+        if tool == "racecheck" and not tells_rings_apart(given.sanitizer):
+            print("racecheck cannot tell the rings apart: what it says of the kernels means nothing")
+            failed = True
+        for name in names:
+            begin = time.perf_counter()
+            done = sanitized(given.sanitizer, tool, sys.executable, __file__, "--run", "--batches", name)
+            failed |= done.returncode != 0
+            print(
+                f"{tool}, {name}: {'clean' if done.returncode == 0 else 'FAILED'}, {time.perf_counter() - begin:.0f} s"
+            )
+            if done.returncode:
+                print((done.stdout + done.stderr)[-4000:])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
