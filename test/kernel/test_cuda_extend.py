@@ -27,8 +27,8 @@ all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
 fp8_configurations = pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
 all_fp8 = pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 all_heads = pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
-# With as many multiprocessors as that, requests are split as finely as there is room for partial results: inside segments
-# and texts, and with more than 32 splits of the longest request into more than it has tiles.
+# With a million SMs, requests are split as finely as there is room for partial results: inside segments and texts, the
+# longest into more splits than it has tiles.
 any_split = pytest.mark.parametrize("block_m, max_partials", [(64, 0), (64, 60), (128, 30), (128, 800)])
 
 
@@ -53,8 +53,8 @@ def cut(monkeypatch, block_m, max_partials):
     late = CASES["cached text behind new text"][2][0]
     shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
     items = (3 * -(-212 * 2 // block_m) + 1) * shape.num_kv_heads
-    monkeypatch.setattr(module, "_plan", lambda *sizes: (block_m, items + max_partials, max_partials))
-    monkeypatch.setattr(module, "num_multiprocessors", lambda device: 10**6)
+    monkeypatch.setattr(module, "_room", lambda *sizes: (block_m, items + max_partials, max_partials))
+    monkeypatch.setattr(module, "num_sms", lambda device: 10**6)
     return random_batch(0, shape, [linked, late, [("new", 200)], []])
 
 
@@ -91,7 +91,7 @@ def test_any_number_of_splits_of_fp8(monkeypatch, block_m, max_partials):
 
 @pytest.mark.parametrize("bs", [2, 32, 33, 100])
 def test_one_long_request_among_short_ones(bs):
-    """The long one is split, the others are not; from 33 requests on, splits follow another rule."""
+    """The long one is split, the others are not; from 33 requests on by another rule."""
     shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=1500, max_position=16384)
     layout = [[("chunk", 0), ("new", 1 + b % 3)] for b in range(bs - 1)]
     layout.insert(bs // 2, [*[("chunk", 2), ("text", 5)] * 7, ("new", 70)])
@@ -142,12 +142,12 @@ def test_replays_in_a_graph():
 
 def test_refuses_fp8_for_wide_heads():
     batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=256))
-    with pytest.raises(ValueError, match="k_cache: fp8 needs head_dim 64 or 128, got 256"):
+    with pytest.raises(ValueError, match="expected for torch.float8_e4m3fn caches head_dim 64 or 128, got 256"):
         run("extend", module, batch, **quantise(batch, torch.float8_e4m3fn))
 
 
-@pytest.mark.parametrize("head_dim, rotary_dim", [(96, 96), (128, 24)])
-def test_refuses_what_it_cannot_do(head_dim, rotary_dim):
+@pytest.mark.parametrize("head_dim, rotary_dim, name", [(96, 96, "head_dim"), (128, 24, "rotary_dim")])
+def test_refuses_what_it_cannot_do(head_dim, rotary_dim, name):
     batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=head_dim, rotary_dim=rotary_dim))
-    with pytest.raises(ValueError, match="head_dim in"):
+    with pytest.raises(ValueError, match=f"link_extend: expected {name} to be "):
         run("extend", module, batch)

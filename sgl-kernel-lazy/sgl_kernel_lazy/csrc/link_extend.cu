@@ -26,7 +26,7 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
                  TensorView kv_indptr, TensorView kv_indices, TensorView kv_positions, TensorView num_segments,
                  TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache, TensorView out,
                  Optional<TensorView> lse, Optional<TensorView> partial_out, Optional<TensorView> partial_lse,
-                 int64_t block_m, int64_t max_items, int64_t num_multiprocessors, double sm_scale, double v_scale) {
+                 int64_t block_m, int64_t max_items, int64_t num_sms, double sm_scale, double v_scale) {
   check_aligned("q", q, 16);
   check_aligned("k_cache", k_cache, 16);
   check_aligned("v_cache", v_cache, 16);
@@ -67,7 +67,7 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.max_segments = segment_ends.size(1);
   params.max_items = max_items;
   params.max_partials = partial_out ? (*partial_out).size(0) : 0;
-  params.num_multiprocessors = num_multiprocessors;
+  params.num_sms = num_sms;
   params.wide_indices = is_wide(kv_indices);
   params.wide_positions = is_wide(q_positions);
   params.scale_log2 = sm_scale * 1.4426950408889634;

@@ -1,32 +1,31 @@
 // Prefill of new text over cached chunks (link_extend) for Hopper; framework-free.
 //
 // A block of threads owns one work item: BLOCK_M packed rows (token, query head of the group) of one request and one kv
-// head, over one split of the entries that these rows can see; extend_plan.cuh decides which. The entries of a request are
-// runs: its chunk segments,
-// its cached text, its new text. A run is cut to what the newest row sees and walked in tiles of BLOCK_N entries; a tile
-// never straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in full need no mask.
+// head, over one split of the KV tokens that these rows see; plan_extend.cuh decides which. The KV tokens of a request form
+// runs: its chunk segments, its cached text, its new text. A run is cut to what the newest row sees and walked in tiles of
+// BLOCK_N tokens; a tile never straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in
+// full need no mask.
 //
 //   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies
 //                        into swizzled shared memory, two or three tiles deep; beside K the positions (masked tiles) and
 //                        the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier. fp8
-//                        lands in every other 16 bytes of its tile; each thread widens in place what it copied, while
-//                        the next tile is on its way, and arrives then.
-//   consumer warpgroups  own 64 rows each. The queries R(-offset) q are the register operand of S = Q K^T: rotated from
-//                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. A
-//                        warpgroup's softmax runs while its O += P V of the tile before does, and while the other
-//                        warpgroup has the tensor cores: two named barriers make them take turns. Of heads of 256 a
+//                        lands in every other 16 bytes of its tile; each thread widens what it copied in place, while
+//                        the next tile is on its way, and then arrives.
+//   consumer warpgroups  own 64 rows each; one without rows does nothing. The queries R(-offset) q are the register operand
+//                        of S = Q K^T: rotated from the stored ones in shared memory whenever the offset changes, in
+//                        fp32, rounded once. A warpgroup's softmax overlaps with its O += P V of the previous tile, and
+//                        with the other warpgroup's products: two named barriers make them alternate. For heads of 256 a
 //                        warpgroup's registers hold half of the output's columns: two own the same rows, and both
 //                        compute the scores.
 //
 // Items of a request with splits write normalised rows and base-2 lse to fp32 buffers, which merge_kernel combines.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include <climits>
 
-#include "extend_plan.cuh"
 #include "hopper.cuh"
+#include "operands.cuh"
+#include "plan_extend.cuh"
 
 namespace lazy::extend {
 
@@ -84,7 +83,7 @@ struct LinkExtendTraits {
   static int smem_bytes(int max_segments) { return ALIGNMENT + RUNS_OFFSET + (max_segments + 2) * 16; }
 };
 
-// Consecutive entries [begin, end) of a request's row with one offset; every row of the block sees [begin, full).
+// Consecutive KV tokens [begin, end) of a request with one offset; every row of the block sees [begin, full).
 struct __align__(16) Run {
   int begin, end, full, offset;
 };
@@ -103,8 +102,8 @@ __device__ __forceinline__ int inclusive_sum(int value, int lane) {
 }
 
 // One warp lists the runs of this work item in shared memory, cut to what the rows see and to the split's share of tiles.
-// Positions ascend strictly within a run, so the entry i places after the first is at least i positions after it: an
-// upper bound of what is seen, exact without gaps.
+// Positions ascend strictly within a run, so the token i places after the first is at least i positions after it: an upper
+// bound of what is seen, exact without gaps.
 template <int BLOCK_N>
 __device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token, int last_token,
                                           Run* runs, int lane) {
@@ -253,11 +252,8 @@ struct Ring {
 template <typename KV>
 __device__ __forceinline__ uint4 widen(uint32_t low, uint32_t high) {
   constexpr auto FORMAT = std::is_same_v<KV, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
-  auto two = [](uint32_t narrow) {
-    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(narrow), FORMAT);
-    return uint32_t(h.x) | uint32_t(h.y) << 16;
-  };
-  return make_uint4(two(low), two(low >> 16), two(high), two(high >> 16));
+  return make_uint4(lazy::widen<FORMAT>(low), lazy::widen<FORMAT>(low >> 16), lazy::widen<FORMAT>(high),
+                    lazy::widen<FORMAT>(high >> 16));
 }
 
 template <typename Traits>
@@ -291,8 +287,8 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   const uint32_t k_stride = p.stride_k_slot / VECTOR, v_stride = p.stride_v_slot / VECTOR;
 
   auto slot_of = [&](const TileCursor& tile) {
-    const int entry = tile.run.begin + own_row;
-    return own_row < BLOCK_N && entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : 0;
+    const int kv_token = tile.run.begin + own_row;
+    return own_row < BLOCK_N && kv_token < tile.run.end ? load_integer(p.kv_indices, row_begin + kv_token, p.wide_indices) : 0;
   };
   // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long as
   // the copies.
@@ -301,7 +297,7 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   const uint32_t warp_offsets = smem.base + Traits::ROWS_OFFSET + warp * 32 * 4;
   const uint32_t own_offset_at = warp_offsets + (lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
   const uint32_t offsets_at = warp_offsets + row_of_warp * STEPS * 4;
-  auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries, auto whole) {
+  auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int kv_tokens, auto whole) {
     __syncwarp();
     if (own_row < BLOCK_N) asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_offset_at), "r"(own_offset) : "memory");
     __syncwarp();
@@ -323,16 +319,16 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
         if constexpr (decltype(whole)::value) {
           copy_async_16(part_to, from + part * CHUNKS * 16);
         } else {
-          copy_async_16(part_to, from + part * CHUNKS * 16, copied_row + i * ROWS_PER_STEP < entries);
+          copy_async_16(part_to, from + part * CHUNKS * 16, copied_row + i * ROWS_PER_STEP < kv_tokens);
         }
       }
     }
   };
-  auto copy_tile = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries) {
-    if (entries >= BLOCK_N) {
-      copy_rows(to, rows, own_offset, entries, std::true_type());
+  auto copy_tile = [&](uint32_t to, const char* rows, uint32_t own_offset, int kv_tokens) {
+    if (kv_tokens >= BLOCK_N) {
+      copy_rows(to, rows, own_offset, kv_tokens, std::true_type());
     } else {
-      copy_rows(to, rows, own_offset, entries, std::false_type());
+      copy_rows(to, rows, own_offset, kv_tokens, std::false_type());
     }
   };
   // Widens what this thread has copied to a tile: each chunk fills itself and the next.
@@ -373,84 +369,77 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   Ring<Traits::V_STAGES> v_ring;
   TileCursor tile(runs);
   int table_offset = 0;  // by which the consumers have rotated
-  int slot = slot_of(tile), entries = 0, last_slot = 0, last_entries = 0;
+  int slot = slot_of(tile), kv_tokens = 0, last_slot = 0, last_kv_tokens = 0;
   for (int n = 0; n <= num_tiles; ++n) {
     int next_slot = 0;
     if (n < num_tiles) {
       const Run run = tile.run;
-      entries = run.end - run.begin;
-      const bool masked = tile.masked<BLOCK_N>(), turned = run.offset != table_offset && run.offset != 0;
+      kv_tokens = run.end - run.begin;
+      const bool masked = tile.masked<BLOCK_N>(), rotated = run.offset != table_offset && run.offset != 0;
       table_offset = run.offset;
       if (n + 1 < num_tiles) {
         tile.advance<BLOCK_N>();
         next_slot = slot_of(tile);
       }
       wait(smem.k_empty(k_ring.stage), k_ring.phase ^ 1);
-      if (turned && thread < Traits::ROTARY_DIM / 4) {
+      if (rotated && thread < Traits::ROTARY_DIM / 4) {
         const float* row = p.cos_sin_cache + run.offset * p.stride_position;
         copy_async_16(smem.table(k_ring.stage) + thread * 16, row + thread * 4);
       }
       if (masked && own_row < BLOCK_N) {
-        const int entry = min(run.begin + own_row, run.end - 1);
-        copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + entry, true);
+        const int kv_token = min(run.begin + own_row, run.end - 1);
+        copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + kv_token, true);
       }
-      copy_tile(smem.k(k_ring.stage), k_rows, slot * k_stride, entries);
+      copy_tile(smem.k(k_ring.stage), k_rows, slot * k_stride, kv_tokens);
       announce(smem.k(k_ring.stage), smem.k_full(k_ring.stage));
       k_ring.advance();
     }
     if (n > 0) {
       wait(smem.v_empty(v_ring.stage), v_ring.phase ^ 1);
-      copy_tile(smem.v(v_ring.stage), v_rows, last_slot * v_stride, last_entries);
+      copy_tile(smem.v(v_ring.stage), v_rows, last_slot * v_stride, last_kv_tokens);
       announce(smem.v(v_ring.stage), smem.v_full(v_ring.stage));
       v_ring.advance();
     }
-    last_slot = slot, last_entries = entries;
+    last_slot = slot, last_kv_tokens = kv_tokens;
     slot = next_slot;
   }
   wait_copies();
   if constexpr (Traits::FP8) widen_last();
 }
 
-// The stored queries of a warp's 16 rows as register operands, rotated back by the table row unless offset is 0.
+// The stored queries of a warp's 16 rows as register operands, rotated back by the table row if rotated.
 template <typename Traits>
 __device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem,
-                                             uint32_t table, bool turned, int lane) {
+                                             uint32_t table, bool rotated, int lane) {
   using namespace lazy::hopper;
   using T = typename Traits::MmaType;
-  constexpr int UNITS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
+  constexpr int OCTETS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
   const int row = lane % 16;
 #pragma unroll
   for (int k = 0; k < Traits::HEAD_DIM / 16; ++k) {
     const int chunk = 2 * k + lane / 16;
     load_matrices(q[k], q_smem + row * Traits::HEAD_DIM * 2 + (chunk ^ row % 8) * 16);
   }
-  if (!turned) return;
+  if (!rotated) return;
   const int pair = lane % 4;
-  // Registers of unit u hold dimensions 8 u + 2 pair + 0, 1.
+  // Registers of octet i hold dimensions 8 i + 2 pair + 0, 1.
   if constexpr (Traits::IS_NEOX) {
 #pragma unroll
-    for (int u = 0; u < UNITS / 2; ++u) {
-      const float2 c = load_float2(table + (8 * u + 2 * pair) * 4);
-      const float2 s = load_float2(table + (HALF + 8 * u + 2 * pair) * 4);
+    for (int i = 0; i < OCTETS / 2; ++i) {
+      const float2 cos = load_float2(table + (8 * i + 2 * pair) * 4);
+      const float2 sin = load_float2(table + (HALF + 8 * i + 2 * pair) * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int partner = u + UNITS / 2;
-        uint32_t &low = q[u / 2][u % 2 * 2 + r], &high = q[partner / 2][partner % 2 * 2 + r];
-        const float2 x = unpack<T>(low), y = unpack<T>(high);
-        low = pack<T>(x.x * c.x + y.x * s.x, x.y * c.y + y.y * s.y);
-        high = pack<T>(y.x * c.x - x.x * s.x, y.y * c.y - x.y * s.y);
+        const int partner = i + OCTETS / 2;
+        rotate_back<T>(q[i / 2][i % 2 * 2 + r], q[partner / 2][partner % 2 * 2 + r], cos, sin);
       }
     }
   } else {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      const float c = load_float(table + (4 * u + pair) * 4), s = load_float(table + (HALF + 4 * u + pair) * 4);
+    for (int i = 0; i < OCTETS; ++i) {
+      const float cos = load_float(table + (4 * i + pair) * 4), sin = load_float(table + (HALF + 4 * i + pair) * 4);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t& both = q[u / 2][u % 2 * 2 + r];
-        const float2 x = unpack<T>(both);
-        both = pack<T>(x.x * c + x.y * s, x.y * c - x.x * s);
-      }
+      for (int r = 0; r < 2; ++r) rotate_back<T>(q[i / 2][i % 2 * 2 + r], cos, sin);
     }
   }
 }
@@ -496,21 +485,21 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     for (int k = 0; k < BLOCK_N / 16; ++k) mma<MmaType, true>(o, weights[k], tile + k * 16 * 128 / 16, 1);
     mma_commit();
   };
-  auto mask = [&](int stage, int entries) {
+  auto mask = [&](int stage, int kv_tokens) {
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 8; ++j) {
       const int column = 8 * j + lane % 4 * 2;
       const int2 position = load_int2(smem.positions(stage) + column * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (column >= entries || position.x > q_position[r]) s[4 * j + 2 * r] = -INFINITY;
-        if (column + 1 >= entries || position.y > q_position[r]) s[4 * j + 2 * r + 1] = -INFINITY;
+        if (column >= kv_tokens || position.x > q_position[r]) s[4 * j + 2 * r] = -INFINITY;
+        if (column + 1 >= kv_tokens || position.y > q_position[r]) s[4 * j + 2 * r + 1] = -INFINITY;
       }
     }
   };
-  // Scores to unnormalised weights; correction is the factor of everything summed so far. Maxima and sums go through four
-  // partial ones, since one warp of a scheduler at a time does this and would wait for its own results.
-  auto soften = [&] {
+  // Scores to unnormalised weights; correction is the factor for everything summed so far. Maxima and sums are kept in four
+  // parts, since only one warp of a scheduler does this at a time and would wait for its own results.
+  auto softmax = [&] {
     float highest[2][4], sum[2][4] = {}, zero[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -576,7 +565,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
     release(smem.k_empty(k_ring.stage));
     k_ring.advance();
-    soften();
+    softmax();
     round_weights();
 
     if (alternate && warpgroup == 1) named_arrive(1, 256);  // the other warpgroup goes first
@@ -605,7 +594,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
       release(smem.k_empty(k_ring.stage));
       k_ring.advance();
-      soften();
+      softmax();
       if (row_sum[0] == -1.0f) __nanosleep(1);  // never; without a branch here the softmax is moved behind the wait
       mma_wait<0>();
       pin(o);
@@ -864,7 +853,7 @@ cudaError_t launch_link_extend(const LinkExtendParams& p, cudaStream_t stream) {
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     // Row tiles in at least two parts, and no more blocks than run at once.
-    const int row_tiles = min(min(p.max_items - p.max_partials / 2, p.max_partials / 2), p.num_multiprocessors / 4);
+    const int row_tiles = min(min(p.max_items - p.max_partials / 2, p.max_partials / 2), p.num_sms / 4);
     config.gridDim = dim3(row_tiles * (Traits::BLOCK_M / MERGED_ROWS));
     config.blockDim = dim3(32 * MERGED_ROWS);
     config.stream = stream;

@@ -1,5 +1,5 @@
-// Which rows and entries a block of link_extend works on. Lengths are known on the device only, so each block computes the
-// plan from them, by one warp: that takes less time than the launch of a kernel that would do it once.
+// Which rows and KV tokens a block of link_extend works on. Only the device knows the lengths, so one warp of each block
+// computes the plan from them, which takes less time than launching a kernel that computes it once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@ struct ExtendBatch {
   int bs, group, num_kv_heads;
   int max_items;     // at least the number of work items without splits
   int max_partials;  // how many items of requests with splits there is room for
-  int num_multiprocessors;
+  int num_sms;
 };
 
 // The same in every kernel, whatever the compiler makes of a division there.
@@ -29,8 +29,8 @@ __device__ __forceinline__ float reciprocal(float x) {
 template <int BLOCK_M, int BLOCK_N>
 struct Requests {
   int qo_begin, qo_length, row_tiles;
-  int tiles;  // about how many tiles of entries the mean row tile has
-  int items;  // without splits
+  int tiles;  // of KV tokens, as estimated for the mean row tile
+  int items;  // work items without splits
 
   __device__ __forceinline__ Requests(const ExtendBatch& batch, int b) : qo_begin(0), qo_length(0), tiles(0) {
     int kv_length = 0, segments = 0;
@@ -51,8 +51,8 @@ __device__ __forceinline__ float splits_of(float tiles, float splits_per_tile) {
   return fmaxf(1.0f, ceilf(__fmul_rn(tiles, splits_per_tile)));
 }
 
-// How finely requests are split: one of n tiles is cut into n * splits_per_tile parts, rounded up. All blocks must come to
-// the same result, merge_kernel's too, hence the explicit rounding.
+// How finely requests are split: one of n tiles is cut into n * splits_per_tile parts, rounded up. All blocks must arrive at
+// the same result, those of merge_kernel too, hence the explicit rounding.
 template <int BLOCK_M, int BLOCK_N>
 __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Requests<BLOCK_M, BLOCK_N>& first, int lane) {
   // In tiles, as measured on an H200: to begin and end an item, and to merge.
@@ -64,15 +64,15 @@ __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Req
     longest = max(longest, __reduce_max_sync(~0u, next.tiles));
     work += __reduce_add_sync(~0u, next.tiles * next.items);
   }
-  const float one_of_all = reciprocal(batch.num_multiprocessors), share = __fmul_rn(work, one_of_all);
-  if (longest <= share) return 0.0f;  // no request keeps a multiprocessor busy when all the others are done
+  const float per_sm = reciprocal(batch.num_sms), share = __fmul_rn(work, per_sm);
+  if (longest <= share) return 0.0f;  // no request would keep an SM busy after the others are done
   if (batch.bs > 32) {
-    // Too many to rate candidates. With items of at most a multiprocessor's share, at most num_multiprocessors items are
-    // added, and at most twice as many are parts.
+    // Too many to rate candidates. With items no longer than an SM's share, splitting adds at most num_sms items, and at
+    // most twice as many have partial results.
     return longest > __fadd_rn(share, ITEM + MERGE) ? __fmul_rn(0.999f, reciprocal(share)) : 0.0f;
   }
   // The candidates cut the longest request into 1 to 131 parts, one candidate per lane. Each is rated by a lower bound of
-  // the time, in tiles: the longest item, the share of a multiprocessor, and the rounds that the longest items take.
+  // the time, in tiles: the longest item, an SM's share of the work, and the rounds that the longest items take.
   const int beyond = max(lane - 15, 0);
   const float parts = lane + 1 + beyond * beyond * 99 / 256;
   const float splits_per_tile = __fmul_rn(__fmul_rn(parts, 0.9999f), reciprocal(longest));
@@ -87,8 +87,8 @@ __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Req
     if (splits > 1.0f) partials = __fadd_rn(partials, count);
     if (tiles > __fmul_rn(nearly_full, splits)) full_items = __fadd_rn(full_items, count);
   }
-  const float mean = __fmaf_rn(__fmul_rn(items, ITEM), one_of_all, share);
-  const float rounds = ceilf(__fmul_rn(__fadd_rn(full_items, -0.5f), one_of_all));
+  const float mean = __fmaf_rn(__fmul_rn(items, ITEM), per_sm, share);
+  const float rounds = ceilf(__fmul_rn(__fadd_rn(full_items, -0.5f), per_sm));
   float time = fmaxf(fmaxf(__fadd_rn(ceilf(full), ITEM), mean), __fmul_rn(rounds, __fadd_rn(nearly_full, ITEM)));
   if (partials > 0.0f) time = __fadd_rn(time, MERGE);
   const bool fits = lane == 0 || items <= batch.max_items && partials <= batch.max_partials;
@@ -96,14 +96,14 @@ __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Req
   return best == 0 ? 0.0f : __shfl_sync(~0u, splits_per_tile, best);
 }
 
-// The work item of a block; num_splits is 0 where there is none. Longer items come first. Those of a request and kv head follow each other, so that its K and V
-// are read while in L2; the last rows come first, which see the most.
+// The work item of a block; num_splits is 0 where there is none. Longer items come first. Those of one request and kv head
+// follow each other, so that its K and V are read while in L2, and its last rows come first, which see the most.
 struct WorkItem {
   int b, tile, split, num_splits, kv_head, qo_begin, qo_length;
   int row_tiles;  // of the request
   int partial;    // where partial rows are stored, in blocks of BLOCK_M; the next split's are row_tiles blocks further
 
-  // By a whole warp. With SPLIT_ONLY, the index counts the row tiles of requests with splits, and the first split is found.
+  // For a whole warp. With SPLIT_ONLY, index counts the row tiles of requests with splits, and the first split is found.
   template <int BLOCK_M, int BLOCK_N, bool SPLIT_ONLY = false>
   __device__ __forceinline__ void find(const ExtendBatch& batch, int index, int lane) {
     num_splits = 0;

@@ -1,7 +1,7 @@
 // Plans random prefill batches on the host and collects the work items of all blocks: together they must be every row tile
 // and split once, and blocks that take them in turn must end together.
-// Usage: extend_plan FIRST_SEED NUM_SEEDS
-#include "extend_plan.cuh"
+// Usage: plan_extend FIRST_SEED NUM_SEEDS
+#include "plan_extend.cuh"
 
 #include <cstdio>
 #include <cstdlib>
@@ -49,7 +49,7 @@ void test(int seed) {
   batch.bs = one_of(1, 2, between(3, 12), 32, 33, between(40, 70));
   batch.group = one_of(1, 2, 4);
   batch.num_kv_heads = one_of(1, 2);
-  batch.num_multiprocessors = one_of(7, 132);
+  batch.num_sms = one_of(7, 132);
   const int longest = one_of(100, 3000, 30000), alike = between(0, 2) == 0;
   std::vector<int> qo_indptr{0}, kv_indptr{0}, num_segments;
   int unsplit = 0;
@@ -61,8 +61,8 @@ void test(int seed) {
     unsplit += (qo_length * batch.group + 127) / 128 * batch.num_kv_heads;
   }
   batch.qo_indptr = qo_indptr.data(), batch.kv_indptr = kv_indptr.data(), batch.num_segments = num_segments.data();
-  batch.max_items = unsplit + batch.num_multiprocessors;
-  batch.max_partials = between(0, 5) ? 2 * batch.num_multiprocessors : 0;
+  batch.max_items = unsplit + batch.num_sms;
+  batch.max_partials = between(0, 5) ? 2 * batch.num_sms : 0;
 
   using RowTile = std::tuple<int, int, int>;
   std::map<RowTile, std::map<int, WorkItem>> row_tiles;
@@ -116,12 +116,11 @@ void test(int seed) {
   }
   float work = 0.0f;
   for (float length : lengths) work += length;
-  const float end = makespan(lengths, batch.num_multiprocessors);
+  const float end = makespan(lengths, batch.num_sms);
   std::sort(unsplit_lengths.begin(), unsplit_lengths.end(), std::greater<float>());
-  const float unsplit_end = makespan(unsplit_lengths, batch.num_multiprocessors);
+  const float unsplit_end = makespan(unsplit_lengths, batch.num_sms);
   if (batch.max_partials > 0) {
     CHECK(end + 2 * any_split <= 1.1f * unsplit_end + 1e-3f, "%.1f tiles, and %.1f without splits", end, unsplit_end);
-    if (getenv("VERBOSE")) std::printf("seed %d: bs %d end %.1f share %.1f unsplit %.1f longest %.1f\n", seed, batch.bs, end, work / batch.num_multiprocessors, unsplit_end, unsplit_lengths.empty() ? 0 : unsplit_lengths[0]);
   }
 }
 
