@@ -105,8 +105,8 @@ __device__ __forceinline__ int inclusive_sum(int value, int lane) {
 // Positions ascend strictly within a run, so the token i places after the first is at least i positions after it: an upper
 // bound of what is seen, exact without gaps.
 template <int BLOCK_N>
-__device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token, int last_token,
-                                          Run* runs, int lane) {
+__device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token,
+                                          int last_token, Run* runs, int lane) {
   int oldest = INT_MAX, newest = -1;
   for (int token = first_token + lane; token <= last_token; token += 32) {
     const int position = load_integer(p.q_positions, token, p.wide_positions);
@@ -192,8 +192,12 @@ template <typename Traits>
 struct SharedMemory {
   uint32_t base;
   __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t k(int stage) const { return base + Traits::K_OFFSET + stage * Traits::TILE_BYTES; }
-  __device__ __forceinline__ uint32_t v(int stage) const { return base + Traits::V_OFFSET + stage * Traits::TILE_BYTES; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + Traits::K_OFFSET + stage * Traits::TILE_BYTES;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return base + Traits::V_OFFSET + stage * Traits::TILE_BYTES;
+  }
   __device__ __forceinline__ uint32_t positions(int stage) const {
     return base + Traits::POSITIONS_OFFSET + stage * Traits::BLOCK_N * 4;
   }
@@ -262,9 +266,9 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   using namespace lazy::hopper;
   using KV = typename Traits::KV;
   constexpr int BLOCK_N = Traits::BLOCK_N, VECTOR = 16 / sizeof(KV);
-  constexpr int CHUNKS = Traits::OUT_DIM / VECTOR;   // of 16 bytes in a row, or in a part of it
-  constexpr int ROWS_PER_WARP = 32 / CHUNKS;         // in one copy instruction
-  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;   // a multiple of 8, or the swizzle would depend on the step
+  constexpr int CHUNKS = Traits::OUT_DIM / VECTOR;  // of 16 bytes in a row, or in a part of it
+  constexpr int ROWS_PER_WARP = 32 / CHUNKS;        // in one copy instruction
+  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;  // a multiple of 8, or the swizzle would depend on the step
   static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N % ROWS_PER_STEP == 0 && BLOCK_N <= 128);
   const int warp = thread / 32, lane = thread % 32;
   // With fp8, eight neighbouring lanes have four chunks of two rows: the even chunks of an even row of the tile, to which
@@ -288,7 +292,9 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
 
   auto slot_of = [&](const TileCursor& tile) {
     const int kv_token = tile.run.begin + own_row;
-    return own_row < BLOCK_N && kv_token < tile.run.end ? load_integer(p.kv_indices, row_begin + kv_token, p.wide_indices) : 0;
+    return own_row < BLOCK_N && kv_token < tile.run.end
+               ? load_integer(p.kv_indices, row_begin + kv_token, p.wide_indices)
+               : 0;
   };
   // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long as
   // the copies.
@@ -409,8 +415,8 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
 
 // The stored queries of a warp's 16 rows as register operands, rotated back by the table row if rotated.
 template <typename Traits>
-__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem,
-                                             uint32_t table, bool rotated, int lane) {
+__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem, uint32_t table,
+                                             bool rotated, int lane) {
   using namespace lazy::hopper;
   using T = typename Traits::MmaType;
   constexpr int OCTETS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
@@ -654,7 +660,8 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     for (int r = 0; r < 2; ++r) {
       const int row = lane / 4 + 8 * r;
       const uint32_t at = q_smem + row * HEAD_DIM * 2 + (part * CHUNKS + j ^ row % 8) * 16 + lane % 4 * 4;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack<T>(o[4 * j + 2 * r], o[4 * j + 2 * r + 1])) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack<T>(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]))
+                   : "memory");
     }
   }
   __syncwarp();
@@ -683,7 +690,8 @@ struct Work {
 static_assert(sizeof(Work) <= 48);
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
+__global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
+    link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
   using namespace lazy::hopper;
   using T = typename Traits::T;
   extern __shared__ char dynamic_smem[];

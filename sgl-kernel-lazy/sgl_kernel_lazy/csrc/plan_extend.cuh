@@ -54,7 +54,8 @@ __device__ __forceinline__ float splits_of(float tiles, float splits_per_tile) {
 // How finely requests are split: one of n tiles is cut into n * splits_per_tile parts, rounded up. All blocks must arrive at
 // the same result, those of merge_kernel too, hence the explicit rounding.
 template <int BLOCK_M, int BLOCK_N>
-__device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Requests<BLOCK_M, BLOCK_N>& first, int lane) {
+__device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Requests<BLOCK_M, BLOCK_N>& first,
+                                             int lane) {
   // In tiles, as measured on an H200: to begin and end an item, and to merge.
   constexpr float ITEM = 2.0f, MERGE = 2.0f;
   if (batch.max_partials == 0) return 0.0f;
