@@ -4,7 +4,8 @@ import pytest
 import requests
 import torch
 from http_prompts import GREEDY, SEGMENTS, call, generate, ids, random_prompt
-from serving import device_flags, running_server
+
+from sglang_lazy.testing import device_flags, running_server
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ WAYS = {
     # With batches that end within a fill, and within its chunks.
     "fa3": {"attention_backend": "fa3", "chunked_prefill_size": 1024},
     "flashinfer": {"attention_backend": "flashinfer", "chunked_prefill_size": 1024},
-    "triton": {"lazy_link_backend": "triton"},
-    "copies": {"lazy_link": "materialize"},
+    "triton": {"lazy_kernels": "triton"},
+    "copies": {"lazy_default_link": "copy"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     # Sums go through NCCL: SGLang's other ways depend on how the GPUs are linked, and are compiled at the start.
     "on two GPUs": {

@@ -1,7 +1,5 @@
 """A policy from outside: one class in a module of its own, registered by a plugin of SGLang's."""
 
-import os
-
 import pytest
 import torch
 
@@ -23,7 +21,8 @@ class EverySecond(Block):
 
 def load():
     """SGLang calls this in each of its processes."""
-    register(EverySecond)
+    if EverySecond.name not in POLICIES:
+        register(EverySecond)
 
 
 @pytest.fixture
@@ -35,13 +34,12 @@ def engine(tiny_model, tmp_path, monkeypatch):
     plugin.mkdir()
     (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: every-second\nVersion: 1\n")
     (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nevery-second = {__name__}:load\n")
-    paths = [str(tmp_path), os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.delitem(POLICIES, EverySecond.name, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)  # spawned processes inherit sys.path
     load()
     engine = Engine(model_path=tiny_model, **CPU_OPTIONS, max_total_tokens=2048, log_level="error")
     yield engine
     engine.shutdown()
+    del POLICIES[EverySecond.name]
 
 
 def test_a_new_policy_is_one_class(engine, tiny_model):

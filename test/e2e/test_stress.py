@@ -52,7 +52,7 @@ def small_server(request, tiny_model, tmp_path_factory):
     flags = ["--model-path", tiny_model, "--max-total-tokens", str(pool), "--chunked-prefill-size", "64"]
     flags += ["--max-running-requests", "6", *device_flags()]
     flags += ["--disable-overlap-schedule"] if request.param == "no-overlap" else []
-    flags += ["--lazy-link", "materialize"] if request.param == "copies" else []
+    flags += ["--lazy-default-link", "copy"] if request.param == "copies" else []
     with pytest.MonkeyPatch.context() as environment:
         if request.param in ("retraction", "copies"):
             environment.setenv("SGLANG_TEST_RETRACT", "true")

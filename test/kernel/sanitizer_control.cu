@@ -1,6 +1,6 @@
-// What a sanitizer must be able to tell apart before its word on the kernels counts: a ring whose slots are handed on as
-// in link_decode.cuh, by one lane's arrival on an mbarrier after __syncwarp, and with -DBROKEN the same ring with slots
-// that are released before they are read.
+// What a sanitizer must be able to tell apart before its word on the kernels counts: a ring whose slots are handed on
+// as in link_decode.cuh, by one lane's arrival on an mbarrier after __syncwarp, and with -DBROKEN the same ring with
+// slots that are released before they are read.
 #include <cstdio>
 
 #include "hopper.cuh"

@@ -27,8 +27,9 @@ all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
 fp8_configurations = pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
 all_fp8 = pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 all_heads = pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
-# Splits end inside segments and texts; with more splits than tiles some are empty.
-any_split = pytest.mark.parametrize("block_m, num_splits", [(64, 1), (64, 7), (128, 2), (128, 40)])
+# With a million SMs, requests are split as finely as there is room for partial results: inside segments and texts, the
+# longest into more splits than it has tiles.
+any_split = pytest.mark.parametrize("block_m, max_partials", [(64, 0), (64, 60), (128, 30), (128, 800)])
 
 
 @all_configurations
@@ -46,19 +47,20 @@ def test_many_tiles(configuration, heads):
     check("extend", module, random_batch(heads[0], shape))
 
 
-def cut(monkeypatch, block_m, num_splits):
-    """A batch that the kernel is told to split this way."""
+def cut(monkeypatch, block_m, max_partials):
+    """A batch that the kernel splits as far as this many partial results allow."""
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 209)]
     late = CASES["cached text behind new text"][2][0]
     shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
-    items = (3 * -(-212 * 2 // block_m) + 1) * shape.num_kv_heads * num_splits
-    monkeypatch.setattr(module, "_plan", lambda *sizes: (block_m, num_splits, items))
+    items = (3 * -(-212 * 2 // block_m) + 1) * shape.num_kv_heads
+    monkeypatch.setattr(module, "_room", lambda *sizes: (block_m, items + max_partials, max_partials))
+    monkeypatch.setattr(module, "num_sms", lambda device: 10**6)
     return random_batch(0, shape, [linked, late, [("new", 200)], []])
 
 
 @any_split
-def test_any_number_of_splits(monkeypatch, block_m, num_splits):
-    check("extend", module, cut(monkeypatch, block_m, num_splits))
+def test_any_number_of_splits(monkeypatch, block_m, max_partials):
+    check("extend", module, cut(monkeypatch, block_m, max_partials))
 
 
 @all_fp8
@@ -82,9 +84,18 @@ def test_many_tiles_of_fp8(configuration, heads, fp8):
 
 
 @any_split
-def test_any_number_of_splits_of_fp8(monkeypatch, block_m, num_splits):
-    batch = cut(monkeypatch, block_m, num_splits)
+def test_any_number_of_splits_of_fp8(monkeypatch, block_m, max_partials):
+    batch = cut(monkeypatch, block_m, max_partials)
     check("extend", module, batch, **quantise(batch, torch.float8_e4m3fn, 0.5, 2.0))
+
+
+@pytest.mark.parametrize("bs", [2, 32, 33, 100])
+def test_one_long_request_among_short_ones(bs):
+    """The long one is split, the others are not; from 33 requests on by another rule."""
+    shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=1500, max_position=16384)
+    layout = [[("chunk", 0), ("new", 1 + b % 3)] for b in range(bs - 1)]
+    layout.insert(bs // 2, [*[("chunk", 2), ("text", 5)] * 7, ("new", 70)])
+    check("extend", module, random_batch(bs, shape, layout))
 
 
 def test_positions_out_of_order():
@@ -131,12 +142,12 @@ def test_replays_in_a_graph():
 
 def test_refuses_fp8_for_wide_heads():
     batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=256))
-    with pytest.raises(ValueError, match="k_cache: fp8 needs head_dim 64 or 128, got 256"):
+    with pytest.raises(ValueError, match="expected for torch.float8_e4m3fn caches head_dim 64 or 128, got 256"):
         run("extend", module, batch, **quantise(batch, torch.float8_e4m3fn))
 
 
-@pytest.mark.parametrize("head_dim, rotary_dim", [(96, 96), (128, 24)])
-def test_refuses_what_it_cannot_do(head_dim, rotary_dim):
+@pytest.mark.parametrize("head_dim, rotary_dim, name", [(96, 96, "head_dim"), (128, 24, "rotary_dim")])
+def test_refuses_what_it_cannot_do(head_dim, rotary_dim, name):
     batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=head_dim, rotary_dim=rotary_dim))
-    with pytest.raises(ValueError, match="head_dim in"):
+    with pytest.raises(ValueError, match=f"link_extend: expected {name} to be "):
         run("extend", module, batch)

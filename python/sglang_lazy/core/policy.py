@@ -1,15 +1,11 @@
 """The contract of a policy: how a prompt uses its chunks."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-if TYPE_CHECKING:
-    from sglang_lazy.core.model import ServedModel
-    from sglang_lazy.core.prompt import LinkedPrompt
-    from sglang_lazy.core.segments import PromptLayout
-
-Ranges = Sequence[tuple[int, int]]
-"""Half-open ranges, ascending and disjoint."""
+from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.prompt import LinkedPrompt, Ranges
+from sglang_lazy.core.segments import PromptLayout
 
 
 class Policy:
@@ -30,7 +26,7 @@ class Policy:
     in_place: ClassVar[bool] = True
     needs_resident: ClassVar[bool] = False
 
-    def kept(self, layout: "PromptLayout", input_ids: Sequence[int]) -> Sequence[Ranges]:
+    def kept(self, layout: PromptLayout, input_ids: Sequence[int]) -> Sequence[Ranges]:
         """For each chunk of `layout`, the ranges of its tokens whose cached KV the prompt uses.
 
         Positions are relative to the chunk. All other tokens of the chunk are text: they are computed in context, see
@@ -42,17 +38,17 @@ class Policy:
         """Why this server cannot serve the policy, or None. fp8_cache: whether keys and values are rounded to fp8."""
         return None
 
-    def num_own_slots(self, prompt: "LinkedPrompt") -> int:
+    def num_own_slots(self, prompt: LinkedPrompt) -> int:
         """How many slots a request takes besides those of its text."""
         return 0
 
-    def warm_up(self, model: "ServedModel") -> None:
+    def warm_up(self, model: ServedModel) -> None:
         """Compile what the policy launches; called at start-up for the server's default policy."""
 
     def begin(self, req: Any, rows: Any) -> None:
         """The row of `req` has been assigned and its chunks have slots. rows: the cache's `RowCache`."""
 
-    def before_forward(self, reqs: Sequence[Any], model: "ServedModel", rows: Any) -> None:
+    def before_forward(self, reqs: Sequence[Any], model: ServedModel, rows: Any) -> None:
         """Launch what must precede the forward pass of a batch, on its stream. reqs: those under this policy."""
 
     def end(self, req: Any, rows: Any) -> None:

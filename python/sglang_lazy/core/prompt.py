@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from sglang_lazy.core.keys import ChunkKey, Namespace, as_int32
-from sglang_lazy.core.policy import Ranges
 from sglang_lazy.core.segments import PromptLayout
+
+Ranges = Sequence[tuple[int, int]]
+"""Half-open ranges, ascending and disjoint."""
 
 
 @dataclasses.dataclass(eq=False)

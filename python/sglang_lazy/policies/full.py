@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from sglang_lazy.core.policy import Policy, Ranges
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.prompt import Ranges
 from sglang_lazy.core.segments import PromptLayout
 
 

@@ -12,7 +12,7 @@ from fastapi.responses import ORJSONResponse, StreamingResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE
+from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.protocol import extend_protocol
@@ -81,7 +81,7 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
 
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
-    return {"config": dataclasses.asdict(current_config())}
+    return {"config": dataclasses.asdict(LazyConfig.current())}
 
 
 async def fail_before_stream(response: Any) -> Any:

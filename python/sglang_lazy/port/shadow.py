@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.serving.shadow import COUNTERS, Shadow
 
 _ATTR = "_sglang_lazy_shadow"
@@ -12,7 +13,7 @@ _ATTR = "_sglang_lazy_shadow"
 
 def attach(_result: Any, global_state: Any) -> None:
     """After `http_server.set_global_state`: start shadow mode if the configuration has it."""
-    config, manager = current_config(), global_state.tokenizer_manager
+    config, manager = LazyConfig.current(), global_state.tokenizer_manager
     if not config.shadow_rate:
         return
     from prometheus_client import Counter  # not before SGLang has set up its directory of metrics

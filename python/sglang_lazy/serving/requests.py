@@ -3,6 +3,7 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
@@ -77,7 +78,7 @@ def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> 
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
     segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
     if get_policy(link).reuses:
-        check_num_chunks(sum(segment.is_chunk for segment in segments), current_config().max_chunks)
+        check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
@@ -101,7 +102,7 @@ def check_cache_salt(cache_salt: Any) -> str | None:
 
 def choose_link(link: Any) -> str:
     """`link`, or the server's default if it is None. Raises ValueError if no policy has this name."""
-    return get_policy(current_config().default_link if link is None else link).name
+    return get_policy(LazyConfig.current().default_link if link is None else link).name
 
 
 def refuse_without_segments(cache_salt: Any, link: Any) -> None:
@@ -155,7 +156,7 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
 
     obj: the request's fields, those of `/generate`.
     """
-    check_num_chunks(len(layout.chunks), current_config().max_chunks)
+    check_num_chunks(len(layout.chunks), LazyConfig.current().max_chunks)
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")

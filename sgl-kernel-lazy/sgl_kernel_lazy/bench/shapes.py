@@ -8,7 +8,7 @@ import torch
 
 from sgl_kernel_lazy.rope import rope_cos_sin
 
-FAMILIES = ("decode", "extend", "spans", "shared", "ragged")
+FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads")
 # (chunks, tokens of each, pool, alpha, batch); alpha None: groups of 8 requests use the same chunks.
 SHARED = (
     (5, 2048, 10000, 0.0, 64),
@@ -51,6 +51,7 @@ class Shape:
     family: str
     op: str
     requests: list
+    heads: dict = dataclasses.field(default_factory=dict)  # fields of Dims, where they are not those of the run
 
 
 @dataclasses.dataclass
@@ -90,7 +91,7 @@ class Problem:
 def shapes(families: Iterable[str], *, tiny: bool = False, seed: int = 0) -> list[Shape]:
     """The shapes of these families; tiny ones of the same kinds for a machine without a GPU."""
     rng = random.Random(seed)
-    of = dict(decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged)
+    of = dict(decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads)
     return [shape for family in families for shape in of[family](rng, tiny)]
 
 
@@ -150,12 +151,30 @@ def _ragged(rng: random.Random, tiny: bool) -> Iterator[Shape]:
         yield Shape(f"ragged {op}, batch {bs}", "ragged", op, requests)
 
 
+def _heads(rng, tiny):
+    """Prefills of unlike requests, with few query heads for each KV head: up to 20 chunks, no two of one length."""
+    longest = 20 if tiny else 1500
+    for num_qo_heads, num_kv_heads, bs in [(2, 2, 2)] if tiny else [(16, 8, 9), (32, 32, 5)]:
+        for tail in (5,) if tiny else (150, 500):
+            for draw in range(1 if tiny else 3):
+                requests = []
+                for b in range(bs):
+                    parts = [("text", rng.randint(0, 50))]
+                    for i in range(rng.randint(0, 3 if tiny else 20)):
+                        parts += [("chunk", (b, i), rng.randint(1, longest)), ("new", rng.randint(0, 3))]
+                    requests.append([*parts, ("new", rng.randint(1, tail))])
+                name = f"{num_qo_heads}/{num_kv_heads} heads, batch {bs}, up to {tail} new, draw {draw}"
+                heads = dict(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads)
+                yield Shape(name, "heads", "extend", requests, heads)
+
+
 def _chunks(b, count, length):
     return [("chunk", (b, i), length) for i in range(count)]
 
 
 def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
     """The tensors of a shape, with as many caches as it takes to read cold_bytes before one is read again."""
+    dims = dataclasses.replace(dims, **shape.heads)
     gen = torch.Generator().manual_seed(seed)
     chunk_slots: dict[object, torch.Tensor] = {}
     chunk_ids: dict[object, int] = {}

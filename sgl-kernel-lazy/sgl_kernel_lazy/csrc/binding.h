@@ -1,4 +1,4 @@
-// What the bindings share. Python has checked shapes, dtypes and devices; what a kernel needs beyond is checked here.
+// Shared by the bindings. Python has checked shapes, dtypes and devices; what a kernel needs besides is checked here.
 #pragma once
 
 #include "tvm_ffi_utils.h"

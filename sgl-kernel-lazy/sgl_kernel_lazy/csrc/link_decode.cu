@@ -10,7 +10,7 @@ using lazy::data;
 using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
-// A cache for the copy engine, [slots, lines, bytes of a line]; what it copies is swizzled by line.
+// A cache as TMA sees it, [slots, lines, bytes of a line]; copies are swizzled by line.
 CUtensorMap tensor_map(const char* name, TensorView cache, int heads_at_once) {
   constexpr int ELEMENT = lazy::ROW_BYTES / lazy::HEAD_DIM;
   check_aligned(name, cache, 16);
@@ -39,8 +39,8 @@ CUtensorMap tensor_map(const char* name, TensorView cache, int heads_at_once) {
 }
 
 void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indices, int64_t max_segments,
-                 TensorView cos_sin_cache, TensorView workspace, TensorView out,
-                 Optional<TensorView> lse, double sm_scale, double v_scale, int64_t num_multiprocessors) {
+                 TensorView cos_sin_cache, TensorView workspace, TensorView out, Optional<TensorView> lse,
+                 double sm_scale, double v_scale, int64_t num_sms) {
   check_aligned("q", q, 4);
   check_aligned("cos_sin_cache", cos_sin_cache, 8);
   check_aligned("out", out, 16);
@@ -66,11 +66,11 @@ void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   args.stride_position = cos_sin_cache.stride(0);
   args.scale_log2 = sm_scale * 1.4426950408889634;
   args.v_scale = v_scale;
-  auto layout = lazy::PlanLayout::make(args.bs, max_segments, args.num_qo_heads, args.num_kv_heads, lazy::HEAD_DIM,
-                                       num_multiprocessors);
+  auto layout =
+      lazy::PlanLayout::make(args.bs, max_segments, args.num_qo_heads, args.num_kv_heads, lazy::HEAD_DIM, num_sms);
   int* space = lazy::checked_workspace(workspace, layout.num_words);
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
-  cudaError_t error = lazy::link_decode(args, space, layout, num_multiprocessors, get_stream(q.device()));
+  cudaError_t error = lazy::link_decode(args, space, layout, num_sms, get_stream(q.device()));
   TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "link_decode: " << cudaGetErrorString(error);
 }
 

@@ -1,18 +1,18 @@
-// Decode over cached chunks for Hopper: each block walks the tiles of one item of the plan after another, rotates the
-// queries where a run with another offset begins, and writes partial results; a second kernel merges those of each request.
+// Decode over cached chunks for Hopper: each block processes the tiles of the plan's items one after another, rotates
+// the queries where a run with another offset begins, and writes partial results; a second kernel merges those of each
+// request.
 //
-//   producer warps  copy the keys and values of a tile into a ring in shared memory: the heads of a key lie together
-//                   in the cache, so one instruction of the copy engine moves all of a block's (2 KB for 8 heads of 128
-//                   in 16 bits). Four warps share the copies, since a warp issues them one by one and slowly. They run
+//   producer warps  copy the keys and values of a tile into a ring in shared memory. The heads of a KV token lie
+//                   together in the cache, so one TMA instruction copies all of a block's (2 KB for 8 heads of 128
+//                   in 16 bits). A warp issues copies one by one and slowly, hence four warps share them. They run
 //                   ahead of the others, across items, by as many tiles as the ring holds.
-//   computing warps have one kv head each, and their keys of every tile: nothing is exchanged between them. Wide items, of
-//                   many query rows, are shared by two warps per head, of half as many heads. Scores are computed
-//                   transposed, S^T = K Q^T and O^T = V^T P^T with mma.m16n8k16, so that keys (or head dimensions) fill
-//                   the 16 rows and only the 8 columns are query rows: four query heads waste half a tile, not three
-//                   quarters.
+//   computing warps have one kv head each, and their keys of every tile, so that they exchange nothing. Wide items, of
+//                   many query rows, have two warps per head and blocks of half as many heads. Scores are computed
+//                   transposed, S^T = K Q^T and O^T = V^T P^T with mma.m16n8k16: keys (or head dimensions) fill the 16
+//                   rows and query rows only the 8 columns, so four query heads waste half a tile, not three quarters.
 //
-// The memory takes longer for a tile than a warp does, so what a warp does when an item or a run begins (loading and
-// rotating queries) or ends (writing results) is hidden by the ring.
+// Memory takes longer for a tile than a warp does, so the ring hides what a warp does when an item or a run begins
+// (loading and rotating queries) or ends (writing results).
 //
 // Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2, 0: as q), LAZY_HEAD_DIM,
 // LAZY_ROTARY_DIM, LAZY_IS_NEOX.
@@ -20,22 +20,22 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <type_traits>
 
 #include "decode_plan.cuh"
 #include "hopper.cuh"
+#include "operands.cuh"
 
 namespace lazy {
 
 using namespace hopper;
 
-// A kind of plan: with narrow items alone, or with wide ones too.
+// A kind of plan: of narrow items alone, or with wide ones too.
 struct Mode {
-  CUtensorMap k_cache, v_cache;        // [slots, lines of 128 bytes, bytes]: a box is a slot's keys for a block's heads
+  CUtensorMap k_cache, v_cache;        // [slots, lines of 128 bytes, bytes]: a box holds a block's heads of a slot
   int heads, head_groups, row_groups;  // of a block; blocks for all heads; warps with the same head and keys
-  int tile, key_lines, num_stages;     // of the ring: keys of a tile, lines from key to key, tiles
+  int tile, key_lines, num_stages;     // of the ring: keys per tile, lines from key to key, tiles
 };
 
 struct DecodeArgs {
@@ -74,28 +74,29 @@ __device__ inline void mma_16x8(float (&c)[4], const uint32_t (&a)[4], const uin
 
 using QType = LAZY_DTYPE;
 constexpr bool FP8 = LAZY_KV_FP8 != 0;
-// fp8 values are widened to fp16, which holds them exactly, and multiplied as such.
+// fp8 is widened to fp16, which holds it exactly, and multiplied as such.
 using MmaType = std::conditional_t<FP8, __half, QType>;
+constexpr auto FP8_FORMAT = LAZY_KV_FP8 == 2 ? __NV_E5M2 : __NV_E4M3;
 constexpr int HEAD_DIM = LAZY_HEAD_DIM, ROTARY_DIM = LAZY_ROTARY_DIM;
 constexpr bool IS_NEOX = LAZY_IS_NEOX;
 constexpr int DEPTH = HEAD_DIM / 16;                 // 16-wide steps along a head
 constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);  // of one head of a key
 constexpr int LINE = 128, LINES = ROW_BYTES > LINE ? ROW_BYTES / LINE : 1;
 constexpr int NUM_WARPS = Geometry::warps(HEAD_DIM), MAX_ROWS = Geometry::max_rows(HEAD_DIM);
-constexpr int WIDE = MAX_ROWS / 16;  // columns of 8 query rows that a warp has of a wide item; 1 of a narrow one
+constexpr int WIDE = MAX_ROWS / 16;  // columns of 8 query rows per warp of a wide item; 1 of a narrow one
 constexpr int WARPGROUP = 128, NUM_THREADS = 32 * NUM_WARPS + WARPGROUP;  // the last warpgroup copies
 constexpr int MAX_STAGES = 8;
 constexpr int SHARED_BYTES = 227 * 1024;
 static_assert(ROTARY_DIM % (FP8 ? 32 : 16) == 0 && ROTARY_DIM <= HEAD_DIM && HEAD_DIM % 32 == 0);
 
-// The dimension that a thread holds in element `half` (0, 1) of register `r` (0, 1) at depth step `step`. With fp8 a
-// thread's four dimensions of a step lie together; both operands agree on that, so the product does not care.
+// The dimension in the low half of a thread's register r (0, 1) at a depth step; the high half holds the next one. With
+// fp8 a thread's four dimensions of a step lie together: both operands permute them alike, so products stay the same.
 __device__ inline int held_dim(int step, int r) {
   int quad = threadIdx.x % 4;
   return 16 * step + (FP8 ? 4 * quad + 2 * r : 8 * r + 2 * quad);
 }
 
-// A query row's registers as they are in memory, zeros if it is not valid.
+// A query row's registers as stored, zeros if it is not valid.
 __device__ inline void load_query(uint32_t (&regs)[DEPTH][2], const QType* row, bool valid) {
 #pragma unroll
   for (int i = 0; i < 2 * DEPTH; ++i) {
@@ -103,7 +104,7 @@ __device__ inline void load_query(uint32_t (&regs)[DEPTH][2], const QType* row, 
   }
 }
 
-// The registers rotated back by the position whose cos/sin row is `table` (null: not at all), in float32 and rounded once.
+// The registers rotated back by the position whose cos/sin row is `table`; null: not rotated.
 __device__ inline void rotate_query(uint32_t (&regs)[DEPTH][2], const float* table) {
   if (table) {
     if constexpr (IS_NEOX) {
@@ -112,20 +113,14 @@ __device__ inline void rotate_query(uint32_t (&regs)[DEPTH][2], const float* tab
       for (int i = 0; i < APART; ++i) {
         uint32_t &low = regs[i / 2][i % 2], &high = regs[(i + APART) / 2][(i + APART) % 2];
         const int dim = held_dim(i / 2, i % 2);
-        float2 c = *reinterpret_cast<const float2*>(table + dim);
-        float2 s = *reinterpret_cast<const float2*>(table + HALF + dim);
-        float2 x = unpack<QType>(low), y = unpack<QType>(high);
-        low = pack<MmaType>(x.x * c.x + y.x * s.x, x.y * c.y + y.y * s.y);
-        high = pack<MmaType>(y.x * c.x - x.x * s.x, y.y * c.y - x.y * s.y);
+        rotate_back<QType, MmaType>(low, high, *reinterpret_cast<const float2*>(table + dim),
+                                    *reinterpret_cast<const float2*>(table + HALF + dim));
       }
     } else {
 #pragma unroll
       for (int i = 0; i < ROTARY_DIM / 8; ++i) {
-        uint32_t& both = regs[i / 2][i % 2];
         const int pair = held_dim(i / 2, i % 2) / 2;
-        float c = table[pair], s = table[ROTARY_DIM / 2 + pair];
-        float2 x = unpack<QType>(both);
-        both = pack<MmaType>(x.x * c + x.y * s, x.y * c - x.x * s);
+        rotate_back<QType, MmaType>(regs[i / 2][i % 2], table[pair], table[ROTARY_DIM / 2 + pair]);
       }
     }
   }
@@ -139,18 +134,9 @@ __device__ inline void rotate_query(uint32_t (&regs)[DEPTH][2], const float* tab
   }
 }
 
-__device__ inline uint32_t widen(uint32_t two_fp8) {
-#if LAZY_KV_FP8
-  __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(__nv_fp8x2_storage_t(two_fp8), LAZY_KV_FP8 == 1 ? __NV_E4M3 : __NV_E5M2);
-  return uint32_t(h.x) | uint32_t(h.y) << 16;
-#else
-  return two_fp8;
-#endif
-}
-
-// Shared address of 16 bytes of a tile, which begin at a multiple of 16 in the key's row. The copy engine puts block b of
-// line l of shared memory at b ^ l % 8, so that eight keys' blocks lie in different banks, a key being an odd number of
-// lines.
+// Shared address of 16 bytes of a tile, which begin at a multiple of 16 in the key's row. TMA puts block b of line l of
+// shared memory at b ^ l % 8. Keys are an odd number of lines apart, so the blocks of eight keys lie in different
+// banks.
 __device__ inline uint32_t block_address(uint32_t tile, int key_lines, int key, int byte) {
   const int line = key * key_lines + byte / LINE;
   return tile + line * LINE + ((byte / 16 ^ line) & 7) * 16;
@@ -161,13 +147,13 @@ template <int N, int H>
 struct State {
   uint32_t q[N][DEPTH][2];
   float acc[N][DEPTH][4];
-  float reference[N][2], sum[N][2];  // in base 2; of the weights of this thread's keys
+  float shift[N][2], sum[N][2];  // what scores are reduced by, in base 2; the weights of this thread's keys
 
   __device__ void clear() {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) reference[n][c] = -INFINITY, sum[n][c] = 0.f;
+      for (int c = 0; c < 2; ++c) shift[n][c] = -INFINITY, sum[n][c] = 0.f;
 #pragma unroll
       for (int d = 0; d < DEPTH; ++d)
 #pragma unroll
@@ -175,8 +161,8 @@ struct State {
     }
   }
 
-  // The state after also seeing the `count` (at least 1) first of 16 H keys and values, from `key` on in their tiles, at
-  // byte `byte` of their rows; the values behind the last must be numbers, of which the weights are zero.
+  // Adds the first `count` (at least 1) of the 16 H keys and values that begin at `key` in their tiles and at `byte` in
+  // their rows. Values behind the last are weighted with zero, but must be numbers.
   __device__ void see(uint32_t keys, uint32_t values, int key_lines, int key, int byte, int count, float scale_log2) {
     const int lane = threadIdx.x % 32;
     uint32_t blocks[H][LINES];  // this thread's first block in each line of the row
@@ -201,7 +187,8 @@ struct State {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
             const uint32_t a = loaded[2 * half], b = loaded[2 * half + 1];
-            multiply(2 * i + half, {widen(a & 0xffff), widen(b & 0xffff), widen(a >> 16), widen(b >> 16)});
+            multiply(2 * i + half, {widen<FP8_FORMAT>(a & 0xffff), widen<FP8_FORMAT>(b & 0xffff),
+                                    widen<FP8_FORMAT>(a >> 16), widen<FP8_FORMAT>(b >> 16)});
           }
         } else {
           multiply(i, loaded);
@@ -217,8 +204,8 @@ struct State {
           for (int i = 0; i < 4; ++i)
             if (16 * h + lane / 4 + (i / 2) * 8 >= count) s[h][n][i] = -INFINITY;
     }
-    // Weights are relative to a reference that needs not be the maximum: it follows only where a score is so far above
-    // that its weight would exceed 2^8, which seldom happens and saves the reductions over keys.
+    // The shift need not be the maximum: it is raised only where a weight would exceed 2^8, which seldom happens. That
+    // saves the reductions over keys.
     auto highest = [&](int n, int c) {
       float most = fmaxf(s[0][n][c], s[0][n][c + 2]);
 #pragma unroll
@@ -229,7 +216,7 @@ struct State {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int c = 0; c < 2; ++c) above |= highest(n, c) > reference[n][c] + 8.f;
+      for (int c = 0; c < 2; ++c) above |= highest(n, c) > shift[n][c] + 8.f;
     if (__any_sync(~0u, above)) {
 #pragma unroll
       for (int n = 0; n < N; ++n) {
@@ -238,10 +225,10 @@ struct State {
           float most = highest(n, c);
 #pragma unroll
           for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
-          // A column follows its own scores alone, whatever rows it shares the warp with.
-          if (most <= reference[n][c] + 8.f) continue;
-          float decay = exp2_approx(reference[n][c] - most);
-          reference[n][c] = most;
+          // A row's shift depends on its own scores alone, whatever rows it shares the warp with.
+          if (most <= shift[n][c] + 8.f) continue;
+          float decay = exp2_approx(shift[n][c] - most);
+          shift[n][c] = most;
           sum[n][c] *= decay;
 #pragma unroll
           for (int d = 0; d < DEPTH; ++d) acc[n][d][c] *= decay, acc[n][d][c + 2] *= decay;
@@ -255,16 +242,18 @@ struct State {
       for (int n = 0; n < N; ++n) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          s[h][n][i] = exp2_approx(s[h][n][i] * scale_log2 - reference[n][i % 2]);
+          s[h][n][i] = exp2_approx(s[h][n][i] * scale_log2 - shift[n][i % 2]);
           sum[n][i % 2] += s[h][n][i];
         }
         p[h][n][0] = transpose_matrix(pack<MmaType>(s[h][n][0], s[h][n][1]));
         p[h][n][1] = transpose_matrix(pack<MmaType>(s[h][n][2], s[h][n][3]));
       }
-      // Matrices: keys 0-7 and 8-15, of two blocks. With fp8 a transposed unit is a pair of neighbouring dimensions.
-      const int value = key + 16 * h + (FP8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8), block = lane >> (FP8 ? 4 : 3) & 1;
+      // Matrices: keys 0-7 and 8-15, of two blocks. With fp8, pairs of neighbouring dimensions are transposed as one.
+      const int value = key + 16 * h + (FP8 ? lane & 15 : (lane & 7) + (lane >> 4) * 8),
+                block = lane >> (FP8 ? 4 : 3) & 1;
 #pragma unroll
-      for (int i = 0; i < LINES; ++i) blocks[h][i] = block_address(values, key_lines, value, byte + i * LINE + block * 16);
+      for (int i = 0; i < LINES; ++i)
+        blocks[h][i] = block_address(values, key_lines, value, byte + i * LINE + block * 16);
     }
 #pragma unroll
     for (int i = 0; i < ROW_BYTES / 32; ++i) {
@@ -279,8 +268,10 @@ struct State {
         if constexpr (FP8) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            const uint32_t a = __byte_perm(loaded[2 * half], 0, 0x3120), b = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
-            add(2 * i + half, {widen(a & 0xffff), widen(a >> 16), widen(b & 0xffff), widen(b >> 16)});
+            const uint32_t a = __byte_perm(loaded[2 * half], 0, 0x3120),
+                           b = __byte_perm(loaded[2 * half + 1], 0, 0x3120);
+            add(2 * i + half, {widen<FP8_FORMAT>(a & 0xffff), widen<FP8_FORMAT>(a >> 16), widen<FP8_FORMAT>(b & 0xffff),
+                               widen<FP8_FORMAT>(b >> 16)});
           }
         } else {
           add(i, loaded);
@@ -289,7 +280,7 @@ struct State {
     }
   }
 
-  // Adds up the sums, of which each thread holds those of its keys.
+  // Adds up the sums of all threads' keys.
   __device__ void finish() {
 #pragma unroll
     for (int n = 0; n < N; ++n)
@@ -300,25 +291,25 @@ struct State {
   }
 };
 
-// What the producers tell the others about a tile.
+// A tile's description, for the computing warps.
 struct __align__(16) Tile {
   int offset;                   // rotation of the keys
   int partial;                  // of the item
   short count;                  // keys
-  short head_group, num_users;  // of the item; no users: all work is done
+  short head_group, num_users;  // of the item; no users: the end of all work
   bool is_first, is_last;       // of the item
 };
 
-// Shared memory: a header and a ring of tiles. Both sides go round the ring in step.
+// Shared memory: a header and a ring of tiles, which both sides go round in the same order.
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 constexpr int MAX_USERS = MAX_ROWS;
 struct Header {
   Tile tiles[MAX_STAGES];
-  User users[MAX_STAGES][MAX_USERS];  // of the item that begins with a tile
+  User users[MAX_STAGES][MAX_USERS];                                    // of the item that begins with a tile
   uint64_t announced[MAX_STAGES], full[MAX_STAGES], empty[MAX_STAGES];  // barriers
-  int next_unit;
+  int next_task;
 };
-constexpr int HEADER_BYTES = (sizeof(Header) + 1023) / 1024 * 1024;  // what swizzling repeats after
+constexpr int HEADER_BYTES = (sizeof(Header) + 1023) / 1024 * 1024;  // swizzling repeats after 1024
 
 struct Ring {
   int num_stages, tile_bytes;  // of keys, and as many of values
@@ -329,7 +320,7 @@ struct Ring {
   static __device__ Header& header() { return *reinterpret_cast<Header*>(shared_memory); }
   __device__ Tile& tile() const { return header().tiles[stage]; }
   __device__ User* users() const { return header().users[stage]; }
-  // Barriers: what is to come is known; it is here; it has been read.
+  // Barriers: the tile is described; its keys and values are here; they have been read.
   __device__ uint32_t announced() const { return smem_address(header().announced) + 8 * stage; }
   __device__ uint32_t full() const { return smem_address(header().full) + 8 * stage; }
   __device__ uint32_t empty() const { return smem_address(header().empty) + 8 * stage; }
@@ -338,39 +329,39 @@ struct Ring {
   __device__ void step() {
     if (++stage == num_stages) stage = 0, phase ^= 1;
   }
-  // A computing warp has read this stage.
+  // Says that this warp has read the stage: one lane arrives, for all of them by way of __syncwarp.
   __device__ void release() const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(empty());
   }
 };
 
-// Copies every tile of every unit of this block. All threads of the warpgroup follow the tiles; each copies the keys or
-// the values of one row or two.
+// Copies every tile of every task of this block. All threads of the warpgroup follow the tiles; each copies the keys or
+// the values of one or two slots.
 __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode) {
   const int thread = threadIdx.x % WARPGROUP, place = thread % 32 * 4 + thread / 32;  // neighbours in different warps
   const int row = place / 2, is_value = place % 2, group_bytes = mode.heads * ROW_BYTES;
-  const UnitQueue queue{plan.header->num_units * mode.head_groups, plan.header->front_blocks, int(gridDim.x)};
-  const int crowded_pairs = plan.header->crowded_units * mode.head_groups;
-  // Keys of a crowded chunk are to stay in L2 until all of its blocks have read them. The others, which one block reads,
-  // unless their chunk is too short to be grouped, make room for these and for the partial results.
+  const TaskQueue queue{plan.header->num_tasks * mode.head_groups, plan.header->front_blocks, int(gridDim.x)};
+  const int large_pairs = plan.header->large_tasks * mode.head_groups;
+  // The keys of a large group should stay in L2 until all of its blocks have read them. Other keys are read by one
+  // block, unless their chunk is too short to be grouped, and make room for these and for the partial results.
   const uint64_t read_again = evict_last(), read_once = evict_first();
-  constexpr int ROWS = WARPGROUP / 2;  // of a tile at once; a tile has at most twice as many
-  constexpr int NO_SLOT = -1;          // outside of the cache, for which the copy engine writes zeros
+  constexpr int ROWS = WARPGROUP / 2;  // slots copied at once; a tile has at most twice as many
+  constexpr int NO_SLOT = -1;          // outside of the cache: TMA writes zeros
   Ring ring(mode);
-  int& next_unit = ring.header().next_unit;
+  int& next_task = ring.header().next_task;
 
-  // A tile, and what this thread has asked for: the slots of its rows, a user where an item begins.
-  struct Asked {
+  // A tile, and what this thread loads for it: its slots, and a user where an item begins.
+  struct Next {
     Tile tile;
-    bool is_crowded;
+    bool is_large;
     int slots[2];
     User user;
   };
-  int unit = queue.first(blockIdx.x), head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
-  bool is_new = true;  // unit
+  int task = queue.first(blockIdx.x), head_group = 0, left_items = 0, at_item = 0, left_tiles = 0;
+  bool is_new = true;  // task
   Item item{};
-  auto ask = [&](Asked& next) {
+  auto load_next = [&](Next& next) {
     bool begins = false;
     if (left_tiles) {
       item.begin += mode.tile;
@@ -385,18 +376,18 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
           --left_items;
         } else {
           if (!is_new) {
-            wait_for_prerequisites();  // for the counter, which the kernel before resets
+            wait_for_prerequisites();  // for the counter, which the previous kernel resets
             if (thread == 0) {
-              next_unit = queue.next(blockIdx.x, atomicAdd(&plan.header->taken, queue.count(blockIdx.x)));
+              next_task = queue.next(blockIdx.x, atomicAdd(&plan.header->taken, queue.count(blockIdx.x)));
             }
             named_sync(1, WARPGROUP);
-            unit = next_unit;
+            task = next_task;
             named_sync(1, WARPGROUP);
           }
           is_new = false;
-          if (unit >= queue.num_pairs) return false;
-          head_group = unit % mode.head_groups;
-          const Unit& taken = plan.units[unit / mode.head_groups];
+          if (task >= queue.num_pairs) return false;
+          head_group = task % mode.head_groups;
+          const Task& taken = plan.tasks[task / mode.head_groups];
           item = taken.item, at_item = taken.others, left_items = taken.count;
         }
         left_tiles = item.num_tiles;
@@ -408,49 +399,49 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
     for (int i = 0; i < 2; ++i) {
       next.slots[i] = row + i * ROWS < count ? a.kv_indices[item.begin + row + i * ROWS] : NO_SLOT;
     }
-    next.is_crowded = unit < crowded_pairs;
+    next.is_large = task < large_pairs;
     if (begins && thread < item.num_users) next.user = plan.users[item.user + thread];
-    next.tile = Tile{item.offset,           item.partial, short(count), short(head_group),
+    next.tile = Tile{item.offset,           item.partial, short(count),     short(head_group),
                      short(item.num_users), begins,       --left_tiles == 0};
     return true;
   };
-  auto copy = [&](const Asked& asked) {
+  auto copy = [&](const Next& next) {
     wait(ring.empty(), ring.phase ^ 1);
-    if (asked.tile.is_first) {
-      if (thread < asked.tile.num_users) ring.users()[thread] = asked.user;
+    if (next.tile.is_first) {
+      if (thread < next.tile.num_users) ring.users()[thread] = next.user;
       __syncwarp();
     }
     if (thread == 0) {
-      ring.tile() = asked.tile;
+      ring.tile() = next.tile;
       arrive(ring.announced());
-      arrive_expecting(ring.full(), asked.tile.count ? 2 * mode.tile * group_bytes : 0);
+      arrive_expecting(ring.full(), next.tile.count ? 2 * mode.tile * group_bytes : 0);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (asked.tile.count && row + i * ROWS < mode.tile) {
+      if (next.tile.count && row + i * ROWS < mode.tile) {
         copy_box((is_value ? ring.values() : ring.keys()) + (row + i * ROWS) * mode.key_lines * LINE,
-                 is_value ? &mode.v_cache : &mode.k_cache, 0, asked.tile.head_group * group_bytes / LINE, asked.slots[i],
-                 ring.full(), asked.is_crowded ? read_again : read_once);
+                 is_value ? &mode.v_cache : &mode.k_cache, 0, next.tile.head_group * group_bytes / LINE, next.slots[i],
+                 ring.full(), next.is_large ? read_again : read_once);
       }
     }
     ring.step();
   };
-  // What is asked for has come when it is copied, after the next has been asked for.
-  Asked one{}, other{};
-  bool more = ask(one);
-  wait_for_prerequisites();  // the plan was there before; keys and values may not have been
+  // A tile's slots are loaded before the previous tile is copied, so that they have arrived when it is its turn.
+  Next one{}, other{};
+  bool more = load_next(one);
+  wait_for_prerequisites();  // the plan is complete before; keys and values may not be
   while (more) {
-    more = ask(other);
+    more = load_next(other);
     copy(one);
     if (!more) break;
-    more = ask(one);
+    more = load_next(one);
     copy(other);
   }
-  copy(Asked{});
+  copy(Next{});
 }
 
-// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile; leaves
-// the ring behind its last tile.
+// Computes one item, whose first tile has been announced, for 8 N of its query rows and 16 H keys of every tile. The
+// ring is then past its last tile.
 template <int N, int H>
 __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, Ring& ring, int head, int first_row,
                        int key_group) {
@@ -459,25 +450,27 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
   const int first_head = (item.head_group * mode.heads + head) * group_size;
   const int num_rows = item.num_users * group_size;
   State<N, H> state;
-  User users[N];  // of the rows of which this thread holds queries
+  User users[N];  // of the rows whose queries this thread holds
 #pragma unroll
   for (int n = 0; n < N; ++n) users[n] = ring.users()[min(first_row + 8 * n + lane / 4, num_rows - 1) / group_size];
   auto rotate = [&](int offset) {
 #pragma unroll
     for (int n = 0; n < N; ++n) {
       const int row = first_row + 8 * n + lane / 4;
-      load_query(state.q[n], static_cast<const QType*>(a.q) + users[n].request * a.stride_q_row +
-                                 (first_head + row % group_size) * a.stride_q_head, row < num_rows);
+      load_query(state.q[n],
+                 static_cast<const QType*>(a.q) + users[n].request * a.stride_q_row +
+                     (first_head + row % group_size) * a.stride_q_head,
+                 row < num_rows);
     }
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-      const int position = offset + users[n].offset;  // one of them is 0
+      const int position = offset + users[n].offset;  // one of the two is 0
       rotate_query(state.q[n], position ? a.cos_sin_cache + position * a.stride_position : nullptr);
     }
   };
   int rotated_by = item.offset;
   rotate(rotated_by);
-  state.clear();  // not sooner: its registers serve the loads
+  state.clear();  // not sooner: the loads use its registers
   wait(ring.full(), ring.phase);
   for (;;) {
     const Tile tile = ring.tile();
@@ -495,7 +488,7 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
     wait(ring.full(), ring.phase);
   }
   state.finish();
-  // Written as averages in q's type, rows of them, while the registers hold columns.
+  // Written as averages in q's type. Registers hold columns, which are transposed into rows.
   QType* outs = static_cast<QType*>(plan.outs);
 #pragma unroll
   for (int n = 0; n < N; ++n) {
@@ -507,7 +500,7 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
     for (int c = 0; c < 2; ++c) {
       const int row = first_row + 8 * n + 2 * (lane % 4) + c;
       if (lane < 4 && row < num_rows) {
-        plan.states[place_of(row)] = make_float2(state.reference[n][c], state.sum[n][c]);
+        plan.states[place_of(row)] = make_float2(state.shift[n][c], state.sum[n][c]);
       }
     }
     const float share[2] = {state.sum[n][0] > 0.f ? 1.f / state.sum[n][0] : 0.f,
@@ -533,7 +526,7 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
 
 __device__ void consume(const DecodeArgs& a, const Plan& plan, const Mode& mode, bool is_wide) {
   const int warp = threadIdx.x / 32, head = warp % mode.heads, group = warp / mode.heads;
-  wait_for_prerequisites();  // queries may not have been there
+  wait_for_prerequisites();  // for the queries
   for (Ring ring(mode);;) {
     wait(ring.announced(), ring.phase);
     if (ring.tile().num_users == 0) return;
@@ -545,7 +538,7 @@ __device__ void consume(const DecodeArgs& a, const Plan& plan, const Mode& mode,
   }
 }
 
-// One block per multiprocessor, which takes (unit, group of heads) after (unit, group of heads).
+// One block per SM, which takes pairs of a task and a group of heads, see TaskQueue.
 __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
@@ -572,15 +565,15 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __gri
   }
 }
 
-// A maximum of scores that is below all others, and from which -inf can be subtracted.
+// Below every score, and finite, so that -inf can be subtracted.
 constexpr float LOWEST = -1e30f;
 
-// The partial results of one query head of one request, merged by one warp or by several; a block has several heads,
-// threadIdx.y, where one warp is enough. Teams of HEAD_DIM / 8 threads take the results in turns.
+// Merges the partial results of one query head of one request, by one warp or several. Where one warp is enough, a
+// block has several heads, by threadIdx.y. Teams of HEAD_DIM / 8 threads take turns with the results.
 constexpr int MAX_MERGE_THREADS = 512, MERGED_HEADS = 4;  // of a block
 __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __grid_constant__ DecodeArgs a, Plan plan) {
   constexpr int VECTOR = 8, LANES = HEAD_DIM / VECTOR, TEAMS = 32 / LANES;  // teams of a warp
-  constexpr int AT_ONCE = 4;  // loads of a thread that wait together
+  constexpr int AT_ONCE = 4;                                                // loads of a thread in flight
   static_assert(32 % (AT_ONCE * TEAMS) == 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, num_warps = blockDim.x / 32;
   const int head = blockIdx.x * blockDim.y + threadIdx.y, b = blockIdx.y, key_groups = a.key_groups;
@@ -601,11 +594,11 @@ __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __gri
   const int count = parts.count * key_groups;
   const uint4* averages = static_cast<const uint4*>(plan.outs) + lane % LANES;
   for (int base = warp; base < count; base += 32 * num_warps) {
-    // Every lane looks up where one result is: all of them at once.
+    // Each lane looks up the place of one result.
     const int mine = base + lane * num_warps, left = ceil_div(count - base, num_warps);
     int place = 0;
     if (mine < count) place = plan.part_ids[parts.first + mine / key_groups] * key_groups + mine % key_groups;
-    wait_for_prerequisites();  // for the results; the plan was there before
+    wait_for_prerequisites();  // for the results; the plan is complete before
     for (int first = 0; first < min(left, 32); first += AT_ONCE * TEAMS) {
       float2 states[AT_ONCE];
       uint4 packed[AT_ONCE];
@@ -656,7 +649,7 @@ __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __gri
     }
   }
   if (lane >= LANES) return;
-  // A request without entries gives zeros and -inf.
+  // A request without KV tokens gives zeros and -inf.
   const float share = sum > 0.f ? a.v_scale / sum : 0.f;
   QType* to = static_cast<QType*>(a.out) + b * a.stride_out_row + head * a.stride_out_head + VECTOR * lane;
   *reinterpret_cast<uint4*>(to) =
@@ -667,9 +660,9 @@ __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __gri
   }
 }
 
-// Each kernel may start while the one before it runs; it waits for that one before it reads anything.
-static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, dim3 threads, int shared, cudaStream_t stream,
-                          const DecodeArgs& args, const Plan& plan) {
+// Each kernel may start while the previous one runs, and waits for it where it reads its results.
+static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, dim3 threads, int shared,
+                          cudaStream_t stream, const DecodeArgs& args, const Plan& plan) {
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;
@@ -683,7 +676,7 @@ static cudaError_t launch(void (*kernel)(const DecodeArgs, Plan), dim3 grid, dim
   return cudaLaunchKernelEx(&config, kernel, args, plan);
 }
 
-static cudaError_t link_decode(DecodeArgs args, int* workspace, const PlanLayout& layout, int num_multiprocessors,
+static cudaError_t link_decode(DecodeArgs args, int* workspace, const PlanLayout& layout, int num_sms,
                                cudaStream_t stream) {
   static const cudaError_t fits =
       cudaFuncSetAttribute(link_decode_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED_BYTES);
@@ -698,18 +691,18 @@ static cudaError_t link_decode(DecodeArgs args, int* workspace, const PlanLayout
     mode.tile = geometry.tile[wide], mode.key_lines = key_lines;
     mode.num_stages = std::min(MAX_STAGES, (SHARED_BYTES - HEADER_BYTES) / (2 * mode.tile * key_lines * LINE));
   }
-  if (auto error = launch(link_decode_kernel, num_multiprocessors, NUM_THREADS, SHARED_BYTES, stream, args, plan)) {
+  if (auto error = launch(link_decode_kernel, num_sms, NUM_THREADS, SHARED_BYTES, stream, args, plan)) {
     return error;
   }
-  // Few requests have many partial results each: as many warps to a head as the device has room for.
+  // Few requests have many partial results each: use as many warps per head as the device has room for.
   int warps = MAX_MERGE_THREADS / 32;
-  while (warps > 1 && int64_t(32) * warps * args.num_qo_heads * args.bs > 2 * MAX_MERGE_THREADS * num_multiprocessors) {
+  while (warps > 1 && int64_t(32) * warps * args.num_qo_heads * args.bs > 2 * MAX_MERGE_THREADS * num_sms) {
     warps /= 2;
   }
   const int heads = warps == 1 ? MERGED_HEADS : 1;
   const int shared = warps == 1 ? 0 : warps * (HEAD_DIM * sizeof(float) + sizeof(float2));
-  return launch(merge_kernel, dim3(ceil_div(args.num_qo_heads, heads), args.bs), dim3(32 * warps, heads), shared, stream,
-                args, plan);
+  return launch(merge_kernel, dim3(ceil_div(args.num_qo_heads, heads), args.bs), dim3(32 * warps, heads), shared,
+                stream, args, plan);
 }
 
 }  // namespace lazy

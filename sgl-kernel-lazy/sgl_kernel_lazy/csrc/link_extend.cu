@@ -21,12 +21,12 @@ using Small = Traits<LAZY_HEAD_DIM <= 128 ? 1 : 2>;  // one consumer has no room
 
 bool is_wide(TensorView t) { return t.dtype().bits == 64; }
 
-// partial_out and partial_lse are given when there is more than one split; num_items bounds the number of work items.
+// partial_out and partial_lse are given where requests may be split.
 void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr, TensorView q_positions,
                  TensorView kv_indptr, TensorView kv_indices, TensorView kv_positions, TensorView num_segments,
                  TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache, TensorView out,
                  Optional<TensorView> lse, Optional<TensorView> partial_out, Optional<TensorView> partial_lse,
-                 int64_t block_m, int64_t num_splits, int64_t num_items, double sm_scale, double v_scale) {
+                 int64_t block_m, int64_t max_items, int64_t num_sms, double sm_scale, double v_scale) {
   check_aligned("q", q, 16);
   check_aligned("k_cache", k_cache, 16);
   check_aligned("v_cache", v_cache, 16);
@@ -62,19 +62,20 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.stride_offsets = segment_offsets.stride(0);
   params.stride_position = cos_sin_cache.stride(0);
   params.bs = num_segments.size(0);
-  params.nnz_qo = q.size(0);
   params.num_kv_heads = k_cache.size(1);
   params.group = q.size(1) / params.num_kv_heads;
   params.max_segments = segment_ends.size(1);
-  params.num_splits = num_splits;
+  params.max_items = max_items;
+  params.max_partials = partial_out ? (*partial_out).size(0) : 0;
+  params.num_sms = num_sms;
   params.wide_indices = is_wide(kv_indices);
   params.wide_positions = is_wide(q_positions);
   params.scale_log2 = sm_scale * 1.4426950408889634;
   params.v_scale = v_scale;
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const cudaStream_t stream = get_stream(q.device());
-  const cudaError_t error = block_m == Large::BLOCK_M ? lazy::extend::launch_link_extend<Large>(params, num_items, stream)
-                                                      : lazy::extend::launch_link_extend<Small>(params, num_items, stream);
+  const cudaError_t error = block_m == Large::BLOCK_M ? lazy::extend::launch_link_extend<Large>(params, stream)
+                                                      : lazy::extend::launch_link_extend<Small>(params, stream);
   TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "link_extend: " << cudaGetErrorString(error);
 }
 

@@ -1,46 +1,47 @@
 // Prefill of new text over cached chunks (link_extend) for Hopper; framework-free.
 //
 // A block of threads owns one work item: BLOCK_M packed rows (token, query head of the group) of one request and one kv
-// head, over one split of the entries that these rows can see. The entries of a request are runs: its chunk segments,
-// its cached text, its new text. A run is cut to what the newest row sees and walked in tiles of BLOCK_N entries; a tile
-// never straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in full need no mask.
+// head, over one split of the KV tokens that these rows see; plan_extend.cuh decides which. The KV tokens of a request form
+// runs: its chunk segments, its cached text, its new text. A run is cut to what the newest row sees and walked in tiles of
+// BLOCK_N tokens; a tile never straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in
+// full need no mask.
 //
 //   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies
 //                        into swizzled shared memory, two or three tiles deep; beside K the positions (masked tiles) and
 //                        the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier. fp8
-//                        lands in every other 16 bytes of its tile; each thread widens in place what it copied, while
-//                        the next tile is on its way, and arrives then.
-//   consumer warpgroups  own 64 rows each. The queries R(-offset) q are the register operand of S = Q K^T: rotated from
-//                        the stored ones in shared memory whenever the offset changes, in fp32, rounded once. A
-//                        warpgroup's softmax runs while its O += P V of the tile before does, and while the other
-//                        warpgroup has the tensor cores: two named barriers make them take turns. Of heads of 256 a
+//                        lands in every other 16 bytes of its tile; each thread widens what it copied in place, while
+//                        the next tile is on its way, and then arrives.
+//   consumer warpgroups  own 64 rows each; one without rows does nothing. The queries R(-offset) q are the register operand
+//                        of S = Q K^T: rotated from the stored ones in shared memory whenever the offset changes, in
+//                        fp32, rounded once. A warpgroup's softmax overlaps with its O += P V of the previous tile, and
+//                        with the other warpgroup's products: two named barriers make them alternate. For heads of 256 a
 //                        warpgroup's registers hold half of the output's columns: two own the same rows, and both
 //                        compute the scores.
 //
-// With splits, normalised partial rows and base-2 lse go to fp32 buffers, which merge_kernel combines.
+// Items of a request with splits write normalised rows and base-2 lse to fp32 buffers, which merge_kernel combines.
 #pragma once
-
-#include <cuda_fp8.h>
 
 #include <climits>
 
 #include "hopper.cuh"
+#include "operands.cuh"
+#include "plan_extend.cuh"
 
 namespace lazy::extend {
 
 // Everything is counted in elements, not bytes. `wide_*`: int64 instead of int32.
-struct LinkExtendParams {
+struct LinkExtendParams : ExtendBatch {
   const void *q, *k_cache, *v_cache;
   void* out;
   float* lse;          // may be null
-  float* partial_out;  // [num_splits, nnz_qo, num_qo_heads, HEAD_DIM], when num_splits > 1
-  float* partial_lse;  // [num_splits, nnz_qo, num_qo_heads]
-  const int *qo_indptr, *kv_indptr, *kv_positions, *num_segments, *segment_ends, *segment_offsets;
+  float* partial_out;  // [max_partials, BLOCK_M, HEAD_DIM]: of work items of requests with splits
+  float* partial_lse;  // [max_partials, BLOCK_M]
+  const int *kv_positions, *segment_ends, *segment_offsets;
   const void *q_positions, *kv_indices;
   const float* cos_sin_cache;
   int64_t stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head;
   int64_t stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position;
-  int bs, nnz_qo, group, num_kv_heads, max_segments, num_splits;
+  int max_segments;
   bool wide_indices, wide_positions;
   float scale_log2;  // sm_scale * log2(e), positive
   float v_scale;     // of fp8 values
@@ -75,14 +76,14 @@ struct LinkExtendTraits {
   static constexpr int TABLE_OFFSET = POSITIONS_OFFSET + K_STAGES * BLOCK_N * 4;
   static constexpr int BARRIERS_OFFSET = TABLE_OFFSET + K_STAGES * ROTARY_DIM * 4;
   static constexpr int WORK_OFFSET = BARRIERS_OFFSET + 2 * (K_STAGES + V_STAGES) * 8;
-  static constexpr int ROWS_OFFSET = WORK_OFFSET + 16;
+  static constexpr int ROWS_OFFSET = WORK_OFFSET + 48;
   static constexpr int RUNS_OFFSET = ROWS_OFFSET + WARPGROUP * 4;
   static constexpr int ALIGNMENT = 1024;
 
   static int smem_bytes(int max_segments) { return ALIGNMENT + RUNS_OFFSET + (max_segments + 2) * 16; }
 };
 
-// Consecutive entries [begin, end) of a request's row with one offset; every row of the block sees [begin, full).
+// Consecutive KV tokens [begin, end) of a request with one offset; every row of the block sees [begin, full).
 struct __align__(16) Run {
   int begin, end, full, offset;
 };
@@ -100,45 +101,12 @@ __device__ __forceinline__ int inclusive_sum(int value, int lane) {
   return value;
 }
 
-// The work item of a block. Items of a request and kv head follow each other, so that its K and V are read while in L2;
-// the last rows come first, which see the most.
-struct WorkItem {
-  int b, tile, split, kv_head, qo_begin, qo_length;
-
-  template <int BLOCK_M>
-  __device__ __forceinline__ bool find(const LinkExtendParams& p, int index, int lane) {
-    const int per_tile = p.num_kv_heads * p.num_splits;
-    for (int base = 0; base < p.bs; base += 32) {
-      const int i = base + lane;
-      const int begin = i < p.bs ? p.qo_indptr[i] : 0;
-      const int length = i < p.bs ? p.qo_indptr[i + 1] - begin : 0;
-      const int tiles = (length * p.group + BLOCK_M - 1) / BLOCK_M;
-      const int last = inclusive_sum(tiles * per_tile, lane);
-      const unsigned beyond = __ballot_sync(~0u, index < last);
-      if (beyond) {
-        const int owner = __ffs(beyond) - 1;
-        b = base + owner;
-        qo_begin = __shfl_sync(~0u, begin, owner);
-        qo_length = __shfl_sync(~0u, length, owner);
-        const int count = __shfl_sync(~0u, tiles, owner);
-        index -= __shfl_sync(~0u, last, owner) - count * per_tile;
-        tile = count - 1 - index % count;
-        split = index / count % p.num_splits;
-        kv_head = index / count / p.num_splits;
-        return true;
-      }
-      index -= __shfl_sync(~0u, last, 31);
-    }
-    return false;
-  }
-};
-
 // One warp lists the runs of this work item in shared memory, cut to what the rows see and to the split's share of tiles.
-// Positions ascend strictly within a run, so the entry i places after the first is at least i positions after it: an
-// upper bound of what is seen, exact without gaps.
+// Positions ascend strictly within a run, so the token i places after the first is at least i positions after it: an upper
+// bound of what is seen, exact without gaps.
 template <int BLOCK_N>
-__device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token, int last_token,
-                                          Run* runs, int lane) {
+__device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token,
+                                          int last_token, Run* runs, int lane) {
   int oldest = INT_MAX, newest = -1;
   for (int token = first_token + lane; token <= last_token; token += 32) {
     const int position = load_integer(p.q_positions, token, p.wide_positions);
@@ -181,10 +149,10 @@ __device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkI
     num_tiles += __reduce_add_sync(~0u, tiles);
   }
   __syncwarp();
-  if (p.num_splits == 1) return make_int2(num_runs, num_tiles);
+  if (item.num_splits == 1) return make_int2(num_runs, num_tiles);
 
-  const int low = static_cast<int64_t>(num_tiles) * item.split / p.num_splits;
-  const int high = static_cast<int64_t>(num_tiles) * (item.split + 1) / p.num_splits;
+  const int low = static_cast<int64_t>(num_tiles) * item.split / item.num_splits;
+  const int high = static_cast<int64_t>(num_tiles) * (item.split + 1) / item.num_splits;
   int kept = 0, tiles_before = 0;
   for (int base = 0; base < num_runs; base += 32) {
     Run run = base + lane < num_runs ? runs[base + lane] : Run{0, 0, 0, 0};
@@ -224,8 +192,12 @@ template <typename Traits>
 struct SharedMemory {
   uint32_t base;
   __device__ __forceinline__ uint32_t q() const { return base; }
-  __device__ __forceinline__ uint32_t k(int stage) const { return base + Traits::K_OFFSET + stage * Traits::TILE_BYTES; }
-  __device__ __forceinline__ uint32_t v(int stage) const { return base + Traits::V_OFFSET + stage * Traits::TILE_BYTES; }
+  __device__ __forceinline__ uint32_t k(int stage) const {
+    return base + Traits::K_OFFSET + stage * Traits::TILE_BYTES;
+  }
+  __device__ __forceinline__ uint32_t v(int stage) const {
+    return base + Traits::V_OFFSET + stage * Traits::TILE_BYTES;
+  }
   __device__ __forceinline__ uint32_t positions(int stage) const {
     return base + Traits::POSITIONS_OFFSET + stage * Traits::BLOCK_N * 4;
   }
@@ -284,11 +256,8 @@ struct Ring {
 template <typename KV>
 __device__ __forceinline__ uint4 widen(uint32_t low, uint32_t high) {
   constexpr auto FORMAT = std::is_same_v<KV, __nv_fp8_e4m3> ? __NV_E4M3 : __NV_E5M2;
-  auto two = [](uint32_t narrow) {
-    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(narrow), FORMAT);
-    return uint32_t(h.x) | uint32_t(h.y) << 16;
-  };
-  return make_uint4(two(low), two(low >> 16), two(high), two(high >> 16));
+  return make_uint4(lazy::widen<FORMAT>(low), lazy::widen<FORMAT>(low >> 16), lazy::widen<FORMAT>(high),
+                    lazy::widen<FORMAT>(high >> 16));
 }
 
 template <typename Traits>
@@ -297,9 +266,9 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   using namespace lazy::hopper;
   using KV = typename Traits::KV;
   constexpr int BLOCK_N = Traits::BLOCK_N, VECTOR = 16 / sizeof(KV);
-  constexpr int CHUNKS = Traits::OUT_DIM / VECTOR;   // of 16 bytes in a row, or in a part of it
-  constexpr int ROWS_PER_WARP = 32 / CHUNKS;         // in one copy instruction
-  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;   // a multiple of 8, or the swizzle would depend on the step
+  constexpr int CHUNKS = Traits::OUT_DIM / VECTOR;  // of 16 bytes in a row, or in a part of it
+  constexpr int ROWS_PER_WARP = 32 / CHUNKS;        // in one copy instruction
+  constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;  // a multiple of 8, or the swizzle would depend on the step
   static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N % ROWS_PER_STEP == 0 && BLOCK_N <= 128);
   const int warp = thread / 32, lane = thread % 32;
   // With fp8, eight neighbouring lanes have four chunks of two rows: the even chunks of an even row of the tile, to which
@@ -322,8 +291,10 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   const uint32_t k_stride = p.stride_k_slot / VECTOR, v_stride = p.stride_v_slot / VECTOR;
 
   auto slot_of = [&](const TileCursor& tile) {
-    const int entry = tile.run.begin + own_row;
-    return own_row < BLOCK_N && entry < tile.run.end ? load_integer(p.kv_indices, row_begin + entry, p.wide_indices) : 0;
+    const int kv_token = tile.run.begin + own_row;
+    return own_row < BLOCK_N && kv_token < tile.run.end
+               ? load_integer(p.kv_indices, row_begin + kv_token, p.wide_indices)
+               : 0;
   };
   // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long as
   // the copies.
@@ -332,7 +303,7 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   const uint32_t warp_offsets = smem.base + Traits::ROWS_OFFSET + warp * 32 * 4;
   const uint32_t own_offset_at = warp_offsets + (lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
   const uint32_t offsets_at = warp_offsets + row_of_warp * STEPS * 4;
-  auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries, auto whole) {
+  auto copy_rows = [&](uint32_t to, const char* rows, uint32_t own_offset, int kv_tokens, auto whole) {
     __syncwarp();
     if (own_row < BLOCK_N) asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_offset_at), "r"(own_offset) : "memory");
     __syncwarp();
@@ -354,16 +325,16 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
         if constexpr (decltype(whole)::value) {
           copy_async_16(part_to, from + part * CHUNKS * 16);
         } else {
-          copy_async_16(part_to, from + part * CHUNKS * 16, copied_row + i * ROWS_PER_STEP < entries);
+          copy_async_16(part_to, from + part * CHUNKS * 16, copied_row + i * ROWS_PER_STEP < kv_tokens);
         }
       }
     }
   };
-  auto copy_tile = [&](uint32_t to, const char* rows, uint32_t own_offset, int entries) {
-    if (entries >= BLOCK_N) {
-      copy_rows(to, rows, own_offset, entries, std::true_type());
+  auto copy_tile = [&](uint32_t to, const char* rows, uint32_t own_offset, int kv_tokens) {
+    if (kv_tokens >= BLOCK_N) {
+      copy_rows(to, rows, own_offset, kv_tokens, std::true_type());
     } else {
-      copy_rows(to, rows, own_offset, entries, std::false_type());
+      copy_rows(to, rows, own_offset, kv_tokens, std::false_type());
     }
   };
   // Widens what this thread has copied to a tile: each chunk fills itself and the next.
@@ -404,95 +375,88 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   Ring<Traits::V_STAGES> v_ring;
   TileCursor tile(runs);
   int table_offset = 0;  // by which the consumers have rotated
-  int slot = slot_of(tile), entries = 0, last_slot = 0, last_entries = 0;
+  int slot = slot_of(tile), kv_tokens = 0, last_slot = 0, last_kv_tokens = 0;
   for (int n = 0; n <= num_tiles; ++n) {
     int next_slot = 0;
     if (n < num_tiles) {
       const Run run = tile.run;
-      entries = run.end - run.begin;
-      const bool masked = tile.masked<BLOCK_N>(), turned = run.offset != table_offset && run.offset != 0;
+      kv_tokens = run.end - run.begin;
+      const bool masked = tile.masked<BLOCK_N>(), rotated = run.offset != table_offset && run.offset != 0;
       table_offset = run.offset;
       if (n + 1 < num_tiles) {
         tile.advance<BLOCK_N>();
         next_slot = slot_of(tile);
       }
       wait(smem.k_empty(k_ring.stage), k_ring.phase ^ 1);
-      if (turned && thread < Traits::ROTARY_DIM / 4) {
+      if (rotated && thread < Traits::ROTARY_DIM / 4) {
         const float* row = p.cos_sin_cache + run.offset * p.stride_position;
         copy_async_16(smem.table(k_ring.stage) + thread * 16, row + thread * 4);
       }
       if (masked && own_row < BLOCK_N) {
-        const int entry = min(run.begin + own_row, run.end - 1);
-        copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + entry, true);
+        const int kv_token = min(run.begin + own_row, run.end - 1);
+        copy_async_4(smem.positions(k_ring.stage) + own_row * 4, p.kv_positions + row_begin + kv_token, true);
       }
-      copy_tile(smem.k(k_ring.stage), k_rows, slot * k_stride, entries);
+      copy_tile(smem.k(k_ring.stage), k_rows, slot * k_stride, kv_tokens);
       announce(smem.k(k_ring.stage), smem.k_full(k_ring.stage));
       k_ring.advance();
     }
     if (n > 0) {
       wait(smem.v_empty(v_ring.stage), v_ring.phase ^ 1);
-      copy_tile(smem.v(v_ring.stage), v_rows, last_slot * v_stride, last_entries);
+      copy_tile(smem.v(v_ring.stage), v_rows, last_slot * v_stride, last_kv_tokens);
       announce(smem.v(v_ring.stage), smem.v_full(v_ring.stage));
       v_ring.advance();
     }
-    last_slot = slot, last_entries = entries;
+    last_slot = slot, last_kv_tokens = kv_tokens;
     slot = next_slot;
   }
   wait_copies();
   if constexpr (Traits::FP8) widen_last();
 }
 
-// The stored queries of a warp's 16 rows as register operands, rotated back by the table row unless offset is 0.
+// The stored queries of a warp's 16 rows as register operands, rotated back by the table row if rotated.
 template <typename Traits>
-__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem,
-                                             uint32_t table, bool turned, int lane) {
+__device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem, uint32_t table,
+                                             bool rotated, int lane) {
   using namespace lazy::hopper;
   using T = typename Traits::MmaType;
-  constexpr int UNITS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
+  constexpr int OCTETS = Traits::ROTARY_DIM / 8, HALF = Traits::ROTARY_DIM / 2;
   const int row = lane % 16;
 #pragma unroll
   for (int k = 0; k < Traits::HEAD_DIM / 16; ++k) {
     const int chunk = 2 * k + lane / 16;
     load_matrices(q[k], q_smem + row * Traits::HEAD_DIM * 2 + (chunk ^ row % 8) * 16);
   }
-  if (!turned) return;
+  if (!rotated) return;
   const int pair = lane % 4;
-  // Registers of unit u hold dimensions 8 u + 2 pair + 0, 1.
+  // Registers of octet i hold dimensions 8 i + 2 pair + 0, 1.
   if constexpr (Traits::IS_NEOX) {
 #pragma unroll
-    for (int u = 0; u < UNITS / 2; ++u) {
-      const float2 c = load_float2(table + (8 * u + 2 * pair) * 4);
-      const float2 s = load_float2(table + (HALF + 8 * u + 2 * pair) * 4);
+    for (int i = 0; i < OCTETS / 2; ++i) {
+      const float2 cos = load_float2(table + (8 * i + 2 * pair) * 4);
+      const float2 sin = load_float2(table + (HALF + 8 * i + 2 * pair) * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int partner = u + UNITS / 2;
-        uint32_t &low = q[u / 2][u % 2 * 2 + r], &high = q[partner / 2][partner % 2 * 2 + r];
-        const float2 x = unpack<T>(low), y = unpack<T>(high);
-        low = pack<T>(x.x * c.x + y.x * s.x, x.y * c.y + y.y * s.y);
-        high = pack<T>(y.x * c.x - x.x * s.x, y.y * c.y - x.y * s.y);
+        const int partner = i + OCTETS / 2;
+        rotate_back<T>(q[i / 2][i % 2 * 2 + r], q[partner / 2][partner % 2 * 2 + r], cos, sin);
       }
     }
   } else {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) {
-      const float c = load_float(table + (4 * u + pair) * 4), s = load_float(table + (HALF + 4 * u + pair) * 4);
+    for (int i = 0; i < OCTETS; ++i) {
+      const float cos = load_float(table + (4 * i + pair) * 4), sin = load_float(table + (HALF + 4 * i + pair) * 4);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        uint32_t& both = q[u / 2][u % 2 * 2 + r];
-        const float2 x = unpack<T>(both);
-        both = pack<T>(x.x * c + x.y * s, x.y * c - x.x * s);
-      }
+      for (int r = 0; r < 2; ++r) rotate_back<T>(q[i / 2][i % 2 * 2 + r], cos, sin);
     }
   }
 }
 
 template <typename Traits>
 __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkItem& item, const Run* runs, int num_tiles,
-                                        SharedMemory<Traits> smem, int warpgroup, int thread) {
+                                        SharedMemory<Traits> smem, int warpgroup, int thread, bool alternate) {
   using namespace lazy::hopper;
   using T = typename Traits::T;
   using MmaType = typename Traits::MmaType;
-  constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_N = Traits::BLOCK_N, NUM_CONSUMERS = Traits::NUM_CONSUMERS;
+  constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_N = Traits::BLOCK_N;
   constexpr int OUT_DIM = Traits::OUT_DIM, OUT_PARTS = Traits::OUT_PARTS;
   const int warp = thread / 32, lane = thread % 32, part = warpgroup % OUT_PARTS;
   const int first_row = warpgroup / OUT_PARTS * 64 + warp * 16;  // of this warp's 16 rows, in the block
@@ -527,21 +491,21 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     for (int k = 0; k < BLOCK_N / 16; ++k) mma<MmaType, true>(o, weights[k], tile + k * 16 * 128 / 16, 1);
     mma_commit();
   };
-  auto mask = [&](int stage, int entries) {
+  auto mask = [&](int stage, int kv_tokens) {
 #pragma unroll
     for (int j = 0; j < BLOCK_N / 8; ++j) {
       const int column = 8 * j + lane % 4 * 2;
       const int2 position = load_int2(smem.positions(stage) + column * 4);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (column >= entries || position.x > q_position[r]) s[4 * j + 2 * r] = -INFINITY;
-        if (column + 1 >= entries || position.y > q_position[r]) s[4 * j + 2 * r + 1] = -INFINITY;
+        if (column >= kv_tokens || position.x > q_position[r]) s[4 * j + 2 * r] = -INFINITY;
+        if (column + 1 >= kv_tokens || position.y > q_position[r]) s[4 * j + 2 * r + 1] = -INFINITY;
       }
     }
   };
-  // Scores to unnormalised weights; correction is the factor of everything summed so far. Maxima and sums go through four
-  // partial ones, since one warp of a scheduler at a time does this and would wait for its own results.
-  auto soften = [&] {
+  // Scores to unnormalised weights; correction is the factor for everything summed so far. Maxima and sums are kept in four
+  // parts, since only one warp of a scheduler does this at a time and would wait for its own results.
+  auto softmax = [&] {
     float highest[2][4], sum[2][4] = {}, zero[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -607,10 +571,10 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
     release(smem.k_empty(k_ring.stage));
     k_ring.advance();
-    soften();
+    softmax();
     round_weights();
 
-    if (NUM_CONSUMERS == 2 && warpgroup == 1) named_arrive(1, 256);  // the other warpgroup goes first
+    if (alternate && warpgroup == 1) named_arrive(1, 256);  // the other warpgroup goes first
     for (int n = 1; n < num_tiles; ++n) {
       tile.advance<BLOCK_N>();
       wait(smem.k_full(k_ring.stage), k_ring.phase);
@@ -619,7 +583,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
         q_offset = tile.run.offset;
         load_queries<Traits>(q, q_smem, smem.table(k_ring.stage), q_offset != 0, lane);
       }
-      if (NUM_CONSUMERS == 2) named_sync(1 + warpgroup, 256);
+      if (alternate) named_sync(1 + warpgroup, 256);
       pin(s);
       mma_fence();
       issue_scores(k_ring.stage);
@@ -630,13 +594,13 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       pin(o);
       mma_fence();
       issue_output(v_ring.stage);
-      if (NUM_CONSUMERS == 2 && (warpgroup == 0 || n + 1 < num_tiles)) named_arrive(2 - warpgroup, 256);
+      if (alternate && (warpgroup == 0 || n + 1 < num_tiles)) named_arrive(2 - warpgroup, 256);
       mma_wait<1>();
       pin(s);
       if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
       release(smem.k_empty(k_ring.stage));
       k_ring.advance();
-      soften();
+      softmax();
       if (row_sum[0] == -1.0f) __nanosleep(1);  // never; without a branch here the softmax is moved behind the wait
       mma_wait<0>();
       pin(o);
@@ -655,8 +619,8 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     pin(o);
   }
 
-  const bool split = p.num_splits > 1;
-  const int num_qo_heads = p.num_kv_heads * p.group, num_packed = item.qo_length * p.group;
+  const bool split = item.num_splits > 1;
+  const int num_packed = item.qo_length * p.group;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float sum = row_sum[r];
@@ -671,7 +635,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     if (packed >= num_packed) continue;
     const int token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
     if (split) {
-      const int64_t row = (static_cast<int64_t>(item.split) * p.nnz_qo + token) * num_qo_heads + head;
+      const int64_t row = static_cast<int64_t>(item.partial) * Traits::BLOCK_M + first_row + lane / 4 + 8 * r;
       if (part == 0 && lane % 4 == 0) p.partial_lse[row] = lse;
       if (num_tiles > 0) {
         float2* to = reinterpret_cast<float2*>(p.partial_out + row * HEAD_DIM + part * OUT_DIM) + lane % 4;
@@ -685,7 +649,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
   if (split) return;
   // Through the warp's own query rows in shared memory, so that whole rows, or parts of them, are written.
   if (OUT_PARTS > 1) {
-    named_sync(3, Traits::WARPGROUP * NUM_CONSUMERS);  // the other part's warps read the queries too
+    named_sync(3, Traits::WARPGROUP * Traits::NUM_CONSUMERS);  // the other part's warps read the queries too
   } else {
     __syncwarp();
   }
@@ -696,7 +660,8 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     for (int r = 0; r < 2; ++r) {
       const int row = lane / 4 + 8 * r;
       const uint32_t at = q_smem + row * HEAD_DIM * 2 + (part * CHUNKS + j ^ row % 8) * 16 + lane % 4 * 4;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack<T>(o[4 * j + 2 * r], o[4 * j + 2 * r + 1])) : "memory");
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(pack<T>(o[4 * j + 2 * r], o[4 * j + 2 * r + 1]))
+                   : "memory");
     }
   }
   __syncwarp();
@@ -717,8 +682,16 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
   }
 }
 
+// What one warp of a block finds out for all.
+struct Work {
+  WorkItem item;
+  int num_tiles;
+};
+static_assert(sizeof(Work) <= 48);
+
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
+__global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
+    link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
   using namespace lazy::hopper;
   using T = typename Traits::T;
   extern __shared__ char dynamic_smem[];
@@ -726,26 +699,35 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(con
   const SharedMemory<Traits> smem{(unaligned + Traits::ALIGNMENT - 1) / Traits::ALIGNMENT * Traits::ALIGNMENT};
   char* generic = dynamic_smem + (smem.base - unaligned);
   Run* runs = reinterpret_cast<Run*>(generic + Traits::RUNS_OFFSET);
-  volatile int* shared_tiles = reinterpret_cast<int*>(generic + Traits::WORK_OFFSET);
+  Work* work = reinterpret_cast<Work*>(generic + Traits::WORK_OFFSET);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
   const int warpgroup = warp / 4, thread = threadIdx.x % Traits::WARPGROUP;
 
-  WorkItem item{};
-  if (!item.find<Traits::BLOCK_M>(p, blockIdx.x, lane)) return;
+  if (warp == 0) {
+    WorkItem item{};
+    item.find<Traits::BLOCK_M, Traits::BLOCK_N>(p, blockIdx.x, lane);
+    if (lane == 0) work->item = item;
+  }
+  __syncthreads();
+  const WorkItem item = work->item;
+  if (item.num_splits == 0) return;
   const int num_packed = item.qo_length * p.group;
+  // A consumer none of whose rows exist does nothing.
+  const int rows = num_packed - item.tile * Traits::BLOCK_M;
+  const int num_consumers = Traits::OUT_PARTS == 1 && rows <= 64 ? 1 : Traits::NUM_CONSUMERS;
   if (warp == 0) {
     const int first = item.tile * Traits::BLOCK_M, last = min(first + Traits::BLOCK_M, num_packed) - 1;
     const int2 listed = list_runs<Traits::BLOCK_N>(p, item, item.qo_begin + first / p.group,
                                                    item.qo_begin + last / p.group, runs, lane);
-    if (lane == 0) *shared_tiles = listed.y;
+    if (lane == 0) work->num_tiles = listed.y;
   } else if (warp == 1 && lane == 0) {
     for (int stage = 0; stage < Traits::K_STAGES; ++stage) {
       init_barrier(smem.k_full(stage), Traits::WARPGROUP);
-      init_barrier(smem.k_empty(stage), 4 * Traits::NUM_CONSUMERS);
+      init_barrier(smem.k_empty(stage), 4 * num_consumers);
     }
     for (int stage = 0; stage < Traits::V_STAGES; ++stage) {
       init_barrier(smem.v_full(stage), Traits::WARPGROUP);
-      init_barrier(smem.v_empty(stage), 4 * Traits::NUM_CONSUMERS);
+      init_barrier(smem.v_empty(stage), 4 * num_consumers);
     }
     fence_barrier_init();
   } else if (warpgroup > 0 && (warp - 4) * 16 < Traits::BLOCK_M) {
@@ -777,81 +759,115 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1) link_extend_kernel(con
     }
   }
   __syncthreads();
-  const int num_tiles = *shared_tiles;
+  const int num_tiles = work->num_tiles;
   if (warpgroup == 0) {
     if constexpr (Traits::NUM_CONSUMERS > 1) shrink_registers<Traits::PRODUCER_REGISTERS>();
     if (num_tiles > 0) produce<Traits>(p, item, runs, num_tiles, smem, thread);
   } else {
     if constexpr (Traits::NUM_CONSUMERS > 1) grow_registers<Traits::CONSUMER_REGISTERS>();
-    consume<Traits>(p, item, runs, num_tiles, smem, warpgroup - 1, thread);
+    if (warpgroup <= num_consumers) {
+      consume<Traits>(p, item, runs, num_tiles, smem, warpgroup - 1, thread, num_consumers == 2);
+    }
   }
   launch_dependents();
 }
 
-// out[row] = sum_i 2^(lse_i - lse) partial_out[i, row] over the splits that saw anything; a warp per (token, head) row.
-template <typename T, int HEAD_DIM>
-__global__ void __launch_bounds__(128) merge_kernel(const __grid_constant__ LinkExtendParams p) {
-  constexpr int VECTOR = HEAD_DIM / 32;
-  const int num_qo_heads = p.num_kv_heads * p.group, lane = threadIdx.x % 32;
-  const int64_t num_rows = static_cast<int64_t>(p.nnz_qo) * num_qo_heads;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * 4 + threadIdx.x / 32;
-  hopper::wait_for_prerequisites();
-  if (row >= num_rows) return;
-  float highest = -INFINITY;
-  for (int i = lane; i < p.num_splits; i += 32) highest = fmaxf(highest, p.partial_lse[i * num_rows + row]);
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, step));
-  float sum = 0.0f, acc[VECTOR] = {};
-  if (highest > -INFINITY) {
-#pragma unroll 4
-    for (int i = 0; i < p.num_splits; ++i) {
-      const float weight = exp2f(p.partial_lse[i * num_rows + row] - highest);
-      if (weight == 0.0f) continue;
-      sum += weight;
-      const float* from = p.partial_out + (i * num_rows + row) * HEAD_DIM + lane * VECTOR;
-      using Loaded = std::conditional_t<VECTOR % 4 == 0, float4, float2>;
-      float v[VECTOR];
-#pragma unroll
-      for (int j = 0; j < VECTOR; j += sizeof(Loaded) / 4) {
-        *reinterpret_cast<Loaded*>(v + j) = *reinterpret_cast<const Loaded*>(from + j);
-      }
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) acc[j] += weight * v[j];
+// out[row] = sum_i 2^(lse_i - lse) partial_out[i, row] over the splits that saw anything. A warp merges one row of a row
+// tile, MERGED_ROWS to a block; the grid goes round the row tiles of requests with splits.
+constexpr int MERGED_ROWS = 8;
+
+template <typename Traits>
+__global__ void __launch_bounds__(32 * MERGED_ROWS, 4) merge_kernel(const __grid_constant__ LinkExtendParams p) {
+  using T = typename Traits::T;
+  constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_M = Traits::BLOCK_M, VECTOR = HEAD_DIM / 32;
+  constexpr int BLOCKS = BLOCK_M / MERGED_ROWS;  // of a row tile
+  constexpr int AT_ONCE = 32 / VECTOR;           // splits whose rows are loaded together
+  using Loaded = std::conditional_t<VECTOR % 4 == 0, float4, float2>;
+  __shared__ WorkItem shared_item;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x % BLOCKS * MERGED_ROWS + warp;
+  for (int index = blockIdx.x / BLOCKS;; index += gridDim.x / BLOCKS) {
+    if (warp == 0) {
+      WorkItem item{};
+      item.find<BLOCK_M, Traits::BLOCK_N, true>(p, index, lane);
+      if (lane == 0) shared_item = item;
     }
-  }
-  const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-  const int64_t token = row / num_qo_heads, head = row % num_qo_heads;
-  uint32_t rounded[VECTOR / 2];
+    __syncthreads();
+    const WorkItem item = shared_item;
+    __syncthreads();
+    hopper::wait_for_prerequisites();
+    if (item.num_splits == 0) return;
+    const int packed = item.tile * BLOCK_M + row;
+    if (packed >= item.qo_length * p.group) continue;
+    const int64_t first = static_cast<int64_t>(item.partial) * BLOCK_M + row, stride = item.row_tiles * BLOCK_M;
+    float highest = -INFINITY, sum = 0.0f, acc[VECTOR] = {};
+    for (int base = 0; base < item.num_splits; base += 32) {
+      // A lane has the weight of one split.
+      const float lse = base + lane < item.num_splits ? p.partial_lse[first + (base + lane) * stride] : -INFINITY;
+      float all = lse;
 #pragma unroll
-  for (int j = 0; j < VECTOR / 2; ++j) rounded[j] = hopper::pack<T>(acc[2 * j] * scale, acc[2 * j + 1] * scale);
-  T* to = static_cast<T*>(p.out) + token * p.stride_out_row + head * p.stride_out_head + lane * VECTOR;
+      for (int step = 16; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, step));
+      all = fmaxf(all, highest);
+      if (all == -INFINITY) continue;
+      const float own_weight = exp2f(lse - all), correction = exp2f(highest - all);
+      highest = all;
+      sum *= correction;
 #pragma unroll
-  for (int j = 0; j < VECTOR / 2; ++j) reinterpret_cast<uint32_t*>(to)[j] = rounded[j];
-  if (p.lse != nullptr && lane == 0) {
-    p.lse[token * p.stride_lse_row + head] = sum > 0.0f ? (highest + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+      for (int j = 0; j < VECTOR; ++j) acc[j] *= correction;
+      for (int i = 0; i < min(item.num_splits - base, 32); i += AT_ONCE) {
+        float weight[AT_ONCE], v[AT_ONCE][VECTOR] = {};
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+          weight[k] = __shfl_sync(~0u, own_weight, i + k);
+          const float* from = p.partial_out + (first + (base + i + k) * stride) * HEAD_DIM + lane * VECTOR;
+#pragma unroll
+          for (int j = 0; j < VECTOR; j += sizeof(Loaded) / 4) {
+            // Rows that saw nothing have not been written.
+            if (weight[k] > 0.0f) *reinterpret_cast<Loaded*>(v[k] + j) = *reinterpret_cast<const Loaded*>(from + j);
+          }
+        }
+#pragma unroll
+        for (int k = 0; k < AT_ONCE; ++k) {
+          sum += weight[k];
+#pragma unroll
+          for (int j = 0; j < VECTOR; ++j) acc[j] += weight[k] * v[k][j];
+        }
+      }
+    }
+    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const int64_t token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
+    uint32_t rounded[VECTOR / 2];
+#pragma unroll
+    for (int j = 0; j < VECTOR / 2; ++j) rounded[j] = hopper::pack<T>(acc[2 * j] * scale, acc[2 * j + 1] * scale);
+    T* to = static_cast<T*>(p.out) + token * p.stride_out_row + head * p.stride_out_head + lane * VECTOR;
+#pragma unroll
+    for (int j = 0; j < VECTOR / 2; ++j) reinterpret_cast<uint32_t*>(to)[j] = rounded[j];
+    if (p.lse != nullptr && lane == 0) {
+      p.lse[token * p.stride_lse_row + head] = sum > 0.0f ? (highest + log2f(sum)) * 0.6931471805599453f : -INFINITY;
+    }
   }
 }
 
-// num_items: at least the number of work items of the batch; blocks without one return at once.
+// Blocks beyond the last work item return at once.
 template <typename Traits>
-cudaError_t launch_link_extend(const LinkExtendParams& p, int num_items, cudaStream_t stream) {
+cudaError_t launch_link_extend(const LinkExtendParams& p, cudaStream_t stream) {
   const int smem_bytes = Traits::smem_bytes(p.max_segments);
   auto kernel = link_extend_kernel<Traits>;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<num_items, Traits::NUM_THREADS, smem_bytes, stream>>>(p);
-  if (p.num_splits > 1) {
+  kernel<<<p.max_items, Traits::NUM_THREADS, smem_bytes, stream>>>(p);
+  if (p.max_partials > 0) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    const int64_t num_rows = static_cast<int64_t>(p.nnz_qo) * p.num_kv_heads * p.group;
-    config.gridDim = dim3((num_rows + 3) / 4);
-    config.blockDim = dim3(128);
+    // Row tiles in at least two parts, and no more blocks than run at once.
+    const int row_tiles = min(min(p.max_items - p.max_partials / 2, p.max_partials / 2), p.num_sms / 4);
+    config.gridDim = dim3(row_tiles * (Traits::BLOCK_M / MERGED_ROWS));
+    config.blockDim = dim3(32 * MERGED_ROWS);
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = 1;
-    error = cudaLaunchKernelEx(&config, merge_kernel<typename Traits::T, Traits::HEAD_DIM>, p);
+    error = cudaLaunchKernelEx(&config, merge_kernel<Traits>, p);
     if (error != cudaSuccess) return error;
   }
   return cudaGetLastError();

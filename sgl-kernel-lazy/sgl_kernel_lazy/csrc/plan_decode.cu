@@ -10,13 +10,13 @@ using tvm::ffi::TensorView;
 
 // 4-byte words of a workspace that serves up to bs requests of up to max_segments segments.
 int64_t workspace_words(int64_t bs, int64_t max_segments, int64_t num_qo_heads, int64_t num_kv_heads, int64_t head_dim,
-                        int64_t num_multiprocessors) {
-  return lazy::PlanLayout::make(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors).num_words;
+                        int64_t num_sms) {
+  return lazy::PlanLayout::make(bs, max_segments, num_qo_heads, num_kv_heads, head_dim, num_sms).num_words;
 }
 
 void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView num_segments, TensorView segment_ends,
                  TensorView segment_offsets, TensorView segment_ids, int64_t num_qo_heads, int64_t num_kv_heads,
-                 int64_t head_dim, int64_t num_multiprocessors, int64_t min_saved_tokens, int64_t span) {
+                 int64_t head_dim, int64_t num_sms, int64_t min_saved_tokens, int64_t span) {
   lazy::PlanArgs args{};
   args.kv_indptr = data<int>(kv_indptr);
   args.num_segments = data<int>(num_segments);
@@ -30,8 +30,7 @@ void plan_decode(TensorView workspace, TensorView kv_indptr, TensorView num_segm
   args.stride_ids = segment_ids.stride(0);
   args.span = span;
   args.min_saved_tokens = min_saved_tokens;
-  auto layout =
-      lazy::PlanLayout::make(args.bs, args.max_segments, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors);
+  auto layout = lazy::PlanLayout::make(args.bs, args.max_segments, num_qo_heads, num_kv_heads, head_dim, num_sms);
   int* space = lazy::checked_workspace(workspace, layout.num_words);
   tvm::ffi::CUDADeviceGuard guard(workspace.device().device_id);
   lazy::plan_kernel<<<lazy::PLAN_BLOCKS, lazy::PLAN_THREADS, 0, get_stream(workspace.device())>>>(

@@ -1,4 +1,4 @@
-// Builds the plan of a decode batch, in one cluster of PLAN_BLOCKS blocks; decode_plan.cuh says what it is.
+// Builds the plan of a decode batch, which decode_plan.cuh describes, in one cluster of PLAN_BLOCKS blocks.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -25,17 +25,17 @@ __device__ inline int warp_inclusive_scan(int x) {
   return x;
 }
 
-// Where segment s of a row of `length` entries ends; the text, which comes last, ends with the row. Rows that pad a
-// batch may have segments beyond their end: those are cut.
+// Where segment s of a row of `length` KV tokens ends; the text, which comes last, ends with the row. Rows that pad a
+// batch may have segments beyond their end, which are cut off.
 __device__ inline int segment_end(const int* ends, int num_segments, int s, int length) {
   return s < 0 ? 0 : s < num_segments ? min(ends[s], length) : length;
 }
 
 constexpr int MAX_PROBES = 64;
 
-// Index of the table entry of this id, entered now if it is new; EMPTY if there is no room for it, then for all segments
-// of this id.
-__device__ inline int find_or_enter(Group* groups, int table_size, int id) {
+// The place of this id in the table, inserted now if it is new. EMPTY if there is no room, which is then so for every
+// segment of this id, as places are never freed.
+__device__ inline int find_or_insert(Group* groups, int table_size, int id) {
   unsigned at = unsigned(id) * 2654435769u;
   at ^= at >> 15;
   for (int probe = 0; probe < MAX_PROBES; ++probe, ++at) {
@@ -46,20 +46,20 @@ __device__ inline int find_or_enter(Group* groups, int table_size, int id) {
   return EMPTY;
 }
 
-// What an item costs besides its tiles, in tiles: loading and rotating queries, writing results.
+// What an item costs besides its tiles, in tiles: loading and rotating queries and writing results.
 __device__ inline int fixed_cost(int num_users) { return 1 + num_users / 4; }
 
-// What each block gets of so many tiles.
+// A block's share of so many tiles.
 __device__ inline int share_of(int tiles, const PlanHeader& header, const PlanLayout& layout) {
   return max(ceil_div(tiles, layout.takers(header.is_wide)), 1);
 }
 
-// How the line is cut: its first `edge` tiles into short spans, the others into long ones.
+// How the strip is cut: its first `edge` tiles into short spans, the rest into long ones.
 struct Cuts {
   int edge, short_span, long_span;
 
   __device__ int num_short() const { return edge / short_span; }
-  __device__ int count(int line) const { return num_short() + ceil_div(max(line - edge, 0), long_span); }
+  __device__ int count(int strip) const { return num_short() + ceil_div(max(strip - edge, 0), long_span); }
   __device__ int begin(int span) const {
     return span < num_short() ? span * short_span : edge + (span - num_short()) * long_span;
   }
@@ -68,28 +68,28 @@ struct Cuts {
   }
 };
 
-constexpr int SHORT_SPAN = 3;             // tiles; by arithmetic the fewest whose copies hide what an item costs besides
-constexpr int MIN_SHARE_WITH_SHORT = 40;  // tiles; less is not worth more items
+constexpr int SHORT_SPAN = 3;             // tiles: the fewest whose copies should hide an item's fixed cost
+constexpr int MIN_SHARE_WITH_SHORT = 40;  // tiles: below that, short spans cost more than they even out
 
-// A long span for each of `takers` blocks that begin at the back, then short ones for whoever is free: the others, when
-// they are through with the crowded units, and all blocks at the end, since some get more of the memory's bandwidth.
-__device__ inline Cuts cut(int line, int share, int takers, const PlanHeader& header, const PlanLayout& layout) {
-  const int room = layout.max_spans / 2;  // for spans of either kind
-  if (header.crowded) {
-    const int long_span = max(6 * share / 7, ceil_div(line, room)), rest = max(line - takers * long_span, 0);
-    // These may cut groups: no more than half of SPANS_PER_BLOCK for each block that could take one.
+// A long span for each of `takers` blocks that start at the back. The short ones are for whoever is free: blocks that
+// have finished the large tasks, and at the end all blocks, since some get more of the memory's bandwidth than others.
+__device__ inline Cuts cut(int strip, int share, int takers, const PlanHeader& header, const PlanLayout& layout) {
+  const int room = layout.max_spans / 2;  // for short spans, and for long ones
+  if (header.large_tiles) {
+    const int long_span = max(6 * share / 7, ceil_div(strip, room)), rest = max(strip - takers * long_span, 0);
+    // These may cut groups: at most half of SPANS_PER_BLOCK for each block that can take one.
     const int most = max(room / layout.head_groups[header.is_wide], 1);
     const int short_span = max(ceil_div(share, 16), ceil_div(rest, most));
     return Cuts{ceil_div(rest, short_span) * short_span, short_span, long_span};
   }
-  // Only requests are cut short: each cut through a group costs a result of every user.
+  // Short spans are for requests alone: each cut through a group costs a result per user.
   const bool with_short = header.num_groups && share >= MIN_SHARE_WITH_SHORT;
-  const int rest = with_short ? min(line / 12, header.private_line) : 0;
+  const int rest = with_short ? min(strip / 12, header.private_strip) : 0;
   const int short_span = max(SHORT_SPAN, ceil_div(rest, room)), edge = rest / short_span * short_span;
-  return Cuts{edge, short_span, max(ceil_div(line - edge, max(takers, 1)), ceil_div(line, room))};
+  return Cuts{edge, short_span, max(ceil_div(strip - edge, max(takers, 1)), ceil_div(strip, room))};
 }
 
-// One cluster. A warp takes a request, its lanes the segments.
+// One cluster. A warp takes a request, and its lanes the segments.
 __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     plan_kernel(PlanArgs a, Plan plan, PlanLayout layout) {
   const auto cluster = cooperative_groups::this_cluster();
@@ -97,7 +97,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   const int lane = thread % 32, warp = thread / 32, num_warps = num_threads / 32;
   PlanHeader& header = *plan.header;
   if (thread == 0) header = PlanHeader{0, 0, 0, layout.group_size > NARROW_ROWS};
-  int sum = 0;  // every block by itself, so that none waits
+  int sum = 0;  // in every warp, so that none waits for another
   for (int b = lane; b < a.bs; b += 32) sum += a.num_segments[b];
   sum = warp_sum(sum);
   int table_size = 32;
@@ -105,8 +105,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   for (int i = thread; i < table_size; i += num_threads) plan.groups[i] = Group{EMPTY};
   cluster.sync();
 
-  // Enter every segment under its id. A row ends with the query's own token, which is in no chunk: a segment that
-  // reaches the end is left in a row that pads the batch, and what it lists need not be its chunk.
+  // Insert every segment under its id. A row ends with the query's own token, which is in no chunk: a segment that
+  // reaches the end is left over in a row that pads the batch, and may list other slots than its id stands for.
   for (int b = warp; b < a.bs; b += num_warps) {
     const int* ends = a.segment_ends + int64_t(b) * a.stride_ends;
     const int* ids = a.segment_ids + int64_t(b) * a.stride_ids;
@@ -115,7 +115,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       int begin = segment_end(ends, num_segments, s - 1, length), end = segment_end(ends, num_segments, s, length);
       Use use{EMPTY, 0};
       if (end > begin && end < length && ids[s] >= 0) {
-        use.entry = find_or_enter(plan.groups, table_size, ids[s]);
+        use.entry = find_or_insert(plan.groups, table_size, ids[s]);
       }
       if (use.entry != EMPTY) {
         Group& group = plan.groups[use.entry];
@@ -128,7 +128,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   }
   cluster.sync();
 
-  // Which of them are worth sharing, while the workspace has room.
+  // Choose those that are worth sharing, while the workspace has room.
   for (int i = thread; i < table_size; i += num_threads) {
     Group& group = plan.groups[i];
     const int users = group.num_users, tokens = group.end - group.begin;
@@ -146,13 +146,13 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     Group& group = plan.groups[plan.shared_groups[i]];
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
     if (users <= layout.users_per_item) {
-      group.place = atomicAdd(&header.line, fixed_cost(users) + tiles) + fixed_cost(users);
+      group.place = atomicAdd(&header.strip, fixed_cost(users) + tiles) + fixed_cost(users);
     } else {
-      atomicAdd(&header.crowded, ceil_div(users, layout.users_per_item) * tiles);
+      atomicAdd(&header.large_tiles, ceil_div(users, layout.users_per_item) * tiles);
     }
   }
 
-  // Private runs.
+  // List the private runs.
   for (int b = warp; b < a.bs; b += num_warps) {
     const int* ends = a.segment_ends + int64_t(b) * a.stride_ends;
     const int* offsets = a.segment_offsets + int64_t(b) * a.stride_offsets;
@@ -164,7 +164,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       if (s <= num_segments) {
         begin = segment_end(ends, num_segments, s - 1, length);
         end = segment_end(ends, num_segments, s, length);
-        if (s < num_segments) {  // the text comes last
+        if (s < num_segments) {  // else it is the text
           offset = offsets[s];
           Use& use = plan.uses[int64_t(b) * a.max_segments + s];
           if (use.entry != EMPTY && plan.groups[use.entry].shared) {
@@ -188,55 +188,55 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     if (lane == 0) {
       plan.users[b] = User{b, 0};
       plan.parts[b] = Parts{0, 0, num_tiles, num_runs};
-      if (num_tiles) atomicAdd(&header.private_line, fixed_cost(1) + num_tiles);
+      if (num_tiles) atomicAdd(&header.private_strip, fixed_cost(1) + num_tiles);
     }
   }
   cluster.sync();
 
-  // The units of crowded groups.
-  const int line = header.line + header.private_line, share = share_of(line + header.crowded, header, layout);
-  const int crowded_piece = max(a.span ? a.span : share, ceil_div(header.crowded, layout.takers(header.is_wide)));
+  // Make the tasks of large groups.
+  const int strip = header.strip + header.private_strip, share = share_of(strip + header.large_tiles, header, layout);
+  const int large_piece = max(a.span ? a.span : share, ceil_div(header.large_tiles, layout.takers(header.is_wide)));
   Span* spans = plan.spans;
   for (int i = thread; i < layout.max_spans; i += num_threads) spans[i] = Span{0, 0, 0};
   for (int i = thread; i < header.num_groups; i += num_threads) {
     Group& group = plan.groups[plan.shared_groups[i]];
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
     if (users <= layout.users_per_item) continue;
-    const int length = ceil_div(tiles, ceil_div(tiles, crowded_piece)), pieces = ceil_div(tiles, length);
+    const int length = ceil_div(tiles, ceil_div(tiles, large_piece)), pieces = ceil_div(tiles, length);
     group.pieces = pieces;
     group.partial = atomicAdd(&header.num_shared_partials, users * pieces);
     const int items = pieces * ceil_div(users, layout.users_per_item);
-    int unit = atomicAdd(&header.crowded_units, items);
+    int task = atomicAdd(&header.large_tasks, items);
     for (int p = 0; p < pieces; ++p) {
       for (int first = 0; first < users; first += layout.users_per_item) {
-        plan.units[unit++] = Unit{{group.begin + p * length * tile, group.end, 0, 0, min(length, tiles - p * length),
-                                   group.user + first, min(layout.users_per_item, users - first),
-                                   group.partial + p * users + first}};
+        plan.tasks[task++] =
+            Task{{group.begin + p * length * tile, group.end, 0, 0, min(length, tiles - p * length), group.user + first,
+                  min(layout.users_per_item, users - first), group.partial + p * users + first}};
       }
     }
   }
   cluster.sync();
 
-  // As few blocks at the front as get through all crowded units in their share of the time, in whole rounds: a unit that
-  // is begun late ends late.
+  // As few blocks at the front as finish all large tasks in their share of the time, in whole rounds: a task that
+  // begins late ends late.
   const int blocks = layout.num_blocks, head_groups = layout.head_groups[header.is_wide];
-  const int rounds = header.crowded ? max(int(int64_t(share) * header.crowded_units / header.crowded), 1) : 1;
-  const int front_blocks = min(ceil_div(header.crowded_units * head_groups, rounds), blocks);
-  const Cuts cuts = a.span ? Cuts{0, 1, max(a.span, ceil_div(line, layout.max_cuts[header.is_wide]))}
-                           : cut(line, share, (blocks - front_blocks) / head_groups, header, layout);
-  const int num_spans = cuts.count(line), num_units = header.crowded_units + num_spans;
+  const int rounds = header.large_tiles ? max(int(int64_t(share) * header.large_tasks / header.large_tiles), 1) : 1;
+  const int front_blocks = min(ceil_div(header.large_tasks * head_groups, rounds), blocks);
+  const Cuts cuts = a.span ? Cuts{0, 1, max(a.span, ceil_div(strip, layout.max_cuts[header.is_wide]))}
+                           : cut(strip, share, (blocks - front_blocks) / head_groups, header, layout);
+  const int num_spans = cuts.count(strip), num_tasks = header.large_tasks + num_spans;
   if (thread == 0) {
-    header.num_units = num_units;
-    // All of them where the two ends would overlap.
-    header.front_blocks = num_units * head_groups < blocks ? blocks : front_blocks;
+    header.num_tasks = num_tasks;
+    // All blocks where the two ends would overlap.
+    header.front_blocks = num_tasks * head_groups < blocks ? blocks : front_blocks;
   }
 
-  // How many pieces of the others every span holds.
+  // Count the pieces of the other groups, and of requests, that each span holds.
   for (int i = thread; i < header.num_groups; i += num_threads) {
     Group& group = plan.groups[plan.shared_groups[i]];
     const int users = group.num_users, tiles = ceil_div(group.end - group.begin, tile);
     if (users > layout.users_per_item) continue;
-    group.place += header.private_line;
+    group.place += header.private_strip;
     const int first = cuts.span_at(group.place), last = cuts.span_at(group.place + tiles - 1);
     for (int at = first; at <= last; ++at) atomicAdd(&spans[at].count, 1);
     group.pieces = last - first + 1;
@@ -244,7 +244,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   }
   for (int b = warp; b < a.bs; b += num_warps) {
     Parts& parts = plan.parts[b];
-    // Requests come before the groups and in their order, so that without groups every step is the same.
+    // Requests lie before the groups, in their order, so that without groups every step is alike.
     int before = 0, num_parts = 0;
     for (int i = lane; i < b; i += 32) before += plan.parts[i].tiles ? fixed_cost(1) + plan.parts[i].tiles : 0;
     before = warp_sum(before);
@@ -261,14 +261,14 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
   for (int i = thread; i < num_spans; i += num_threads) {
     const int first = atomicAdd(&header.num_items, spans[i].count);
     spans[i].first = first;
-    plan.units[header.crowded_units + i] = Unit{{}, first, max(spans[i].count - 1, 0)};
+    plan.tasks[header.large_tasks + i] = Task{{}, first, max(spans[i].count - 1, 0)};
   }
   cluster.sync();
 
-  // The items of the spans, and the list of each request's results.
+  // Make the items of the spans, and list the partial results of each request.
   auto add = [&](int span, const Item& item) {
     const int place = atomicAdd(&spans[span].filled, 1);
-    if (place == 0) plan.units[header.crowded_units + span].item = item;
+    if (place == 0) plan.tasks[header.large_tasks + span].item = item;
     else plan.items[spans[span].first + place - 1] = item;
   };
   for (int i = thread; i < header.num_groups; i += num_threads) {
@@ -278,8 +278,8 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     for (int p = 0; p < group.pieces; ++p) {
       const int at = cuts.span_at(group.place) + p;
       const int begin = max(cuts.begin(at) - group.place, 0), end = min(cuts.begin(at + 1) - group.place, tiles);
-      add(at, Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users,
-                   group.partial + p * users});
+      add(at,
+          Item{group.begin + begin * tile, group.end, 0, 0, end - begin, group.user, users, group.partial + p * users});
     }
   }
   for (int b = warp; b < a.bs; b += num_warps) {
@@ -303,7 +303,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
     for (int p = lane; p < pieces; p += 32) {
       const int at = cuts.span_at(parts.place) + p;
       const int begin = max(cuts.begin(at) - parts.place, 0), end = min(cuts.begin(at + 1) - parts.place, parts.tiles);
-      // The run that holds the first tile: the last that does not begin after it.
+      // The run that holds the first tile: the last one that does not begin after it.
       const Run* run = plan.runs + int64_t(b) * (a.max_segments + 1);
       for (int runs = parts.runs; runs > 1;) {
         int half = runs / 2;
@@ -326,7 +326,7 @@ __global__ void __cluster_dims__(PLAN_BLOCKS) __launch_bounds__(PLAN_THREADS)
       part += __shfl_sync(~0u, up_to, 31);
     }
   }
-  // The decode kernel may be launched as soon as this one exits, and reads the plan before it waits for anything.
+  // The decode kernel may start as soon as this one exits, and reads the plan before it waits for anything.
   __threadfence();
 }
 

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.device import num_sms as num_multiprocessors  # noqa: F401, for link_extend.py
-
 CSRC = Path(__file__).parent.parent / "csrc"
 # Values of LAZY_DTYPE and LAZY_KV_FP8.
 CTYPES = {torch.float16: "__half", torch.bfloat16: "__nv_bfloat16"}

@@ -1,54 +1,80 @@
 """Prefill of new text over cached chunks in CUDA."""
 
-import functools
-
 import torch
 
-from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module, num_multiprocessors
+from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
+from sgl_kernel_lazy.device import num_sms
 from sgl_kernel_lazy.validation import check_extend_inputs
 
-# Packed rows of a work item, and head_dim: entries of a tile. Heads of 256 have small items only.
+# Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have small items only.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
 # The runs of a request, 16 bytes each, share a block's shared memory with its tiles.
-MAX_SEGMENTS, MAX_SPLITS = 1900, 128
-# Microseconds on an H200: per tile, to begin and end a work item, and to merge, as measured, and bytes merged in one.
-TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.0, 4.0, 4.0, 3e6
+MAX_SEGMENTS = 1900
+# No request is split in a batch of at most this many tiles: merging would take longer.
+WORTH_SPLITTING = 4
 
 
-def supports(dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int = 0) -> bool:
-    """Whether `link_extend` takes these; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
-    return dtype in CTYPES and head_dim in BLOCK_N and rotary_dim % 16 == 0 and max_segments <= MAX_SEGMENTS
+def _refusal(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int
+) -> str | None:
+    """What `link_extend` expects and does not get, or None; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
+    if dtype not in CTYPES:
+        return f"expected queries in {' or '.join(map(str, CTYPES))}, got {dtype}"
+    if head_dim not in BLOCK_N:
+        return f"expected head_dim to be one of {tuple(BLOCK_N)}, got {head_dim}"
+    if rotary_dim % 16:
+        return f"expected rotary_dim to be a multiple of 16, got {rotary_dim}"
+    if max_segments > MAX_SEGMENTS:
+        return f"expected at most {MAX_SEGMENTS} segments per request, got {max_segments}"
+    if kv_dtype in KV_FP8 and head_dim > 128:
+        return f"expected for {kv_dtype} caches head_dim 64 or 128, got {head_dim}"
+    return None
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(bs, nnz_qo, nnz_kv, max_extend_len, num_qo_heads, num_kv_heads, head_dim, num_multiprocessors):
-    """(block_m, num_splits, num_items): the cheapest split by a model of the time, from what the host knows.
+def _room(
+    bs: int, nnz_qo: int, nnz_kv: int, max_extend_len: int, group_size: int, num_kv_heads: int, head_dim: int, sms: int
+) -> tuple[int, int, int]:
+    """(block_m, max_items, max_partials): packed rows of a work item, and room for the splits that the device chooses.
 
-    nnz_kv may be an upper bound, and requests may differ in length: that costs time only.
+    nnz_kv may be an upper bound.
     """
-    group = num_qo_heads // num_kv_heads
-    block_m = SMALL_BLOCK_M if head_dim == 256 or max_extend_len * group <= SMALL_BLOCK_M else BLOCK_M
-    row_tiles = min(bs * -(-max_extend_len * group // block_m), (nnz_qo * group + bs * (block_m - 1)) // block_m)
-    tiles = max(1, -(-nnz_kv // (bs * BLOCK_N[head_dim])))
-
-    def time(num_splits):
-        waves = -(-row_tiles * num_kv_heads * num_splits // num_multiprocessors)
-        merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
-        return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
-
-    num_splits = min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
-    return block_m, num_splits, row_tiles * num_kv_heads * num_splits
+    block_m = SMALL_BLOCK_M if head_dim == 256 or max_extend_len * group_size <= SMALL_BLOCK_M else BLOCK_M
+    row_tiles = min(
+        bs * -(-max_extend_len * group_size // block_m), (nnz_qo * group_size + bs * (block_m - 1)) // block_m
+    )
+    items = row_tiles * num_kv_heads
+    if nnz_kv <= WORTH_SPLITTING * BLOCK_N[head_dim]:
+        return block_m, items, 0
+    # Parts no shorter than an SM's share of all tiles: so many more items, and at most twice as many parts.
+    return block_m, items + sms, 2 * sms
 
 
 def link_extend(
-    q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-    num_segments, segment_ends, segment_offsets, cos_sin_cache,
-    *, max_extend_len, is_neox, sm_scale, v_scale=1.0, out=None, lse=None, validate=True,
-):  # fmt: skip
-    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for what `supports` says; never waits for the device.
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    *,
+    max_extend_len: int,
+    is_neox: bool,
+    sm_scale: float,
+    v_scale: float = 1.0,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    validate: bool = True,
+) -> torch.Tensor:
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16; never waits for the device.
 
-    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches are for
-    head_dim 64 and 128; queries and weights are then multiplied as fp16.
+    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches need head_dim 64 or
+    128; queries and weights are then multiplied as fp16.
     """
     if validate:
         check_extend_inputs(
@@ -56,27 +82,22 @@ def link_extend(
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
             v_scale,
         )  # fmt: skip
+        if reason := _refusal(q.dtype, k_cache.dtype, q.shape[2], cos_sin_cache.shape[1], segment_ends.shape[1]):
+            raise ValueError(f"link_extend: {reason}")
     nnz_qo, num_qo_heads, head_dim = q.shape
-    num_kv_heads, rotary_dim, max_segments = k_cache.shape[1], cos_sin_cache.shape[1], segment_ends.shape[1]
-    if validate:
-        if not supports(q.dtype, head_dim, rotary_dim, max_segments):
-            raise ValueError(
-                f"q: expected fp16 or bf16, head_dim in {tuple(BLOCK_N)}, rotary_dim a multiple of 16 and at most "
-                f"{MAX_SEGMENTS} segments, got {q.dtype}, {head_dim}, {rotary_dim} and {max_segments}"
-            )
-        if k_cache.dtype in KV_FP8 and head_dim > 128:
-            raise ValueError(f"k_cache: fp8 needs head_dim 64 or 128, got {head_dim}")
+    num_kv_heads, rotary_dim = k_cache.shape[1], cos_sin_cache.shape[1]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
-    block_m, num_splits, num_items = _plan(
-        num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
-        num_multiprocessors(q.device),
+    sms = num_sms(q.device)
+    block_m, max_items, max_partials = _room(
+        num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads // num_kv_heads,
+        num_kv_heads, head_dim, sms,
     )  # fmt: skip
     partial_out = partial_lse = None
-    if num_splits > 1:
-        partial_out = torch.empty(num_splits, nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty(num_splits, nnz_qo, num_qo_heads, dtype=torch.float32, device=q.device)
+    if max_partials > 0:
+        partial_out = torch.empty(max_partials, block_m, head_dim, dtype=torch.float32, device=q.device)
+        partial_lse = torch.empty(max_partials, block_m, dtype=torch.float32, device=q.device)
     module = load_module(
         "link_extend",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
@@ -84,7 +105,6 @@ def link_extend(
     )  # fmt: skip
     module.link_extend(
         q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, out, lse, partial_out, partial_lse, block_m, num_splits, num_items, sm_scale,
-        v_scale,
+        segment_offsets, cos_sin_cache, out, lse, partial_out, partial_lse, block_m, max_items, sms, sm_scale, v_scale,
     )  # fmt: skip
     return out

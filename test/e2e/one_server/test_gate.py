@@ -8,10 +8,10 @@ import sys
 import pytest
 import requests
 from http_prompts import GREEDY, LIBRARY, RIVER, SEGMENTS, call, chunk, generate, ids, random_prompt, text
-from serving import Client
 
 import sglang_lazy as sgl
 from oracle.tokenizer import VOCAB_SIZE
+from sglang_lazy.testing import Client
 from sglang_lazy.verify import connect, verify
 
 

@@ -1,5 +1,5 @@
 // Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of its
-// entries once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
+// KV tokens once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
 // Usage: plan_decode FIRST_SEED NUM_SEEDS
 #include <cstdio>
 #include <cstdlib>
@@ -11,21 +11,29 @@
 #include "plan_decode.cuh"
 
 using namespace lazy;
-using Entry = std::pair<int, int>;  // slot, rotation
+using Token = std::pair<int, int>;  // slot, rotation
 
 struct Batch {
   int bs, max_segments;
   std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids;
-  std::vector<std::multiset<Entry>> expected;
+  std::vector<std::multiset<Token>> expected;
 };
 
-#define CHECK(condition, ...)     \
-  if (!(condition)) {             \
+#define CHECK(condition, ...)       \
+  if (!(condition)) {               \
     std::printf("seed %d: ", seed); \
-    std::printf(__VA_ARGS__);     \
-    std::puts("");                \
-    std::exit(1);                 \
+    std::printf(__VA_ARGS__);       \
+    std::puts("");                  \
+    std::exit(1);                   \
   }
+
+PlanArgs arguments(const std::vector<int>& kv_indptr, const std::vector<int>& num_segments,
+                   const std::vector<int>& ends, const std::vector<int>& offsets, const std::vector<int>& ids) {
+  PlanArgs args{kv_indptr.data(), num_segments.data(), ends.data(), offsets.data(), ids.data()};
+  args.bs = num_segments.size();
+  args.max_segments = args.stride_ends = args.stride_offsets = args.stride_ids = ends.size() / num_segments.size();
+  return args;
+}
 
 Batch random_batch(std::mt19937& rng, auto&& between) {
   Batch batch{between(1, 40), between(1, 40)};
@@ -51,27 +59,27 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
   for (int b = 0; b < batch.bs; ++b) {
     const int num_segments = between(0, 3) ? between(0, width) : 0;
     std::vector<int> row;
-    std::vector<Entry> entries;
+    std::vector<Token> tokens;
     for (int s = 0; s < num_segments; ++s) {
       const int which = together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1);
       const auto& chunk = chunks[which];
       const int offset = between(0, 1000);
-      for (int slot : chunk) row.push_back(slot), entries.push_back({slot, offset});
+      for (int slot : chunk) row.push_back(slot), tokens.push_back({slot, offset});
       batch.segment_ends[b * width + s] = row.size();
       batch.segment_offsets[b * width + s] = offset;
       batch.segment_ids[b * width + s] = which % nobody != 1 ? which * id_step : -1;
     }
     for (int text = between(0, 4) ? between(1, 200) : 0; text; --text) {
-      row.push_back(next_slot), entries.push_back({next_slot++, 0});
+      row.push_back(next_slot), tokens.push_back({next_slot++, 0});
     }
-    if (between(0, 5) == 0) {  // a row that pads a graph's batch: one entry, segments of an earlier request
+    if (between(0, 5) == 0) {  // a row that pads a graph's batch: one KV token, segments of an earlier request
       row = {between(0, 1) ? chunks[between(0, chunks.size() - 1)].back() : between(1, next_slot)};
-      entries = {{row[0], num_segments ? batch.segment_offsets[b * width] : 0}};
+      tokens = {{row[0], num_segments ? batch.segment_offsets[b * width] : 0}};
     }
     batch.kv_indices.insert(batch.kv_indices.end(), row.begin(), row.end());
     batch.kv_indptr.push_back(batch.kv_indices.size());
     batch.num_segments.push_back(num_segments);
-    batch.expected.emplace_back(entries.begin(), entries.end());
+    batch.expected.emplace_back(tokens.begin(), tokens.end());
   }
   batch.kv_indices.resize(batch.kv_indices.size() + 600, 77);
   return batch;
@@ -110,11 +118,8 @@ void test(int seed) {
   Batch batch = random_batch(rng, between);
   const int head_dim = one_of(64, 128, 256), num_kv_heads = one_of(1, 2, 3, 4, 5, 8, 12, 32);
   const int group_size = std::min(one_of(1, 4, 7, 8, 16, 32), Geometry::max_rows(head_dim));
-  PlanArgs args{};
-  args.kv_indptr = batch.kv_indptr.data(), args.num_segments = batch.num_segments.data();
-  args.segment_ends = batch.segment_ends.data(), args.segment_offsets = batch.segment_offsets.data();
-  args.segment_ids = batch.segment_ids.data(), args.bs = batch.bs;
-  args.max_segments = args.stride_ends = args.stride_offsets = args.stride_ids = batch.max_segments;
+  PlanArgs args =
+      arguments(batch.kv_indptr, batch.num_segments, batch.segment_ends, batch.segment_offsets, batch.segment_ids);
   args.span = one_of(0, 0, 0, 1, 3, 64), args.min_saved_tokens = one_of(1, 64, 1 << 30);
   auto layout = PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim,
                                  between(1, one_of(6, 132)));
@@ -132,7 +137,7 @@ void test(int seed) {
 
   struct Partial {
     int request;
-    std::multiset<Entry> seen;
+    std::multiset<Token> seen;
   };
   std::map<int, Partial> partials;
   auto follow = [&](const Item& item) {
@@ -161,14 +166,15 @@ void test(int seed) {
         plan.header->num_shared_partials, layout.max_shared_partials);
   CHECK(plan.header->num_items <= layout.max_items, "too many items");
   CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
-  CHECK(plan.header->num_units <= layout.max_units, "too many units");
+  CHECK(plan.header->num_tasks <= layout.max_tasks, "too many tasks");
   const int head_groups = layout.head_groups[plan.header->is_wide];
-  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, layout.num_blocks};
+  const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, layout.num_blocks};
   CHECK(queue.front_blocks >= 0 && queue.front_blocks <= queue.num_blocks, "%d blocks at the front",
         queue.front_blocks);
-  const int num_spans = plan.header->num_units - plan.header->crowded_units, takers = layout.num_blocks / head_groups;
+  const int num_spans = plan.header->num_tasks - plan.header->large_tasks, takers = layout.num_blocks / head_groups;
   CHECK(num_spans <= layout.max_spans, "%d spans", num_spans);
-  CHECK(args.span || plan.header->crowded || cuts(plan) < std::max(takers, 1), "groups are cut %d times", cuts(plan));
+  CHECK(args.span || plan.header->large_tiles || cuts(plan) < std::max(takers, 1), "groups are cut %d times",
+        cuts(plan));
   std::vector<int> pairs, working;
   for (int block = 0; block < queue.num_blocks; ++block) {
     CHECK(queue.first(block) >= 0, "block %d begins before all", block);
@@ -185,19 +191,19 @@ void test(int seed) {
   CHECK(int(pairs.size()) == queue.num_pairs, "%zu of %d pairs are taken", pairs.size(), queue.num_pairs);
   for (int i = 0; i < queue.num_pairs; ++i) CHECK(pairs[i] == i, "pair %d is taken twice or never", i);
   std::set<int> done;
-  for (int u = 0; u < plan.header->num_units; ++u) {
-    const Unit& unit = plan.units[u];
-    if (unit.item.num_tiles) follow(unit.item);
-    CHECK(unit.item.num_tiles || !unit.count, "items after none");
-    for (int i = 0; i < unit.count; ++i) {
-      CHECK(done.insert(unit.others + i).second, "an item twice");
-      follow(plan.items[unit.others + i]);
+  for (int u = 0; u < plan.header->num_tasks; ++u) {
+    const Task& task = plan.tasks[u];
+    if (task.item.num_tiles) follow(task.item);
+    CHECK(task.item.num_tiles || !task.count, "items after none");
+    for (int i = 0; i < task.count; ++i) {
+      CHECK(done.insert(task.others + i).second, "an item twice");
+      follow(plan.items[task.others + i]);
     }
   }
 
   std::set<int> merged;
   for (int b = 0; b < batch.bs; ++b) {
-    std::multiset<Entry> seen;
+    std::multiset<Token> seen;
     for (int i = 0; i < plan.parts[b].count; ++i) {
       const int partial = plan.part_ids[plan.parts[b].first + i];
       const auto found = partials.find(partial);
@@ -205,7 +211,7 @@ void test(int seed) {
       CHECK(merged.insert(partial).second, "partial result %d merged twice", partial);
       seen.insert(found->second.seen.begin(), found->second.seen.end());
     }
-    CHECK(seen == batch.expected[b], "request %d sees %zu entries, not its %zu", b, seen.size(),
+    CHECK(seen == batch.expected[b], "request %d sees %zu tokens, not its %zu", b, seen.size(),
           batch.expected[b].size());
   }
   CHECK(merged.size() == partials.size(), "%zu partial results, %zu merged", partials.size(), merged.size());
@@ -228,21 +234,21 @@ double lost(int seed, int bs, int pool) {
     }
     kv_indptr.push_back(kv_indptr.back() + CHUNKS * CHUNK + TEXT);
   }
-  PlanArgs args{kv_indptr.data(), num_segments.data(), ends.data(), offsets.data(), ids.data(), bs, CHUNKS, CHUNKS,
-                CHUNKS,           CHUNKS,              0,           64};
+  PlanArgs args = arguments(kv_indptr, num_segments, ends, offsets, ids);
+  args.min_saved_tokens = 64;
   const auto layout = PlanLayout::make(bs, CHUNKS, 32, 8, 128, BLOCKS);
   std::vector<int> workspace(layout.num_words);
   const Plan plan(workspace.data(), layout);
   run(plan_kernel, args, plan, layout);
 
   const int head_groups = layout.head_groups[plan.header->is_wide];
-  CHECK(plan.header->num_units - plan.header->crowded_units <= layout.max_spans, "too many spans");
-  CHECK(plan.header->crowded || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
-  const UnitQueue queue{plan.header->num_units * head_groups, plan.header->front_blocks, BLOCKS};
+  CHECK(plan.header->num_tasks - plan.header->large_tasks <= layout.max_spans, "too many spans");
+  CHECK(plan.header->large_tiles || cuts(plan) < BLOCKS / head_groups, "groups are cut %d times", cuts(plan));
+  const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, BLOCKS};
   auto cost = [&](int pair) {
-    const Unit& unit = plan.units[pair / head_groups];
-    int tiles = unit.item.num_tiles ? unit.item.num_tiles + fixed_cost(unit.item.num_users) : 0;
-    for (int i = unit.others; i < unit.others + unit.count; ++i) {
+    const Task& task = plan.tasks[pair / head_groups];
+    int tiles = task.item.num_tiles ? task.item.num_tiles + fixed_cost(task.item.num_users) : 0;
+    for (int i = task.others; i < task.others + task.count; ++i) {
       tiles += plan.items[i].num_tiles + fixed_cost(plan.items[i].num_users);
     }
     return tiles;
@@ -282,14 +288,16 @@ void test_room_for_cuts(int seed) {
   std::vector<int> kv_indptr{0}, num_segments(USERS, 1), ends(USERS, CHUNK), offsets(USERS), ids(USERS, 1);
   for (int b = 0; b < USERS; ++b) kv_indptr.push_back((b + 1) * (CHUNK + 1));
   for (int b = 0; b < FITTING; ++b) ids[b] = 0;
-  PlanArgs args{kv_indptr.data(), num_segments.data(), ends.data(), offsets.data(), ids.data(), USERS, 1, 1, 1, 1, 0, 1};
+  PlanArgs args = arguments(kv_indptr, num_segments, ends, offsets, ids);
+  args.min_saved_tokens = 1;
   for (args.span = 0; args.span < 2; ++args.span) {
     const auto layout = PlanLayout::make(args.bs, 1, 32, 8, 128, 2 * TAKERS);
     std::vector<int> workspace(layout.num_words, -1234567);
     const Plan plan(workspace.data(), layout);
     run(plan_kernel, args, plan, layout);
     const int cut = plan.header->num_shared_partials - USERS, room = layout.max_shared_partials - USERS;
-    CHECK(layout.takers(true) == TAKERS && layout.users_per_item == FITTING && plan.header->crowded, "another geometry");
+    CHECK(layout.takers(true) == TAKERS && layout.users_per_item == FITTING && plan.header->large_tiles,
+          "another geometry");
     CHECK(cut <= room && (!args.span || 4 * cut > 3 * room), "%d results of cuts for %d places", cut, room);
   }
 }

@@ -1,0 +1,130 @@
+// Plans random prefill batches on the host and collects the work items of all blocks: together they must be every row tile
+// and split once, and blocks that take them in turn must end together.
+// Usage: plan_extend FIRST_SEED NUM_SEEDS
+#include "plan_extend.cuh"
+
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+#include <queue>
+#include <random>
+#include <set>
+#include <tuple>
+
+using namespace lazy::extend;
+
+#define CHECK(condition, ...)       \
+  if (!(condition)) {               \
+    std::printf("seed %d: ", seed); \
+    std::printf(__VA_ARGS__);       \
+    std::puts("");                  \
+    std::exit(1);                   \
+  }
+
+template <bool SPLIT_ONLY>
+bool find(const ExtendBatch& batch, int index, WorkItem& item) {
+  WorkItem items[32];
+  run_warp([&](int lane) { items[lane].find<128, 128, SPLIT_ONLY>(batch, index, lane); });
+  item = items[0];
+  return item.num_splits > 0;
+}
+
+// When the last of these blocks ends, each of which takes the next item once it is through with one.
+float makespan(const std::vector<float>& items, int blocks) {
+  std::priority_queue<float, std::vector<float>, std::greater<float>> ends;
+  for (int i = 0; i < blocks; ++i) ends.push(0.0f);
+  float last = 0.0f;
+  for (float item : items) {
+    const float end = ends.top() + item;
+    ends.pop(), ends.push(end), last = std::max(last, end);
+  }
+  return last;
+}
+
+void test(int seed) {
+  std::mt19937 rng(seed);
+  auto between = [&](int low, int high) { return low + int(rng() % unsigned(high - low + 1)); };
+  auto one_of = [&](auto... values) { return std::vector<int>{values...}[between(0, sizeof...(values) - 1)]; };
+  ExtendBatch batch{};
+  batch.bs = one_of(1, 2, between(3, 12), 32, 33, between(40, 70));
+  batch.group = one_of(1, 2, 4);
+  batch.num_kv_heads = one_of(1, 2);
+  batch.num_sms = one_of(7, 132);
+  const int longest = one_of(100, 3000, 30000), alike = between(0, 2) == 0;
+  std::vector<int> qo_indptr{0}, kv_indptr{0}, num_segments;
+  int unsplit = 0;
+  for (int b = 0; b < batch.bs; ++b) {
+    const int qo_length = alike ? 60 : one_of(0, 1, between(1, 40), between(1, 200));
+    qo_indptr.push_back(qo_indptr.back() + qo_length);
+    kv_indptr.push_back(kv_indptr.back() + qo_length + (alike ? longest : between(0, one_of(100, longest))));
+    num_segments.push_back(alike ? 5 : between(0, 20));
+    unsplit += (qo_length * batch.group + 127) / 128 * batch.num_kv_heads;
+  }
+  batch.qo_indptr = qo_indptr.data(), batch.kv_indptr = kv_indptr.data(), batch.num_segments = num_segments.data();
+  batch.max_items = unsplit + batch.num_sms;
+  batch.max_partials = between(0, 5) ? 2 * batch.num_sms : 0;
+
+  using RowTile = std::tuple<int, int, int>;
+  std::map<RowTile, std::map<int, WorkItem>> row_tiles;
+  std::set<int> partials;
+  std::vector<float> lengths, unsplit_lengths;
+  bool ended = false, any_split = false;
+  for (int index = 0; index <= batch.max_items; ++index) {
+    WorkItem item;
+    if (!find<false>(batch, index, item)) {
+      ended = true;
+      continue;
+    }
+    CHECK(!ended, "item %d comes after the last one", index);
+    auto& splits = row_tiles[{item.b, item.kv_head, item.tile}];
+    CHECK(splits.emplace(item.split, item).second, "item %d is an earlier one", index);
+    CHECK(item.qo_begin == qo_indptr[item.b] && item.qo_length == qo_indptr[item.b + 1] - item.qo_begin, "wrong rows");
+    CHECK(item.split >= 0 && item.split < item.num_splits, "split %d of %d", item.split, item.num_splits);
+    const int qo_length = item.qo_length, kv_length = kv_indptr[item.b + 1] - kv_indptr[item.b];
+    CHECK(item.row_tiles == (qo_length * batch.group + 127) / 128 && item.tile < item.row_tiles, "wrong row tiles");
+    if (item.num_splits > 1) {
+      any_split = true;
+      CHECK(partials.insert(item.partial).second, "item %d shares its partial rows", index);
+      CHECK(item.partial >= 0 && item.partial < batch.max_partials, "no room for partial rows");
+    }
+    const float tiles = (kv_length - qo_length / 2 + 127) / 128 + num_segments[item.b] / 2 + 1;
+    lengths.push_back(tiles / item.num_splits + 2);
+    if (item.split == 0) unsplit_lengths.push_back(tiles + 2);
+    CHECK(batch.bs > 32 || lengths.back() <= lengths[lengths.size() - 2 + (lengths.size() == 1)] + 1e-3f,
+          "item %d is longer than the one before", index);
+  }
+  CHECK(ended, "more items than there is room for");
+  CHECK(int(row_tiles.size()) == unsplit, "%d of %d row tiles", int(row_tiles.size()), unsplit);
+  int merged = 0;
+  for (const auto& [row_tile, splits] : row_tiles) {
+    const WorkItem& first = splits.begin()->second;
+    CHECK(int(splits.size()) == first.num_splits, "%d of %d splits", int(splits.size()), first.num_splits);
+    for (const auto& [split, item] : splits) {
+      CHECK(item.partial == first.partial + split * item.row_tiles, "partial rows are not where the first split says");
+    }
+    merged += first.num_splits > 1;
+  }
+  std::set<RowTile> seen;
+  for (int index = 0; index <= merged; ++index) {
+    WorkItem item;
+    CHECK(find<true>(batch, index, item) == (index < merged), "%d row tiles to merge, not %d", merged, index);
+    if (index == merged) break;
+    const RowTile row_tile{item.b, item.kv_head, item.tile};
+    CHECK(seen.insert(row_tile).second, "a row tile is merged twice");
+    const WorkItem& first = row_tiles.at(row_tile).at(0);
+    CHECK(first.num_splits == item.num_splits && first.partial == item.partial && first.num_splits > 1, "another plan");
+  }
+  float work = 0.0f;
+  for (float length : lengths) work += length;
+  const float end = makespan(lengths, batch.num_sms);
+  std::sort(unsplit_lengths.begin(), unsplit_lengths.end(), std::greater<float>());
+  const float unsplit_end = makespan(unsplit_lengths, batch.num_sms);
+  if (batch.max_partials > 0) {
+    CHECK(end + 2 * any_split <= 1.1f * unsplit_end + 1e-3f, "%.1f tiles, and %.1f without splits", end, unsplit_end);
+  }
+}
+
+int main(int, char** arguments) {
+  const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
+  for (int seed = first; seed < first + count; ++seed) test(seed);
+}
