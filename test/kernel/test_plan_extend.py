@@ -1,4 +1,4 @@
-"""The plan of the CUDA prefill kernel, run on the host: every row tile and split once, and blocks end together."""
+"""The plan of the CUDA prefill kernel and the merge of its splits, run on the host."""
 
 import pathlib
 import shutil
@@ -12,11 +12,15 @@ HERE = pathlib.Path(__file__).parent / "host_cuda"
 CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the plan for the host")
-def test_every_row_tile_and_split_once(tmp_path):
-    """Batches alike and unlike, of up to 70 requests; partial results have their own place, which the merge finds."""
-    program = tmp_path / "plan_extend"
-    command = ["g++", "-std=c++20", "-O1", f"-I{HERE / 'warp'}", f"-I{CSRC}", str(HERE / "plan_extend.cpp")]
+@pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the code for the host")
+@pytest.mark.parametrize("name", ["plan_extend", "merge_splits"])
+def test_on_the_host(name, tmp_path):
+    """plan_extend: every row tile and split is one block's, partial results have a place of their own, blocks end together.
+
+    merge_splits: against float64, with splits that saw nothing.
+    """
+    program = tmp_path / name
+    command = ["g++", "-std=c++20", "-O1", f"-I{HERE / 'warp'}", f"-I{CSRC}", str(HERE / f"{name}.cpp")]
     subprocess.run([*command, "-o", str(program)], check=True)
     done = subprocess.run([str(program), "0", "40"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

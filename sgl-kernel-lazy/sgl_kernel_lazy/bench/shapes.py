@@ -51,7 +51,7 @@ class Shape:
     family: str
     op: str
     requests: list
-    heads: dict = dataclasses.field(default_factory=dict)  # fields of Dims, where they are not those of the run
+    heads: dict[str, int] = dataclasses.field(default_factory=dict)  # of Dims, where they are not those of the run
 
 
 @dataclasses.dataclass
@@ -151,15 +151,15 @@ def _ragged(rng: random.Random, tiny: bool) -> Iterator[Shape]:
         yield Shape(f"ragged {op}, batch {bs}", "ragged", op, requests)
 
 
-def _heads(rng, tiny):
-    """Prefills of unlike requests, with few query heads for each KV head: up to 20 chunks, no two of one length."""
+def _heads(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Prefills of unlike requests with one or two query heads per KV head, over up to 20 chunks of any length."""
     longest = 20 if tiny else 1500
     for num_qo_heads, num_kv_heads, bs in [(2, 2, 2)] if tiny else [(16, 8, 9), (32, 32, 5)]:
         for tail in (5,) if tiny else (150, 500):
             for draw in range(1 if tiny else 3):
                 requests = []
                 for b in range(bs):
-                    parts = [("text", rng.randint(0, 50))]
+                    parts: list[tuple] = [("text", rng.randint(0, 50))]
                     for i in range(rng.randint(0, 3 if tiny else 20)):
                         parts += [("chunk", (b, i), rng.randint(1, longest)), ("new", rng.randint(0, 3))]
                     requests.append([*parts, ("new", rng.randint(1, tail))])

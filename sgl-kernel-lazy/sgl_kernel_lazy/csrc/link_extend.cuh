@@ -24,6 +24,7 @@
 #include <climits>
 
 #include "hopper.cuh"
+#include "merge_splits.cuh"
 #include "operands.cuh"
 #include "plan_extend.cuh"
 
@@ -781,8 +782,6 @@ __global__ void __launch_bounds__(32 * MERGED_ROWS, 4) merge_kernel(const __grid
   using T = typename Traits::T;
   constexpr int HEAD_DIM = Traits::HEAD_DIM, BLOCK_M = Traits::BLOCK_M, VECTOR = HEAD_DIM / 32;
   constexpr int BLOCKS = BLOCK_M / MERGED_ROWS;  // of a row tile
-  constexpr int AT_ONCE = 32 / VECTOR;           // splits whose rows are loaded together
-  using Loaded = std::conditional_t<VECTOR % 4 == 0, float4, float2>;
   __shared__ WorkItem shared_item;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = blockIdx.x % BLOCKS * MERGED_ROWS + warp;
   for (int index = blockIdx.x / BLOCKS;; index += gridDim.x / BLOCKS) {
@@ -800,39 +799,7 @@ __global__ void __launch_bounds__(32 * MERGED_ROWS, 4) merge_kernel(const __grid
     if (packed >= item.qo_length * p.group) continue;
     const int64_t first = static_cast<int64_t>(item.partial) * BLOCK_M + row, stride = item.row_tiles * BLOCK_M;
     float highest = -INFINITY, sum = 0.0f, acc[VECTOR] = {};
-    for (int base = 0; base < item.num_splits; base += 32) {
-      // A lane has the weight of one split.
-      const float lse = base + lane < item.num_splits ? p.partial_lse[first + (base + lane) * stride] : -INFINITY;
-      float all = lse;
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) all = fmaxf(all, __shfl_xor_sync(~0u, all, step));
-      all = fmaxf(all, highest);
-      if (all == -INFINITY) continue;
-      const float own_weight = exp2f(lse - all), correction = exp2f(highest - all);
-      highest = all;
-      sum *= correction;
-#pragma unroll
-      for (int j = 0; j < VECTOR; ++j) acc[j] *= correction;
-      for (int i = 0; i < min(item.num_splits - base, 32); i += AT_ONCE) {
-        float weight[AT_ONCE], v[AT_ONCE][VECTOR] = {};
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-          weight[k] = __shfl_sync(~0u, own_weight, i + k);
-          const float* from = p.partial_out + (first + (base + i + k) * stride) * HEAD_DIM + lane * VECTOR;
-#pragma unroll
-          for (int j = 0; j < VECTOR; j += sizeof(Loaded) / 4) {
-            // Rows that saw nothing have not been written.
-            if (weight[k] > 0.0f) *reinterpret_cast<Loaded*>(v[k] + j) = *reinterpret_cast<const Loaded*>(from + j);
-          }
-        }
-#pragma unroll
-        for (int k = 0; k < AT_ONCE; ++k) {
-          sum += weight[k];
-#pragma unroll
-          for (int j = 0; j < VECTOR; ++j) acc[j] += weight[k] * v[k][j];
-        }
-      }
-    }
+    merge_splits(p.partial_out, p.partial_lse, first, stride, item.num_splits, lane, acc, sum, highest);
     const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
     const int64_t token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
     uint32_t rounded[VECTOR / 2];

@@ -73,8 +73,8 @@ def link_extend(
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16; never waits for the device.
 
-    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches need head_dim 64 or
-    128; queries and weights are then multiplied as fp16.
+    Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches are for head_dim 64
+    and 128; queries and weights are then multiplied as fp16.
     """
     if validate:
         check_extend_inputs(

@@ -14,6 +14,13 @@
 using std::max;
 using std::min;
 
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+
 inline int lane = 0;
 inline unsigned exchanged[2][32];
 inline int turn[32];
