@@ -15,7 +15,7 @@ CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the code for the host")
 @pytest.mark.parametrize("name", ["plan_extend", "merge_splits"])
 def test_on_the_host(name, tmp_path):
-    """plan_extend: every row tile and split is one block's, partial results have a place of their own, blocks end together.
+    """plan_extend: every row tile and split is one block's, partial results have places of their own, blocks end alike.
 
     merge_splits: against float64, with splits that saw nothing.
     """
