@@ -132,6 +132,11 @@ def history(scheduler, seed, chunks=True):
         scheduler._add_request_to_queue(req)
         for _ in range(dice.randint(0, 2)):
             scheduler.step()
+        if scheduler.waiting_queue and dice.random() < 0.3:
+            scheduler.abort(dice.choice(scheduler.waiting_queue))
+        if dice.random() < 0.3:  # a request that is matched and nothing more
+            tokens = dice.choice([(1, 2, 3, 4), (6, 7)])[: dice.randint(2, 4)]
+            new_request([(TEXT, (*tokens, 15))]).init_next_round_input(scheduler.tree_cache)
     scheduler.run(500)
     evict_all(scheduler)
     return order
@@ -142,7 +147,8 @@ def any_time(monkeypatch):
     """any_time(seed): from now on SGLang's radix cache meets random times of day."""
 
     def set_clock(seed):
-        clock = types.SimpleNamespace(monotonic=random.Random(seed).random, perf_counter=time.perf_counter)
+        dice = random.Random(seed)
+        clock = types.SimpleNamespace(monotonic=lambda: dice.uniform(0, 1000), perf_counter=time.perf_counter)
         monkeypatch.setattr(radix_cache, "time", clock)
 
     return set_clock
