@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t evict_last() {
   return policy;
 }
 
-// A box of a three-dimensional tensor, by the copy engine; its bytes count towards what the barrier expects.
+// A box of a three-dimensional tensor, by TMA; its bytes count towards what the barrier expects.
 __device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tensor, int x, int y, int z,
                                          uint32_t barrier, uint64_t policy) {
   asm volatile(

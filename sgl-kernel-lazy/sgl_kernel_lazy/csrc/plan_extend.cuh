@@ -96,8 +96,9 @@ __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Req
   return best == 0 ? 0.0f : __shfl_sync(~0u, splits_per_tile, best);
 }
 
-// The work item of a block; num_splits is 0 where there is none. Longer items come first. Those of one request and kv head
-// follow each other, so that its K and V are read while in L2, and its last rows come first, which see the most.
+// The work item of a block; num_splits is 0 where there is none. Of each 32 requests the longer items come first. Those of
+// one request and kv head follow each other, so that its K and V are read while in L2, and its last rows come first, which
+// see the most.
 struct WorkItem {
   int b, tile, split, num_splits, kv_head, qo_begin, qo_length;
   int row_tiles;  // of the request
