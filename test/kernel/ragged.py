@@ -42,7 +42,7 @@ class Batch:
 
     @property
     def decode(self) -> dict:
-        """Arguments of `link_decode`: the last query row of each request, which sees every entry."""
+        """Arguments of `link_decode`: the last query row of each request, which sees every KV token."""
         skip = ("q", "qo_indptr", "q_positions", "kv_positions")
         return dict(q=self.decode_q, **{k: v for k, v in self.extend.items() if k not in skip})
 

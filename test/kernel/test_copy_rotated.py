@@ -1,4 +1,4 @@
-"""Copies of cached entries with turned keys, against the formula in float64."""
+"""Copies of cached KV tokens with rotated keys, against the formula in float64."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ all_names = pytest.mark.parametrize("name", ["torch", "triton"])
 def formula(k, offsets, inv_freq, is_neox):
     """R(offset) k in float64, pair by pair."""
     angles = torch.outer(offsets.double(), inv_freq).unsqueeze(1)
-    turned, half = k.double().clone(), len(inv_freq)
+    rotated, half = k.double().clone(), len(inv_freq)
     first = slice(0, half) if is_neox else slice(0, 2 * half, 2)
     second = slice(half, 2 * half) if is_neox else slice(1, 2 * half, 2)
     x, y = k.double()[..., first], k.double()[..., second]
-    turned[..., first] = x * angles.cos() - y * angles.sin()
-    turned[..., second] = x * angles.sin() + y * angles.cos()
-    return turned
+    rotated[..., first] = x * angles.cos() - y * angles.sin()
+    rotated[..., second] = x * angles.sin() + y * angles.cos()
+    return rotated
 
 
 def make_caches(num_layers, num_slots, num_heads, head_dim, dtype, gen):
@@ -35,7 +35,7 @@ def make_caches(num_layers, num_slots, num_heads, head_dim, dtype, gen):
 @all_names
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_copies_are_turned(name, dtype, heads):
+def test_copies_are_rotated(name, dtype, heads):
     """Copied keys are the formula's, rounded once; values are the same bits; all other slots stay as they were."""
     num_heads, head_dim, rotary_dim, is_neox = heads
     gen = torch.Generator().manual_seed(head_dim)

@@ -70,7 +70,7 @@ def test_more_sharing_than_the_workspace_holds(monkeypatch):
 
 
 def test_padding_rows_with_stale_segments(monkeypatch):
-    """Rows that pad a graph's batch have one entry, and segments of whatever request had the row before."""
+    """Rows that pad a graph's batch have one KV token, and segments of whatever request had the row before."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
     shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=4, max_chunk_len=300)
     linked = [("chunk", 2), ("text", 3), ("chunk", 1), ("new", 2)]
@@ -79,7 +79,7 @@ def test_padding_rows_with_stale_segments(monkeypatch):
     for name in ("num_segments", "segment_ends", "segment_offsets"):
         batch.extend[name] = batch.extend[name][[0, 0, 2, 0]]
     batch.segment_ids = batch.segment_ids[[0, 0, 2, 0]]
-    # The padding's one entry is the last of a chunk that the others have.
+    # The padding's one KV token is the last of a chunk that the others have.
     chunk_end = batch.extend["segment_ends"][0, 0] - 1
     first = batch.extend["kv_indptr"][[1, 3]].long()
     batch.extend["kv_indices"][first] = batch.extend["kv_indices"][chunk_end].clone()
@@ -133,7 +133,11 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
 
 def test_workspace_too_small_is_refused():
     batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
-    workspace = torch.zeros(1000, device=DEVICE)
+    dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
+    workspace = module.decode_workspace(1, 1, **dims, device=DEVICE)
+    tables = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+    with pytest.raises(ValueError, match="workspace: expected at least"):
+        module.plan_decode(workspace, *(batch.decode[name] for name in tables), batch.segment_ids, **dims)
     with pytest.raises(ValueError, match="workspace: expected at least"):
         module.link_decode(**batch.decode, **batch.options, workspace=workspace)
 

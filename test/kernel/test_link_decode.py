@@ -24,7 +24,7 @@ def test_link_decode(name, dtype, case):
 
 @implementations
 def test_empty_row_is_zero(name):
-    """Graph padding: no entries, garbage segments beyond num_segments, no NaN."""
+    """Graph padding: no KV tokens, garbage segments beyond num_segments, no NaN."""
     batch = random_batch(0, Shape(bs=3), [[], [("new", 1)], []])
     inputs = batch.decode
     inputs["q"] = torch.cat(

@@ -24,7 +24,7 @@ def test_link_extend(name, dtype, case):
 
 @implementations
 def test_row_that_sees_nothing_is_zero(name):
-    """Query rows before every entry: zeros and -inf, while their neighbours in the tile are unaffected."""
+    """Query rows before every KV token: zeros and -inf, while their neighbours in the tile are unaffected."""
     batch = random_batch(0, Shape(bs=1), [[("gap", 5), ("chunk", 1), ("new", 6)]])
     inputs = dict(batch.extend, q_positions=batch.extend["q_positions"].clone())
     inputs["q_positions"][[0, 3]] = torch.tensor([0, 4], dtype=inputs["q_positions"].dtype, device=DEVICE)

@@ -15,12 +15,12 @@ def rotate(x, positions, shape):
     """R(position) x for x [n, heads, head_dim], as complex numbers in fp64: no code in common with the package."""
     half = shape.rotary_dim // 2
     inv_freq = 10000.0 ** -(torch.arange(half).double() * 2 / shape.rotary_dim)
-    turn = torch.polar(torch.ones(len(x), 1, half).double(), positions.double()[:, None, None] * inv_freq)
+    rotation = torch.polar(torch.ones(len(x), 1, half).double(), positions.double()[:, None, None] * inv_freq)
     first = slice(0, half) if shape.is_neox else slice(0, shape.rotary_dim, 2)
     second = slice(half, shape.rotary_dim) if shape.is_neox else slice(1, shape.rotary_dim, 2)
-    turned = torch.complex(x[..., first], x[..., second]) * turn
+    rotated = torch.complex(x[..., first], x[..., second]) * rotation
     result = x.clone()
-    result[..., first], result[..., second] = turned.real, turned.imag
+    result[..., first], result[..., second] = rotated.real, rotated.imag
     return result
 
 
@@ -39,7 +39,7 @@ def attention(prompt, shape):
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [64, 24])
 @pytest.mark.parametrize("seed", range(4))
-def test_turning_queries_back_equals_keys_at_absolute_positions(seed, rotary_dim, is_neox):
+def test_rotating_queries_back_equals_keys_at_absolute_positions(seed, rotary_dim, is_neox):
     # The caches hold fp64 data rounded to fp32 after the rotation, hence EXACT and not fp64's own precision.
     shape = Shape(rotary_dim=rotary_dim, is_neox=is_neox)
     batch = random_batch(seed, shape)
@@ -67,8 +67,8 @@ def test_rotate_queries(is_neox):
     table = batch.extend["cos_sin_cache"].cpu()
     x = torch.randn(9, 3, 64, dtype=torch.float64)
     positions = torch.randint(0, shape.max_position, (9,))
-    turned = rotate_queries(x, positions, table, is_neox=is_neox)
-    assert relative_error(turned, rotate(x, positions, shape)) < 1e-6
-    assert relative_error(rotate_queries(turned, positions, table, is_neox=is_neox, inverse=True), x) < 1e-6
+    rotated = rotate_queries(x, positions, table, is_neox=is_neox)
+    assert relative_error(rotated, rotate(x, positions, shape)) < 1e-6
+    assert relative_error(rotate_queries(rotated, positions, table, is_neox=is_neox, inverse=True), x) < 1e-6
     assert torch.equal(rotate_queries(x, 0, table, is_neox=is_neox, inverse=True), x)
-    assert torch.equal(turned[3:4], rotate_queries(x[3:4], int(positions[3]), table, is_neox=is_neox))
+    assert torch.equal(rotated[3:4], rotate_queries(x[3:4], int(positions[3]), table, is_neox=is_neox))

@@ -1,4 +1,4 @@
-"""The planner of the CUDA decode kernel, run on the host: every entry is read once, and blocks end together."""
+"""The planner of the CUDA decode kernel, run on the host: every KV token is read once, and blocks end together."""
 
 import pathlib
 import shutil
@@ -13,7 +13,7 @@ CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the planner for the host")
-def test_every_entry_is_read_once(tmp_path):
+def test_every_kv_token_is_read_once(tmp_path):
     """Shared and private chunks, any length of pieces, more sharing than fits, rows that pad a batch."""
     program = tmp_path / "plan_decode"
     command = ["g++", "-std=c++20", "-O1", "-pthread", f"-I{HERE}", f"-I{CSRC}", str(HERE / "plan_decode.cpp")]

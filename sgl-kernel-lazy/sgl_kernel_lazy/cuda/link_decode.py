@@ -50,12 +50,11 @@ def decode_workspace(
     """A float32 buffer for `plan_decode` and `link_decode`, for every batch of at most max_bs requests of at most
     max_segments segments (the width of the segment tables); its contents never matter.
 
-    Its bytes: 20 * max_bs * max_segments for the plan, and num_qo_heads * (2 * head_dim + 8) for each partial result,
-    of which there is one per request and room for 9,000 to 20,000 of shared chunks (with fewer than 4 kv heads, each is
-    in several parts). With 32 query heads and 8 kv heads of 128, 256 requests of 256 segments take 104 MB, 4,097 of them
-    157 MB. Where a batch shares more than fits (8,192 uses of chunks, 32,768 ids), the rest is read for each request by
-    itself.
-    Raises ValueError in the calls that use it if it is smaller than their batch needs.
+    Its bytes: 20 * max_bs * max_segments for the plan, and num_qo_heads * (2 * head_dim + 8) for each partial result:
+    one per request, and 9,000 to 20,000 for shared chunks and cuts (with fewer than 4 kv heads, each is in several
+    parts). With 32 query heads and 8 kv heads of 128, 256 requests of 256 segments take 104 MB, and 4,097 take 157 MB.
+    Where a batch shares more than fits, 8,192 uses of chunks and 32,768 ids, each request reads the rest by itself.
+    Calls that use a workspace which is too small for their batch raise ValueError.
     """
     device = torch.device(device)
     words = load_module("plan_decode").workspace_words(

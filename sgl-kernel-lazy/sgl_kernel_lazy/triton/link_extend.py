@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms, shared_memory
-from sgl_kernel_lazy.splits import SplitTimes, best_num_splits
 from sgl_kernel_lazy.triton.common import (
     LOG2E,
     accumulate,
@@ -25,8 +24,9 @@ from sgl_kernel_lazy.triton.common import (
 from sgl_kernel_lazy.validation import check_extend_inputs
 
 MAX_SPLITS = 64
-# Of an earlier kernel on an H200, whose SMs ran one program at a time, over tiles of 128 KV tokens.
-TIMES = SplitTimes(tile=2.3, item=5.0, merge=4.0, merge_rate=3e6)
+# Microseconds of an earlier kernel on an H200, whose SMs ran one program at a time: per 128 KV tokens, to begin and end
+# a program and to merge, and bytes merged in one.
+TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
 # Bytes of a tile of keys; shared memory per program, as Hopper's, from which on a third stage is taken.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
 
@@ -247,7 +247,7 @@ def _plan(
     row_bytes: int,
     num_sms: int,
 ) -> tuple[int, int]:
-    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and the cheapest split.
+    """(BLOCK_M, num_splits): the smallest tile that holds a short tail, and the cheapest split by a model of the time.
 
     nnz_kv may be an upper bound, and requests may differ in length: that only costs time.
     """
@@ -257,11 +257,12 @@ def _plan(
     programs = bs * num_kv_heads * -(-rows // block_m)
     tiles = max(1, -(-nnz_kv // (bs * 128)))
 
-    num_splits = best_num_splits(
-        TIMES, num_items=programs, num_tiles=tiles, num_results=nnz_qo * num_qo_heads, head_dim=head_dim,
-        num_sms=num_sms, max_splits=MAX_SPLITS,
-    )  # fmt: skip
-    return block_m, num_splits
+    def time(num_splits: int) -> float:
+        waves = -(-programs * num_splits // num_sms)
+        merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
+        return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
+
+    return block_m, min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
 
 
 def _launch(

@@ -1,5 +1,5 @@
-// Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of
-// its entries once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
+// Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of its
+// KV tokens once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
 // Usage: plan_decode FIRST_SEED NUM_SEEDS
 #include <cstdio>
 #include <cstdlib>
@@ -11,12 +11,12 @@
 #include "plan_decode.cuh"
 
 using namespace lazy;
-using Entry = std::pair<int, int>;  // slot, rotation
+using Token = std::pair<int, int>;  // slot, rotation
 
 struct Batch {
   int bs, max_segments;
   std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids;
-  std::vector<std::multiset<Entry>> expected;
+  std::vector<std::multiset<Token>> expected;
 };
 
 #define CHECK(condition, ...)       \
@@ -59,27 +59,27 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
   for (int b = 0; b < batch.bs; ++b) {
     const int num_segments = between(0, 3) ? between(0, width) : 0;
     std::vector<int> row;
-    std::vector<Entry> entries;
+    std::vector<Token> tokens;
     for (int s = 0; s < num_segments; ++s) {
       const int which = together > 0 ? (b / together * width + s) % chunks.size() : between(0, chunks.size() - 1);
       const auto& chunk = chunks[which];
       const int offset = between(0, 1000);
-      for (int slot : chunk) row.push_back(slot), entries.push_back({slot, offset});
+      for (int slot : chunk) row.push_back(slot), tokens.push_back({slot, offset});
       batch.segment_ends[b * width + s] = row.size();
       batch.segment_offsets[b * width + s] = offset;
       batch.segment_ids[b * width + s] = which % nobody != 1 ? which * id_step : -1;
     }
     for (int text = between(0, 4) ? between(1, 200) : 0; text; --text) {
-      row.push_back(next_slot), entries.push_back({next_slot++, 0});
+      row.push_back(next_slot), tokens.push_back({next_slot++, 0});
     }
-    if (between(0, 5) == 0) {  // a row that pads a graph's batch: one entry, segments of an earlier request
+    if (between(0, 5) == 0) {  // a row that pads a graph's batch: one KV token, segments of an earlier request
       row = {between(0, 1) ? chunks[between(0, chunks.size() - 1)].back() : between(1, next_slot)};
-      entries = {{row[0], num_segments ? batch.segment_offsets[b * width] : 0}};
+      tokens = {{row[0], num_segments ? batch.segment_offsets[b * width] : 0}};
     }
     batch.kv_indices.insert(batch.kv_indices.end(), row.begin(), row.end());
     batch.kv_indptr.push_back(batch.kv_indices.size());
     batch.num_segments.push_back(num_segments);
-    batch.expected.emplace_back(entries.begin(), entries.end());
+    batch.expected.emplace_back(tokens.begin(), tokens.end());
   }
   batch.kv_indices.resize(batch.kv_indices.size() + 600, 77);
   return batch;
@@ -137,7 +137,7 @@ void test(int seed) {
 
   struct Partial {
     int request;
-    std::multiset<Entry> seen;
+    std::multiset<Token> seen;
   };
   std::map<int, Partial> partials;
   auto follow = [&](const Item& item) {
@@ -203,7 +203,7 @@ void test(int seed) {
 
   std::set<int> merged;
   for (int b = 0; b < batch.bs; ++b) {
-    std::multiset<Entry> seen;
+    std::multiset<Token> seen;
     for (int i = 0; i < plan.parts[b].count; ++i) {
       const int partial = plan.part_ids[plan.parts[b].first + i];
       const auto found = partials.find(partial);
@@ -211,7 +211,7 @@ void test(int seed) {
       CHECK(merged.insert(partial).second, "partial result %d merged twice", partial);
       seen.insert(found->second.seen.begin(), found->second.seen.end());
     }
-    CHECK(seen == batch.expected[b], "request %d sees %zu entries, not its %zu", b, seen.size(),
+    CHECK(seen == batch.expected[b], "request %d sees %zu tokens, not its %zu", b, seen.size(),
           batch.expected[b].size());
   }
   CHECK(merged.size() == partials.size(), "%zu partial results, %zu merged", partials.size(), merged.size());
