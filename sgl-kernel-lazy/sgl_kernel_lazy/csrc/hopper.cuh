@@ -50,8 +50,7 @@ __device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tenso
                                          uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint"
-      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::
-          "r"(smem),
+      " [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(smem),
       "l"(tensor), "r"(x), "r"(y), "r"(z), "r"(barrier), "l"(policy)
       : "memory");
 }
@@ -85,7 +84,9 @@ __device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -173,8 +174,8 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
 
 // Descriptor of a B tile in 128-byte-swizzled shared memory: rows of 128 bytes, whose 16-byte chunk c of row r lies at
 // chunk c ^ (r % 8), in groups of 8 rows that follow each other. Tiles wider than 128 bytes are blocks of such columns.
-// This is the descriptor's low word: the address, and for MN-major tiles the bytes between column blocks. Steps within the
-// tile are added as bytes / 16 (32 bytes along K in a K-major tile, rows in an MN-major one), one instruction each.
+// This is the descriptor's low word: the address, and for MN-major tiles the bytes between column blocks. Steps within
+// the tile are added as bytes / 16 (32 bytes along K in a K-major tile, rows in an MN-major one), one instruction each.
 // The high word: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 constexpr uint32_t SWIZZLED_ROWS = 1u << 30 | 1024 >> 4;
 
@@ -201,30 +202,34 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
   for (int i = 0; i < N; ++i) asm volatile("" : "+r"(registers[i])::"memory");
 }
 
-#define LAZY_D8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define LAZY_D8(d, i)                                                                                         \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
 #define LAZY_D32(d, i) LAZY_D8(d, i), LAZY_D8(d, i + 8), LAZY_D8(d, i + 16), LAZY_D8(d, i + 24)
-#define LAZY_R32_0                                                                                      \
+#define LAZY_R32_0                                                                                     \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26," \
   "%27,%28,%29,%30,%31"
-#define LAZY_R32_1                                                                                             \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,"  \
+#define LAZY_R32_1                                                                                           \
+  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57," \
   "%58,%59,%60,%61,%62,%63"
-#define LAZY_MMA_64(type)                                                                              \
-  asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %37, 0; mov.b64 b, {%36, %39};\n"                            \
-               "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" LAZY_R32_0 "},"         \
-               " {%32, %33, %34, %35}, b, accumulate, 1, 1, %38;}\n"                                  \
-               : LAZY_D32(d, 0)                                                                        \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
-#define LAZY_MMA_128(type)                                                                               \
-  asm volatile("{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %69, 0; mov.b64 b, {%68, %71};\n"                              \
-               "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" LAZY_R32_0 "," LAZY_R32_1 \
-               "}, {%64, %65, %66, %67}, b, accumulate, 1, 1, %70;}\n"                                  \
-               : LAZY_D32(d, 0), LAZY_D32(d, 32)                                                          \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
+#define LAZY_MMA_64(type)                                                                             \
+  asm volatile(                                                                                       \
+      "{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %37, 0; mov.b64 b, {%36, %39};\n" \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" LAZY_R32_0                     \
+      "},"                                                                                            \
+      " {%32, %33, %34, %35}, b, accumulate, 1, 1, %38;}\n"                                           \
+      : LAZY_D32(d, 0)                                                                                \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
+#define LAZY_MMA_128(type)                                                                            \
+  asm volatile(                                                                                       \
+      "{.reg .pred accumulate; .reg .b64 b; setp.ne.b32 accumulate, %69, 0; mov.b64 b, {%68, %71};\n" \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." type "." type " {" LAZY_R32_0 "," LAZY_R32_1     \
+      "}, {%64, %65, %66, %67}, b, accumulate, 1, 1, %70;}\n"                                         \
+      : LAZY_D32(d, 0), LAZY_D32(d, 32)                                                               \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
 
-// d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous.
-// A thread holds, of its warp's 16 rows, rows g and g + 8 with g = lane / 4: d[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
+// d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous. A
+// thread holds, of its warp's 16 rows, rows g and g + 8 with g = lane / 4: d[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
 // + 0, 1 of row g and d[4 j + 2, 3] those of row g + 8; a[0], a[1] are columns 2 (lane % 4) + 0, 1 of rows g and g + 8,
 // and a[2], a[3] the same 8 columns on. So products become the next product's a by packing pairs.
 template <typename T, bool MN_MAJOR>

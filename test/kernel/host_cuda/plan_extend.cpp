@@ -1,5 +1,5 @@
-// Plans random prefill batches on the host and collects the work items of all blocks: together they must be every row tile
-// and split once, and blocks that take them in turn must end together.
+// Plans random prefill batches on the host and collects the work items of all blocks: together they must be every row
+// tile and split once, and blocks that take them in turn must end together.
 // Usage: plan_extend FIRST_SEED NUM_SEEDS
 #include "plan_extend.cuh"
 
@@ -127,7 +127,8 @@ void test(int seed) {
   const float longest_item = unsplit > 0 ? *std::max_element(unsplit_lengths.begin(), unsplit_lengths.end()) : 0.0f;
   const bool one_is_long = longest_item > 3 * work / batch.num_sms + 12;
   if (one_is_long && all_room) {
-    CHECK(end <= 0.7f * unsplit_end, "%.1f tiles, and %.1f without splits: the longest request is too long", end, unsplit_end);
+    CHECK(end <= 0.7f * unsplit_end, "%.1f tiles, and %.1f without splits: the longest request is too long", end,
+          unsplit_end);
   }
 }
 
