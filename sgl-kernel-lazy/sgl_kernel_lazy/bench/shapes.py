@@ -3,6 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -51,7 +52,7 @@ class Shape:
     family: str
     op: str
     requests: list
-    heads: dict[str, int] = dataclasses.field(default_factory=dict)  # of Dims, where they are not those of the run
+    heads: dict[str, Any] = dataclasses.field(default_factory=dict)  # of Dims, where they are not those of the run
 
 
 @dataclasses.dataclass

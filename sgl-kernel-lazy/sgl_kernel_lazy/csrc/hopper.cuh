@@ -45,7 +45,7 @@ __device__ __forceinline__ uint64_t evict_last() {
   return policy;
 }
 
-// A box of a three-dimensional tensor, by the copy engine; its bytes count towards what the barrier expects.
+// A box of a three-dimensional tensor, by TMA; its bytes count towards what the barrier expects.
 __device__ __forceinline__ void copy_box(uint32_t smem, const CUtensorMap* tensor, int x, int y, int z,
                                          uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -174,8 +174,8 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
 
 // Descriptor of a B tile in 128-byte-swizzled shared memory: rows of 128 bytes, whose 16-byte chunk c of row r lies at
 // chunk c ^ (r % 8), in groups of 8 rows that follow each other. Tiles wider than 128 bytes are blocks of such columns.
-// This is the descriptor's low word: the address, and for MN-major tiles the bytes between column blocks. Steps within the
-// tile are added as bytes / 16 (32 bytes along K in a K-major tile, rows in an MN-major one), one instruction each.
+// This is the descriptor's low word: the address, and for MN-major tiles the bytes between column blocks. Steps within
+// the tile are added as bytes / 16 (32 bytes along K in a K-major tile, rows in an MN-major one), one instruction each.
 // The high word: 128-byte swizzle, groups of 8 rows 1024 bytes apart.
 constexpr uint32_t SWIZZLED_ROWS = 1u << 30 | 1024 >> 4;
 
@@ -228,8 +228,8 @@ __device__ __forceinline__ void pin(uint32_t (&registers)[N]) {
       : LAZY_D32(d, 0), LAZY_D32(d, 32)                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(accumulate), "n"(MN_MAJOR), "n"(SWIZZLED_ROWS))
 
-// d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous.
-// A thread holds, of its warp's 16 rows, rows g and g + 8 with g = lane / 4: d[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
+// d (+)= a b for a [64, 16] in the registers of a warpgroup and b [16, N] in shared memory, in fp32; asynchronous. A
+// thread holds, of its warp's 16 rows, rows g and g + 8 with g = lane / 4: d[4 j + 0, 1] are columns 8 j + 2 (lane % 4)
 // + 0, 1 of row g and d[4 j + 2, 3] those of row g + 8; a[0], a[1] are columns 2 (lane % 4) + 0, 1 of rows g and g + 8,
 // and a[2], a[3] the same 8 columns on. So products become the next product's a by packing pairs.
 template <typename T, bool MN_MAJOR>

@@ -1,22 +1,22 @@
 // Prefill of new text over cached chunks (link_extend) for Hopper; framework-free.
 //
 // A block of threads owns one work item: BLOCK_M packed rows (token, query head of the group) of one request and one kv
-// head, over one split of the KV tokens that these rows see; plan_extend.cuh decides which. The KV tokens of a request form
-// runs: its chunk segments, its cached text, its new text. A run is cut to what the newest row sees and walked in tiles of
-// BLOCK_N tokens; a tile never straddles runs, so all of its keys share one rotation offset. Tiles that every row sees in
-// full need no mask.
+// head, over one split of the KV tokens that these rows see; plan_extend.cuh decides which. The KV tokens of a request
+// form runs: its chunk segments, its cached text, its new text. A run is cut to what the newest row sees and walked in
+// tiles of BLOCK_N tokens; a tile never straddles runs, so all of its keys share one rotation offset. Tiles that every
+// row sees in full need no mask.
 //
 //   producer warpgroup   gathers the rows of K and V of each tile through kv_indices with 16-byte asynchronous copies
-//                        into swizzled shared memory, two or three tiles deep; beside K the positions (masked tiles) and
-//                        the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier. fp8
+//                        into swizzled shared memory, two or three tiles deep; beside K the positions (masked tiles)
+//                        and the cos/sin row (another offset). The copies themselves arrive on the tile's mbarrier. fp8
 //                        lands in every other 16 bytes of its tile; each thread widens what it copied in place, while
 //                        the next tile is on its way, and then arrives.
-//   consumer warpgroups  own 64 rows each; one without rows does nothing. The queries R(-offset) q are the register operand
-//                        of S = Q K^T: rotated from the stored ones in shared memory whenever the offset changes, in
-//                        fp32, rounded once. A warpgroup's softmax overlaps with its O += P V of the previous tile, and
-//                        with the other warpgroup's products: two named barriers make them alternate. For heads of 256 a
-//                        warpgroup's registers hold half of the output's columns: two own the same rows, and both
-//                        compute the scores.
+//   consumer warpgroups  own 64 rows each; one without rows does nothing. The queries R(-offset) q are the register
+//                        operand of S = Q K^T: rotated from the stored ones in shared memory whenever the offset
+//                        changes, in fp32, rounded once. A warpgroup's softmax overlaps with its O += P V of the
+//                        previous tile, and with the other warpgroup's products: two named barriers make them
+//                        alternate. For heads of 256 a warpgroup's registers hold half of the output's columns: two own
+//                        the same rows, and both compute the scores.
 //
 // Items of a request with splits write normalised rows and base-2 lse to fp32 buffers, which merge_kernel combines.
 #pragma once
@@ -102,9 +102,9 @@ __device__ __forceinline__ int inclusive_sum(int value, int lane) {
   return value;
 }
 
-// One warp lists the runs of this work item in shared memory, cut to what the rows see and to the split's share of tiles.
-// Positions ascend strictly within a run, so the token i places after the first is at least i positions after it: an upper
-// bound of what is seen, exact without gaps.
+// One warp lists the runs of this work item in shared memory, cut to what the rows see and to the split's share of
+// tiles. Positions ascend strictly within a run, so the token i places after the first is at least i positions after
+// it: an upper bound of what is seen, exact without gaps.
 template <int BLOCK_N>
 __device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token,
                                           int last_token, Run* runs, int lane) {
@@ -272,8 +272,8 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   constexpr int ROWS_PER_STEP = 4 * ROWS_PER_WARP;  // a multiple of 8, or the swizzle would depend on the step
   static_assert(ROWS_PER_STEP % 8 == 0 && BLOCK_N % ROWS_PER_STEP == 0 && BLOCK_N <= 128);
   const int warp = thread / 32, lane = thread % 32;
-  // With fp8, eight neighbouring lanes have four chunks of two rows: the even chunks of an even row of the tile, to which
-  // they copy, lie in other banks than those of the odd row behind it.
+  // With fp8, eight neighbouring lanes have four chunks of two rows: the even chunks of an even row of the tile, to
+  // which they copy, lie in other banks than those of the odd row behind it.
   const int chunk = Traits::FP8 ? lane % 4 + lane / (4 * ROWS_PER_WARP) * 4 : lane % CHUNKS;
   const int row_of_warp = Traits::FP8 ? lane / 4 % ROWS_PER_WARP : lane / CHUNKS;
   // Each lane knows the slot of at most one of its warp's rows.
@@ -297,8 +297,8 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
                ? load_integer(p.kv_indices, row_begin + kv_token, p.wide_indices)
                : 0;
   };
-  // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long as
-  // the copies.
+  // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long
+  // as the copies.
   constexpr int STEPS = BLOCK_N / ROWS_PER_STEP;
   static_assert(STEPS % 4 == 0 && STEPS * ROWS_PER_WARP <= 32);
   const uint32_t warp_offsets = smem.base + Traits::ROWS_OFFSET + warp * 32 * 4;
@@ -504,8 +504,8 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       }
     }
   };
-  // Scores to unnormalised weights; correction is the factor for everything summed so far. Maxima and sums are kept in four
-  // parts, since only one warp of a scheduler does this at a time and would wait for its own results.
+  // Scores to unnormalised weights; correction is the factor for everything summed so far. Maxima and sums are kept in
+  // four parts, since only one warp of a scheduler does this at a time and would wait for its own results.
   auto softmax = [&] {
     float highest[2][4], sum[2][4] = {}, zero[2];
 #pragma unroll
@@ -773,8 +773,8 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
   launch_dependents();
 }
 
-// out[row] = sum_i 2^(lse_i - lse) partial_out[i, row] over the splits that saw anything. A warp merges one row of a row
-// tile, MERGED_ROWS to a block; the grid goes round the row tiles of requests with splits.
+// out[row] = sum_i 2^(lse_i - lse) partial_out[i, row] over the splits that saw anything. A warp merges one row of a
+// row tile, MERGED_ROWS to a block; the grid goes round the row tiles of requests with splits.
 constexpr int MERGED_ROWS = 8;
 
 template <typename Traits>

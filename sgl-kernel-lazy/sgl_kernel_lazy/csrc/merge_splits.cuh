@@ -8,10 +8,10 @@
 
 namespace lazy {
 
-// acc = sum_i 2^(lse_i - highest) row_i and sum = sum_i 2^(lse_i - highest) over the splits, with highest the largest lse.
-// rows: [.., 32 * VECTOR], lse: [..]; the first split is in this row, the next one stride rows further. A lane has VECTOR
-// columns. Rows with lse = -inf are not read. acc and sum begin as 0, highest as -inf, and stay so where no split saw
-// anything.
+// acc = sum_i 2^(lse_i - highest) row_i and sum = sum_i 2^(lse_i - highest) over the splits, with highest the largest
+// lse. rows: [.., 32 * VECTOR], lse: [..]; the first split is in this row, the next one stride rows further. A lane has
+// VECTOR columns. Rows with lse = -inf are not read. acc and sum begin as 0, highest as -inf, and stay so where no
+// split saw anything.
 template <int VECTOR>
 __device__ __forceinline__ void merge_splits(const float* rows, const float* lse, int64_t first, int64_t stride,
                                              int num_splits, int lane, float (&acc)[VECTOR], float& sum,

@@ -1,5 +1,5 @@
-// Which rows and KV tokens a block of link_extend works on. Only the device knows the lengths, so one warp of each block
-// computes the plan from them, which takes less time than launching a kernel that computes it once.
+// Which rows and KV tokens a block of link_extend works on. Only the device knows the lengths, so one warp of each
+// block computes the plan from them, which takes less time than launching a kernel that computes it once.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -51,8 +51,8 @@ __device__ __forceinline__ float splits_of(float tiles, float splits_per_tile) {
   return fmaxf(1.0f, ceilf(__fmul_rn(tiles, splits_per_tile)));
 }
 
-// How finely requests are split: one of n tiles is cut into n * splits_per_tile parts, rounded up. All blocks must arrive at
-// the same result, those of merge_kernel too, hence the explicit rounding.
+// How finely requests are split: one of n tiles is cut into n * splits_per_tile parts, rounded up. All blocks must
+// arrive at the same result, those of merge_kernel too, hence the explicit rounding.
 template <int BLOCK_M, int BLOCK_N>
 __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Requests<BLOCK_M, BLOCK_N>& first,
                                              int lane) {
@@ -68,12 +68,12 @@ __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Req
   const float per_sm = reciprocal(batch.num_sms), share = __fmul_rn(work, per_sm);
   if (longest <= share) return 0.0f;  // no request would keep an SM busy after the others are done
   if (batch.bs > 32) {
-    // Too many to rate candidates. With items no longer than an SM's share, splitting adds at most num_sms items, and at
-    // most twice as many have partial results.
+    // Too many to rate candidates. With items no longer than an SM's share, splitting adds at most num_sms items, and
+    // at most twice as many have partial results.
     return longest > __fadd_rn(share, ITEM + MERGE) ? __fmul_rn(0.999f, reciprocal(share)) : 0.0f;
   }
-  // The candidates cut the longest request into 1 to 131 parts, one candidate per lane. Each is rated by a lower bound of
-  // the time, in tiles: the longest item, an SM's share of the work, and the rounds that the longest items take.
+  // The candidates cut the longest request into 1 to 131 parts, one candidate per lane. Each is rated by a lower bound
+  // of the time, in tiles: the longest item, an SM's share of the work, and the rounds that the longest items take.
   const int beyond = max(lane - 15, 0);
   const float parts = lane + 1 + beyond * beyond * 99 / 256;
   const float splits_per_tile = __fmul_rn(__fmul_rn(parts, 0.9999f), reciprocal(longest));
@@ -97,14 +97,16 @@ __device__ __forceinline__ float plan_splits(const ExtendBatch& batch, const Req
   return best == 0 ? 0.0f : __shfl_sync(~0u, splits_per_tile, best);
 }
 
-// The work item of a block; num_splits is 0 where there is none. Longer items come first. Those of one request and kv head
-// follow each other, so that its K and V are read while in L2, and its last rows come first, which see the most.
+// The work item of a block; num_splits is 0 where there is none. Of each 32 requests the longer items come first. Those
+// of one request and kv head follow each other, so that its K and V are read while in L2, and its last rows come first,
+// which see the most.
 struct WorkItem {
   int b, tile, split, num_splits, kv_head, qo_begin, qo_length;
   int row_tiles;  // of the request
   int partial;    // where partial rows are stored, in blocks of BLOCK_M; the next split's are row_tiles blocks further
 
-  // For a whole warp. With SPLIT_ONLY, index counts the row tiles of requests with splits, and the first split is found.
+  // For a whole warp. With SPLIT_ONLY, index counts the row tiles of requests with splits, and the first split is
+  // found.
   template <int BLOCK_M, int BLOCK_N, bool SPLIT_ONLY = false>
   __device__ __forceinline__ void find(const ExtendBatch& batch, int index, int lane) {
     num_splits = 0;

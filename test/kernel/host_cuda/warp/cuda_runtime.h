@@ -60,11 +60,19 @@ T value(unsigned bits) {
   return x;
 }
 template <typename T>
-T __shfl_sync(unsigned, T x, int from) { return value<T>(exchange(x)[from % 32]); }
+T __shfl_sync(unsigned, T x, int from) {
+  return value<T>(exchange(x)[from % 32]);
+}
 template <typename T>
-T __shfl_xor_sync(unsigned, T x, int mask) { const int to = lane ^ mask; return value<T>(exchange(x)[to]); }
+T __shfl_xor_sync(unsigned, T x, int mask) {
+  const int to = lane ^ mask;
+  return value<T>(exchange(x)[to]);
+}
 template <typename T>
-T __shfl_up_sync(unsigned, T x, int by) { const int from = max(lane - by, 0); return lane < by ? (exchange(x), x) : value<T>(exchange(x)[from]); }
+T __shfl_up_sync(unsigned, T x, int by) {
+  const int from = max(lane - by, 0);
+  return lane < by ? (exchange(x), x) : value<T>(exchange(x)[from]);
+}
 inline unsigned __ballot_sync(unsigned, bool here) {
   const unsigned* values = exchange(unsigned(here));
   unsigned bits = 0;
