@@ -213,7 +213,7 @@ def test_bad_parameters(make, message):
     "content, message",
     [
         ('{"docs": [], "question": "q"}\n{"docs": ', r"data.jsonl, line 2: not JSON"),
-        ("[]\n", "line 1: an object is needed, got list"),
+        ("[]\n", "line 1: expected an object, got list"),
         ('{"question": "q"}\n', "line 1: not a request with docs, .* KeyError"),
         ('{"docs": [{"title": "t"}], "question": "q"}\n', "line 1: not a request .* KeyError"),
         ('{"docs": [], "question": "q", "history": "h"}\n', "line 1: history must be a list, got str"),

@@ -59,7 +59,7 @@ UNFIT_FLAGS = [
     ("enable_streaming_session", True, "streaming sessions"),
     ("enable_session_radix_cache", True, "session radix cache"),
     ("enable_deterministic_inference", True, "deterministic inference"),
-    ("enable_lora", True, "LoRA"),
+    ("enable_lora", True, "LoRA: chunks are computed without an adapter"),
     ("enable_priority_scheduling", True, "priority scheduling"),
     ("schedule_policy", "lpm", "schedule policy 'lpm'"),
     ("radix_eviction_policy", "mru", "'mru'"),
@@ -148,7 +148,7 @@ def test_a_plain_model_fits():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_mla_backend": True}, "MLA"),
+        ({"use_mla_backend": True}, "rotary part of keys"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_is_mrope": True}, "M-RoPE"),
         ({"is_hybrid_swa": True}, "sliding window"),
