@@ -17,7 +17,7 @@ def published(device: str = "cpu") -> Iterator[None]:
     flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
     runtime_context.publish(flags, role="scheduler")
     try:
-        with runtime_context.get_parallel().override(tp_rank=0):
+        with runtime_context.get_parallel().override(tp_rank=0, attn_cp_size=1):
             yield
     finally:
         runtime_context.reset_context()
