@@ -1,1 +1,1 @@
-"""Attention over linked rows: SGLang's own backends, each with a path of ours for batches that have chunks."""
+"""Attention over linked rows: how a batch is described to the kernels, and what it costs."""

@@ -8,8 +8,8 @@ from typing import Any
 class EvictionHeap:
     """Leaves by eviction priority, where a priority may have grown since its leaf was pushed.
 
-    SGLang recomputes a leaf's priority at eviction; an entry here may therefore be stale. `pop` compares it with the
-    current priority and pushes a leaf that has become more valuable back. Equal priorities leave in order of node id,
+    SGLang recomputes a leaf's priority at eviction; so one kept here may be stale. `pop` compares it with the current
+    priority and pushes a leaf back if it has become more valuable. Equal priorities leave in order of node id,
     which every tensor-parallel rank shares.
     """
 
@@ -19,13 +19,13 @@ class EvictionHeap:
         self._members: set[int] = set()
 
     def push(self, node: Any) -> None:
-        """Add a leaf; one that is already in keeps its entry."""
+        """Add a leaf, unless it is in the heap already."""
         if node.id not in self._members:
             self._members.add(node.id)
             heapq.heappush(self._heap, (self._priority(node), node.id, node))
 
     def pop(self, evictable: Collection[Any]) -> Any | None:
-        """Remove and return the least valuable leaf in `evictable`, or None; other entries met are dropped."""
+        """Remove and return the least valuable leaf in `evictable`, or None. Drops stale leaves on the way."""
         while self._heap:
             pushed_priority, node_id, node = self._heap[0]
             if node in evictable:

@@ -17,7 +17,7 @@ from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same positions in as few ranges as there can be, none of them empty."""
+    """The same positions in the fewest ranges, none of them empty."""
     joined: list[tuple[int, int]] = []
     for start, end in ranges:
         if joined and joined[-1][1] == start:
@@ -32,7 +32,7 @@ class Row:
 
     cached: per text span, how many of its first tokens stand among the row's cached text.
     published: per text span, how many of its first tokens the tree owns; grows while the request runs.
-    positions: int32 [prompt and earlier output], the position of each row entry.
+    positions: int32 [prompt and earlier output], the position of each token of the row.
     """
 
     def __init__(self, prompt: LinkedPrompt, cached: list[int], num_tokens: int):
@@ -58,21 +58,21 @@ class Row:
         self.positions = positions[0] if len(positions) == 1 else np.concatenate(positions)
 
     def permuted(self, ids: array) -> array:
-        """The tokens `ids`, by position, in the order of the row: `ids` itself if that is the same."""
+        """`ids`, one for each position, in row order; `ids` itself if that is the same."""
         if len(self._ranges) == 1:
             return ids
         view = memoryview(ids)
         return array("q", b"".join([view[start:end] for start, end in self._ranges]))
 
     def available(self, i: int, row_len: int) -> int:
-        """How many of the first tokens of span `i` stand in the first `row_len` entries of the row."""
+        """How many of the first tokens of span `i` are among the first `row_len` tokens of the row."""
         cached, start = self.cached[i], self.computed_start[i]
         if i == len(self.cached) - 1:
             return cached + max(0, row_len - start)
         return cached + min(max(0, row_len - start), self.computed_start[i + 1] - start)
 
     def positions_of(self, start: int, end: int) -> np.ndarray:
-        """int32 [end - start]: positions of row entries [start, end), generated tokens included."""
+        """int32 [end - start]: positions of the row's tokens [start, end), generated ones included."""
         known = self.positions[start:end]
         if len(known) == end - start:
             return known
@@ -81,7 +81,7 @@ class Row:
 
 
 class FillRow:
-    """The order in which a fill lays its chunks into `req_to_token`: the beginnings that are cached, then the rest.
+    """The order in which a fill lays its chunks into `req_to_token`: their cached beginnings first, then the rest.
 
     cached: per chunk, how many of its first tokens are cached.
     """
@@ -94,7 +94,7 @@ class FillRow:
         self._computed_start = [*itertools.accumulate(computed, initial=self._cached_start[-1])]
 
     def permuted(self, ids: array) -> array:
-        """The tokens `ids`, chunk by chunk, in the order of the row: `ids` itself if that is the same."""
+        """`ids`, given chunk by chunk, in row order; `ids` itself if that is the same."""
         if not any(self.cached[1:]):
             return ids
         view, start, beginnings, rest = memoryview(ids), 0, [], []
@@ -105,13 +105,13 @@ class FillRow:
         return array("q", b"".join(beginnings + rest))
 
     def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
-        """The ranges of the row that hold chunk `i`, in order, as far as it is in the first `end` entries."""
+        """The ranges of the row that hold chunk `i`, in order, cut off at `end`."""
         computed_end = self._computed_start[i + 1] if end is None else min(self._computed_start[i + 1], end)
         ranges = [(self._cached_start[i], self._cached_start[i + 1]), (self._computed_start[i], computed_end)]
         return [(start, stop) for start, stop in ranges if start < stop]
 
     def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
-        """Of each chunk with tokens to compute among entries [start, end): its windows until `end`, how many entries
+        """For each chunk with tokens to compute in [start, end) of the row: its windows up to `end`, how many tokens
         these hold, and how many of them are to be computed."""
         for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
             num_new = min(last, end) - max(first, start)

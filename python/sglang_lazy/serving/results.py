@@ -44,7 +44,7 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
 async def annotated(
     outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, parent: Any
 ) -> AsyncGenerator[dict, None]:
-    """`outputs` of a request with a layout, with the scheduler's bitmask of hits turned into a report.
+    """`outputs` of a request with a layout, with the scheduler's bitmask of hits made into a report.
 
     parent: for n > 1, the state that the samples of the prompt share, else None. Raises ValueError if the scheduler
     refused the request, unless other requests share the stream.
