@@ -54,7 +54,8 @@ WHEELS_SMOKE := $(abspath $(VENV))/wheels-smoke
 wheels-smoke: wheels # the demo in an empty environment, outside of the checkout, with nothing of ours but the wheels
 	rm -rf $(WHEELS_SMOKE)
 	$(BIN)/python -m venv $(WHEELS_SMOKE)
-	$(WHEELS_SMOKE)/bin/python -m pip install --no-deps dist/*.whl
+	@# With PYTHONPATH set, pip would take the checkout for the installed distributions.
+	env -u PYTHONPATH $(WHEELS_SMOKE)/bin/python -m pip install --no-deps dist/*.whl
 	@# Dependencies are those of VENV. Its .pth files do not count here, so neither do its editable installs.
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(WHEELS_SMOKE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
