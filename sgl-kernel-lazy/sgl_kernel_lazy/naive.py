@@ -1,5 +1,6 @@
 """The formula of linked attention, row by row with an explicit mask: what every implementation is tested against."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -7,10 +8,9 @@ import torch
 from sgl_kernel_lazy.rope import rotate_queries
 
 
-def naive_link_extend(
+def _scores(
     q: torch.Tensor,
     k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
     qo_indptr: torch.Tensor,
     q_positions: torch.Tensor,
     kv_indptr: torch.Tensor,
@@ -23,16 +23,13 @@ def naive_link_extend(
     *,
     is_neox: bool,
     sm_scale: float,
-    dtype: torch.dtype = torch.float64,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the KV tokens j with kv_position_j <= q_position.
+    dtype: torch.dtype,
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """For each query row that sees anything: its index, the KV tokens j that it sees, and sm_scale < R(-p_j) q, k_j >.
 
-    p_j is the offset of the chunk segment that KV token j belongs to, and 0 for text. Everything after the rotation is
-    computed in `dtype`: float64 makes this the oracle, the inputs' own dtype makes it plain PyTorch.
-    Returns out [nnz_qo, num_qo_heads, head_dim] and lse [nnz_qo, num_qo_heads], both in `dtype`.
+    The KV tokens are given as indices into kv_indices [n] and as slots [n]; scores are [num_qo_heads, n], in `dtype`.
+    p_j is the offset of the chunk segment that KV token j belongs to, and 0 for text.
     """
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
     group = q.shape[1] // k_cache.shape[1]
     for b in range(len(kv_indptr) - 1):
         begin, end = int(kv_indptr[b]), int(kv_indptr[b + 1])
@@ -44,7 +41,6 @@ def naive_link_extend(
             segment_begin = segment_end
         slots = kv_indices[begin:end].long()
         keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
-        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
         for row in range(int(qo_indptr[b]), int(qo_indptr[b + 1])):
             visible = kv_positions[begin:end] <= q_positions[row]
             if not visible.any():
@@ -52,8 +48,30 @@ def naive_link_extend(
             wide = q[row].to(torch.promote_types(dtype, torch.float32)).expand(int(visible.sum()), -1, -1)
             queries = rotate_queries(wide, offsets[visible], cos_sin_cache, is_neox=is_neox, inverse=True).to(dtype)
             scores = torch.einsum("nhd,nhd->hn", queries, keys[visible]) * sm_scale
-            out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values[visible])
-            lse[row] = scores.logsumexp(dim=-1)
+            yield row, begin + visible.nonzero().squeeze(1), slots[visible], scores
+
+
+def naive_link_extend(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    *rows_and_table: torch.Tensor,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the KV tokens j with kv_position_j <= q_position.
+
+    Everything after the rotation is computed in `dtype`: float64 makes this the oracle, the inputs' own dtype makes it
+    plain PyTorch.
+    Returns out [nnz_qo, num_qo_heads, head_dim] and lse [nnz_qo, num_qo_heads], both in `dtype`.
+    """
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:2], float("-inf"), dtype=dtype, device=q.device)
+    group = q.shape[1] // k_cache.shape[1]
+    for row, _, slots, scores in _scores(q, k_cache, *rows_and_table, dtype=dtype, **options):
+        values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
+        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values)
+        lse[row] = scores.logsumexp(dim=-1)
     return out, lse
 
 
@@ -72,3 +90,14 @@ def naive_link_decode(
     return naive_link_extend(
         q, k_cache, v_cache, rows, position, kv_indptr, kv_indices, position, *segments_and_table, **options
     )
+
+
+def naive_accumulate_attention(
+    sums: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, *rows_and_table: torch.Tensor, **options: Any
+) -> None:
+    """sums[j] += sum of softmax_j(sm_scale < R(-p_j) q, k_j >) over the query rows q and heads of KV token j's request.
+
+    sums: [>= kv_indptr[-1]], in the dtype that everything after the rotation is computed in.
+    """
+    for _, seen, _, scores in _scores(q, k_cache, *rows_and_table, dtype=sums.dtype, **options):
+        sums[seen] += scores.softmax(dim=-1).sum(dim=0)

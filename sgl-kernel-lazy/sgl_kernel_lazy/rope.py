@@ -3,15 +3,18 @@
 import torch
 
 
-def rope_cos_sin(inv_freq: torch.Tensor, max_position: int) -> torch.Tensor:
+def rope_cos_sin(inv_freq: torch.Tensor, max_position: int, num_negative: int = 0) -> torch.Tensor:
     """Table of cos(p * f) | sin(p * f) for positions p in [0, max_position), computed in float64.
 
     inv_freq: [rotary_dim / 2], the layer's own inverse frequencies after any scaling (llama3, YaRN, ...).
-    Returns float32 [max_position, rotary_dim] on inv_freq's device, without any magnitude factor.
+    num_negative: so many rows follow for negative positions: of len(table) rows, row len(table) - j is position -j, as
+        Python indexes. All ops take such an index for a negative offset.
+    Returns float32 [max_position + num_negative, rotary_dim] on inv_freq's device, without any magnitude factor.
     """
     if inv_freq.dim() != 1:
         raise ValueError(f"inv_freq: expected shape [rotary_dim / 2], got {list(inv_freq.shape)}")
-    positions = torch.arange(max_position, dtype=torch.float64, device=inv_freq.device)
+    positions = torch.arange(-num_negative, max_position, dtype=torch.float64, device=inv_freq.device)
+    positions = positions.roll(-num_negative)
     angles = torch.outer(positions, inv_freq.double())
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float()
 
@@ -23,7 +26,7 @@ def rotate_queries(
 
     q: [..., num_heads, head_dim], left unchanged.
     positions: one position for all rows, or a tensor of q's leading shape [...].
-    cos_sin_cache: [max_position, rotary_dim].
+    cos_sin_cache: [num_rows, rotary_dim], see `rope_cos_sin`.
     The rotation is done in float32 (float64 for float64 input) and rounded once to q's dtype.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)

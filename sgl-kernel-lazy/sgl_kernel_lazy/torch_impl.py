@@ -5,7 +5,14 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sgl_kernel_lazy.rope import rotate_queries
-from sgl_kernel_lazy.validation import check_copy_inputs, check_decode_inputs, check_extend_inputs, check_rows
+from sgl_kernel_lazy.row_attention import attend, cached_rows, row_runs, softmax_weights
+from sgl_kernel_lazy.validation import (
+    check_accumulate_inputs,
+    check_copy_inputs,
+    check_decode_inputs,
+    check_extend_inputs,
+    check_rows,
+)
 
 # Elements of the score matrix of one step: 64 MiB of float32, or 128 of float64.
 MAX_SCORES = 1 << 24
@@ -98,8 +105,10 @@ def link_decode(
     kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
     num_segments: [bs] int32, 0 for an ordinary request.
     segment_ends: [bs, max_segments] int32, in KV tokens of the request's row; segment i begins where i - 1 ended.
-    segment_offsets: [bs, max_segments] int32.  Neither table is read beyond num_segments.
-    cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
+    segment_offsets: [bs, max_segments] int32, rows of cos_sin_cache. The offset of a segment is -j if its keys are
+        stored at positions larger than its tokens' own by j; that is row len(cos_sin_cache) - j. Neither table is read
+        beyond num_segments.
+    cos_sin_cache: [num_rows, rotary_dim] fp32, with rows for negative offsets where there are any: see `rope_cos_sin`.
     sm_scale: what scores are multiplied by, positive.
     v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
         by a scale, multiply sm_scale by it.
@@ -115,10 +124,10 @@ def link_decode(
     )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     indptr = kv_indptr.tolist()
-    for b, runs in enumerate(_runs(indptr, num_segments, segment_ends, segment_offsets)):
+    for b, runs in enumerate(row_runs(indptr, num_segments, segment_ends, segment_offsets)):
         slots = kv_indices[indptr[b] : indptr[b + 1]]
-        keys, values = _rows(k_cache, slots, q.dtype), _rows(v_cache, slots, q.dtype) * v_scale
-        row_out, row_lse = _attend(q[b : b + 1], keys, values, runs, None, cos_sin_cache, is_neox, sm_scale)
+        keys, values = cached_rows(k_cache, slots, q.dtype), cached_rows(v_cache, slots, q.dtype) * v_scale
+        row_out, row_lse = attend(q[b : b + 1], keys, values, runs, None, cos_sin_cache, is_neox, sm_scale)
         out[b] = row_out[0]
         if lse is not None:
             lse[b] = row_lse[0]
@@ -169,73 +178,66 @@ def link_extend(
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
-    for b, runs in enumerate(_runs(kv, num_segments, segment_ends, segment_offsets)):
+    for b, runs in enumerate(row_runs(kv, num_segments, segment_ends, segment_offsets)):
         slots = kv_indices[kv[b] : kv[b + 1]]
         positions = kv_positions[kv[b] : kv[b + 1]]
-        keys, values = _rows(k_cache, slots, q.dtype), _rows(v_cache, slots, q.dtype) * v_scale
-        step = max(1, MAX_SCORES // max(1, q.shape[1] * len(slots)))
-        for begin in range(qo[b], qo[b + 1], step):
-            rows = slice(begin, min(begin + step, qo[b + 1]))
+        keys, values = cached_rows(k_cache, slots, q.dtype), cached_rows(v_cache, slots, q.dtype) * v_scale
+        for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(slots)):
             visible = positions <= q_positions[rows, None]
-            out[rows], row_lse = _attend(q[rows], keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale)
+            out[rows], row_lse = attend(q[rows], keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale)
             if lse is not None:
                 lse[rows] = row_lse
     return out
 
 
-def _runs(
-    kv_indptr: Sequence[int], num_segments: torch.Tensor, segment_ends: torch.Tensor, segment_offsets: torch.Tensor
-) -> Iterator[list[tuple[int, int, int]]]:
-    """Per request, the half-open runs (begin, end, offset) of its row: its chunk segments, then its text."""
-    ends, offsets = segment_ends.tolist(), segment_offsets.tolist()
-    for b, count in enumerate(num_segments.tolist()):
-        bounds = [0, *ends[b][:count], kv_indptr[b + 1] - kv_indptr[b]]
-        yield list(zip(bounds, bounds[1:], [*offsets[b][:count], 0], strict=False))
-
-
-def _rows(cache: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The cache rows of these slots as [num_kv_heads, n, head_dim], in the type that everything is computed in.
-
-    That is wider than dtype, the queries', so that only the results are rounded to it: float32, or float64 for float32.
-    """
-    return cache[slots].to(torch.float64 if dtype == torch.float32 else torch.float32).transpose(0, 1)
-
-
-def _attend(
+def accumulate_attention(
+    sums: torch.Tensor,
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    runs: list[tuple[int, int, int]],
-    visible: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
     cos_sin_cache: torch.Tensor,
+    *,
+    max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [n_q, num_qo_heads, head_dim] over keys, values [num_kv_heads, n, head_dim] from `_rows`.
+    validate: bool = True,
+) -> None:
+    """sums[j] += sum over the query rows i and heads h of request b of softmax_j(sm_scale < R(-p_j) q[i, h], k_j >),
+    for all KV tokens j of request b's row: how much attention each of them gets.
 
-    visible: bool [n_q, n], or None where every row sees every KV token.
-    Returns out [n_q, num_qo_heads, head_dim] in q's dtype and lse [n_q, num_qo_heads] in the type of keys.
+    sums: [>= kv_indptr[-1]] fp32, in the order of kv_indices; added to in place, so that it can gather several layers.
+    q: [nnz_qo, num_qo_heads, head_dim], only the rows that count: any rows, also none, at any positions. Unlike in
+        `link_extend` they need not be the last tokens of the request's row, and the text may be in any order.
+    Other arguments and errors: `link_extend`. A query row sees the KV tokens with kv_position <= q_position, and one
+    that sees nothing adds nothing. The same call gives the same bits.
     """
-    num_rows, num_qo_heads, head_dim = q.shape
-    num_kv_heads, num_keys, _ = keys.shape
-    by_head = (num_rows, num_kv_heads, num_qo_heads // num_kv_heads)
-    wide = q.to(keys.dtype)
-    scores = wide.new_empty(num_kv_heads, num_rows * by_head[2], num_keys)
-    for begin, end, offset in runs:
-        if begin < end:
-            rotated = rotate_queries(wide, offset, cos_sin_cache, is_neox=is_neox, inverse=True) if offset else wide
-            rotated = rotated.reshape(*by_head, head_dim).transpose(0, 1).flatten(1, 2)
-            scores[:, :, begin:end] = rotated @ keys[:, begin:end].mT
-    scores *= sm_scale
-    if visible is not None:
-        scores.view(num_kv_heads, num_rows, -1, num_keys).masked_fill_(~visible[:, None], float("-inf"))
-    row_max = scores.amax(-1, keepdim=True) if num_keys else scores.new_full((*scores.shape[:2], 1), -torch.inf)
-    # A row that sees nothing has the maximum -inf; subtracting 0 instead keeps its weights exp(-inf) = 0.
-    weights = scores.sub_(row_max.masked_fill(row_max == -torch.inf, 0.0)).exp_()
-    row_sum = weights.sum(dim=-1, keepdim=True)
-    out = (weights @ values / row_sum.masked_fill(row_sum == 0, 1.0)).view(num_kv_heads, num_rows, -1, head_dim)
-    lse = (row_max + row_sum.log()).view(num_kv_heads, num_rows, -1)
-    return out.transpose(0, 1).reshape(q.shape).to(q.dtype), lse.transpose(0, 1).reshape(num_rows, num_qo_heads)
+    if validate:
+        check_accumulate_inputs(
+            sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale,
+        )  # fmt: skip
+    qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
+    for b, runs in enumerate(row_runs(kv, num_segments, segment_ends, segment_offsets)):
+        row = slice(kv[b], kv[b + 1])
+        keys, positions = cached_rows(k_cache, kv_indices[row], q.dtype), kv_positions[row]
+        for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(positions)):
+            visible = positions <= q_positions[rows, None]
+            weights, _, row_sum = softmax_weights(q[rows], keys, runs, visible, cos_sin_cache, is_neox, sm_scale)
+            sums[row] += (weights / row_sum.masked_fill(row_sum == 0, 1.0)).sum((0, 1)).float()
+
+
+def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:
+    """The query rows begin .. end in steps of at most MAX_SCORES scores."""
+    step = max(1, MAX_SCORES // max(1, scores_per_row))
+    for first in range(begin, end, step):
+        yield slice(first, min(first + step, end))
 
 
 def copy_rotated(
@@ -252,8 +254,8 @@ def copy_rotated(
 
     k_caches, v_caches: a cache of each layer, [num_slots, num_kv_heads, head_dim], all alike; KV tokens contiguous.
     source, target: [n] int32 or int64, slots; no slot is in both, none twice in target.
-    offsets: [n] int32 or int64, by how many positions each key is rotated.
-    cos_sin_cache: [max_position, rotary_dim] fp32, see `rope_cos_sin`.
+    offsets: [n] int32 or int64, by how many positions each key is rotated: rows of cos_sin_cache, as in `link_decode`.
+    cos_sin_cache: [num_rows, rotary_dim] fp32, see `rope_cos_sin`.
     Keys are rotated in float32 and rounded once to the caches' dtype.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """

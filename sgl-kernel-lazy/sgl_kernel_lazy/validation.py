@@ -163,6 +163,31 @@ def check_extend_inputs(
         raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
 
 
+def check_accumulate_inputs(
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    q_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    kv_positions: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+    segment_offsets: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    max_extend_len: int,
+    sm_scale: float,
+    kv_dtypes: Sequence[torch.dtype] = FP8,
+) -> None:
+    """Check the arguments of `accumulate_attention`: those of `link_extend` with keys alone, and sums."""
+    check_extend_inputs(
+        q, k_cache, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
+        segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, kv_dtypes=kv_dtypes,
+    )  # fmt: skip
+    check_tensor("sums", sums, (None,), (torch.float32,), q.device)
+
+
 def check_copy_inputs(
     k_caches: Sequence[torch.Tensor],
     v_caches: Sequence[torch.Tensor],

@@ -1,5 +1,7 @@
 """The cases that every implementation of both ops must pass, and what an implementation can run here."""
 
+from collections.abc import Collection
+
 import pytest
 import torch
 from ragged import DEVICE, Shape
@@ -50,6 +52,11 @@ CASES = {
             [("text", 1), ("chunk", (2, (0, 3, 4, 5, 20, 39))), ("new", 2), ("chunk", (2, (7, 8))), ("new", 1)],
         ],
     ),
+    "behind a preamble": (
+        23,
+        Shape(bs=2, rotary_dim=40, preamble=50),
+        [[("chunk", 2), ("text", 10), ("chunk", 1), ("new", 3), ("chunk", (2, (7, 8, 30))), ("new", 2)], [("new", 3)]],
+    ),
     "nothing cached is seen": (21, Shape(bs=1), [[("new", 5), ("chunk", 2), ("chunk", 1), ("new", 1)]]),
 }  # fmt: skip
 
@@ -60,11 +67,13 @@ all_cases = pytest.mark.parametrize("case", CASES)
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
-def skip_unless_supported(name: str, dtype: torch.dtype, case: str) -> None:
+def skip_unless_supported(
+    name: str, dtype: torch.dtype, case: str, in_fp16: Collection[str] = INTERPRETED_IN_FP16
+) -> None:
     """Skip what cannot run on this machine, with the reason."""
     if name != "triton" or DEVICE != "cpu":
         return
     if dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies the bit patterns of bf16 in tl.dot; bf16 runs on a GPU only")
-    if dtype == torch.float16 and case not in INTERPRETED_IN_FP16:
+    if dtype == torch.float16 and case not in in_fp16:
         pytest.skip("the interpreter is slow: without a GPU fp16 runs a few of the cases")

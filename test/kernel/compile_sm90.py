@@ -11,11 +11,12 @@ from triton.compiler import ASTSource
 
 from sgl_kernel_lazy.triton.common import LOG2E, accumulator, block_sizes, operand_size
 
+attention = importlib.import_module("sgl_kernel_lazy.triton.accumulate_attention")
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
 
-FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache")
+FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 # Of queries, and of caches that have another.
@@ -32,7 +33,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
         if name in constants:
             signature[name] = "constexpr"
             continue
-        if name == "partial_lse" or (name == "lse" and constants.get("SPLIT")):
+        if name == "partial_lse" or (name == "lse" and (constants.get("SPLIT") or "sums" in kernel.arg_names)):
             signature[name] = f"*{constants['ACC'].name}"
         elif name in FLOAT_POINTERS or (name == "out" and constants.get("SPLIT")):
             signature[name] = "*fp32"
@@ -83,6 +84,16 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
     return (main, merge) if split else (main,)
 
 
+def compile_attention(dtype, group, head_dim, rotary_dim, is_neox, extend_len):
+    blocks, launch = attention._tiles(extend_len * group, head_dim, DTYPES[dtype])
+    shared = dict(
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E,
+        ACC=accumulator(DTYPES[dtype])[0], BLOCK_SEGMENTS=16, **blocks,
+    )  # fmt: skip
+    lse = compile_kernel(attention._lse_kernel, dtype, *launch.values(), **shared)
+    return lse, compile_kernel(attention._sum_kernel, dtype, *launch.values(), **shared, NUM_KV_HEADS=8)
+
+
 def compile_copy(dtype, num_heads, head_dim, rotary_dim, is_neox):
     blocks = dict(
         BLOCK_T=copies.BLOCK_T,
@@ -110,5 +121,5 @@ QUICK = HEADS[:2]
 if __name__ == "__main__":
     for heads in QUICK if "--quick" in sys.argv else HEADS:
         links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
-        for kernel in (*links, *compile_copy(*heads)):
+        for kernel in (*links, *compile_attention(*heads, 64), *compile_copy(*heads)):
             print(*heads, kernel.metadata.name, kernel.metadata.shared, flush=True)

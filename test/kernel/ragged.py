@@ -15,7 +15,8 @@ GARBAGE = 2**30 + 7
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of one batch: heads, dimensions, pairing, dtype, and how long its prompts get."""
+    """Of one batch: heads, dimensions, pairing, dtype, how long its prompts get, and the local position from which on
+    chunks are stored, larger than 0 if they were encoded behind a preamble."""
 
     num_qo_heads: int = 4
     num_kv_heads: int = 2
@@ -28,6 +29,7 @@ class Shape:
     max_chunk_len: int = 40
     max_text_len: int = 12
     max_position: int = 2048
+    preamble: int = 0
 
 
 @dataclasses.dataclass
@@ -69,7 +71,9 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
     chunk_lens = [1, rng.randint(1, shape.max_chunk_len), shape.max_chunk_len, rng.randint(1, shape.max_chunk_len)]
     layout = layout or [random_layout(rng, shape, len(chunk_lens)) for _ in range(shape.bs)]
     cos_sin_cache = rope_cos_sin(
-        10000.0 ** -(torch.arange(0, shape.rotary_dim, 2).double() / shape.rotary_dim), shape.max_position
+        10000.0 ** -(torch.arange(0, shape.rotary_dim, 2).double() / shape.rotary_dim),
+        shape.max_position,
+        num_negative=shape.preamble,
     )
 
     def randn(n, heads):
@@ -79,7 +83,7 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
         return rotate_queries(x, positions, cos_sin_cache, is_neox=shape.is_neox)
 
     chunks = [(randn(n, shape.num_kv_heads), randn(n, shape.num_kv_heads)) for n in chunk_lens]
-    stored_k = [rotated(k, torch.arange(len(k))) for k, _ in chunks]
+    stored_k = [rotated(k, shape.preamble + torch.arange(len(k))) for k, _ in chunks]
     stored_v = [v for _, v in chunks]
     chunk_slots, next_slot = [], 0
     for n in chunk_lens:
@@ -103,7 +107,7 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
                 slots += [chunk_slots[chunk][i] for i in kept]
                 positions += at[kept].tolist()
                 ends.append(len(slots))
-                offsets.append(int(at[0]))
+                offsets.append((int(at[0]) - shape.preamble) % len(cos_sin_cache))
                 ids.append(segment_ids.setdefault(what, 7 * len(segment_ids)))
                 raw_k.append(chunks[chunk][0][kept])
                 raw_v.append(chunks[chunk][1][kept])

@@ -21,7 +21,8 @@ HALVES = [torch.float16, torch.bfloat16]
 LAYOUTS = [
     "ragged", "group of 7, interleaved", "many requests", "50 segments, spans between", "segments of one token",
     "same chunk twice", "plain requests", "plain beside linked", "empty rows", "offsets to the end",
-    "chunked prefill goes on", "cached text behind new text", "chunks with holes", "nothing cached is seen",
+    "chunked prefill goes on", "cached text behind new text", "chunks with holes", "behind a preamble",
+    "nothing cached is seen",
 ]  # fmt: skip
 
 

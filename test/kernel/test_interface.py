@@ -35,7 +35,10 @@ def test_kernels_compile_for_sm90():
     assert done.returncode == 0, done.stderr
 
 
-OPS = ("copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported")
+OPS = (
+    "accumulate_attention", "copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode",
+    "unsupported",
+)  # fmt: skip
 # What an implementation takes besides, by keyword and with a default.
 EXTRAS = {("flashinfer", "link_extend"): {"plan"}}
 

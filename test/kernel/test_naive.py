@@ -6,7 +6,7 @@ import pytest
 import torch
 from ragged import Shape, lse_error, naive, random_batch, relative_error
 
-from sgl_kernel_lazy.rope import rotate_queries
+from sgl_kernel_lazy.rope import rope_cos_sin, rotate_queries
 
 EXACT = 1e-5  # the table is float32: a rounding error of 6e-8 in cos and sin, carried into the scores
 
@@ -38,10 +38,11 @@ def attention(prompt, shape):
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [64, 24])
+@pytest.mark.parametrize("preamble", [0, 30])
 @pytest.mark.parametrize("seed", range(4))
-def test_rotating_queries_back_equals_keys_at_absolute_positions(seed, rotary_dim, is_neox):
+def test_rotating_queries_back_equals_keys_at_absolute_positions(seed, preamble, rotary_dim, is_neox):
     # The caches hold fp64 data rounded to fp32 after the rotation, hence EXACT and not fp64's own precision.
-    shape = Shape(rotary_dim=rotary_dim, is_neox=is_neox)
+    shape = Shape(rotary_dim=rotary_dim, is_neox=is_neox, preamble=preamble)
     batch = random_batch(seed, shape)
     expected = [attention(prompt, shape) for prompt in batch.prompts]
     out, lse = naive("extend", batch, torch.float64)
@@ -72,3 +73,15 @@ def test_rotate_queries(is_neox):
     assert relative_error(rotate_queries(rotated, positions, table, is_neox=is_neox, inverse=True), x) < 1e-6
     assert torch.equal(rotate_queries(x, 0, table, is_neox=is_neox, inverse=True), x)
     assert torch.equal(rotated[3:4], rotate_queries(x[3:4], int(positions[3]), table, is_neox=is_neox))
+
+
+def test_negative_positions_are_indexed_from_the_end():
+    """Row len - j of the table is position -j, and the rows before are those of a table without negative positions."""
+    inv_freq = 10000.0 ** -(torch.arange(32).double() / 32)
+    table = rope_cos_sin(inv_freq, 100, num_negative=7)
+    assert torch.equal(table[:100], rope_cos_sin(inv_freq, 100))
+    x = torch.randn(7, 3, 64, dtype=torch.float64)
+    back = torch.arange(1, 8)
+    for is_neox in (True, False):
+        rotated = rotate_queries(x, len(table) - back, table, is_neox=is_neox)
+        assert relative_error(rotated, rotate(x, -back, Shape(is_neox=is_neox))) < 1e-6

@@ -7,9 +7,18 @@ import torch
 from sgl_kernel_lazy.cuda.jit import missing
 from sgl_kernel_lazy.cuda.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.cuda.link_extend import link_extend
+from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 
-__all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
+__all__ = [
+    "accumulate_attention",
+    "copy_rotated",
+    "decode_workspace",
+    "link_decode",
+    "link_extend",
+    "plan_decode",
+    "unsupported",
+]
 
 
 def unsupported(

@@ -2,12 +2,21 @@
 
 import torch
 
+from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.common import kv_dtypes
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.triton.link_extend import link_extend
 
-__all__ = ["copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode", "unsupported"]
+__all__ = [
+    "accumulate_attention",
+    "copy_rotated",
+    "decode_workspace",
+    "link_decode",
+    "link_extend",
+    "plan_decode",
+    "unsupported",
+]
 
 
 def unsupported(

@@ -13,7 +13,7 @@ LOG2E = 1.4426950408889634
 # Arguments whose value or alignment changes from batch to batch and would each time compile a variant of no use.
 VARYING = ("bs", "nnz_qo", "num_splits", "num_spans", "stride_ends", "stride_offsets")
 UNALIGNED = (
-    "qo_indptr", "q_positions", "kv_indptr", "kv_indices", "kv_positions",
+    "sums", "qo_indptr", "q_positions", "kv_indptr", "kv_indices", "kv_positions",
     "num_segments", "segment_ends", "segment_offsets",
 )  # fmt: skip
 
@@ -66,6 +66,19 @@ def partner_dim(dim, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
 
 
 @triton.jit
+def place_in_pairs(dim, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
+    """The frequency that each dimension below ROTARY_DIM is rotated with, and whether it begins its pair."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    if IS_NEOX:
+        frequency = tl.where(dim < HALF, dim, dim - HALF)
+        begins_pair = dim < HALF
+    else:
+        frequency = dim // 2
+        begins_pair = dim % 2 == 0
+    return frequency, begins_pair
+
+
+@triton.jit
 def rotate_back(
     q, q_partner, dim, offset, cos_sin_cache, stride_position,
     ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, ACC: tl.constexpr,
@@ -76,12 +89,7 @@ def rotate_back(
     multiplies with: in q's dtype, or in ACC where q is float32.
     """
     HALF: tl.constexpr = ROTARY_DIM // 2
-    if IS_NEOX:
-        frequency = tl.where(dim < HALF, dim, dim - HALF)
-        begins_pair = dim < HALF
-    else:
-        frequency = dim // 2
-        begins_pair = dim % 2 == 0
+    frequency, begins_pair = place_in_pairs(dim, ROTARY_DIM, IS_NEOX)
     row = cos_sin_cache + offset.to(tl.int64) * stride_position
     cos = tl.load(row + frequency, mask=dim < ROTARY_DIM, other=1.0)
     sin = tl.load(row + HALF + frequency, mask=dim < ROTARY_DIM, other=0.0)
@@ -91,19 +99,27 @@ def rotate_back(
 
 
 @triton.jit
+def softmax_step(scores, row_max, SCALE_LOG2: tl.constexpr):
+    """One online-softmax step, in base 2: the weights of scores [rows, keys], -inf where a row does not see a key.
+
+    Returns (weights, decay, new_max): what was summed up under row_max is to be multiplied by decay.
+    """
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2)
+    # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    return tl.exp2(scores * SCALE_LOG2 - shift[:, None]), tl.exp2(row_max - shift), new_max
+
+
+@triton.jit
 def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr):
-    """One online-softmax step, in base 2: the state (acc, row_max, row_sum) after also seeing keys k and values v.
+    """The softmax state (acc, row_max, row_sum), in base 2, after also seeing keys k and values v.
 
     visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
     """
     scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2)
-    # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * SCALE_LOG2 - shift[:, None])
-    decay = tl.exp2(row_max - shift)
+    weights, decay, new_max = softmax_step(scores, row_max, SCALE_LOG2)
     acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * decay[:, None], input_precision="ieee", out_dtype=acc.dtype)
     return acc, new_max, row_sum * decay + tl.sum(weights, 1)
 
