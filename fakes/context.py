@@ -2,8 +2,11 @@
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
+from unittest import mock
 
 from sglang.srt import runtime_context
+from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.port import plugin
@@ -11,13 +14,17 @@ from sglang_lazy.port import plugin
 
 @contextlib.contextmanager
 def published(device: str = "cpu") -> Iterator[None]:
-    """SGLang's default flags for `device`, which its modules ask a global configuration for."""
+    """What SGLang's modules ask globals for: default flags for `device`, and a group of one rank."""
     plugin.provide_rotary_import()
     backend = "torch_native" if device == "cpu" else "triton"
     flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
     runtime_context.publish(flags, role="scheduler")
+    group = SimpleNamespace(all_reduce=lambda tensor: tensor)
     try:
-        with runtime_context.get_parallel().override(tp_rank=0, attn_cp_size=1):
+        with (
+            mock.patch.object(parallel_state, "_TP", group),
+            runtime_context.get_parallel().override(tp_rank=0, attn_cp_size=1),
+        ):
             yield
     finally:
         runtime_context.reset_context()

@@ -20,6 +20,9 @@ from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.radix import LazyRadixCache
 
+NUM_ROTATIONS = 1 << 20
+"""Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
+
 
 class Pools:
     """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it."""
@@ -51,23 +54,31 @@ class Pools:
             num_rows = len(self.rows.req_to_token)
             self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device))
         self.model_config = types.SimpleNamespace(
-            vocab_size=vocab_size, hf_eos_token_id=set(), is_encoder_decoder=False, hidden_size=64
+            vocab_size=vocab_size,
+            context_len=context_len,
+            hf_eos_token_id=set(),
+            is_encoder_decoder=False,
+            hidden_size=64,
         )
         self.runner = types.SimpleNamespace(
             req_to_token_pool=self.rows,
             model_config=self.model_config,
             ps=types.SimpleNamespace(tp_size=1),
             device=device,
+            model=torch.nn.Module(),
         )
+        self.runner.model.layers, self.runner.model.end_layer = range(2), 2
 
     def new_slots(self, size: int, device: str) -> TokenToKVPoolAllocator:
         return TokenToKVPoolAllocator(size, torch.bfloat16, device, None, need_sort=False)
 
     def new_model(self, device: str) -> ServedModel:
-        """A model of one layer, of which no KV is kept."""
-        rope = types.SimpleNamespace(cos_sin_cache=torch.zeros(1, device=device), is_neox=True)
+        """A model of two layers, whose keys are numbers that no rotation changes; no values are kept."""
+        table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
+        rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
+        self.keys = torch.zeros(self.slots.size + 1, 1, 2, device=device)
         kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
-        return ServedModel({0: (None, None)}, {0: rope}, kernels)
+        return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: rope, 1: rope}, kernels)
 
     def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:
         """A batch whose requests are about to compute their `extend_range`."""

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import zlib
 from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -11,11 +12,13 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from fakes.pools import Pools
-from fakes.requests import contents_of_chunks, positions_of
+from fakes.attention import attend
+from fakes.pools import NUM_ROTATIONS, Pools
+from fakes.requests import contents_of, contents_of_fill, kept_in, positions_of
 from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
+from sglang_lazy.policies import get_policy
 
 NOT_COMPUTED = "not computed"
 
@@ -51,13 +54,16 @@ class RecordingPools(Pools):
     """A forward pass writes `req.contents` of the tokens that it computes.
 
     waiting_locks: nodes that are locked on behalf of waiting requests, besides those of `holders` given to `check`.
-    paths: what stands before the text of each namespace, as far as prompts have named it.
+    paths: of each namespace of text, as far as prompts have named it: what stands before each of its ranges, and how
+        long these are, but for the last.
+    preambles: by what namespaces of chunks call them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.waiting_locks: list[TreeNode] = []
         self.paths: dict[Namespace, tuple] = {}
+        self.preambles: dict[Any, tuple[int, ...]] = {None: ()}
         self._seen: list[Req] = []
 
     @property
@@ -75,19 +81,32 @@ class RecordingPools(Pools):
         for req in batch.reqs:
             if req not in self._seen:
                 self._seen.append(req)
+                self._tell_contents(req)
                 self._name_paths(req)
-                if (fill := fill_of(req)) is not None:
-                    req.contents = contents_of_chunks(fill.chunks)
             end = req.kv_committed_len
             start = len(req.prefix_indices) if batch.forward_mode.is_extend() else end - 1
             row = self.rows.req_to_token[req.req_pool_idx, start:end].tolist()
             for slot, position in zip(row, positions_of(req, start, end), strict=True):
                 self.slots.compute(slot, req.contents[position])
-        current = self.rows.segment_table.current
-        if current is not None and current.rows and not any(fill_of(req) is not None for req in batch.reqs):
-            positions = [positions_of(req, len(req.prefix_indices), req.kv_committed_len) for req in batch.reqs]
-            assert current.q_positions.tolist() == [*itertools.chain(*positions)]
+                self.keys[slot, 0, 0] = 1 + zlib.crc32(repr(req.contents[position]).encode()) % 97
+        if batch.forward_mode.is_extend():
+            attend(batch, self.rows.segment_table)
         self.check_row_contents()
+
+    def _tell_contents(self, req: Req) -> None:
+        """What is known of internal requests, and of those that wait for a probe, when they run."""
+        state = linked(req)
+        if (fill := fill_of(req)) is not None:
+            req.contents = contents_of_fill(fill)
+            variant, preamble = fill.chunks[0].key.namespace.variant, tuple(fill.preamble)
+            assert self.preambles.setdefault(variant, preamble) == preamble
+            return
+        if state is not None and state.probe is not None:
+            req.layout, req.future = state.probe.parent.layout, state.probe.parent.future
+        elif not (req.layout.chunks and get_policy(req.layout.link).probes):
+            return
+        recomputes = state is not None and state.recomputes
+        req.contents = contents_of(req, kept_in(None if recomputes else state, req.layout))
 
     def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
         pairs = zip(source.tolist(), target.tolist(), strict=True)
@@ -98,12 +117,19 @@ class RecordingPools(Pools):
     def _name_paths(self, req: Req) -> None:
         """Record the path that each namespace of `req` stands for; two paths in one namespace fail."""
         state = linked(req)
-        for span in () if state is None else state.prompt.spans:
+        for span in () if state is None or state.recomputes else state.prompt.spans:
             if span.namespace is not None:
-                kind, extra_key, salt, path = req.contents[span.start]
-                before = (extra_key, salt, path[:-1])
-                assert kind == "text"
-                assert self.paths.setdefault(span.namespace, before) == before
+                kind, extra_key, salt, path = req.contents[span.ranges[-1][0]]
+                ends = [0, *(end for _, end in span.ranges)]
+                between = [path[end:start] for end, (start, _) in zip(ends, span.ranges, strict=False)]
+                lens = [end - start for start, end in span.ranges[:-1]]
+                before = (extra_key, salt, between, lens)
+                known = self.paths.get(span.namespace, before)
+                # Nothing stands behind the last kept token where another chunk does: then less is named.
+                less, more = sorted((known, before), key=lambda path: len(path[3]))
+                assert kind == "text" and less[:2] == more[:2]
+                assert all(more[i][: len(less[i])] == less[i] for i in (2, 3))
+                self.paths[span.namespace] = more
 
     # What must hold after every step
 
@@ -184,10 +210,15 @@ class RecordingPools(Pools):
     def _promise(self, namespace: Any, tokens: tuple[int, ...]) -> tuple:
         if not isinstance(namespace, Namespace):
             return ("text", namespace, None, tokens)
-        if namespace.is_chunk:
-            return ("chunk", namespace.extra_key, namespace.cache_salt, tokens)
-        extra_key, salt, path = self.paths[namespace]
-        return ("text", extra_key, salt, path + tokens)
+        if namespace.kind == "chunk":
+            return ("chunk", namespace.extra_key, namespace.cache_salt, (self.preambles[namespace.variant], tokens))
+        extra_key, salt, between, lens = self.paths[namespace]
+        path = ()
+        for fixed, count in itertools.zip_longest(between, lens, fillvalue=len(tokens)):
+            if tokens:
+                path += fixed + tokens[:count]
+                tokens = tokens[count:]
+        return ("text", extra_key, salt, path)
 
     def check_row_contents(self) -> None:
         """Every entry of a running request's row holds what its position demands."""
@@ -202,7 +233,7 @@ class RecordingPools(Pools):
         for req in self.running:
             state, index = linked(req), req.req_pool_idx
             count = int(table.num_segments[index])
-            if state is None or not state.policy.in_place:
+            if state is None or not state.policy.in_place or state.recomputes:
                 assert count == 0
                 continue
             columns = (table.ends, table.offsets, table.ids)
@@ -210,8 +241,10 @@ class RecordingPools(Pools):
             start, row = 0, self.rows.req_to_token[index].tolist()
             for (end, offset, segment_id), chunk in zip(segments, state.prompt.chunks, strict=True):
                 kept = [i for first, last in chunk.kept for i in range(first, last)]
-                assert positions_of(req, start, end) == [offset + i for i in kept]
-                assert [len(req.contents[offset + i][3]) - 1 for i in kept] == kept, "where each key was rotated to"
+                positions = positions_of(req, start, end)
+                assert positions == [chunk.start + i for i in kept]
+                rotated_to = [sum(map(len, req.contents[position][3])) - 1 for position in positions]
+                assert [(offset + i) % NUM_ROTATIONS for i in rotated_to] == positions, "where each key was rotated to"
                 if segment_id != PRIVATE_SEGMENT:
                     assert slots_by_id.setdefault(segment_id, row[start:end]) == row[start:end]
                 start = end

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.prompt import Ranges
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.core.state import fill_of, linked
+from sglang_lazy.core.state import Fill, LinkedRequest, fill_of, linked
 from sglang_lazy.policies import get_policy
 
 TEXT, CHUNK = False, True
 VOCAB_SIZE = 16
+NEUTRAL_PREAMBLE = (14, 13)
 
 
 def new_request(
@@ -30,7 +31,8 @@ def new_request(
     Beside SGLang's attributes it has:
     parts, layout: what it was made of.
     future: the tokens that it will generate, and more.
-    contents: per position, those of `future` included, what its KV depends on; see `contents_of`.
+    contents: per position, those of `future` included, what its KV depends on; see `contents_of`. None where that is
+        not known yet, since the policy chooses by a probe.
     """
     parts = list(parts)
     ids, chunks = array("q"), []
@@ -46,26 +48,34 @@ def new_request(
     req = Req(rid, "", ids, params, vocab_size=VOCAB_SIZE, extra_key=extra_key, priority=priority)
     req.parts, req.layout = parts, layout
     req.future = array("q", (1 + (len(ids) + i) % 3 for i in range(max_new_tokens + 2)))
-    req.contents = contents_of(ids, req.future, layout, extra_key)
+    policy = get_policy(layout.link) if chunks else None
+    known = policy is None or not policy.probes
+    req.contents = contents_of(req, policy.kept(layout, ids) if policy else ()) if known else None
     return req
 
 
-def contents_of(ids: array, generated: array, layout: PromptLayout, extra_key: str | None) -> list[tuple]:
-    """The semantics. A kept token of a chunk depends on its chunk so far, in whatever prompt. All others are text and
-    depend on the whole path so far: which text, and which tokens of which chunks. Either is private to those who share
-    extra_key and, from the first kept token on, the salt. The last token of a prompt is never kept.
+def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
+    """The semantics. A kept token of a chunk depends on its chunk so far and on the preamble that this was computed
+    behind, in whatever prompt. All others are text and depend on the whole path so far: which text, and which tokens of
+    which chunks. Either is private to those who share extra_key and, from the first kept token on, the salt. The last
+    token of a prompt is never kept.
+
+    kept: per chunk.
     """
-    starts = {}
-    if layout.chunks:
-        kept = get_policy(layout.link).kept(layout, ids)
-        for (start, _), ranges in zip(layout.chunks, kept, strict=True):
-            starts |= {start + i: start for begin, end in ranges for i in range(begin, end)}
-        starts.pop(len(ids) - 1, None)
+    layout, ids, extra_key = req.layout, req.origin_input_ids, req.extra_key
+    starts: dict[int, int] = {}
+    for (start, _), ranges in zip(layout.chunks, kept, strict=True):
+        starts |= {start + i: start for begin, end in ranges for i in range(begin, end)}
+    starts.pop(len(ids) - 1, None)
+    preamble = ()
+    if starts:
+        lead = tuple(ids[: layout.chunks[0][0]])
+        preamble = {"none": (), "neutral": NEUTRAL_PREAMBLE, "lead": lead}[get_policy(layout.link).preamble]
     contents, path, salt = [], (), None
-    for position, token in enumerate(ids + generated):
+    for position, token in enumerate(ids + req.future):
         if position in starts:
             salt = layout.cache_salt
-            chunk_so_far = tuple(ids[starts[position] : position + 1])
+            chunk_so_far = (preamble, tuple(ids[starts[position] : position + 1]))
             path += (chunk_so_far,)
             contents.append(("chunk", extra_key, salt, chunk_so_far))
         else:
@@ -74,14 +84,21 @@ def contents_of(ids: array, generated: array, layout: PromptLayout, extra_key: s
     return contents
 
 
-def contents_of_chunks(chunks: Iterable[ChunkSlice]) -> list[tuple]:
-    """What the KV of a fill's tokens depends on, chunk by chunk."""
-    contents = []
-    for chunk in chunks:
+def contents_of_fill(fill: Fill) -> list[tuple]:
+    """What the KV of a fill's tokens depends on, part by part: its preamble is text like that of any prompt."""
+    preamble = tuple(fill.preamble)
+    contents = [("text", fill.owner.extra_key, None, preamble[: i + 1]) for i in range(len(preamble))]
+    for chunk in fill.chunks:
         namespace, tokens = chunk.key.namespace, tuple(chunk.tokens)
         tenant = (namespace.extra_key, namespace.cache_salt)
-        contents += [("chunk", *tenant, tokens[: i + 1]) for i in range(len(tokens))]
+        contents += [("chunk", *tenant, (preamble, tokens[: i + 1])) for i in range(len(tokens))]
     return contents
+
+
+def kept_in(state: LinkedRequest | None, layout: PromptLayout) -> list[Ranges]:
+    """Per chunk of the layout, what a request keeps of it; nothing at all where it has no state."""
+    slices = {chunk.index: chunk.kept for chunk in state.prompt.chunks} if state else {}
+    return [slices.get(i, ()) for i in range(len(layout.chunks))]
 
 
 def positions_of(req: Req, start: int, end: int) -> list[int]:
@@ -89,4 +106,4 @@ def positions_of(req: Req, start: int, end: int) -> list[int]:
     if (fill := fill_of(req)) is not None:
         return fill.row.permuted(array("q", range(len(req.origin_input_ids)))).tolist()[start:end]
     state = linked(req)
-    return list(range(start, end)) if state is None else state.row.positions_of(start, end).tolist()
+    return list(range(start, end)) if state is None or state.recomputes else state.row.positions_of(start, end).tolist()

@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -11,7 +12,8 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_server_args
 
 from fakes.pools import Pools
-from sglang_lazy.core.state import fill_of
+from fakes.requests import NEUTRAL_PREAMBLE
+from sglang_lazy.core.state import is_internal
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.radix import LazyRadixCache
 
@@ -47,7 +49,9 @@ class Scheduler:
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
         if isinstance(self.tree_cache, LazyRadixCache):
-            self.tree_cache.admission = self.admission = hooks.new_admission(self, max_chunks)
+            self.tree_cache.admission = self.admission = hooks.new_admission(
+                self, max_chunks, preamble=array("q", NEUTRAL_PREAMBLE)
+            )
 
     # Arrival
 
@@ -177,7 +181,7 @@ class Scheduler:
             if req.inflight_middle_chunks > 0:
                 req.inflight_middle_chunks -= 1
             elif not req.finished() and not req.is_retracted:
-                req.output_ids.append(0 if fill_of(req) is not None else req.future[len(req.output_ids)])
+                req.output_ids.append(0 if is_internal(req) else req.future[len(req.output_ids)])
                 req.update_finish_state()
                 if req.finished():
                     release_kv_cache(req, self.tree_cache)

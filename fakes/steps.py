@@ -1,5 +1,6 @@
 """Requests taken by hand through their phases, in any pieces and any order: admission's part is done at once."""
 
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from fakes.recorder import RecordingPools
+from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, Fill, linked
@@ -22,7 +24,9 @@ class Steps(RecordingPools):
         super().__init__(*args, **kwargs)
         self.tree_cache, self.tokenizer, self.chunked_prefill_size = self.cache, None, 64
         self.store = self.cache.store
-        self.cache.admission = hooks.new_admission(self, self.rows.segment_table.max_segments)
+        self.cache.admission = hooks.new_admission(
+            self, self.rows.segment_table.max_segments, preamble=array("q", NEUTRAL_PREAMBLE)
+        )
         self.store.release_waiting_lock = self.revoke
         self.batches: dict[Req, ScheduleBatch] = {}
 
@@ -36,7 +40,7 @@ class Steps(RecordingPools):
         return self.slots.available_size() + self.cache.evictable_size() >= num_tokens
 
     def arrive(self, req: Req) -> None:
-        self.cache.admission.arrive(req)
+        self.cache.admission.arrival.receive(req)
 
     def begin(self, req: Req, num_tokens: int = ALL) -> bool:
         """Make the chunks of a request that has arrived resident, match it, and compute up to `num_tokens`."""
@@ -71,11 +75,11 @@ class Steps(RecordingPools):
 
     def _fill(self, parent: Req, chunks: list[ChunkSlice], num_tokens: int) -> bool:
         """Compute chunks of a request, `num_tokens` at a time."""
-        tokens = chunks[0].tokens[:0]
-        for chunk in chunks:
-            tokens += chunk.tokens
-        req = hooks.fill_requests(self)("fill", tokens, parent)
-        req.lazy = Fill(chunks, parent)
+        fill, tokens = Fill(chunks, parent), array("q")
+        for part in fill.parts:
+            tokens += part.tokens
+        req = hooks.internal_requests(self)("fill", tokens, parent)
+        req.lazy = fill
         if not self._match(req, num_tokens):
             return False
         while req.extend_range.end < len(tokens):

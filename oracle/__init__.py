@@ -1,1 +1,1 @@
-"""Independent truth for end-to-end tests: tiny models, a Hugging Face block-mask oracle and seeded prompts."""
+"""Independent truth for end-to-end tests: tiny models, oracles of masks and policies, seeded prompts."""

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from sglang_lazy.core.config import LazyConfig, add_cli_args, from_cli_args
-from sglang_lazy.policies import POLICIES
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 
 # Processes that SGLang spawns import this module before any of SGLang's, and SGLang does not load plugins in all of
@@ -17,7 +17,7 @@ plugin.load()
 def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
     """Our configuration, and the flags left for SGLang. Exits on bad flags of ours and on --help."""
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
-    add_cli_args(parser, tuple(POLICIES))
+    add_cli_args(parser)
     if {"-h", "--help", "--config"}.intersection(argv):
         argv = _expand(argv)
     args, rest = parser.parse_known_args(argv)
@@ -35,7 +35,7 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
 
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", description=__doc__)
     ServerArgs.add_cli_args(parser)
-    add_cli_args(parser, tuple(POLICIES))
+    add_cli_args(parser)
     if "--config" in argv:
         argv = merge_config_file(parser, argv)
     if {"-h", "--help"}.intersection(argv):
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     load_plugins()
     server_args = prepare_server_args(rest)
     try:
+        get_policy(config.default_link)  # a plugin of SGLang's may have added it
         config.check_metrics(server_args.enable_metrics)
         check_start(config, server_args)
     except ValueError as error:

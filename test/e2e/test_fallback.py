@@ -7,6 +7,8 @@ from http_prompts import GREEDY, SEGMENTS, call, generate, ids, random_prompt
 
 from sglang_lazy.testing import device_flags, running_server
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 
 @pytest.fixture(scope="module")
 def server_log(tmp_path_factory):

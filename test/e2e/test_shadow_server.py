@@ -9,12 +9,15 @@ from http_prompts import GREEDY, SEGMENTS, call, generate, ids, random_prompt
 
 from sglang_lazy.testing import device_flags, running_server
 
+pytestmark = pytest.mark.slow  # a server of its own
+
 
 @pytest.fixture(scope="module")
 def shadowing(tiny_model, tmp_path_factory):
     """URL of a server that repeats every greedy answer over chunks with link full, its default link."""
     flags = ["--model-path", tiny_model, "--max-total-tokens", "20000", *device_flags()]
     flags += ["--enable-metrics", "--lazy-shadow-rate", "1", "--lazy-default-link", "full"]
+    flags += ["--lazy-shadow-min-agreement", "0.9"]
     with running_server(flags, tmp_path_factory.mktemp("shadow") / "server.log") as url:
         yield url
 
@@ -32,8 +35,19 @@ def shadows(url):
     return {
         name.removeprefix("sglang_lazy:shadow_").removesuffix("_total"): int(value)
         for name, value in metrics(url).items()
-        if name.startswith("sglang_lazy:shadow_")
+        if name.startswith("sglang_lazy:shadow_") and name.endswith("_total")
     }
+
+
+def gauge(url, name, *labels):
+    """The value of the one series of a gauge that has these labels."""
+    lines = requests.get(url + "/metrics", timeout=60).text.splitlines()
+    (value,) = (
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(f"sglang_lazy:shadow_{name}{{") and all(label in line for label in labels)
+    )
+    return value
 
 
 def wait_until(condition, seconds=120):
@@ -67,6 +81,9 @@ def test_default_link_and_shadows(shadowing):
     assert shadows(shadowing) == expected
     assert 2 <= expected["identical_answers"] < 6, "both outcomes must occur for this test to see anything"
     assert metrics(shadowing)["sglang:num_requests_total"] == users + 6  # shadows are not counted as requests
+    for of, count in (("answers", "identical_answers"), ("first_tokens", "first_token_agreements")):
+        assert gauge(shadowing, "agreement", 'link="block"', f'of="{of}"') == pytest.approx(expected[count] / 6)
+    assert gauge(shadowing, "alarm", 'link="block"') == 0  # too few for one
 
 
 def test_what_is_and_is_not_shadowed(shadowing):

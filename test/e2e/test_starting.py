@@ -17,6 +17,7 @@ def answer_from(s, document):
     s += "Read: " + sgl.chunk(document) + " Who?" + sgl.gen("answer", max_tokens=6, temperature=0, ignore_eos=True)
 
 
+@pytest.mark.slow
 def test_local_runtime(tiny_model):
     runtime = sgl.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
     try:
@@ -45,10 +46,14 @@ def refused(*flags):
     return result.stderr
 
 
-def test_bad_flags_of_ours_are_refused():
+def test_bad_flags_of_ours_are_refused(tiny_model):
     assert "max_chunks must be at least 1" in refused("--model-path", "x", "--lazy-max-chunks", "0")
+    assert "link must be one of" in refused(
+        "--model-path", tiny_model, "--device", "cpu", "--lazy-default-link", "half"
+    )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may fit")
 def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_model):
     shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda")

@@ -10,6 +10,8 @@ from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text, token_ids
 from sglang_lazy.testing import device_flags, running_server
 
+pytestmark = pytest.mark.slow  # servers of its own
+
 POOL = 600
 POOL_WITH_COPIES = 1100
 NUM_REQUESTS = 200
@@ -35,13 +37,7 @@ def make_prompts(rng: random.Random) -> list[list]:
     return prompts
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "overlap",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("no-overlap", "retraction", "copies")),
-    ],
-)
+@pytest.fixture(scope="module", params=["overlap", "no-overlap", "retraction", "copies"])
 def small_server(request, tiny_model, tmp_path_factory):
     """retraction: SGLang takes running requests back every third step, whether memory is short or not.
 

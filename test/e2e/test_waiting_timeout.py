@@ -12,6 +12,8 @@ from oracle.block_mask import Oracle, greedy
 from oracle.scenarios import Dice
 from sglang_lazy.testing import Client, device_flags, running_server
 
+pytestmark = pytest.mark.slow  # what a waiting request leaves behind, `test/unit` asks of every step
+
 LIMIT = 2  # seconds
 PREFILL_SIZE = 8
 MAX_NEW_TOKENS = 4

@@ -14,14 +14,15 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 import sglang_lazy
 from sglang_lazy import verify
 from sglang_lazy.core import segments
-from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, LazyConfig
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.policies import POLICIES
+from sglang_lazy.policies import POLICIES, get_policy
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.cpu import CPU_SETTINGS
 from sglang_lazy.port.http import GenerateRequest
 from sglang_lazy.port.protocol import extend_protocol
+from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import COUNTERS
 
@@ -51,7 +52,8 @@ def test_flags_and_their_defaults():
     (rows,) = tables("Flags")
     check(rows, [f"--lazy-{field.name.replace('_', '-')}" for field in dataclasses.fields(LazyConfig)])
     for row, field in zip(rows, dataclasses.fields(LazyConfig), strict=True):
-        assert row[1].strip("`") == ("off" if field.default is False else str(field.default))
+        default = {"False": "off", PREAMBLE: "a sentence"}.get(str(field.default), str(field.default))
+        assert row[1].strip("`") == default
     for name, value in CPU_SETTINGS.items():
         assert f"`--{name.replace('_', '-')} {value}`" in section("Flags")
 
@@ -60,7 +62,13 @@ def test_segments_and_policies():
     check(tables("Segments")[0], segments._KEYS)
     for kind in segments._KINDS:
         assert f'`"{kind}"`' in section("Segments")
-    check(tables("Policies")[0], tuple(POLICIES))
+    policies, bases = tables("Policies")
+    check(policies, tuple(POLICIES))
+    for name, parameters, _ in policies:
+        link = name.strip("`")
+        spelled = ":".join(filter(None, [link, parameters.strip("`")]))
+        assert str(get_policy(link)) == spelled
+    assert [str(get_policy(link)) for link in names(bases)] == names(bases)
 
 
 def test_fields_of_requests():
@@ -107,8 +115,12 @@ def test_python_names():
 
 
 def test_metrics():
-    (rows,) = tables("Metrics")
-    check(rows, [f"sglang_lazy:shadow_{name}_total" for name in COUNTERS])
+    counters, gauges = tables("Metrics")
+    check(counters, [f"sglang_lazy:shadow_{name}_total" for name in COUNTERS])
+    check(gauges, [f"sglang_lazy:shadow_{name}" for name in GAUGES])
+    for row, (_, labels) in zip(gauges, GAUGES.values(), strict=True):
+        assert row[1] == ", ".join(f"`{label}`" for label in labels)
+    assert f"the last {WINDOW} answers" in gauges[0][2] and f"from {ENOUGH} answers on" in gauges[1][2]
 
 
 SOURCE = "".join(

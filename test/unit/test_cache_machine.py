@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from fakes.requests import CHUNK, TEXT, new_request
+from fakes.attention import most_attended
+from fakes.requests import CHUNK, TEXT, kept_in, new_request
 from fakes.steps import ALL, Steps
 from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import is_internal, lazy_state, linked, stand_in
 from sglang_lazy.policies import POLICIES, register
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -89,11 +91,14 @@ class CacheHistories(RuleBasedStateMachine):
         link = pick_from(self.links, pick)
         req = new_request(parts, extra_key=extra_key, cache_salt=cache_salt, link=link)
         self.pools.arrive(req)
+        assert req.to_finish is None
         self.restart(req, num_tokens)
 
     def restart(self, req, num_tokens):
-        if self.pools.begin(req, num_tokens):
-            req.phase = "extending"
+        """Begin a request, or the probe that its policy chooses by."""
+        first = stand_in(req)
+        if self.pools.begin(first, num_tokens):
+            first.phase = "extending"
         elif self.pools.running or self.pools.waiting_locks:
             self.retracted.append(req)
 
@@ -150,12 +155,14 @@ class CacheHistories(RuleBasedStateMachine):
 
     def advance_once(self, req, num_tokens):
         if req.phase == "extending":
-            if req.extend_range.end == len(req.full_untruncated_fill_ids):
-                self.pools.end_prefill(req)
-                req.phase = "decoding"
-            else:
+            if req.extend_range.end < len(req.full_untruncated_fill_ids):
                 self.pools.end_piece(req)
                 req.phase = "extended"
+            elif is_internal(req):
+                self.end_probe(req, done=True)
+            else:
+                self.pools.end_prefill(req)
+                req.phase = "decoding"
         elif req.phase == "extended":
             if self.pools.next_piece(req, num_tokens):
                 req.phase = "extending"
@@ -167,7 +174,29 @@ class CacheHistories(RuleBasedStateMachine):
         elif not self.pools.decode(req):
             self.retract(req)
 
+    def end_probe(self, req, done):
+        parent = linked(req).probe.parent
+        undecided = lazy_state(parent)
+        self.pools.release(req, is_insert=done)
+        self.retracted.append(parent)
+        if not done:
+            assert undecided.probe is not req
+            return
+        if linked(req).policy.probes != "attention":
+            assert stand_in(parent) is parent
+            return
+        chunks = parent.layout.chunks
+        best = most_attended(parent, chunks[undecided.num_chosen :], lazy_state(req).policy.ratio)
+        kept = kept_in(lazy_state(parent), parent.layout)
+        assert kept[: undecided.num_chosen] == list(undecided.kept[: undecided.num_chosen])
+        for (start, end), ranges in list(zip(chunks, kept, strict=True))[undecided.num_chosen :]:
+            computed = set(range(end - start)).difference(*(range(*pair) for pair in ranges))
+            last = {len(parent.origin_input_ids) - 1}
+            assert {start + i for i in computed} - last == best & set(range(start, end)) - last
+
     def retract(self, req):
+        if is_internal(req):
+            return self.end_probe(req, done=False)
         self.pools.release(req, is_insert=False)
         req.reset_for_retract()
         self.retracted.append(req)
@@ -251,12 +280,31 @@ class HoleHistories(CacheHistories):
     links = ("holes", "other holes", "holes", "block")
 
 
+class PolicyHistories(CacheHistories):
+    """The same where prompts recompute tokens, chunks stand behind preambles, and probes run beside others."""
+
+    pool_size = 80
+    links = (
+        "query:ratio=0.4",
+        "base+query:ratio=0.4",
+        "blend:ratio=0.4",
+        "base+static:ratio=0.4",
+        "base",
+        "base:preamble=lead",
+        "base+epic:tokens=2",
+        "epic:tokens=2",
+        "copy",
+        "block",
+    )
+
+
 CacheHistories.TestCase.settings = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, stateful_step_count=40
 )
-for few in (FrequencyHistories, CopyHistories, HoleHistories):
+for few in (FrequencyHistories, CopyHistories, HoleHistories, PolicyHistories):
     few.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
 TestCacheHistories = CacheHistories.TestCase
 TestFrequencyHistories = FrequencyHistories.TestCase
 TestCopyHistories = CopyHistories.TestCase
 TestHoleHistories = HoleHistories.TestCase
+TestPolicyHistories = PolicyHistories.TestCase

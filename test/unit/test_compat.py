@@ -11,6 +11,7 @@ from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
 from sglang.srt.server_args import ServerArgs
 
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import compat, plugin
 
@@ -200,9 +201,9 @@ def test_kernels_that_an_fp8_cache_does_not_fit(monkeypatch, kernels, changes, r
 
 def test_copies_do_not_fit_an_fp8_cache():
     """Their keys would be rounded twice."""
-    assert "fp8" in get_policy("copy").unfit(fp8_cache=True)
-    assert get_policy("copy").unfit(fp8_cache=False) is None
-    assert get_policy("block").unfit(fp8_cache=True) is None
+    assert "fp8" in get_policy("copy").unfit(ServerTraits(fp8_cache=True))
+    assert get_policy("copy").unfit(ServerTraits()) is None
+    assert get_policy("block").unfit(ServerTraits(fp8_cache=True)) is None
 
 
 def test_scales_that_the_stock_backend_does_not_apply():

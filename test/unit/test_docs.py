@@ -101,6 +101,7 @@ def test_the_policy_in_contributing_is_one():
     exec(source, names)
     ids = array("q", range(10, 20))
     layout = PromptLayout(((1, 5), (5, 6)))
-    prompt = LinkedPrompt.build(ids, layout, names["FirstToken"]().kept(layout, ids), extra_key=None)
-    assert [(chunk.start, chunk.kept) for chunk in prompt.chunks] == [(1, ((1, 4),))]
-    assert [(span.start, span.end) for span in prompt.spans] == [(0, 2), (5, 10)]
+    prompt = LinkedPrompt.build(ids, layout, names["LastTokens"]().kept(layout, ids), extra_key=None)
+    assert [(chunk.start, chunk.kept) for chunk in prompt.chunks] == [(1, ((0, 3),))]
+    assert [span.ranges for span in prompt.spans] == [((0, 1),), ((4, 10),)]
+    assert str(names["LastTokens"](tokens=2)) == "last-tokens:tokens=2"

@@ -210,12 +210,13 @@ def test_marked_text_is_sent_as_segments():
 
 def test_link_is_sent_beside_the_segments():
     server, full = Server(200), MarkedText("", link="full")
+    epic = sgl.link("base+epic").value
     marked = "a" + full + MarkedText("doc", ((0, 3),))
     send(server, "http://host/generate", json={"text": marked})
-    send(server, "http://host/generate", json={"text": [marked + "b", marked + MarkedText("", link="block")]})
+    send(server, "http://host/generate", json={"text": [marked + "b", marked + epic]})
     (_, one), (_, two) = server.calls[1:]
     assert one == {"segments": [text("a"), chunk("doc")], "link": "full"}
-    assert two["link"] == ["full", "block"] and two["segments"] == [
+    assert two["link"] == ["full", "base+epic:tokens=16"] and two["segments"] == [
         [text("a"), chunk("doc"), text("b")],
         one["segments"],
     ]
@@ -243,6 +244,8 @@ def test_link_follows_the_program(backend):
 def test_bad_links_are_refused(bad):
     with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy'"):
         sgl.link(bad)
+    with pytest.raises(ValueError, match="ratio must be of type float, got 'much'"):
+        sgl.link("query:ratio=much")
 
 
 def test_plain_text_is_sent_untouched():

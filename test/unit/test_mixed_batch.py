@@ -18,6 +18,7 @@ from sgl_kernel_lazy.naive import naive_link_extend
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.rows import FillRow
 from sglang_lazy.core.state import Fill, LinkedRequest
@@ -44,7 +45,7 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
     def __init__(self, runner):
         super().__init__(runner)
         self.link_ops = get_implementation("torch")
-        self.link_model, self.link_fp8 = SimpleNamespace(ropes={0: ROPE}), False
+        self.link_model, self.link_fp8 = ServedModel({}, {0: ROPE}, None), False
         self.link_pool = runner.token_to_kv_pool
         self.link_rows = runner.req_to_token_pool
         self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)
@@ -71,7 +72,7 @@ def fill(chunk_lens, cached, computed=0, extend_len=None):
     prefix_len = sum(cached) + computed
     extend_len = sum(chunk_lens) - prefix_len if extend_len is None else extend_len
     state = Fill(chunks, None)
-    state.row = FillRow(chunks, cached)
+    state.row = FillRow([chunk.num_tokens for chunk in chunks], cached, has_preamble=False)
     return request(prefix_len, extend_len, fill=state)
 
 

@@ -10,6 +10,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import Fill
 from sglang_lazy.port import model_runner as hooks
@@ -17,14 +18,17 @@ from sglang_lazy.port.model_runner import can_run_prefill_graph
 
 LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
 
+MODEL = ServedModel({}, {0: SimpleNamespace(cos_sin_cache=torch.zeros(64, 2))}, None)
+
 
 def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):
-    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=None))
+    pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=MODEL))
     runner = SimpleNamespace(
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
         ps=SimpleNamespace(tp_size=tp_size),
         device="cuda",
+        model=torch.nn.Module(),
     )
     graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 2048, 2304, 8192])
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
@@ -56,7 +60,7 @@ def test_others_are_left_to_sglang():
 def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
     """More kernels than the device can follow would hold up the host."""
     runner = SimpleNamespace(
-        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=None), size=7),
+        req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=MODEL), size=7),
         model_config=SimpleNamespace(hidden_size=LARGE),
         ps=SimpleNamespace(tp_size=1),
         device=device,
@@ -75,7 +79,7 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
 
 def test_plain_decode_is_recognised_at_once():
     """Requests are not asked where no row has chunks, and are where one has."""
-    table = SegmentTable(2, 1, "cpu", model=None)
+    table = SegmentTable(2, 1, "cpu", model=MODEL)
     batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
     key = ChunkKey(b"", Namespace("chunk", None, None))

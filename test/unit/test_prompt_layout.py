@@ -1,5 +1,6 @@
 """How a prompt is cut into slices of chunks and text spans, how these are named, and the order of its row."""
 
+import itertools
 from array import array
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.prompt import LinkedPrompt, positions_in
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.segments import PromptLayout
 
@@ -30,7 +31,7 @@ def chunks_with_holes(draw):
 segments = st.lists(st.one_of(st.tuples(st.just(TEXT), tokens), chunks_with_holes()), min_size=1, max_size=5)
 
 
-def build(segments, extra_key=None, cache_salt=None):
+def build(segments, extra_key=None, cache_salt=None, preamble=None):
     """The prompt of `segments`: pairs of CHUNK, TEXT, or the ranges of a chunk that are kept, and tokens."""
     ids, chunks, kept = array("q"), [], []
     for use, segment in segments:
@@ -38,7 +39,7 @@ def build(segments, extra_key=None, cache_salt=None):
             chunks.append((len(ids), len(ids) + len(segment)))
             kept.append(((0, len(segment)),) if use is CHUNK else use)
         ids.extend(segment)
-    return ids, LinkedPrompt.build(ids, PromptLayout(tuple(chunks), cache_salt), kept, extra_key)
+    return ids, LinkedPrompt.build(ids, PromptLayout(tuple(chunks), cache_salt), kept, extra_key, preamble)
 
 
 def path_before(segments, start):
@@ -61,7 +62,7 @@ def path_before(segments, start):
 def rows(draw):
     """A prompt, how much of each span is cached, and how many tokens were generated before."""
     ids, prompt = build(draw(segments))
-    cached = [draw(st.integers(0, span.end - span.start)) for span in prompt.spans]
+    cached = [draw(st.integers(0, len(positions_in(span.ranges)))) for span in prompt.spans]
     return ids, prompt, cached, draw(st.integers(0, 3))
 
 
@@ -72,7 +73,8 @@ def test_cut_covers_every_position_once(segments):
     ids, prompt = build(segments)
     pieces = [piece for chunk in prompt.chunks for piece in chunk.positions]
     assert prompt.num_chunk_tokens == sum(end - start for start, end in pieces)
-    pieces += [(span.start, span.end) for span in prompt.spans]
+    pieces += [piece for span in prompt.spans for piece in span.ranges]
+    assert all(one.end <= other.start for one, other in itertools.pairwise(prompt.spans))
     covered = [position for start, end in sorted(pieces) for position in range(start, end)]
     assert covered == list(range(len(ids)))
     assert prompt.spans[-1].end == len(ids)
@@ -132,9 +134,10 @@ def test_row_queries_match_brute_force(row_case, data):
     row_len = data.draw(st.integers(prompt.num_chunk_tokens + sum(cached), len(entries)))
     present = set(entries[:row_len])
     for i, span in enumerate(prompt.spans):
-        end = len(entries) if i == len(prompt.spans) - 1 else span.end
-        count = next((p - span.start for p in range(span.start, end) if p not in present), end - span.start)
+        positions = positions_in(span.up_to(len(entries)) if i == len(prompt.spans) - 1 else span.ranges).tolist()
+        count = next((k for k, position in enumerate(positions) if position not in present), len(positions))
         assert row.available(i, row_len) == count
+        assert positions_in(span.first(count)).tolist() == positions[:count]
 
 
 def test_chunk_last_leaves_its_last_token_in_context():
@@ -142,7 +145,7 @@ def test_chunk_last_leaves_its_last_token_in_context():
     ids, prompt = build([(TEXT, (9,)), (CHUNK, (1, 2, 3))])
     (chunk,) = prompt.chunks
     assert (chunk.start, chunk.kept, chunk.tokens) == (1, ((0, 2),), array("q", [1, 2, 3]))
-    assert [(span.start, span.end) for span in prompt.spans] == [(0, 1), (3, 4)]
+    assert [span.ranges for span in prompt.spans] == [((0, 1),), ((3, 4),)]
 
 
 def test_chunk_of_one_token_last_is_text():
@@ -157,7 +160,23 @@ def test_adjacent_chunks_have_no_text_between():
     """No span is made for text that is not there."""
     _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3,)), (TEXT, (4,))])
     assert [chunk.positions for chunk in prompt.chunks] == [[(0, 2)], [(2, 3)]]
-    assert [(span.start, span.end) for span in prompt.spans] == [(3, 4)]
+    assert [span.ranges for span in prompt.spans] == [((3, 4),)]
+
+
+def test_tokens_between_kept_ones_are_one_span_with_the_text_behind():
+    """What precedes the first kept token belongs to the text before the chunk."""
+    _, prompt = build([(TEXT, (9,)), (((1, 2), (3, 4)), (1, 2, 3, 4, 5)), (TEXT, (8,)), (CHUNK, (1,)), (TEXT, (7,))])
+    assert [span.ranges for span in prompt.spans] == [((0, 2),), ((3, 4), (5, 7)), ((8, 9),)]
+
+
+def test_a_preamble_is_part_of_what_chunks_and_text_behind_them_depend_on():
+    """But not of leading text, nor of a prompt without slices."""
+    segments = [(TEXT, (7,)), (CHUNK, (1, 2)), (TEXT, (3,))]
+    prompts = [build(segments, preamble=array("q", ids))[1] for ids in ((), (1,), (1, 2))]
+    assert len({prompt.chunks[0].key for prompt in prompts}) == 3
+    assert len({prompt.spans[1].namespace for prompt in prompts}) == 3
+    assert {prompt.spans[0].namespace for prompt in prompts} == {None}
+    assert [prompt.chunks[0].offset for prompt in prompts] == [1, 0, -1]
 
 
 @pytest.mark.parametrize("token", [-1, 1 << 31, (1 << 32) + 1])
@@ -179,11 +198,19 @@ def test_same_chunk_has_one_key():
 @repeatable
 @given(segments, segments, tenants, tenants)
 def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
-    """Text after chunks shares a namespace exactly where the path before it and the tenant are the same."""
+    """Text after chunks shares a namespace exactly where the path up to the last kept token and the tenant are the
+    same."""
     prompts = []
     for segments, tenant in ((one, one_tenant), (other, other_tenant)):
         _, prompt = build(segments, *tenant)
-        prompts.append([(span, path_before(segments, span.start), tenant) for span in prompt.spans if span.namespace])
+        ends = [chunk.positions[-1][1] for chunk in prompt.chunks]
+        prompts.append(
+            [
+                (span, path_before(segments, max(end for end in ends if end <= span.ranges[-1][0])), tenant)
+                for span in prompt.spans
+                if span.namespace
+            ]
+        )
     for span, path, tenant in prompts[0]:
         for other_span, other_path, other_tenant in prompts[1]:
             assert (span.namespace == other_span.namespace) == (path == other_path and tenant == other_tenant)

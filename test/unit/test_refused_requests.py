@@ -7,6 +7,7 @@ import pytest
 
 from fakes.loop import QUESTION, A, Loop
 from fakes.requests import contents_of, new_request
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.port import scheduler as hooks
@@ -56,7 +57,8 @@ def test_refused_requests_are_answered_beside_others():
     scheduler = Loop()
     refused = request_with("not json")
     scheduler._add_request_to_queue(refused)
-    refused.contents = contents_of(refused.origin_input_ids, refused.future, PromptLayout(()), None)
+    refused.layout = PromptLayout(())
+    refused.contents = contents_of(refused, ())
     served = scheduler.submit([A, QUESTION], "served", max_new_tokens=2)
     scheduler.run()
     assert refused.finished() and len(served.output_ids) == 2
@@ -87,7 +89,8 @@ def test_without_chunk_reuse_chunks_are_refused(link):
 def test_copies_beside_an_fp8_cache_are_refused():
     """Their keys would be rounded a second time; in place they are read as they are."""
     scheduler = Loop()
-    scheduler.admission.fp8_cache = True
+    arrival = scheduler.admission.arrival
+    arrival.limits = arrival.limits._replace(traits=ServerTraits(fp8_cache=True))
     refused, served = (scheduler.submit([A, QUESTION], link, link=link) for link in ("copy", "block"))
     assert "fp8" in refused.to_finish.message and served.to_finish is None
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
+from fakes.pools import Pools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.steps import Steps
 from sglang_lazy.attention.table import SegmentTable
@@ -102,7 +103,7 @@ def test_client_keys_reach_no_private_namespace(forge):
 
 def test_segment_table_rows_follow_their_requests():
     """A row shows the slices of the request it was given to last, none for an ordinary one; others keep every bit."""
-    table = SegmentTable(num_rows=6, max_segments=5, device="cpu", model=None)
+    table = SegmentTable(num_rows=6, max_segments=5, device="cpu", model=Pools(1).new_model("cpu"))
     tensors = table.num_segments, table.ends, table.offsets, table.ids
     for tensor in tensors[1:]:
         tensor.fill_(-7)

@@ -72,10 +72,10 @@ def test_chunks_keep_their_boundaries_and_tokens(tokenizer, template):
         part("chunk", "the sea"),
         part("text", "Who?"),
         cache_salt="s",
-        link="copy",
+        link="base+epic",
     )
     input_ids, layout = convert(serving, request)
-    assert layout.cache_salt == "s" and layout.link == "copy"
+    assert layout.cache_salt == "s" and layout.link == "base+epic:tokens=16"
     chunks = [tokenizer.decode(input_ids[start:end]) for start, end in layout.chunks]
     expected = [" the hills\n", "the sea"] * (2 if template == "twice" else 1)
     assert [chunk.strip(" ") for chunk in chunks] == [chunk.strip(" ") for chunk in expected]
@@ -137,6 +137,8 @@ def test_what_chunk_parts_do_not_go_with(tokenizer):
         convert(Serving(tokenizer), chat(part("chunk", "the sea"), cache_salt=""))
     with pytest.raises(ValueError, match="link must be one of"):
         convert(Serving(tokenizer), chat(part("chunk", "the sea"), link="half"))
+    with pytest.raises(ValueError, match="ratio must be above 0 and at most 1, got 0.0"):
+        convert(Serving(tokenizer), chat(part("chunk", "the sea"), link="query:ratio=0"))
     with pytest.raises(ValueError, match="link needs a prompt with chunk parts"):
         convert(Serving(tokenizer), chat(part("text", "the sea"), link="full"))
 

@@ -37,9 +37,10 @@ def convert(serving=None, **body):
 
 
 def test_one_prompt():
-    adapted, request = convert(segments=[TEXT, CHUNK], link="copy", cache_salt="s", extra_key="e", n=2)
+    link = "base:preamble=lead+query:ratio=0.3"
+    adapted, request = convert(segments=[TEXT, CHUNK], link=link, cache_salt="s", extra_key="e", n=2)
     assert adapted.text is None and adapted.input_ids == request.prompt == [1, 2, 3]
-    assert layout_of(adapted) == PromptLayout(((1, 3),), "s", "copy")
+    assert layout_of(adapted) == PromptLayout(((1, 3),), "s", link)
     assert adapted.extra_key == "e" and adapted.sampling_params["n"] == 2
 
 
@@ -66,6 +67,7 @@ def test_plain_prompts_are_sglangs_own():
         ({"segments": [CHUNK], "suffix": "x"}, "segments cannot be combined with suffix"),
         ({"segments": [CHUNK], "salt": "x"}, "did you mean 'cache_salt'"),
         ({"segments": [CHUNK], "cache_salt": ""}, "cache_salt must be a non-empty string"),
+        ({"segments": [CHUNK], "link": "epic:tokens=-1"}, "tokens must be at least 1, got -1"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
     ],
 )

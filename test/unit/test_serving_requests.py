@@ -106,9 +106,33 @@ def test_bad_input(segments, cache_salt, params, reason):
         to_generate_args(manager(), segments, cache_salt, params)
 
 
+def test_links_with_parameters_travel_in_full():
+    for link, spelled in (("epic:tokens=4", "epic:tokens=4"), ("base+query", "base+query:ratio=0.15")):
+        args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
+        assert layout_in(args["sampling_params"], 2).link == spelled
+
+
+@pytest.mark.parametrize(
+    "link, reason",
+    [
+        ("epic:tokens=0", "tokens must be at least 1, got 0"),
+        ("epic:tokens=many", "tokens must be of type int, got 'many'"),
+        ("query:ratio=2", "ratio must be above 0 and at most 1, got 2.0"),
+        ("query:share=0.1", "policy 'query' takes ratio, got 'share=0.1'"),
+        ("block:tokens=1", "policy 'block' has no parameters, got 'tokens=1'"),
+        ("base:preamble=mine", "preamble must be one of none, neutral, lead, got 'mine'"),
+        ("base+full", "full computes no chunks, so they can stand behind no preamble"),
+        ("base+", "link must be one of"),
+    ],
+)
+def test_bad_parameters(link, reason):
+    with pytest.raises(ValueError, match=reason):
+        to_generate_args(manager(), [chunk(1), text(2)], link=link)
+
+
 @pytest.mark.parametrize("link", ["blok", "", 1, ["block"], {}])
 def test_bad_link(link):
-    known = "link must be one of 'block', 'full', 'copy', got"
+    known = "link must be one of 'block', 'full', 'copy'"
     with pytest.raises(ValueError, match=f"{known}|link has 1 values for a batch of 2"):
         to_generate_args(manager(), [[chunk(1)]] * 2, link=link)
     with pytest.raises(ValueError, match=known):

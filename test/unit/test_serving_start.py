@@ -84,12 +84,14 @@ def test_bad_values(bad):
         LazyConfig(**bad)
 
 
-def test_an_unknown_policy_is_refused():
+def test_an_unknown_policy_is_refused(no_start):
     for make in (Engine, Runtime):
-        with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy', got 'half'"):
+        with pytest.raises(ValueError, match="link must be one of 'block', 'full', 'copy'.* got 'half'"):
             make(model_path="m", lazy_default_link="half")
-    with pytest.raises(SystemExit):
-        launch_server.parse_args(["--lazy-default-link", "half"])
+        with pytest.raises(ValueError, match="ratio must be above 0"):
+            make(model_path="m", lazy_default_link="query:ratio=0")
+    with pytest.raises(SystemExit, match="error: .*tokens must be at least 1, got 0"):
+        launch_server.main(["--model-path", "m", "--lazy-default-link", "epic:tokens=0"])
 
 
 def test_flags():

@@ -1,6 +1,7 @@
 """Shadow mode against a stand-in for SGLang: what is compared, what is counted, and that users come first."""
 
 import asyncio
+import logging
 from collections import Counter
 from types import SimpleNamespace
 
@@ -11,7 +12,8 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.shadow import abort_with_all, attach_shadow, give_way, make_idle
 from sglang_lazy.port.tokenizer_manager import report_chunks
-from sglang_lazy.serving import shadow
+from sglang_lazy.serving import agreement, shadow
+from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW, RecentAgreement
 from sglang_lazy.serving.requests import layout_of
 from sglang_lazy.serving.shadow import COUNTERS
 
@@ -78,7 +80,8 @@ def run(scenario, rate=1.0):
     async def play():
         manager, counts = Manager(), Counter()
         counters = {name: SimpleNamespace(inc=lambda name=name: counts.update([name])) for name in COUNTERS}
-        subject = attach_shadow(manager, rate, counters)
+        recent = RecentAgreement(0, lambda name, value, **labels: None)
+        subject = attach_shadow(manager, rate, counters, recent)
         await scenario(manager, subject)
         if subject.under_way:
             await asyncio.wait_for(subject._task, 5)
@@ -262,6 +265,75 @@ def test_finished_answers_over_reused_chunks_are_offered(link, kind, output_ids,
     run(scenario)
 
 
+# recent agreement
+
+
+class Gauges(dict):
+    """The last value of each gauge by its name and labels; unknown ones are refused."""
+
+    def __call__(self, name, value, **labels):
+        assert set(labels) == set(GAUGES[name][1])
+        self[(name, *labels.values())] = value
+
+
+def test_agreement_is_that_of_the_last_answers_of_each_link():
+    gauges = Gauges()
+    recent = RecentAgreement(0, gauges)
+    for index in range(WINDOW):
+        recent.add("block", answer=False, first_token=index % 2 == 0)
+    recent.add("base", answer=True, first_token=True)
+    assert gauges["agreement", "block", "answers"] == 0 and gauges["agreement", "block", "first_tokens"] == 0.5
+    assert gauges["agreement", "base", "answers"] == gauges["agreement", "base", "first_tokens"] == 1
+    for _ in range(WINDOW // 4):
+        recent.add("block", answer=True, first_token=True)
+    assert gauges["agreement", "block", "answers"] == 0.25 and gauges["agreement", "block", "first_tokens"] == 0.625
+    assert gauges["alarm", "block"] == gauges["alarm", "base"] == 0  # without a minimum there is no alarm
+
+
+def test_an_alarm_rises_once_per_fall_and_ends(caplog):
+    caplog.set_level(logging.WARNING, logger=RecentAgreement.__module__)  # an engine in this process may have raised it
+    gauges = Gauges()
+    recent = RecentAgreement(0.5, gauges)
+
+    def add(count, same):
+        for _ in range(count):
+            recent.add("block", answer=same, first_token=True)
+            recent.add("base", answer=True, first_token=False)
+        assert gauges["alarm", "base"] == 0
+        return gauges["alarm", "block"], len(caplog.records)
+
+    assert add(ENOUGH - 1, False) == (0, 0)  # too few to tell
+    assert add(1, False) == (1, 1)
+    assert add(ENOUGH - 1, True) == (1, 1)
+    assert add(1, True) == (0, 1)  # half of them
+    assert add(5, False) == (1, 2)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert f"link block, 0.000 of the last {ENOUGH} answers" in first and "less than --lazy-shadow-min-" in second
+
+
+def test_series_of_metrics_are_bounded(monkeypatch):
+    monkeypatch.setattr(agreement, "_MAX_LINKS", 2)
+    gauges = Gauges()
+    recent = RecentAgreement(0, gauges)
+    for link in ("block", "base", "epic:tokens=1", "block"):
+        recent.add(link, answer=link == "block", first_token=True)
+    assert {key[1] for key in gauges} == {"block", "base"}
+
+
+def test_a_comparison_counts_for_its_link():
+    async def scenario(manager, subject):
+        subject.recent = SimpleNamespace(add=lambda *outcome: seen.append(outcome))
+        for tokens in ([7, 8], ANSWER):
+            subject.offer(user_request(), PromptLayout(LAYOUT.chunks, link="base"), ANSWER)
+            await manager.next_request()
+            manager.reply(tokens)
+            await asyncio.wait([subject._task])
+
+    seen = []
+    run(scenario)
+    assert seen == [("base", False, True), ("base", True, True)]
+
+
 # where it is refused
 
 
@@ -269,6 +341,13 @@ def test_finished_answers_over_reused_chunks_are_offered(link, kind, output_ids,
 def test_a_rate_that_is_no_fraction(rate):
     with pytest.raises(ValueError, match="shadow_rate must be between 0 and 1"):
         LazyConfig(shadow_rate=rate)
+
+
+def test_a_minimum_that_is_no_share_or_watches_nothing():
+    with pytest.raises(ValueError, match="shadow_min_agreement must be between 0 and 1"):
+        LazyConfig(shadow_rate=0.1, shadow_min_agreement=90)
+    with pytest.raises(ValueError, match="set shadow_rate, too"):
+        LazyConfig(shadow_min_agreement=0.9)
 
 
 def test_where_nobody_would_see_it(monkeypatch):

@@ -5,6 +5,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
@@ -23,8 +24,8 @@ def fits(monkeypatch):
     pool = SimpleNamespace(req_to_token=[None] * 3)
     return SimpleNamespace(
         req_to_token_pool=pool,
-        server_args=None,
-        model=None,
+        server_args=SimpleNamespace(enable_mixed_chunk=False),
+        model=torch.nn.Module(),
         model_config=SimpleNamespace(context_len=8, hidden_size=8),
         device="cpu",
         dtype=None,

@@ -7,11 +7,12 @@ import random
 import pytest
 
 from sglang_lazy import chunk
-from sglang_lazy.verify import Thresholds, __main__, verify
+from sglang_lazy.policies import get_policy
+from sglang_lazy.verify import ALL, Report, Thresholds, __main__, cost, verify
 from sglang_lazy.verify.cases import Prompt, parse_prompt, read_prompts
-from sglang_lazy.verify.compare import TOP_TOKENS, Comparison, kl_divergence
+from sglang_lazy.verify.compare import TOP_TOKENS, Answer, Comparison, LinkedAnswer, kl_divergence
+from sglang_lazy.verify.policies import parse_policies
 from sglang_lazy.verify.prompts import INSTRUCTION, retrieval_segments
-from sglang_lazy.verify.report import summarize
 from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
 # prompts
@@ -139,30 +140,50 @@ def test_kl_where_rounding_leaves_nothing_for_the_rest():
 
 
 class TableModel:
-    """Next tokens depend on the last token, the number of tokens since the question, and how chunks are linked."""
+    """Next tokens depend on the question, the number of tokens since, and on the link where it matters.
+
+    differs: by link, the questions that it answers in its own way.
+    recomputed: by link, how many of a chunk's 20 tokens are not reused.
+    ms: by link, how long a prompt takes, by a clock of the model's own.
+    """
 
     vocab_size = 50
 
-    def __init__(self, differs):
-        self.differs = differs
+    def __init__(self, differs=None, recomputed=None, ms=None):
+        self.differs = differs or {}
+        self.recomputed = recomputed or {}
+        self.ms = ms or {}
+        self.now = 0.0
         self.calls = []
 
+    def perf_counter(self):
+        return self.now
+
     def logprobs(self, link, question, position):
-        rng = random.Random(f"{question} {position} {link if question in self.differs else ''}")
+        own = link if question in self.differs.get(link, ()) else ""
+        rng = random.Random(f"{question} {position} {own}")
         return normalized({token: math.exp(rng.gauss(0, 3)) for token in range(self.vocab_size)})
 
     def __call__(self, segments, link, sampling_params, **wanted):
-        self.calls.append((len(segments), link, wanted))
+        self.calls.append((segments, link, sampling_params["max_new_tokens"], wanted))
+        link = link or "block"
+        self.now += self.ms.get(link, 0) / 1000 * len(segments)
         return [self.one(index, prompt, link, sampling_params, wanted) for index, prompt in enumerate(segments)]
 
     def one(self, index, prompt, link, params, wanted):
-        if params["max_new_tokens"] == 0:
+        prompt_tokens = {"full": 3, "block": 3}.get(link, 5)  # some policies add tokens to the prompt
+        meta_info = {"link": link, "prompt_tokens": prompt_tokens}
+        if link != "full":
+            chunks = [{"tokens": 20} for segment in prompt if segment["type"] == "chunk"]
+            reused = sum(chunk["tokens"] - self.recomputed.get(link, 0) for chunk in chunks)
+            meta_info |= {"chunks": chunks, "cached_tokens_details": {"chunk": reused}}
+        if "token_ids_logprob" in wanted:
             *prompt, answer = prompt
-            assert answer["type"] == "text" and wanted["logprob_start_len"][index] == 2
+            assert answer["type"] == "text" and wanted["logprob_start_len"][index] == prompt_tokens - 1
             ids = wanted["token_ids_logprob"][index]
             rows = [self.logprobs(link, prompt[-1]["text"], at) for at in range(len(answer["input_ids"]))]
             rows = [None, *([[row[token], token, None] for token in ids] for row in rows)]
-            return {"meta_info": {"input_token_ids_logprobs": rows}}
+            return {"meta_info": {**meta_info, "input_token_ids_logprobs": rows}}
         rows = [self.logprobs(link, prompt[-1]["text"], at) for at in range(params["max_new_tokens"])]
         best = [sorted(row, key=row.get, reverse=True) for row in rows]
         answer = [ranked[0] for ranked in best]
@@ -171,86 +192,221 @@ class TableModel:
         ]
         return {
             "text": " ".join(map(str, answer)), "output_ids": answer,
-            "meta_info": {"prompt_tokens": 3, "output_top_logprobs": top},
+            "meta_info": {**meta_info, "output_top_logprobs": top},
         }  # fmt: skip
 
 
+OTHER = {"type": "chunk", "text": "another doc"}
+
+
 def questions(count):
-    return [{"segments": [CHUNK, {"type": "text", "text": f"{index}?"}]} for index in range(count)]
+    return [
+        {"segments": [{"type": "chunk", "text": f"doc {index}"}, OTHER, {"type": "text", "text": f"{index}?"}]}
+        for index in range(count)
+    ]
 
 
 def test_the_same_model_agrees_with_itself():
-    model = TableModel(differs=())
+    model = TableModel()
     report = verify(model, questions(40), Thresholds(min_agreement=1, min_first_token_agreement=1, max_kl=0))
-    values = {name: metric.value for name, metric in report.metrics.items()}
-    assert values.pop("kl_mass") > 0.9
+    values = {name: metric.value for name, metric in report.policies["block"].metrics.items()}
+    assert values.pop("kl_mass") > 0.9 and values.pop("ttft_ms") > 0
     assert values == {
-        "agreement": 1, "first_token_agreement": 1, "common_prefix": 1, "kl_first_token": 0, "kl_answer": 0
+        "agreement": 1, "first_token_agreement": 1, "common_prefix": 1, "kl_first_token": 0, "kl_answer": 0,
+        "recomputed": 0,
     }  # fmt: skip
-    assert report.passed is True and str(report).endswith("PASS")
-    sizes = [size for size, link, wanted in model.calls if link == "full"]
-    assert sizes == [16, 16, 8] and len(model.calls) == 9
+    assert report.passed is True and str(report).endswith("PASS: --lazy-default-link block")
+    answered = [len(segments) for segments, link, new, _ in model.calls if link == "full" and new == 32]
+    assert answered == [16, 16, 8]
 
 
 def test_differences_are_found_where_they_are():
-    differs = {"1?", "4?", "20?"}
+    differs = {"block": {"1?", "4?", "20?"}, "base": {"4?"}}
     model = TableModel(differs)
-    report = verify(model, questions(30), Thresholds(min_agreement=0.95, max_kl=10), max_new_tokens=4)
+    thresholds = Thresholds(min_agreement=0.95, max_kl=10)
+    report = verify(model, questions(30), thresholds, policies=["block", "base", "block"], max_new_tokens=4)
+    assert list(report.policies) == list(report.comparisons[0].linked) == ["block", "base"]
     for index, one in enumerate(report.comparisons):
         question = f"{index}?"
-        assert (one.full == one.block) == (question not in differs)
-        for position in range(4):
-            p, q = (model.logprobs(link, question, position) for link in ("full", "block"))
-            exact = sum(math.exp(p[token]) * (p[token] - q[token]) for token in p)
-            assert one.kl[position] <= exact + 1e-9 and one.kl[position] == pytest.approx(exact, abs=0.2 * exact + 1e-9)
-    assert report.metrics["agreement"].value == 27 / 30 and report.metrics["agreement"].passed is False
-    assert report.metrics["kl_first_token"].passed is True and report.metrics["kl_answer"].threshold is None
-    assert report.passed is False and str(report).endswith("FAIL")
-    assert json.loads(json.dumps(report.to_dict()))["comparisons"][1]["full"] == report.comparisons[1].full
+        for link, linked in one.linked.items():
+            assert (one.full.tokens == linked.tokens) == (question not in differs[link])
+            for position in range(4):
+                p, q = (model.logprobs(way, question, position) for way in ("full", link))
+                exact = sum(math.exp(p[token]) * (p[token] - q[token]) for token in p)
+                assert linked.kl[position] <= exact + 1e-9
+                assert linked.kl[position] == pytest.approx(exact, abs=0.2 * exact + 1e-9)
+    block, base = (report.policies[link].metrics for link in ("block", "base"))
+    assert block["agreement"].value == 27 / 30 and block["agreement"].passed is False
+    assert block["kl_first_token"].passed is True and block["kl_answer"].threshold is None
+    assert base["agreement"].value == 29 / 30 and base["agreement"].passed is True
+    assert report.passed is True and report.recommended == "base"
+    assert "FAIL: same answer" in str(report) and str(report).endswith("PASS: --lazy-default-link base")
+    written = json.loads(json.dumps(report.to_dict()))
+    assert written["recommended"] == "base" and written["policies"]["block"]["passed"] is False
+    assert written["comparisons"][1]["linked"]["base"]["tokens"] == report.comparisons[1].linked["base"].tokens
+
+
+def test_each_policy_has_a_cache_of_its_own():
+    """What one has computed would shorten another's times, and what a server has cached already would shorten all."""
+    model = TableModel()
+    for _ in range(2):
+        verify(model, questions(3), policies=["block", "base"])
+    salts = {}
+    for _, link, _, wanted in model.calls:
+        if "cache_salt" in wanted:
+            salts.setdefault(link, set()).add(wanted["cache_salt"])
+    assert {link: len(of_link) for link, of_link in salts.items()} == {"full": 2, "block": 2, "base": 2}
+    assert len(set().union(*salts.values())) == 6
+
+
+def test_answers_are_scored_before_the_same_documents_have_another_question():
+    """A policy that chooses by the question would choose by the answer, too, where it has forgotten its choice."""
+    model = TableModel()
+    docs = [chunk("doc"), OTHER]
+    prompts = [{"segments": [*docs, {"type": "text", "text": f"{index}?"}]} for index in range(2)]
+    verify(model, [*prompts, *questions(2)], policies=["query"])
+    sizes = [len(segments) for segments, link, _, wanted in model.calls if "token_ids_logprob" in wanted]
+    assert sizes == [1, 3]
+
+
+# cost
+
+
+def test_costs_are_those_of_cached_documents_in_a_new_order(monkeypatch):
+    model = TableModel(recomputed={"block": 0, "epic": 5}, ms={"full": 30, "block": 4, "epic": 10})
+    monkeypatch.setattr(cost, "time", model)
+    a, b, c = ({"type": "chunk", "text": name} for name in "abc")
+    between, question = {"type": "text", "text": "then"}, {"type": "text", "text": "?"}
+    report = verify(model, [{"segments": [a, between, b, c, question]}], policies=["block", "epic"])
+    for link in ("full", "block", "epic"):
+        seen = [(prompt, new) for (prompt, *_), way, new, wanted in model.calls if way == link and new < 2]
+        first = [a, between, b, c, question]
+        assert seen[-2:] == [(first, 0), ([b, between, c, a, question], 1)]
+    assert report.full_ttft_ms == pytest.approx(30)
+    costs = {
+        link: (one.metrics["ttft_ms"].value, one.metrics["recomputed"].value) for link, one in report.policies.items()
+    }
+    assert costs["block"] == pytest.approx((4, 0)) and costs["epic"] == pytest.approx((10, 0.25))
+
+
+def test_prompts_without_another_order_are_not_timed():
+    same = [{"segments": [CHUNK, TEXT]}, {"segments": [CHUNK, CHUNK, TEXT]}]
+    report = verify(TableModel(recomputed={"block": 5}), same, Thresholds(min_agreement=1))
+    assert "ttft_ms" not in report.policies["block"].metrics and report.full_ttft_ms is None
+    assert report.policies["block"].metrics["recomputed"].value == 0.25 and report.recommended == "block"
+    with pytest.raises(ValueError, match="budget_ms needs prompts with at least two different chunks"):
+        verify(TableModel(), same, Thresholds(budget_ms=5))
+    timed = verify(TableModel(), [*same, *questions(1)], Thresholds(budget_ms=5))
+    assert [one.full.ttft_ms is None for one in timed.comparisons] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "meta_info, share",
+    [
+        ({"chunks": [{"tokens": 30}, {"tokens": 10}], "cached_tokens_details": {"chunk": 30}}, 0.25),
+        ({"chunks": [{"tokens": 30}], "cached_tokens_details": {"device": 3}}, 1),
+        ({"chunks": [{"tokens": 30}], "cached_tokens_details": None}, 1),
+        ({}, 1),
+    ],
+)
+def test_share_recomputed(meta_info, share):
+    assert cost.recomputed_share(meta_info) == share
+
+
+@pytest.mark.parametrize(
+    "ms, recomputed, limits, recommended",
+    [
+        ({"block": 4, "base": 6, "query": 9}, {}, {"max_kl": 0}, "base"),  # block is not good enough
+        ({"block": 4, "base": 9, "query": 6}, {}, {"max_kl": 0}, "query"),
+        ({"block": 4, "base": 9, "query": 9.3}, {"base": 4, "query": 3}, {"max_kl": 0}, "query"),  # equally fast
+        ({"block": 4, "base": 9, "query": 9.5}, {"base": 4, "query": 3}, {"max_kl": 0}, "base"),
+        ({"block": 4, "base": 9, "query": 6}, {}, {"max_kl": 0, "budget_ms": 7}, "query"),
+        ({"block": 4, "base": 9, "query": 6}, {}, {"max_kl": 0, "budget_ms": 5}, None),
+        ({"block": 4, "base": 9, "query": 6}, {}, {"budget_ms": 5}, "block"),
+    ],
+)
+def test_the_cheapest_policy_that_passes_is_recommended(monkeypatch, ms, recomputed, limits, recommended):
+    model = TableModel({"block": {"1?"}}, recomputed, ms)
+    monkeypatch.setattr(cost, "time", model)
+    report = verify(model, questions(3), Thresholds(**limits), policies=["block", "base", "query"])
+    assert report.recommended == recommended and report.passed is (recommended is not None)
+    last = f"PASS: --lazy-default-link {recommended}" if recommended else "FAIL: none of these policies meets"
+    assert last in str(report).splitlines()[-1]
+
+
+def test_what_a_budget_allows_between_the_policies_measured(monkeypatch):
+    """With a budget the report names the parameter that is expected to use it up."""
+    links = ["query:ratio=0.1", "query:ratio=0.3"]
+    model = TableModel({}, {}, dict(zip(links, (4, 8), strict=True)))
+    monkeypatch.setattr(cost, "time", model)
+    report = verify(model, questions(3), Thresholds(budget_ms=6), policies=links)
+    assert report.within_budget == {"query:ratio=0.2": pytest.approx(6)}
+    assert "  query:ratio=0.2  6.0 ms" in str(report).splitlines()
+    assert verify(model, questions(3), Thresholds(), policies=links).within_budget == {}
+
+
+def test_full_is_no_policy_to_compare():
+    with pytest.raises(ValueError, match="link full is what policies are compared with"):
+        verify(TableModel(), questions(1), policies=["block", "full"])
+
+
+def test_lists_of_policies():
+    assert parse_policies("all") == ALL
+    assert parse_policies("block,base+query:ratio=0.15") == ["block", "base+query:ratio=0.15"]
+    two = "base:preamble=lead,more=1+x:ratio=0.1,tokens=3"
+    assert parse_policies(f"base,{two},epic:tokens=16") == ["base", two, "epic:tokens=16"]
+    for link in ALL:
+        assert str(get_policy(link)) == link
+    assert len(set(ALL)) == len(ALL)
 
 
 def test_a_refused_batch_is_named():
-    def refuse(segments, **_):
-        raise ValueError("too long")
+    class Refusing(TableModel):
+        def __call__(self, segments, link, *arguments, **wanted):
+            if len(segments) == 3 and link == "base":
+                raise ValueError("too long")
+            return super().__call__(segments, link, *arguments, **wanted)
 
-    with pytest.raises(ValueError, match="prompts 0 to 2: too long"):
-        verify(refuse, questions(3))
+    with pytest.raises(ValueError, match="prompts 16 to 18: too long"):
+        verify(Refusing(), questions(19), policies=["block", "base"])
 
 
 # reports
 
 
-def comparison(full, block, answers=(), texts=("", ""), kl=(0.0,)):
-    return Comparison(Prompt([], tuple(answers)), full, block, *texts, list(kl), 1.0)
+def comparison(full, linked, answers=(), texts=("", ""), kl=(0.0,), ms=None):
+    linked = LinkedAnswer(linked, texts[1], ms, list(kl), recomputed=0.5)
+    return Comparison(Prompt([], tuple(answers)), Answer(full, texts[0], ms), {"block": linked}, 1.0)
 
 
 def test_means_and_gold_answers():
-    report = summarize(
+    report = Report.of(
         [
-            comparison([1, 2], [1, 2], ["x"], ("x", "x"), kl=[0.1, 0.3]),
-            comparison([1, 2, 3, 4], [1, 2, 5], ["y"], ("y", "no"), kl=[0.3]),
-            comparison([1], [2], ["big dog"], ("cat", "dog")),
+            comparison([1, 2], [1, 2], ["x"], ("x", "x"), kl=[0.1, 0.3], ms=9),
+            comparison([1, 2, 3, 4], [1, 2, 5], ["y"], ("y", "no"), kl=[0.3], ms=1),
+            comparison([1], [2], ["big dog"], ("cat", "dog"), ms=2),
             comparison([1], [1, 2]),
         ],
         Thresholds(max_em_drop=33, max_f1_drop=12),
     )
-    values = {name: metric.value for name, metric in report.metrics.items()}
-    assert values == pytest.approx(
+    metrics = report.policies["block"].metrics
+    assert {name: metric.value for name, metric in metrics.items()} == pytest.approx(
         {
             "agreement": 1 / 4, "first_token_agreement": 3 / 4, "common_prefix": (1 + 1 / 2 + 0 + 1 / 2) / 4,
             "kl_first_token": 0.1, "kl_answer": 0.125, "kl_mass": 1,
-            "em_full": 200 / 3, "em_block": 100 / 3, "em_drop": 100 / 3,
-            "f1_full": 200 / 3, "f1_block": 500 / 9, "f1_drop": 100 / 9,
+            "em_full": 200 / 3, "em_linked": 100 / 3, "em_drop": 100 / 3,
+            "f1_full": 200 / 3, "f1_linked": 500 / 9, "f1_drop": 100 / 9, "recomputed": 0.5, "ttft_ms": 2,
         }
     )  # fmt: skip
-    assert report.metrics["em_drop"].passed is False and report.metrics["f1_drop"].passed is True
-    assert report.passed is False
+    assert metrics["em_drop"].passed is False and metrics["f1_drop"].passed is True
+    assert report.passed is False and report.recommended is None and report.full_ttft_ms == 2
+    assert "FAIL: EM lost" in str(report) and str(report).endswith("none of these policies meets the thresholds.")
 
 
 def test_without_thresholds_there_is_no_verdict():
-    report = summarize([comparison([1], [2])], Thresholds())
-    assert report.passed is None and "no verdict" in str(report)
-    assert all(metric.interval is None for metric in report.metrics.values())
+    report = Report.of([comparison([1], [2])], Thresholds())
+    assert report.passed is None and report.recommended is None and "no verdict" in str(report)
+    assert all(metric.interval is None for metric in report.policies["block"].metrics.values())
 
 
 def test_intervals():
@@ -262,9 +418,13 @@ def test_intervals():
     half = 1.96 * (sum((v - sum(values) / 200) ** 2 for v in values) / 200 / 200) ** 0.5
     assert (low, high) == pytest.approx((sum(values) / 200 - half, sum(values) / 200 + half), abs=0.03)
     assert bootstrap(values) == (low, high) and bootstrap([2.0, 2.0]) == (2, 2)
+    low, high = bootstrap([1.0] * 30 + [1000.0], "median")
+    assert (low, high) == (1, 1)
 
 
-@pytest.mark.parametrize("field, value", [("min_agreement", 1.1), ("max_kl", -1), ("max_em_drop", math.nan)])
+@pytest.mark.parametrize(
+    "field, value", [("min_agreement", 1.1), ("max_kl", -1), ("max_em_drop", math.nan), ("budget_ms", -1)]
+)
 def test_impossible_thresholds(field, value):
     with pytest.raises(ValueError, match=field):
         Thresholds(**{field: value})
@@ -287,14 +447,20 @@ def command(capsys, *argv):
     return stopped.value.code, shown.out + shown.err
 
 
-@pytest.mark.parametrize("differs, status", [((), 0), (("1?",), 1)])
-def test_exit_status_is_the_verdict(capsys, monkeypatch, prompts_file, tmp_path, differs, status):
-    monkeypatch.setattr(__main__, "connect", lambda url, api_key: TableModel(differs))
+@pytest.mark.parametrize(
+    "differs, status, recommended",
+    [({}, 0, "block"), ({"block": {"1?"}}, 0, "base"), ({"block": {"1?"}, "base": {"2?"}}, 1, None)],
+)
+def test_exit_status_is_the_verdict(capsys, monkeypatch, prompts_file, tmp_path, differs, status, recommended):
+    model = TableModel(differs)
+    monkeypatch.setattr(cost, "time", model)
+    monkeypatch.setattr(__main__, "connect", lambda url, api_key: model)
     out = tmp_path / "report.json"
-    argv = ["--url", "http://host", "--prompts", prompts_file, "--out", str(out)]
+    argv = ["--url", "http://host", "--prompts", prompts_file, "--out", str(out), "--policies", "block,base"]
     assert command(capsys, *argv, "--min-agreement", "1")[0] == status
     report = json.loads(out.read_text())
-    assert report["passed"] == (status == 0) and report["prompts"] == len(report["comparisons"]) == 4
+    assert report["passed"] == (status == 0) and report["recommended"] == recommended
+    assert report["prompts"] == len(report["comparisons"]) == 4 and list(report["policies"]) == ["block", "base"]
     assert command(capsys, *argv)[0] == 0
 
 
@@ -324,7 +490,7 @@ def test_engine_gets_the_flags_after_the_dashes(capsys, monkeypatch, prompts_fil
     class Engine:
         def __init__(self, server_args, **options):
             seen.update(server_args=server_args, options=options)
-            self.generate = TableModel(())
+            self.generate = TableModel()
 
         def __enter__(self):
             return self
@@ -336,7 +502,11 @@ def test_engine_gets_the_flags_after_the_dashes(capsys, monkeypatch, prompts_fil
     monkeypatch.setattr(engine, "Engine", Engine)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: argv)
-    argv = ["--model-path", "m", "--prompts", prompts_file, "--", "--tp", "2", "--lazy-max-chunks", "9"]
-    assert command(capsys, *argv)[0] == 0
+    monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
+    argv = ["--model-path", "m", "--prompts", prompts_file, "--policies", "base"]
+    flags = ["--", "--tp", "2", "--lazy-max-chunks", "9"]
+    status, shown = command(capsys, *argv[:-1], "half", *flags)
+    assert status == 2 and "link must be one of" in shown and not seen
+    assert command(capsys, *argv, *flags)[0] == 0
     assert seen["server_args"] == ["--model-path", "m", "--log-level", "error", "--tp", "2"]
     assert seen["options"]["lazy_max_chunks"] == 9 and seen["closed"]

@@ -17,6 +17,7 @@ class LinkMetadata:
 
     CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
+    segment_ids: for decode alone, which shares reads.
     tokens: which of the new tokens are theirs: a slice, or int32 indices.
     checked: whether a layer before has validated the arguments.
     """
@@ -26,7 +27,7 @@ class LinkMetadata:
     num_segments: torch.Tensor
     segment_ends: torch.Tensor
     segment_offsets: torch.Tensor
-    segment_ids: torch.Tensor
+    segment_ids: torch.Tensor | None = None
     qo_indptr: torch.Tensor | None = None
     q_positions: torch.Tensor | None = None
     kv_positions: torch.Tensor | None = None
@@ -47,8 +48,7 @@ class LinkMetadata:
 
     @property
     def num_bytes(self) -> int:
-        tensors = (self.kv_indptr, self.kv_indices, self.num_segments, self.segment_ends, self.segment_offsets)
-        return sum(tensor.nbytes for tensor in (*tensors, self.segment_ids))
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
 
     def first(self, bs: int) -> "LinkMetadata":
         """A view of the first `bs` rows."""
@@ -58,7 +58,7 @@ class LinkMetadata:
             num_segments=self.num_segments[:bs],
             segment_ends=self.segment_ends[:bs],
             segment_offsets=self.segment_offsets[:bs],
-            segment_ids=self.segment_ids[:bs],
+            segment_ids=None if self.segment_ids is None else self.segment_ids[:bs],
         )
 
     def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
@@ -106,7 +106,6 @@ class LinkMetadata:
             num_segments=table.num_segments[pool_rows],
             segment_ends=table.ends[pool_rows],
             segment_offsets=table.offsets[pool_rows],
-            segment_ids=table.ids[pool_rows],
             qo_indptr=qo_indptr,
             q_positions=q_positions,
             kv_positions=kv_positions,

@@ -6,19 +6,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sglang_lazy.core.state import Fill, LinkedRequest, lazy_state
+from sglang_lazy.core.prompt import positions_in
+from sglang_lazy.core.state import Fill, LinkedRequest, Probe, Undecided, lazy_state
 
 
 class AttentionRow(NamedTuple):
     """New tokens of a prefill batch that follow one another and see the same KV tokens.
 
-    Those of one request, or of one of the chunks that a fill computes.
+    Those of one request, or of one part of a fill: a chunk, or the preamble that it is computed behind.
 
     request: the place of the request in the batch.
     windows: the ranges of the request's row that hold the KV tokens, in order; the new ones are the last.
     positions: int32 [number of KV tokens].
     num_new: how many of them are to be computed.
     ordinary: whether each token sees all KV tokens before it and none after, and no segments.
+    probe: where the attention goes that its last tokens pay, if its request is a probe that sums it up.
     """
 
     request: int
@@ -26,6 +28,7 @@ class AttentionRow(NamedTuple):
     positions: np.ndarray
     num_new: int
     ordinary: bool
+    probe: Probe | None = None
 
     @property
     def prefix_len(self) -> int:
@@ -33,25 +36,22 @@ class AttentionRow(NamedTuple):
 
     @classmethod
     def of(
-        cls, request: int, state: LinkedRequest | Fill | None, prefix_len: int, extend_len: int
+        cls, request: int, state: LinkedRequest | Undecided | Fill | None, prefix_len: int, extend_len: int
     ) -> list["AttentionRow"]:
         """The rows of a request that computes `extend_len` tokens behind the first `prefix_len` of its row."""
         row_len = prefix_len + extend_len
-        if isinstance(state, Fill) and has_several_chunks(state):
+        if isinstance(state, Fill) and not state.row.is_sequence:
             return [
-                cls(request, windows, np.arange(length, dtype=np.int32), num_new, ordinary=True)
-                for windows, length, num_new in state.row.parts(prefix_len, row_len)
+                cls(request, windows, positions_in([(0, sum(end - start for start, end in windows))]), num_new, True)
+                for windows, num_new in state.row.parts(prefix_len, row_len)
             ]
-        if not isinstance(state, LinkedRequest):
-            return [cls(request, [(0, row_len)], np.arange(row_len, dtype=np.int32), extend_len, ordinary=True)]
+        if not isinstance(state, LinkedRequest) or state.recomputes:
+            return [cls(request, [(0, row_len)], positions_in([(0, row_len)]), extend_len, ordinary=True)]
         positions = state.row.positions_of(0, row_len)
         in_order = np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
-        return [cls(request, [(0, row_len)], positions, extend_len, ordinary=in_order and not state.segments)]
-
-
-def has_several_chunks(state: LinkedRequest | Fill | None) -> bool:
-    """Whether attention has a row for each of several chunks that a request computes."""
-    return isinstance(state, Fill) and len(state.chunks) > 1
+        ordinary = in_order and not state.segments
+        probe = state.probe if state.policy.probes == "attention" else None
+        return [cls(request, [(0, row_len)], positions, extend_len, ordinary, probe)]
 
 
 class LinkedBatch(NamedTuple):
@@ -81,8 +81,8 @@ class LinkedBatch(NamedTuple):
         states = [lazy_state(req) for req in batch.reqs]
         if batch.forward_mode.is_decode_or_idle():
             return cls() if any(isinstance(state, LinkedRequest) and state.segments for state in states) else None
-        cut = any(map(has_several_chunks, states))
-        if not cut and not any(isinstance(state, LinkedRequest) for state in states):
+        cut = any(isinstance(state, Fill) and not state.row.is_sequence for state in states)
+        if not cut and not any(isinstance(state, LinkedRequest) and not state.recomputes for state in states):
             return None
         rows = [
             row

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from sglang_lazy.attention.probes import ProbeSums
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
@@ -19,13 +20,15 @@ class SegmentTable:
 
     num_segments: int32 [num_rows].
     ends: int32 [num_rows, max_segments], where each segment ends in the row.
-    offsets: int32 [num_rows, max_segments], the position of the first token of each segment's chunk.
+    offsets: int32 [num_rows, max_segments], by how much positions in the prompt exceed those that each segment's keys
+        are stored at, as an index into `LayerRope.cos_sin_cache`.
     ids: int32 [num_rows, max_segments], equal for segments that list the same slots.
     linked_rows: the rows with segments. A row stays until its next request gets it.
     model: what policies see of the served model.
     has_chunks: whether the batch of the current forward pass has chunks, to compute or to attend to.
     current: what attention has to know of it; None where SGLang's description will do. SGLang builds a `ForwardBatch`
         and runs it in one call, without fields that a plugin could fill.
+    probes: what is measured in it, or None.
     """
 
     def __init__(self, num_rows: int, max_segments: int, device: str | torch.device, model: ServedModel):
@@ -36,6 +39,7 @@ class SegmentTable:
         self.model = model
         self.has_chunks = False
         self.current: LinkedBatch | None = None
+        self.probes: ProbeSums | None = None
         self.linked_rows: set[int] = set()
 
     @property
@@ -55,7 +59,7 @@ class SegmentTable:
             record[0] = count = len(chunks)
             ends, offsets, ids = record[1:].reshape(3, -1)
             ends[:count] = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
-            offsets[:count] = [chunk.start for chunk in chunks]
+            offsets[:count] = self.model.rotations([chunk.offset for chunk in chunks])
             ids[:count] = [*map(segment_id, chunks)]
             (self.linked_rows.add if chunks else self.linked_rows.discard)(row)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
@@ -63,13 +67,13 @@ class SegmentTable:
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(self, batch: LinkedBatch | None) -> Iterator[None]:
+    def running(self, batch: LinkedBatch | None, probes: ProbeSums | None = None) -> Iterator[None]:
         """During one forward pass, or one graph capture, of a batch with chunks, make it the current one."""
-        self.has_chunks, self.current = True, batch
+        self.has_chunks, self.current, self.probes = True, batch, probes
         try:
             yield
         finally:
-            self.has_chunks, self.current = False, None
+            self.has_chunks, self.current, self.probes = False, None, None
 
 
 def table_of(req_to_token_pool: Any) -> SegmentTable | None:

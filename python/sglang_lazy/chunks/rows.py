@@ -9,7 +9,7 @@ import torch
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.prompt import TextSpan
+from sglang_lazy.core.prompt import Ranges, TextSpan
 from sglang_lazy.core.rows import FillRow, Row
 from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
 
@@ -52,17 +52,21 @@ class RowCache:
         limit: how many tokens of the prompt and its answer may be cached at most.
         """
         assert state.chunks is not None, f"request {req.rid} was scheduled before its chunks"
+        if state.recomputes:
+            return self._placeholders[:0], RowNodes(state.chunks, [])
         # No copy where there is no answer yet: SGLang never appends to the prompt's own array.
         ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         ready = state.ready
         if ready:
-            pieces = self._chunk_slots(state, state.chunks)
+            pieces = self.chunk_slots(state, state.chunks)
         else:
             pieces = [self._placeholder_slots(state.prompt.num_chunk_tokens)]
         last = state.prompt.spans[-1]
+        if state.probe is not None:  # it has to compute the text whose attention it measures
+            limit = min(limit, state.probe.query_start)
         nodes, cached = [], []
         for span in state.prompt.spans:
-            tokens = _tokens(req, span.start, limit if span is last else span.end)
+            tokens = _tokens(req, span.up_to(limit) if span is last else span.ranges)
             slots, node = self.tree.find(tokens, _namespace(req, span))
             pieces.append(slots)
             nodes.append(node)
@@ -71,10 +75,11 @@ class RowCache:
         req.full_untruncated_fill_ids = state.row.permuted(ids)
         if not req.retracted_stain:
             # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
-            req.already_computed = state.num_computed_tokens
+            req.already_computed = state.num_computed_tokens(cached)
         return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, nodes)
 
-    def _chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
+    def chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
+        """The slots of all that a linked request keeps, int64, in pieces."""
         return [
             piece
             for chunk, node in zip(state.prompt.chunks, chunks.nodes, strict=True)
@@ -98,7 +103,7 @@ class RowCache:
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
             assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"
-            self.write(req, 0, torch.cat(self._chunk_slots(state, row.chunks)))
+            self.write(req, 0, torch.cat(self.chunk_slots(state, row.chunks)))
         if not row.used:  # a prompt that is prefilled in pieces is used once
             row.used = True
             for node in (*row.chunks.nodes, *row.spans):
@@ -122,7 +127,7 @@ class RowCache:
             slots = text_slots[computed_start - text_start :][: count - cached]
             if cached:
                 slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
-            tokens, namespace = _tokens(req, span.start, span.start + count), _namespace(req, span)
+            tokens, namespace = _tokens(req, span.first(count)), _namespace(req, span)
             num_present, node = self.tree.add(tokens, namespace, slots, req.priority or 0, chunked)
             if num_present > published:
                 self.free(slots[published:num_present])
@@ -135,7 +140,7 @@ class RowCache:
 
     def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
         """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
-        if insert:
+        if insert and not state.recomputes:
             self.publish(req, row_len, chunked=False)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
@@ -145,24 +150,25 @@ class RowCache:
     # Fills
 
     def match_fill(self, req: Any, state: Fill) -> tuple[torch.Tensor, RowNodes]:
-        """Lay out the row of a fill; returns the slots of the cached beginnings of its chunks and their nodes.
+        """Lay out the row of a fill; returns the slots of what is cached of its preamble and chunks, and their nodes.
 
         Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. As SGLang does with prompts, the
         last token of each chunk is computed in any case.
         """
         pieces, nodes, cached = [], [], []
-        for chunk in state.chunks:
-            slots, node = self.tree.find(chunk.tokens[:-1], chunk.key.namespace)
+        for part in state.parts:
+            tokens = part.tokens if part.chunk is None else part.tokens[:-1]
+            slots, node = self.tree.find(tokens, part.namespace)
             cached.append(len(slots))
             if len(slots):
                 pieces.append(slots)
                 nodes.append(node)
-        state.row = FillRow(state.chunks, cached)
+        state.row = FillRow([len(part.tokens) for part in state.parts], cached, bool(state.preamble))
         req.full_untruncated_fill_ids = state.row.permuted(req.origin_input_ids)
         return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([]), nodes)
 
     def publish_fill(self, req: Any, state: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
-        """Give the chunks that a fill is about to complete to the tree, and lock them there until it ends.
+        """Give what a fill is about to complete, its preamble too, to the tree, and lock it there until the fill ends.
 
         slots: int64, where its batch writes the tokens behind the fill's cached prefix.
         Returns where each chunk ends, by key.
@@ -171,15 +177,19 @@ class RowCache:
         own: its batch writes to them.
         """
         slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
-        published, duplicates = {}, [self._placeholders[:0]]
-        for i, chunk in enumerate(state.chunks):
+        published, duplicates, ends = {}, [self._placeholders[:0]], []
+        for i, part in enumerate(state.parts):
             pieces = [slots[start:end] for start, end in state.row.windows(i)]
-            chunk_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            num_present, node = self.store.insert(chunk, chunk_slots, req.priority or 0)
+            part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            if part.chunk is None:
+                num_present, node = self.tree.add(part.tokens, part.namespace, part_slots, req.priority or 0)
+            else:
+                num_present, node = self.store.insert(part.chunk, part_slots, req.priority or 0)
+                published[part.chunk.key] = node
             if num_present > state.row.cached[i]:
-                duplicates.append(chunk_slots[state.row.cached[i] : num_present])
-            published[chunk.key] = node
-        nodes = RowNodes(ChunkNodes([]), list(published.values()))
+                duplicates.append(part_slots[state.row.cached[i] : num_present])
+            ends.append(node)
+        nodes = RowNodes(ChunkNodes([]), ends)
         self.store.lock_row(nodes)
         self.store.unlock_row(req.last_node)
         req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
@@ -195,11 +205,12 @@ class RowCache:
         self.store.unlock_row(req.last_node)
 
 
-def _tokens(req: Any, start: int, end: int) -> array:
-    """The tokens at positions [start, end) of the prompt and its answer."""
-    answer_start = len(req.origin_input_ids)
-    answer = req.output_ids[max(0, start - answer_start) : max(0, end - answer_start)]
-    return req.origin_input_ids[start:end] + answer
+def _tokens(req: Any, ranges: Ranges) -> array:
+    """The tokens at these positions of the prompt and its answer."""
+    tokens, prompt_len = array("q"), len(req.origin_input_ids)
+    for start, end in ranges:
+        tokens += req.origin_input_ids[start:end]
+    return tokens + req.output_ids[max(0, start - prompt_len) : max(0, end - prompt_len)]
 
 
 def _namespace(req: Any, span: TextSpan) -> Namespace | str | None:

@@ -6,16 +6,20 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
+from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.prompt import ChunkSlice, positions_in
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
 PRIVATE_SEGMENT = -1
 """Segment id of KV that no other request is known to read."""
+MAX_SEGMENT_IDS = 64
+"""Of a chunk. Policies that choose tokens anew for each prompt would let them grow without bound."""
 
 
 class ChunkState(enum.Enum):
@@ -28,10 +32,14 @@ class ChunkState(enum.Enum):
 
 @dataclasses.dataclass
 class ResidentChunk:
-    """node: where the chunk ends in the tree. segment_ids: by the ranges of it that prompts keep."""
+    """node: where the chunk ends in the tree.
+    segment_ids: by the ranges of it that prompts keep.
+    scores: float32 [num_tokens], what a policy has measured of its tokens.
+    """
 
     node: Node
     segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
+    scores: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +111,9 @@ class ChunkStore:
         if chunk.num_kept == chunk.num_needed:
             return pieces
         slots = torch.cat(pieces)
-        return [slots[begin:end] for begin, end in chunk.kept]
+        if len(chunk.kept) == 1:
+            return [slots[slice(*chunk.kept[0])]]
+        return [slots[to_device(positions_in(chunk.kept).astype(np.int64), slots.device)]]
 
     def segment_id(self, chunk: ChunkSlice) -> int:
         """A number that segments have in common if and only if they list the same slots; see `plan_decode`.
@@ -115,9 +125,24 @@ class ChunkStore:
             return PRIVATE_SEGMENT
         segment_id = resident.segment_ids.get(chunk.kept)
         if segment_id is None:
+            if len(resident.segment_ids) == MAX_SEGMENT_IDS:
+                resident.segment_ids.clear()
             # Numbers recur only after 2**31 others, by when no row that had the same is left.
             segment_id = resident.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
         return segment_id
+
+    def keep_scores(self, chunk: ChunkSlice, scores: np.ndarray) -> None:
+        """Keep what was measured of each token of a chunk, float32, for as long as it is resident."""
+        resident = self._resident.get(chunk.key)
+        if resident is not None and len(scores) == chunk.num_tokens:
+            resident.scores = scores
+
+    def scores(self, chunk: ChunkSlice) -> np.ndarray | None:
+        """Those of the kept tokens of a chunk, or None."""
+        resident = self._resident.get(chunk.key)
+        if resident is None or resident.scores is None:
+            return None
+        return resident.scores[positions_in(chunk.kept)]
 
     # Locks
 

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import os
-from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 ENV_VAR = "SGLANG_LAZY"
@@ -12,6 +11,12 @@ ENV_VAR = "SGLANG_LAZY"
 
 INFO_ROUTE = "/lazy_info"
 """Answers with the configuration; clients recognize a server that understands chunks by it."""
+
+PREAMBLE = (
+    "The river rises in the hills north of the town and flows south for about ninety kilometres before it reaches the "
+    "sea.\n\n"
+)
+"""Neutral prose, a sentence that no document depends on; others were no better (docs/results/policies)."""
 
 Kernels = Literal["auto", "torch", "triton", "cuda"]
 
@@ -24,22 +29,29 @@ class LazyConfig:
     max_chunks: most chunks of one prompt.
     fallback: serve without chunk reuse where it does not fit the model or the flags.
     default_link: policy of requests that name none.
+    preamble: text behind which the policies with `base` compute chunks; none of it is ever part of a prompt.
     shadow_rate: fraction of the greedy answers over chunks that shadow mode repeats, 0 to 1.
+    shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """
 
     kernels: Kernels = "auto"
     max_chunks: int = 256
     fallback: bool = False
     default_link: str = "block"
+    preamble: str = PREAMBLE
     shadow_rate: float = 0.0
+    shadow_min_agreement: float = 0.0
 
     def __post_init__(self):
         if self.kernels not in get_args(Kernels):
             raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {self.kernels!r}")
         if self.max_chunks < 1:
             raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
-        if not 0 <= self.shadow_rate <= 1:
-            raise ValueError(f"shadow_rate must be between 0 and 1, got {self.shadow_rate}")
+        for name, value in (("shadow_rate", self.shadow_rate), ("shadow_min_agreement", self.shadow_min_agreement)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} must be between 0 and 1, got {value}")
+        if self.shadow_min_agreement and not self.shadow_rate:
+            raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
 
     def check_metrics(self, enabled: bool) -> None:
         """Raise ValueError if shadow mode is on but its metrics would not be published."""
@@ -62,8 +74,8 @@ class LazyConfig:
         return cls.from_env() or cls()
 
 
-def add_cli_args(parser: argparse.ArgumentParser, links: Sequence[str]) -> None:
-    """Add our flags, with help texts, to `parser`. links: names of the policies."""
+def add_cli_args(parser: argparse.ArgumentParser) -> None:
+    """Add our flags, with help texts, to `parser`."""
     group = parser.add_argument_group("sglang-lazy", "chunk reuse at any position")
     group.add_argument(
         "--lazy-kernels",
@@ -86,11 +98,19 @@ def add_cli_args(parser: argparse.ArgumentParser, links: Sequence[str]) -> None:
     )
     group.add_argument(
         "--lazy-default-link",
-        choices=links,
         default=LazyConfig.default_link,
-        help="Policy for prompts with chunks whose request names none. 'block': each chunk sees only itself, and "
-        "its cached KV is used in place. 'full': the same tokens as one ordinary prompt, answered as by stock SGLang. "
-        "'copy': like block, but each request gets a rotated copy of its chunks; a baseline to compare with.",
+        metavar="POLICY",
+        help="Policy for prompts with chunks whose request names none, for example 'base+query:ratio=0.15'. 'block': "
+        "each chunk sees only itself, and its cached KV is used in place. 'epic': the first tokens of each chunk are "
+        "computed in context. 'query': so are the tokens that the question attends to most. 'full': the same tokens as "
+        "one ordinary prompt, answered as by stock SGLang. 'copy': like block, but each request gets a rotated copy of "
+        "its chunks; a baseline to compare with. 'base+' before a policy: chunks are computed behind --lazy-preamble.",
+    )
+    group.add_argument(
+        "--lazy-preamble",
+        default=LazyConfig.preamble,
+        metavar="TEXT",
+        help="Neutral text behind which chunks are computed under policies with 'base'; prompts never contain it.",
     )
     group.add_argument(
         "--lazy-shadow-rate",
@@ -98,6 +118,14 @@ def add_cli_args(parser: argparse.ArgumentParser, links: Sequence[str]) -> None:
         default=LazyConfig.shadow_rate,
         help="Fraction of the greedy answers over chunks to repeat with link full while the server is idle. /metrics "
         "counts how often both agree (sglang_lazy:shadow_...). Needs --enable-metrics.",
+    )
+    group.add_argument(
+        "--lazy-shadow-min-agreement",
+        type=float,
+        default=LazyConfig.shadow_min_agreement,
+        metavar="SHARE",
+        help="Least share of identical answers among the last ones that shadow mode compared under a policy. Below it "
+        "the log warns and sglang_lazy:shadow_alarm is 1.",
     )
 
 

@@ -14,8 +14,8 @@ class Namespace(NamedTuple):
     kind: "chunk", or "text" for text behind a chunk.
     extra_key: SGLang's own namespace of the request; it contains the LoRA adapter.
     cache_salt: the tenant's private namespace, None for the shared one.
-    variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, whatever makes its
-        KV differ from that of the same tokens computed alone; nothing so far.
+    variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, that of the preamble
+        which it is computed behind; None for one computed alone.
     """
 
     kind: str
@@ -23,21 +23,12 @@ class Namespace(NamedTuple):
     cache_salt: str | None
     variant: Hashable = None
 
-    @property
-    def is_chunk(self) -> bool:
-        return self.kind == "chunk"
-
 
 class ChunkKey(NamedTuple):
     """The identity of a chunk's KV. tokens: SHA-256, see `tokens_digest`."""
 
     tokens: bytes
     namespace: Namespace
-
-    @property
-    def id(self) -> str:
-        """The chunk's name in results."""
-        return chunk_id(self.tokens)
 
 
 def as_int32(input_ids: Sequence[int]) -> memoryview:

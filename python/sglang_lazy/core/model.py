@@ -1,26 +1,32 @@
 """What policies and kernels see of the served model."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from sgl_kernel_lazy import rope_cos_sin
 
 T = TypeVar("T")
 
+MAX_PREAMBLE_LEN = 512
+"""Tokens of the server's neutral preamble at most: so far may a chunk stand before the position it was computed at."""
+
 
 class LayerRope:
     """The rotation of one or more attention layers.
 
-    cos_sin_cache: float32 [max_position, rotary_dim], without YaRN's magnitude factor, which queries carry already.
+    cos_sin_cache: float32 [max_position + MAX_PREAMBLE_LEN, rotary_dim], without YaRN's magnitude factor, which queries
+        carry already. Its last rows are those of negative positions, as Python counts them.
     is_neox: how dimensions are paired.
     """
 
     def __init__(self, inv_freq: torch.Tensor, max_position: int, is_neox: bool, device: str | torch.device):
-        self.cos_sin_cache = rope_cos_sin(inv_freq.to(torch.float64).cpu(), max_position).to(device)
+        inv_freq = inv_freq.to(torch.float64).cpu()
+        self.cos_sin_cache = rope_cos_sin(inv_freq, max_position, MAX_PREAMBLE_LEN).to(device)
         self.is_neox = is_neox
 
 
@@ -37,6 +43,10 @@ class ServedModel:
     ropes: Mapping[int, LayerRope]
     kernels: ModuleType
     _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def rotations(self, offsets: Sequence[int]) -> np.ndarray:
+        """int64, the places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""
+        return np.array(offsets, dtype=np.int64) % len(next(iter(self.ropes.values())).cos_sin_cache)
 
     def part(self, build: "Callable[[ServedModel], T]") -> T:
         """What `build` makes of this model, made at first use."""

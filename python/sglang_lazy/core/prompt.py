@@ -7,11 +7,43 @@ from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from sglang_lazy.core.keys import ChunkKey, Namespace, as_int32
 from sglang_lazy.core.segments import PromptLayout
 
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges, ascending and disjoint."""
+
+
+_MANY_RANGES = 64
+"""From so many on, one computation over all of them is faster than one for each."""
+
+
+def positions_in(ranges: Ranges) -> np.ndarray:
+    """The positions that `ranges` hold, in order; int32."""
+    if len(ranges) < _MANY_RANGES:
+        parts = [np.arange(start, end, dtype=np.int32) for start, end in ranges]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    starts, ends = np.array(ranges, dtype=np.int32).reshape(-1, 2).T
+    lens = ends - starts
+    return np.repeat(ends - lens.cumsum(dtype=np.int32), lens) + np.arange(lens.sum(), dtype=np.int32)
+
+
+def gaps(ranges: Ranges) -> list[tuple[int, int]]:
+    """The ranges between `ranges`."""
+    return [(end, start) for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False) if end < start]
+
+
+def split(ranges: Ranges, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """The ranges that hold the first `count` positions of `ranges`, and those that hold the rest; some may be empty."""
+    first, rest = [], []
+    for start, end in ranges:
+        middle = min(end, start + count)
+        first.append((start, middle))
+        rest.append((middle, end))
+        count -= middle - start
+    return first, rest
 
 
 @dataclasses.dataclass(eq=False)
@@ -24,6 +56,7 @@ class ChunkSlice:
     start: the position of its first token there.
     num_tokens: its length: what is computed and kept in the cache.
     kept: ranges of its tokens, relative to `start`, whose cached KV the prompt uses; never empty.
+    preamble: int64, the tokens behind which the chunk is computed.
     """
 
     key: ChunkKey
@@ -32,6 +65,7 @@ class ChunkSlice:
     start: int
     num_tokens: int
     kept: tuple[tuple[int, int], ...]
+    preamble: array = dataclasses.field(default_factory=lambda: array("q"))
 
     def __post_init__(self):
         self.num_kept = sum([end - begin for begin, end in self.kept])
@@ -51,16 +85,38 @@ class ChunkSlice:
         """The ranges of the prompt that it stands for."""
         return [(self.start + begin, self.start + end) for begin, end in self.kept]
 
+    @property
+    def offset(self) -> int:
+        """By how much its tokens' positions exceed those their keys are stored at; negative behind a long preamble."""
+        return self.start - len(self.preamble)
+
 
 class TextSpan(NamedTuple):
-    """Text between kept slices: positions [start, end). The last span of a prompt also takes the generated tokens.
+    """Text that depends on the same slices of chunks, in one or more ranges of positions.
+
+    The last span of a prompt also takes the generated tokens.
 
     namespace: None for leading text, which shares the ordinary namespace of the request.
     """
 
     namespace: Namespace | None
-    start: int
-    end: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def start(self) -> int:
+        return self.ranges[0][0]
+
+    @property
+    def end(self) -> int:
+        return self.ranges[-1][1]
+
+    def up_to(self, end: int) -> list[tuple[int, int]]:
+        """Its ranges where its last one ends at `end`."""
+        return [*self.ranges[:-1], (self.ranges[-1][0], end)]
+
+    def first(self, count: int) -> list[tuple[int, int]]:
+        """The ranges of its first `count` tokens; the last one has no end where generated tokens follow."""
+        return split(self.up_to(self.ranges[-1][0] + count), count)[0]
 
 
 class LinkedPrompt(NamedTuple):
@@ -75,31 +131,42 @@ class LinkedPrompt(NamedTuple):
 
     @classmethod
     def build(
-        cls, input_ids: array, layout: PromptLayout, kept: Sequence[Ranges], extra_key: str | None
+        cls,
+        input_ids: array,
+        layout: PromptLayout,
+        kept: Sequence[Ranges],
+        extra_key: str | None,
+        preamble: array | None = None,
     ) -> "LinkedPrompt":
         """Cut `input_ids` (int64) by `layout`. Raises ValueError for a token id that is negative or at least 2**31.
 
         kept: per chunk of the layout, what a policy keeps of it. The last token of a prompt is never kept, since the
         pass that computes it gives the first token of the answer.
+        preamble: int64, what the chunks are computed behind.
 
-        Text behind a chunk is keyed by the SHA-256 of the path before it: every text token, every slice, and every
+        Each slice begins a new span, which holds the tokens recomputed behind the slice's first kept range and the text
+        up to the next slice. It is keyed by the SHA-256 of the path before it: every text token, every slice, and every
         chunk token that a slice depends on. So its KV is found again exactly where it is valid.
         """
-        tenant = (extra_key, layout.cache_salt)
-        chunk_namespace = Namespace("chunk", *tenant)
+        preamble = preamble or array("q")
         path, ids = hashlib.sha256(), as_int32(input_ids)
+        variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
+        path.update(b"preamble %b" % (variant or b""))
+        chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant)
         chunks: list[ChunkSlice] = []
         spans: list[TextSpan] = []
+        text: list[tuple[int, int]] = []
         position = 0
 
-        def add_text(end: int) -> None:
-            nonlocal position
+        def end_span(end: int) -> None:
             if position < end:
-                namespace = Namespace("text", *tenant, path.digest()) if chunks else None
-                spans.append(TextSpan(namespace, position, end))
-                path.update(b"text %d " % (end - position))
-                path.update(ids[position:end])
-                position = end
+                text.append((position, end))
+            if text:
+                namespace = Namespace("text", extra_key, layout.cache_salt, path.digest()) if chunks else None
+                spans.append(TextSpan(namespace, tuple(text)))
+                path.update(b"text %d " % sum([last - first for first, last in text]))
+                for first, last in text:
+                    path.update(ids[first:last])
 
         for index, ((start, end), ranges) in enumerate(zip(layout.chunks, kept, strict=True)):
             if end == len(input_ids):
@@ -107,15 +174,16 @@ class LinkedPrompt(NamedTuple):
                 ranges = [(first, min(last, limit)) for first, last in ranges if first < limit]
             if not ranges:
                 continue
+            end_span(start + ranges[0][0])
             digest = hashlib.sha256(ids[start:end]).digest()
-            chunk = ChunkSlice(ChunkKey(digest, chunk_namespace), index, input_ids, start, end - start, tuple(ranges))
-            for first, last in ranges:
-                add_text(start + first)
-                # A kept token depends on all of the chunk before it.
-                seen = digest if last == end - start else hashlib.sha256(ids[start : start + last]).digest()
-                path.update(b"chunk %d %d %b" % (first, last, seen))
-                if not (chunks and chunks[-1] is chunk):
-                    chunks.append(chunk)
-                position = start + last
-        add_text(len(input_ids))
+            key = ChunkKey(digest, chunk_namespace)
+            chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble)
+            chunks.append(chunk)
+            # A kept token depends on all of the chunk before it.
+            needed = ranges[-1][1]
+            seen = digest if needed == end - start else hashlib.sha256(ids[start : start + needed]).digest()
+            path.update(b"chunk %d %b %b" % (len(ranges), b"".join([b"%d %d " % kept for kept in ranges]), seen))
+            text = gaps(chunk.positions) if len(ranges) > 1 else []
+            position = start + needed
+        end_span(len(input_ids))
         return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks))

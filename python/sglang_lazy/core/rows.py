@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+from sglang_lazy.core.prompt import LinkedPrompt, positions_in, split
 
 
 def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -41,21 +41,22 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        ranges = [span for chunk in prompt.chunks for span in chunk.positions]
-        row_end = prompt.num_chunk_tokens
+        ranges = [place for chunk in prompt.chunks for place in chunk.positions]
+        last, row_end = prompt.spans[-1], prompt.num_chunk_tokens
+        to_compute = []
         for span, count in zip(prompt.spans, cached, strict=True):
+            first, rest = split(last.up_to(num_tokens) if span is last else span.ranges, count)
             self.cached_start.append(row_end)
-            ranges.append((span.start, span.start + count))
+            ranges += first
+            to_compute.append(rest)
             row_end += count
-        for i, (span, count) in enumerate(zip(prompt.spans, cached, strict=True)):
-            end = num_tokens if i == len(prompt.spans) - 1 else span.end
+        for rest in to_compute:
             self.computed_start.append(row_end)
-            ranges.append((span.start + count, end))
-            row_end += end - span.start - count
+            ranges += rest
+            row_end += sum([end - start for start, end in rest])
         assert row_end == num_tokens, (row_end, num_tokens)
         self._ranges = _joined(ranges)
-        positions = [np.arange(start, end, dtype=np.int32) for start, end in self._ranges]
-        self.positions = positions[0] if len(positions) == 1 else np.concatenate(positions)
+        self.positions = positions_in(self._ranges)
 
     def permuted(self, ids: array) -> array:
         """`ids`, one for each position, in row order; `ids` itself if that is the same."""
@@ -83,18 +84,28 @@ class Row:
 class FillRow:
     """The order in which a fill lays its chunks into `req_to_token`: their cached beginnings first, then the rest.
 
-    cached: per chunk, how many of its first tokens are cached.
+    A preamble comes as the first of them; it is seen by all, and they see none other.
+
+    lens: tokens of each part, a chunk or the preamble.
+    cached: per part, how many of its first tokens are cached.
     """
 
-    def __init__(self, chunks: Sequence[ChunkSlice], cached: Sequence[int]):
+    def __init__(self, lens: Sequence[int], cached: Sequence[int], has_preamble: bool):
         self.cached = cached
-        self._lens = [chunk.num_tokens for chunk in chunks]
+        self._lens, self._has_preamble = lens, has_preamble
         self._cached_start = [*itertools.accumulate(cached, initial=0)]
-        computed = [length - count for length, count in zip(self._lens, cached, strict=True)]
+        computed = [length - count for length, count in zip(lens, cached, strict=True)]
         self._computed_start = [*itertools.accumulate(computed, initial=self._cached_start[-1])]
 
+    @property
+    def is_sequence(self) -> bool:
+        """Whether each token of the row sees all before it, so that it is an ordinary one."""
+        if self._has_preamble:
+            return len(self._lens) == 2 and (self.cached[0] == self._lens[0] or self.cached[1] == 0)
+        return len(self._lens) == 1
+
     def permuted(self, ids: array) -> array:
-        """`ids`, given chunk by chunk, in row order; `ids` itself if that is the same."""
+        """`ids`, given part by part, in row order; `ids` itself if that is the same."""
         if not any(self.cached[1:]):
             return ids
         view, start, beginnings, rest = memoryview(ids), 0, [], []
@@ -105,15 +116,16 @@ class FillRow:
         return array("q", b"".join(beginnings + rest))
 
     def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
-        """The ranges of the row that hold chunk `i`, in order, cut off at `end`."""
+        """The ranges of the row that hold part `i`, in order, cut off at `end`."""
         computed_end = self._computed_start[i + 1] if end is None else min(self._computed_start[i + 1], end)
         ranges = [(self._cached_start[i], self._cached_start[i + 1]), (self._computed_start[i], computed_end)]
         return [(start, stop) for start, stop in ranges if start < stop]
 
-    def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int, int]]:
-        """For each chunk with tokens to compute in [start, end) of the row: its windows up to `end`, how many tokens
-        these hold, and how many of them are to be computed."""
+    def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
+        """For each part with tokens to compute in [start, end) of the row: the windows up to `end` of what they see,
+        and how many they are."""
         for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
             num_new = min(last, end) - max(first, start)
             if num_new > 0:
-                yield self.windows(i, end), self.cached[i] + min(last, end) - first, num_new
+                behind = self.windows(0) if self._has_preamble and i else []
+                yield behind + self.windows(i, end), num_new

@@ -1,17 +1,23 @@
 """What requests carry through SGLang's scheduler, all of it in one attribute: `req.lazy`.
 
-A linked request has a `LinkedRequest`, an internal one that computes chunks has a `Fill`, all others have nothing.
+A linked request has a `LinkedRequest`; before its policy has chosen what it keeps, an `Undecided`. An internal one that
+computes chunks has a `Fill`. All others have nothing.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import functools
+from array import array
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.policy import Policy
-from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt, Ranges
 from sglang_lazy.core.rows import FillRow, Row
+from sglang_lazy.core.segments import PromptLayout
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +53,45 @@ class RowNodes:
 
 
 @dataclasses.dataclass(eq=False)
+class Probe:
+    """What an internal linked request measures for another one, of each token of its prompt's slices.
+
+    parent: the request whose policy chooses by it.
+    prompt: its own.
+    query_start: the position from which on the attention of its text counts.
+    """
+
+    parent: Any
+    prompt: LinkedPrompt
+    query_start: int
+    _sums: torch.Tensor | None = None
+    _on_host: torch.Tensor | None = None
+    _copied: Any = None
+
+    def add(self, scores: torch.Tensor) -> None:
+        """What one forward pass measured, float32 [prompt.num_chunk_tokens]."""
+        self._sums = scores if self._sums is None else self._sums + scores
+
+    def send(self) -> None:
+        """Start copying the sums to the host, behind the pass that has completed them."""
+        assert self._sums is not None
+        on_gpu = self._sums.is_cuda
+        # Into pageable memory the copy would wait for the device.
+        on_host = torch.empty(self._sums.shape, dtype=self._sums.dtype, pin_memory=on_gpu)
+        self._on_host = on_host.copy_(self._sums, non_blocking=True)
+        if on_gpu:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def result(self) -> np.ndarray:
+        """The sums, float32 [prompt.num_chunk_tokens]."""
+        assert self._on_host is not None
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._on_host.numpy()
+
+
+@dataclasses.dataclass(eq=False)
 class LinkedRequest:
     """A request whose policy keeps KV of chunks.
 
@@ -55,6 +100,8 @@ class LinkedRequest:
     row: the row's order; set when the request is matched for a batch.
     own: what its policy keeps while the request has a row.
     reused: per slice, whether it was resident on arrival and has not been computed for this request since.
+    found_text: per namespace of text that its probe has computed, how many tokens of it were cached before.
+    probe: what it measures; None for a user's request.
     """
 
     prompt: LinkedPrompt
@@ -64,6 +111,8 @@ class LinkedRequest:
     row: Row = dataclasses.field(init=False)
     own: Any = None
     reused: list[bool] = dataclasses.field(init=False)
+    found_text: Mapping[Namespace | None, int] = dataclasses.field(default_factory=dict)
+    probe: Probe | None = None
 
     def __post_init__(self):
         self.reused = [node is not None for node in self.found]
@@ -79,19 +128,38 @@ class LinkedRequest:
         return self.chunks is not None and self.chunks.complete
 
     @property
+    def recomputes(self) -> bool:
+        """Whether its row is the whole prompt as plain text, which a probe compares with the chunks."""
+        return self.probe is not None and self.policy.probes == "deviation"
+
+    @property
+    def needs_resident(self) -> bool:
+        """Whether its forward pass must follow those that compute its chunks."""
+        return self.policy.needs_resident or self.recomputes
+
+    @property
+    def num_own_slots(self) -> int:
+        """How many slots it takes besides those of its text."""
+        return self.prompt.num_chunk_tokens if self.recomputes else self.policy.num_own_slots(self.prompt)
+
+    @property
     def segments(self) -> tuple[ChunkSlice, ...]:
         """The slices whose keys are stored in the row at positions relative to their chunks."""
-        return self.prompt.chunks if self.policy.in_place else ()
+        return self.prompt.chunks if self.policy.in_place and not self.recomputes else ()
 
     @property
     def num_reused_tokens(self) -> int:
         """Chunk tokens that were not computed for this request."""
         return sum(chunk.num_kept for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
-    @property
-    def num_computed_tokens(self) -> int:
-        """Kept chunk tokens that were computed for this request."""
-        return self.prompt.num_chunk_tokens - self.num_reused_tokens
+    def num_computed_tokens(self, cached: Sequence[int]) -> int:
+        """Kept chunk tokens that were computed for this request, and of its `cached` text, per span, what its probe has
+        computed."""
+        num_tokens = self.prompt.num_chunk_tokens - self.num_reused_tokens
+        if not self.found_text:
+            return num_tokens
+        spans = zip(self.prompt.spans, cached, strict=True)
+        return num_tokens + sum(max(0, count - self.found_text.get(span.namespace, count)) for span, count in spans)
 
     @property
     def hit_mask(self) -> int:
@@ -100,10 +168,37 @@ class LinkedRequest:
 
 
 @dataclasses.dataclass(eq=False)
+class Undecided:
+    """A waiting request whose policy chooses by a probe that has not ended.
+
+    kept: per chunk of the layout, what the probe keeps.
+    num_chosen: of how many chunks, the first ones, that has been chosen in earlier turns.
+    probe: the internal request that measures.
+    launched: whether a batch has taken it.
+    """
+
+    layout: PromptLayout
+    policy: Policy
+    kept: Sequence[Ranges]
+    num_chosen: int = 0
+    probe: Any = None
+    launched: bool = False
+
+
+class FillPart(NamedTuple):
+    """Tokens (int64) that a fill computes, and the namespace that they are published in; the preamble is no chunk."""
+
+    tokens: array
+    namespace: Hashable
+    chunk: ChunkSlice | None = None
+
+
+@dataclasses.dataclass(eq=False)
 class Fill:
     """An internal request that computes missing chunks one after another; none sees another.
 
-    It ends when the batch with its last tokens is formed.
+    All are computed behind the same preamble, which it computes as well unless that is cached. It ends when the batch
+    with its last tokens is formed.
 
     owner: the request for which it was made.
     parents: the requests that wait for it.
@@ -117,8 +212,19 @@ class Fill:
     row: FillRow = dataclasses.field(init=False)
     duplicates: torch.Tensor | None = None
 
+    @property
+    def preamble(self) -> array:
+        """What all its chunks are computed behind, int64."""
+        return self.chunks[0].preamble
 
-def lazy_state(req: Any) -> LinkedRequest | Fill | None:
+    @functools.cached_property
+    def parts(self) -> list[FillPart]:
+        """What it computes, in this order: its preamble, if there is one, and its chunks."""
+        preamble = [FillPart(self.preamble, self.chunks[0].key.namespace.extra_key)] if self.preamble else []
+        return [*preamble, *(FillPart(chunk.tokens, chunk.key.namespace, chunk) for chunk in self.chunks)]
+
+
+def lazy_state(req: Any) -> LinkedRequest | Undecided | Fill | None:
     """What `req` carries."""
     return getattr(req, "lazy", None)
 
@@ -134,6 +240,20 @@ def linked(req: Any) -> LinkedRequest | None:
     """The state of a linked request, None for any other."""
     state = lazy_state(req)
     return state if isinstance(state, LinkedRequest) else None
+
+
+def is_internal(req: Any) -> bool:
+    """Whether a request is a fill or a probe, which answer nobody."""
+    state = lazy_state(req)
+    return isinstance(state, Fill) or (isinstance(state, LinkedRequest) and state.probe is not None)
+
+
+def stand_in(req: Any) -> Any | None:
+    """What stands in the queue for a waiting request: its probe where it has one, nobody while that runs."""
+    state = lazy_state(req)
+    if not isinstance(state, Undecided):
+        return req
+    return None if state.launched else state.probe
 
 
 def fill_of(req: Any) -> Fill | None:

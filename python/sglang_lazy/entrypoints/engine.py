@@ -42,8 +42,8 @@ class Engine(engine.Engine):
         """`sgl.Engine.generate`, which takes the other arguments, with `segments` in place of `prompt`.
 
         segments: one prompt, or a list of prompts. cache_salt: namespace of the KV; requests with another one, or with
-        none, do not reuse it. link: policy of the chunks ("block", "full" or "copy"), None for the engine's default.
-        These two are one for all prompts, or a list with one for each. Raises ValueError on bad input.
+        none, do not reuse it. link: policy of the chunks, like "block" or "query:ratio=0.3"; None for the engine's
+        default. These two are one for all prompts, or a list with one for each. Raises ValueError on bad input.
         """
         args, kwargs = self._arguments(args, kwargs, segments, cache_salt, link)
         return super().generate(*args, **kwargs)

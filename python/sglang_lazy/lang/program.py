@@ -46,7 +46,7 @@ def make_link(policy: Any) -> SglExpr:
     hook_http_request(send)
     if isinstance(policy, SglExpr):  # an argument whose value is unknown while SGLang traces a program
         return policy
-    return SglConstantText(MarkedText("", link=get_policy(policy).name))
+    return SglConstantText(MarkedText("", link=str(get_policy(policy))))
 
 
 def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:

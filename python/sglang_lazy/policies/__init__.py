@@ -1,34 +1,94 @@
 """How prompts use their chunks: one module for each policy, and the registry by which requests name them.
 
+A request's `link` is `name` or `name:parameter=value,...`. With `base` before it and a plus between them, a policy's
+chunks are computed behind a preamble: `base+epic:tokens=8`.
+
 To add a policy, derive from `sglang_lazy.core.policy.Policy` in a module of its own and register it here.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 from sglang_lazy.core.policy import Policy
+from sglang_lazy.policies.blend import Blend
 from sglang_lazy.policies.block import Block
 from sglang_lazy.policies.copy import Copy
+from sglang_lazy.policies.epic import Epic
 from sglang_lazy.policies.full import Full
+from sglang_lazy.policies.kvlink import KvLink
+from sglang_lazy.policies.packet import Packet
+from sglang_lazy.policies.query import Query
+from sglang_lazy.policies.static import Static
 
 __all__ = ["POLICIES", "get_policy", "register"]
 
-POLICIES: dict[str, Policy] = {}
+POLICIES: dict[str, type[Policy]] = {}
+
+BASE = "base"
+"""Stands before a policy, or alone for `block`, and gives chunks a preamble."""
 
 
 def register(policy: type[Policy]) -> type[Policy]:
     """Offer a policy under its name; usable as a class decorator. Raises ValueError if the name is taken."""
-    if policy.name in POLICIES:
+    if policy.name in POLICIES or policy.name == BASE:
         raise ValueError(f"policy {policy.name!r} is registered already")
-    POLICIES[policy.name] = policy()
+    POLICIES[policy.name] = policy
     return policy
 
 
-def get_policy(name: Any) -> Policy:
-    """The policy of this name. Raises ValueError for anything else."""
-    if not isinstance(name, str) or name not in POLICIES:
-        raise ValueError(f"link must be one of {', '.join(map(repr, POLICIES))}, got {name!r:.50}")
-    return POLICIES[name]
+def get_policy(link: Any) -> Policy:
+    """The policy that `link` names, with its parameters; `str` of it is `link` in full.
+
+    Raises ValueError for anything else, and for parameters that the policy does not take.
+    """
+    if not isinstance(link, str):
+        raise _unknown(link)
+    return _parse(link, frozenset(POLICIES.values()))
 
 
-for _policy in (Block, Full, Copy):
+@functools.lru_cache(maxsize=1024)  # requests repeat them; the registry is part of the key
+def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
+    base, plus, rest = link.partition("+")
+    if base.partition(":")[0] == BASE:
+        values = _parameters(base, BASE, {"preamble": "neutral"})
+        rest = rest if plus else Block.name
+    else:
+        base, values, rest = "", {}, link
+    name = rest.partition(":")[0]
+    if name not in POLICIES:
+        raise _unknown(link)
+    policy = POLICIES[name]
+    if base and not policy.reuses:
+        raise ValueError(f"link {link!r:.50}: {name} computes no chunks, so they can stand behind no preamble")
+    defaults = {field.name: field.default for field in dataclasses.fields(policy) if field.name != "preamble"}
+    try:
+        return policy(**_parameters(rest, name, defaults), **values)
+    except ValueError as error:
+        raise ValueError(f"link {link!r:.50}: {error}") from None
+
+
+def _unknown(link: Any) -> ValueError:
+    names = ", ".join(map(repr, POLICIES))
+    return ValueError(f"link must be one of {names}, or 'base', alone or as in 'base+epic'; got {link!r:.50}")
+
+
+def _parameters(text: str, name: str, defaults: dict[str, Any]) -> dict[str, Any]:
+    """The parameters in `name:parameter=value,...`, each of the type of its default."""
+    values = dict(defaults)
+    given = text.removeprefix(name).removeprefix(":")
+    for item in given.split(",") if text != name else ():
+        parameter, _, value = item.partition("=")
+        if parameter not in defaults:
+            known = f"takes {', '.join(defaults)}" if defaults else "has no parameters"
+            raise ValueError(f"policy {name!r} {known}, got {item!r:.50}")
+        try:
+            values[parameter] = type(defaults[parameter])(value)
+        except ValueError:
+            kind = type(defaults[parameter]).__name__
+            raise ValueError(f"{parameter} must be of type {kind}, got {value!r:.50}") from None
+    return values
+
+
+for _policy in (Block, Full, Copy, Epic, Query, Blend, Static, KvLink, Packet):
     register(_policy)

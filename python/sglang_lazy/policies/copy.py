@@ -13,6 +13,7 @@ import torch
 
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import LayerRope, ServedModel
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.state import ChunkNodes, as_linked
 from sglang_lazy.policies.block import Block
@@ -36,8 +37,8 @@ class Copy(Block):
     in_place = False
     needs_resident = True  # copying is the first launch of a forward pass
 
-    def unfit(self, fp8_cache: bool) -> str | None:
-        return "link copy: rotated keys would be rounded to fp8 a second time" if fp8_cache else None
+    def unfit(self, server: ServerTraits) -> str | None:
+        return "link copy: rotated keys would be rounded to fp8 a second time" if server.fp8_cache else None
 
     def num_own_slots(self, prompt: LinkedPrompt) -> int:
         return prompt.num_chunk_tokens
@@ -66,7 +67,7 @@ class Copy(Block):
         model.part(ChunkCopier).copy(
             torch.cat([copy.source for copy in copies]),
             torch.cat([copy.slots for copy in copies]),
-            np.repeat([chunk.start for chunk in slices], [chunk.num_kept for chunk in slices]),
+            np.repeat(model.rotations([chunk.offset for chunk in slices]), [chunk.num_kept for chunk in slices]),
         )
         for req, copy in zip(new, copies, strict=True):
             copy.written = True

@@ -5,13 +5,10 @@ link path as a whole, see `LinkedBatch.linked`. A backend keeps its stock name a
 decided by them; `with_link_path` gives one instance a subclass of its class.
 """
 
-import contextlib
-import copy
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -19,27 +16,12 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.metadata import LinkMetadata
-from sglang_lazy.attention.rows import LinkedBatch, windows_of
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.core.device import ints_to_device
 from sglang_lazy.port.compat import kv_scales
 from sglang_lazy.port.rope import attention_layers
+from sglang_lazy.port.stock_part import StockPart
 
 logger = logging.getLogger(__name__)
-
-MIN_TABLE_WIDTH = 8192
-"""Columns of the table that SGLang's own attention reads instead of `req_to_token`, at least."""
-
-
-class StockPart(NamedTuple):
-    """What SGLang's own attention computes of a prefill batch that it cannot take as SGLang describes it.
-
-    batch: the description that it is given.
-    req_to_token: int32 [rows of `batch`, width], which it reads instead of the pool's.
-    """
-
-    batch: ForwardBatch
-    req_to_token: torch.Tensor
 
 
 class LinkAttention(AttentionBackend):
@@ -107,8 +89,8 @@ class LinkAttention(AttentionBackend):
             self.link_metadata, windows = LinkMetadata.of_prefill(current, pool_indices, self.link_table)
             self._copy_windows(self.link_metadata.kv_indices, forward_batch, windows)
         if len(current.linked) < len(current.rows):
-            self.link_stock_part = part = self._stock_part(forward_batch, current)
-            with self._reading(part.req_to_token):
+            self.link_stock_part = part = StockPart.of(forward_batch, current, self._copy_windows)
+            with part.shown_to(self.link_rows.req_to_token):
                 super().init_forward_metadata(part.batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -144,45 +126,6 @@ class LinkAttention(AttentionBackend):
             metadata.segment_ids,
             **self.link_dims,
         )
-
-    def _stock_part(self, forward_batch: ForwardBatch, current: LinkedBatch) -> StockPart:
-        """The batch for SGLang's own attention, row by row as `current` cuts it.
-
-        Linked rows cannot be left out, since new tokens must follow one another there; their results are replaced. To
-        make them cheap, they are shown as if they had no KV tokens but the new ones.
-        """
-        linked = set(current.linked)
-        rows = [
-            row._replace(windows=[(0, row.num_new)], positions=row.positions[: row.num_new]) if i in linked else row
-            for i, row in enumerate(current.rows)
-        ]
-        prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
-        seq_lens, indices = prefix_lens + extend_lens, np.arange(len(rows))
-        # Few widths, since SGLang's Triton kernels are compiled for each.
-        width = max(MIN_TABLE_WIDTH, 1 << int(seq_lens.max() - 1).bit_length())
-        starts, windows = extend_lens.cumsum() - extend_lens, windows_of(rows, indices * width)
-        part = copy.copy(forward_batch)
-        part.batch_size = len(rows)
-        part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu = prefix_lens.tolist(), extend_lens.tolist()
-        part.seq_lens_cpu, part.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
-        device = forward_batch.seq_lens.device
-        part.extend_prefix_lens, part.extend_seq_lens, part.extend_start_loc, seq_lens, indices, *windows = (
-            ints_to_device([prefix_lens, extend_lens, starts, seq_lens, indices, *windows], device)
-        )
-        part.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
-        part.req_pool_indices = indices.to(forward_batch.req_pool_indices.dtype)
-        req_to_token = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
-        self._copy_windows(req_to_token.view(-1), forward_batch, windows)
-        return StockPart(part, req_to_token)
-
-    @contextlib.contextmanager
-    def _reading(self, req_to_token: torch.Tensor) -> Iterator[None]:
-        """Have SGLang's code read other rows than the pool's: its backends keep references to one tensor object."""
-        kept, self.link_rows.req_to_token.data = self.link_rows.req_to_token.data, req_to_token
-        try:
-            yield
-        finally:
-            self.link_rows.req_to_token.data = kept
 
     def _copy_windows(self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]) -> None:
         """windows: of `windows_of`, on the device."""
@@ -238,7 +181,7 @@ class LinkAttention(AttentionBackend):
         out = forward_batch._attn_output
         if stock_part is not None:
             stock_part.batch._attn_output = out
-            with self._reading(stock_part.req_to_token):
+            with stock_part.shown_to(self.link_rows.req_to_token):
                 out = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False)
         if metadata is None:
             return out
@@ -263,6 +206,7 @@ class LinkAttention(AttentionBackend):
         )
         if not in_place:
             out[metadata.tokens] = linked
+        self._measure(heads, k_cache, layer, arguments)
         metadata.checked = True
         return out.flatten(1)
 
@@ -280,7 +224,7 @@ class LinkAttention(AttentionBackend):
         return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k_cache, v_cache, self._options(layer)
 
     def _options(self, layer: Any) -> dict[str, Any]:
-        """Arguments common to both kernels that are the same for every batch."""
+        """Arguments common to the attention kernels that are the same for every batch."""
         rope = self.link_model.ropes[layer.layer_id]
         # The pool divides by the scales only where it rounds to fp8.
         k_scale, v_scale = kv_scales(layer) if self.link_fp8 else (1.0, 1.0)
@@ -290,6 +234,29 @@ class LinkAttention(AttentionBackend):
             "sm_scale": layer.scaling * k_scale,
             "v_scale": v_scale,
         }
+
+    def _measure(self, q: torch.Tensor, k_cache: torch.Tensor, layer: Any, options: dict[str, Any]) -> None:
+        """Add this layer's part to what the probes of the batch measure.  q: of all new tokens, by head."""
+        probes, metadata = self.link_table.probes, self.link_metadata
+        if probes is None or layer.layer_id not in probes.layers:
+            return
+        assert metadata is not None, "the row of a probe has segments"
+        self.link_ops.accumulate_attention(
+            probes.sums,
+            q[probes.tokens],
+            k_cache,
+            probes.qo_indptr,
+            probes.q_positions,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.kv_positions,
+            metadata.num_segments,
+            metadata.segment_ends,
+            metadata.segment_offsets,
+            max_extend_len=probes.max_extend_len,
+            validate=not metadata.checked,
+            **{name: value for name, value in options.items() if name != "v_scale"},
+        )
 
 
 def with_link_path(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:

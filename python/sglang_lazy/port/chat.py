@@ -14,6 +14,7 @@ from sglang_lazy.serving.requests import (
     refuse_salt,
     segment_tokenizer,
     with_layout,
+    with_trained_tokens,
 )
 
 
@@ -74,10 +75,12 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     view = copy.copy(serving)
     view.tokenizer_manager = _View(manager, tokenizer=PlaceholderTokenizer(tokenizer, chunk_parts))
     adapted, request = convert(view, request, raw_request)
+    link = choose_link(request.link)
     prompt = fill_placeholders(adapted.input_ids, tokenizer.tokens(chunks), chunk_parts.names)
+    prompt = with_trained_tokens(manager, prompt, link)
     adapted.input_ids = prompt.input_ids
     adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
-    layout = prompt.layout(choose_link(request.link), check_cache_salt(request.cache_salt))
+    layout = prompt.layout(link, check_cache_salt(request.cache_salt))
     adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
     return adapted, request
 

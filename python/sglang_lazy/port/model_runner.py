@@ -13,13 +13,15 @@ from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
-from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.policy import Policy, ServerTraits
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port import layer_range
 from sglang_lazy.port.attention import with_link_path
 from sglang_lazy.port.compat import Unfit, unfit_flags, unfit_kernels, unfit_model
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.probe import check_rotation
+from sglang_lazy.port.probing import probing
 from sglang_lazy.port.rope import layer_ropes
 
 logger = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
     if reasons := unfit_flags(runner.server_args) + unfit_model(runner):
         raise Unfit(reasons)
     name = choose_kernels(config, runner)
-    if reason := get_policy(config.default_link).unfit(runner.kv_cache_dtype != runner.dtype):
+    if reason := get_policy(config.default_link).unfit(server_traits(runner)):
         raise Unfit([reason])
     try:
         ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
@@ -64,6 +66,15 @@ def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
     model = ServedModel(kv_buffers, ropes, get_implementation(name))
     get_policy(config.default_link).warm_up(model)
     return SegmentTable(len(runner.req_to_token_pool.req_to_token), config.max_chunks, runner.device, model)
+
+
+def server_traits(runner: Any) -> ServerTraits:
+    """What policies have to know of the server that a `ModelRunner` belongs to."""
+    return ServerTraits(
+        fp8_cache=runner.kv_cache_dtype != runner.dtype,
+        # A batch that mixes prefill and decode would cut the layers of both.
+        first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
+    )
 
 
 def choose_kernels(config: LazyConfig, runner: Any) -> str:
@@ -92,7 +103,8 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
-    with table.running(LinkedBatch.of(batch, apart, runner.req_to_token_pool.size)):
+    current = LinkedBatch.of(batch, apart, runner.req_to_token_pool.size)
+    with probing(batch, current, runner, table.model) as sums, table.running(current, sums):
         return original(worker, batch, *args, **kwargs)
 
 
@@ -142,6 +154,8 @@ def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -
 
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
     """Around `PrefillCudaGraphRunner.can_run_graph`: a large batch with chunks is not padded to fit a graph."""
+    if layer_range.is_cut(graph_runner.model_runner.model):  # graphs run all layers
+        return False
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)

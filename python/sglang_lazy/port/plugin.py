@@ -76,7 +76,7 @@ def provide_rotary_import() -> None:
 
     if not is_cuda() and "vllm._custom_ops" not in sys.modules:
         stand_in = types.ModuleType("vllm._custom_ops")
-        stand_in.rotary_embedding = None  # type: ignore[attr-defined]
+        vars(stand_in).update(rotary_embedding=None)
         sys.modules["vllm._custom_ops"] = stand_in
 
 

@@ -53,6 +53,8 @@ class LazyRadixCache(RadixCache):
     def reset(self) -> None:
         super().reset()
         self.store.reset()
+        if self.admission is not None:
+            self.admission.arrival.reset()
 
     # The tree
 
@@ -149,11 +151,11 @@ class LazyRadixCache(RadixCache):
         return MatchResult(device_indices=slots, last_device_node=nodes, last_host_node=nodes, best_match_node=nodes)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:
-        is_linked = linked(req) is not None
-        if not is_linked and fill_of(req) is None:
+        state = linked(req)
+        if state is None and fill_of(req) is None:
             return super().cache_unfinished_req(req, chunked=chunked)
         row_len = len(req.get_fill_ids())
-        if is_linked:
+        if state is not None and not state.recomputes:
             self.rows.publish(req, row_len, chunked)
             req.cache_protected_len = row_len
         if chunked:  # it goes on from here
@@ -162,6 +164,8 @@ class LazyRadixCache(RadixCache):
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
         if (state := linked(req)) is not None:
             self.rows.end(req, state, kv_len_to_handle, insert=is_insert and not self.disable_finished_insert)
+            if state.probe is not None:
+                self.admission.arrival.end_probe(req, done=is_insert)
         elif (fill := fill_of(req)) is not None:
             self.rows.end_fill(req, fill, kv_len_to_handle)
         else:

@@ -10,11 +10,15 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.state import LinkedRequest, fill_of, linked
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN
+from sglang_lazy.core.policy import ServerTraits
+from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.model_runner import server_traits
 from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.scheduler.admission import ChunkAdmission, requested_layout
+from sglang_lazy.scheduler.admission import ChunkAdmission
+from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.producer import FillProducer, NewRequest
 
 
@@ -26,21 +30,42 @@ def admission_of(scheduler: Any) -> ChunkAdmission | None:
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
     """After `Scheduler.__init__`: put admission beside a cache that can hold chunks."""
     if isinstance(scheduler.tree_cache, LazyRadixCache):
-        runner = scheduler.tp_worker.model_runner
-        fp8_cache = runner.kv_cache_dtype != runner.dtype
-        scheduler.tree_cache.admission = new_admission(scheduler, LazyConfig.current().max_chunks, fp8_cache)
+        config = LazyConfig.current()
+        preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
+        traits = server_traits(scheduler.tp_worker.model_runner)
+        scheduler.tree_cache.admission = new_admission(scheduler, config.max_chunks, traits, preamble)
 
 
-def new_admission(scheduler: Any, max_chunks: int, fp8_cache: bool = False) -> ChunkAdmission:
+def new_admission(
+    scheduler: Any, max_chunks: int, traits: ServerTraits | None = None, preamble: array | None = None
+) -> ChunkAdmission:
     """Admission for a scheduler whose tree cache is a `LazyRadixCache`."""
-    rows = scheduler.tree_cache.rows
+    rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
+    limits = Limits(
+        pool_size=rows.allocator.size,
+        context_len=scheduler.model_config.context_len,
+        max_chunks=max_chunks,
+        traits=traits or ServerTraits(),
+        neutral_preamble=preamble or array("q"),
+    )
     max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-    producer = FillProducer(rows.store.pending, fill_requests(scheduler), max_fill_tokens)
-    return ChunkAdmission(scheduler, rows, producer, max_chunks, CLIP_MAX_NEW_TOKENS, fp8_cache)
+    producer = FillProducer(rows.store.pending, new_request, max_fill_tokens)
+    return ChunkAdmission(scheduler, rows, Arrival(rows.store, limits, new_request), producer, CLIP_MAX_NEW_TOKENS)
 
 
-def fill_requests(scheduler: Any) -> NewRequest:
-    """What makes the requests of fills."""
+def neutral_preamble(text: str, tokenizer: Any) -> array:
+    """The tokens of `--lazy-preamble`, int64, as they would begin a prompt; none where the server has no tokenizer.
+
+    Raises ValueError if they are too many.
+    """
+    tokens = array("q", tokenizer.encode(text) if tokenizer is not None and text else ())
+    if len(tokens) > MAX_PREAMBLE_LEN:
+        raise ValueError(f"--lazy-preamble has {len(tokens)} tokens, at most {MAX_PREAMBLE_LEN} are allowed")
+    return tokens
+
+
+def internal_requests(scheduler: Any) -> NewRequest:
+    """What makes the requests of fills and probes."""
     params = SamplingParams(max_new_tokens=0, temperature=0)
     params.normalize(None)
 
@@ -52,6 +77,7 @@ def fill_requests(scheduler: Any) -> NewRequest:
             params,
             vocab_size=scheduler.model_config.vocab_size,
             eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            extra_key=parent.extra_key,
             priority=parent.priority,
         )
         req.tokenizer = scheduler.tokenizer
@@ -69,9 +95,11 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         _refuse_chunks(req)
     elif fill_of(req) is not None:  # retracted: its parents' next admission starts it again
         return admission.producer.forget(req)
+    elif is_internal(req):  # a retracted probe: its parent has another one by now
+        return None
     else:
-        admission.arrive(req)
-        if linked(req) is not None:
+        admission.arrival.receive(req)
+        if lazy_state(req) is not None:
             admission.linked_waiting = True
             if admission.forming:
                 admission.late.append(req)
@@ -92,10 +120,11 @@ def _refuse_chunks(req: Req) -> None:
 
 
 def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """Around `Scheduler.get_next_batch_to_run`: fills leave the last batch before it is merged into the running one."""
+    """Around `Scheduler.get_next_batch_to_run`: internal requests, which decode nothing, leave the last batch before it
+    is merged into the running one."""
     was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
-    if was_prefill and (fills := [req for req in last_batch.reqs if fill_of(req) is not None]):
-        last_batch.filter_batch(chunked_req_to_exclude=fills)
+    if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
+        last_batch.filter_batch(chunked_req_to_exclude=internal)
         running_batch.batch_is_full = False
     return original(scheduler, running_batch, last_batch)
 

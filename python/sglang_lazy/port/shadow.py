@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
 
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.serving.agreement import GAUGES, RecentAgreement
 from sglang_lazy.serving.shadow import COUNTERS, Shadow
 
 _ATTR = "_sglang_lazy_shadow"
@@ -16,24 +17,32 @@ def attach(_result: Any, global_state: Any) -> None:
     config, manager = LazyConfig.current(), global_state.tokenizer_manager
     if not config.shadow_rate:
         return
-    from prometheus_client import Counter  # not before SGLang has set up its directory of metrics
+    from prometheus_client import Counter, Gauge  # not before SGLang has set up its directory of metrics
 
     labels = manager.metrics_collector.labels
     counters = {
         name: Counter(f"sglang_lazy:shadow_{name}_total", text, list(labels)).labels(**labels)
         for name, text in COUNTERS.items()
     }
-    attach_shadow(manager, config.shadow_rate, counters)
+    gauges = {
+        name: Gauge(f"sglang_lazy:shadow_{name}", text, [*labels, *own], multiprocess_mode="mostrecent")
+        for name, (text, own) in GAUGES.items()
+    }
+
+    def publish(name: str, value: float, **own: str) -> None:
+        gauges[name].labels(**labels, **own).set(value)
+
+    attach_shadow(manager, config.shadow_rate, counters, RecentAgreement(config.shadow_min_agreement, publish))
 
 
-def attach_shadow(manager: Any, rate: float, counters: dict[str, Any]) -> Shadow:
+def attach_shadow(manager: Any, rate: float, counters: dict[str, Any], recent: RecentAgreement) -> Shadow:
     """The shadow mode of a tokenizer manager, from now on."""
 
     def abort(rid: str) -> None:
         # `manager.abort_request` would count it among the users' aborted requests.
         manager._dispatch_to_scheduler(AbortReq(rid=rid))
 
-    shadow = Shadow(manager, rate, counters, new_request, abort)
+    shadow = Shadow(manager, rate, counters, recent, new_request, abort)
     setattr(manager, _ATTR, shadow)
     return shadow
 
@@ -43,11 +52,11 @@ def shadow_of(manager: Any) -> Shadow | None:
     return getattr(manager, _ATTR, None)
 
 
-def new_request(obj: Any, rid: str, sampling_params: dict[str, Any]) -> GenerateReqInput:
-    """A request for the prompt of `obj` with other sampling parameters, kept out of SGLang's metrics of requests."""
+def new_request(obj: Any, rid: str, input_ids: list[int], sampling_params: dict[str, Any]) -> GenerateReqInput:
+    """A request like `obj` with another prompt and parameters, kept out of SGLang's metrics of requests."""
     return GenerateReqInput(
         rid=rid,
-        input_ids=list(obj.input_ids),
+        input_ids=list(input_ids),
         sampling_params=sampling_params,
         extra_key=obj.extra_key,
         custom_logit_processor=obj.custom_logit_processor,

@@ -15,11 +15,19 @@ from typing import Any
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
-from sglang_lazy.core.state import ChunkNodes, LinkedRequest, as_linked, fill_of, linked
-from sglang_lazy.policies import get_policy
-from sglang_lazy.scheduler.producer import FillProducer
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import (
+    ChunkNodes,
+    LinkedRequest,
+    Undecided,
+    as_linked,
+    fill_of,
+    lazy_state,
+    linked,
+    stand_in,
+)
+from sglang_lazy.scheduler.arrival import Arrival
+from sglang_lazy.scheduler.producer import Producer
 
 
 class ChunkAdmission:
@@ -36,82 +44,51 @@ class ChunkAdmission:
         self,
         scheduler: Any,
         rows: RowCache,
-        producer: FillProducer,
-        max_chunks: int,
+        arrival: Arrival,
+        producer: Producer,
         max_growth: int,
-        fp8_cache: bool = False,
     ):
         self.scheduler = scheduler
         self.rows, self.store = rows, rows.store
-        self.producer = producer
-        self.max_chunks = max_chunks
+        self.arrival, self.producer = arrival, producer
         self.max_growth = max_growth
-        self.fp8_cache = fp8_cache
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False
         self.late: list[Any] = []
         self.store.release_waiting_lock = self.revoke_newest
 
-    # Arrival
-
-    def arrive(self, req: Any) -> None:
-        """Give a request that has chunks its state; a bad one is set up to be answered with a 400."""
-        if linked(req) is not None or req.to_finish is not None or req.finished_reason is not None:
-            return
-        try:
-            req.lazy = self._link(req)
-        except ValueError as error:
-            req.set_finish_with_abort(str(error))
-
-    def _link(self, req: Any) -> LinkedRequest | None:
-        layout = requested_layout(req)
-        if layout is None:
-            return None
-        policy = get_policy(layout.link)
-        if not policy.reuses or not layout.chunks:
-            return None
-        if reason := policy.unfit(self.fp8_cache):
-            raise ValueError(reason)
-        check_request(req, layout, self.max_chunks)
-        kept = policy.kept(layout, req.origin_input_ids)
-        prompt = LinkedPrompt.build(req.origin_input_ids, layout, kept, req.extra_key)
-        if not prompt.chunks:
-            return None
-        self._check_fits(prompt, policy.num_own_slots(prompt))
-        return LinkedRequest(prompt, policy, [self.store.find(chunk) for chunk in prompt.chunks])
-
-    def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
-        """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides."""
-        text = prompt.spans[-1].end - prompt.num_chunk_tokens
-        chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
-        size = self.rows.allocator.size
-        if text + chunks + num_own_slots + 1 > size:
-            raise ValueError(
-                f"{text} tokens of text, {chunks} of chunks and {num_own_slots} of copies do not fit together into the "
-                f"KV pool of {size} tokens"
-            )
-
     # Batch formation
 
     def visible_queue(self, running_batch: Any) -> list[Any]:
-        """The waiting queue as batch formation may see it: before each parent, the fills that it waits for.
+        """The waiting queue as batch formation may see it: before each parent, the fills that it waits for. A request
+        whose policy chooses by a probe is represented by that, and left out while it runs.
 
-        Admits parents while memory lasts. Where one does not fit, what is behind it waits as well, as on stock SGLang.
-        Batch formation takes requests in this order and stops at the first that it cannot take whole, so no parent runs
-        before its chunks. One whose policy needs resident chunks is left out until they are.
+        Admits parents while memory lasts. Where one does not fit, what is behind it waits as well, as on stock SGLang;
+        so does what would take the memory of one that is left out. Batch formation takes requests in this order and
+        stops at the first that it cannot take whole, so no parent runs before its chunks. One whose policy needs
+        resident chunks is left out until they are.
         """
         self.reconcile()
         waiting = self.scheduler.waiting_queue
-        self.linked_waiting = self.linked_waiting and any(linked(req) is not None for req in waiting)
-        if not self.linked_waiting:
+        self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
+        if not self.linked_waiting and not _recomputes(self.scheduler.chunked_req):
             return waiting
         budget = self._budget(running_batch)
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
-        for req in waiting:
+        left_out = False
+        for waiting_req in waiting:
+            undecided = lazy_state(waiting_req)
+            req = undecided.probe if isinstance(undecided, Undecided) else waiting_req
             state = linked(req)
-            need = self._own_need(req, state)
+            need = self._own_need(waiting_req, state)  # of a probe: that of its parent, which comes next
+            if left_out and need > budget:
+                break
+            left_out |= req is not waiting_req
+            if stand_in(waiting_req) is None:
+                budget -= need
+                continue
             if state is not None and not state.ready:
                 nodes = self._resident(state)
                 need += self._chunk_need(state, nodes)
@@ -119,12 +96,15 @@ class ChunkAdmission:
                 if not state.admitted and need > budget and not alone:
                     break
                 visible.update(dict.fromkeys(self._admit(req, state, nodes)))
-                if state.policy.needs_resident and not state.ready:
+                if state.needs_resident and not state.ready:
                     budget -= need
+                    left_out = True
                     continue
             budget -= need
             visible[req] = None
-        return list(visible)
+        # Probes of the deviation run the first layers only, so whatever shares their batch must be such a probe, too.
+        first = self.scheduler.chunked_req or next(iter(visible), None)
+        return [req for req in visible if _recomputes(req) == _recomputes(first)]
 
     def _budget(self, running_batch: Any) -> float:
         """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones."""
@@ -137,7 +117,7 @@ class ChunkAdmission:
 
     def _own_need(self, req: Any, state: LinkedRequest | None) -> int:
         """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
-        shared = 0 if state is None else state.prompt.num_chunk_tokens - state.policy.num_own_slots(state.prompt)
+        shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
         return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
 
     def _resident(self, state: LinkedRequest) -> list[Node | None]:
@@ -162,6 +142,8 @@ class ChunkAdmission:
             if node is None and not (chunk.key in self.store.pending and self.producer.started(chunk.key))
         }
         num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
+        if to_start:  # at most once for each fill, and fills are few
+            num_missing += len(state.prompt.chunks[0].preamble)
         return num_missing + self.store.unlocked_size(node for node in nodes if node is not None)
 
     def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any]:
@@ -199,6 +181,10 @@ class ChunkAdmission:
         for req in rows:
             self.rows.complete(req, published)
             parents.pop(req, None)
+            if (probe := as_linked(req).probe) is not None:
+                undecided = lazy_state(probe.parent)
+                if isinstance(undecided, Undecided):
+                    undecided.launched = True
         for parent in parents:
             state = as_linked(parent)
             assert state.chunks is not None
@@ -211,7 +197,7 @@ class ChunkAdmission:
     def reconcile(self) -> None:
         """Take locks back from requests that left the queue, which SGLang does on many paths without telling."""
         if self.holders:
-            waiting = set(self.scheduler.waiting_queue)
+            waiting = set(map(stand_in, self.scheduler.waiting_queue))
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
         self.producer.reconcile()
@@ -239,31 +225,6 @@ class ChunkAdmission:
             raise RuntimeError(f"idle, but {len(self.holders)} requests hold chunks: {numbers}")
 
 
-def requested_layout(req: Any) -> PromptLayout | None:
-    """The layout that came with `req`, or None. Raises ValueError if it is malformed."""
-    params = req.sampling_params.custom_params
-    if not isinstance(params, dict) or LAYOUT_PARAM not in params:
-        return None
-    return PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
-
-
-def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
-    """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
-    check_num_chunks(len(layout.chunks), max_chunks)
-    refused = {
-        "a LoRA adapter": req.lora_id is not None,
-        "a session": req.session is not None,
-        "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "multimodal inputs": req.multimodal_inputs is not None,
-        "returned hidden states": bool(req.return_hidden_states),
-        "returned routed experts": req.return_routed_experts,
-    }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"chunks cannot be combined with {what}")
-    last_chunk_end = layout.chunks[-1][1]
-    if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
-        raise ValueError(
-            f"prompt logprobs from position {req.logprob_start_len} would need tokens inside or before a reused chunk; "
-            f"ask from position {last_chunk_end} on"
-        )
+def _recomputes(req: Any | None) -> bool:
+    state = None if req is None else linked(req)
+    return state is not None and state.recomputes

@@ -31,6 +31,9 @@ class Producer(Protocol):
     def reconcile(self) -> None:
         """Drop what was aborted and what nobody wants any more."""
 
+    def forget(self, req: Any) -> None:
+        """The chunks of an internal request `req` are published, or it was aborted or retracted."""
+
 
 class FillProducer:
     """Computes chunks with *fills*: prefill-only requests of SGLang, each for as many chunks as are computed at once.
@@ -48,12 +51,12 @@ class FillProducer:
 
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
         for share in self._shares(chunks):
-            tokens = array("q")
-            for chunk in share:
-                tokens += chunk.tokens
+            fill, tokens = Fill(share, parent), array("q")
+            for part in fill.parts:
+                tokens += part.tokens
             # SGLang aborts by prefixes of ids: no user's id begins like this one.
             req = self.new_request(f"\0fill-{next(self._ids)}", tokens, parent)
-            req.lazy = Fill(share, parent)
+            req.lazy = fill
             self.pending.update(dict.fromkeys((chunk.key for chunk in share), req))
 
     def _shares(self, chunks: Iterable[ChunkSlice]) -> Iterator[list[ChunkSlice]]:
@@ -62,7 +65,7 @@ class FillProducer:
         num_tokens = 0
         for chunk in chunks:
             num_tokens += chunk.num_tokens
-            if share and num_tokens > self.max_tokens:
+            if share and len(chunk.preamble) + num_tokens > self.max_tokens:
                 yield share
                 share, num_tokens = [], chunk.num_tokens
             share.append(chunk)
@@ -91,7 +94,6 @@ class FillProducer:
                 self.forget(req)
 
     def forget(self, req: Any) -> None:
-        """A fill has published its chunks, was aborted or was retracted: they are not under way any more."""
         for chunk in req.lazy.chunks:
             if self.pending.get(chunk.key) is req:
                 del self.pending[chunk.key]

@@ -7,6 +7,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
+from sglang_lazy.serving.trained_tokens import put_around, take_away, tokens_for
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
 
@@ -42,6 +43,25 @@ def tokenize(tokenizer_manager: Any, segments: Sequence[Segment]) -> TokenizedPr
             raise ValueError(f"segments[{index}]: this server has no tokenizer, give input_ids instead of text")
         pieces.append(segment.input_ids)
     return concatenate(segments, pieces)
+
+
+def with_trained_tokens(tokenizer_manager: Any, prompt: TokenizedPrompt, link: str) -> TokenizedPrompt:
+    """`prompt` as the policy `link` wants it. Raises ValueError if the model lacks tokens that this needs."""
+    policy = get_policy(link)
+    if not policy.trained:
+        return prompt
+    vocab_size = tokenizer_manager.model_config.vocab_size
+    return put_around(prompt, policy, tokens_for(policy, tokenizer_manager.model_path, vocab_size))
+
+
+def without_trained_tokens(tokenizer_manager: Any, input_ids: list[int], layout: PromptLayout) -> TokenizedPrompt:
+    """The prompt as the user wrote it, of one that `with_trained_tokens` gave."""
+    policy = get_policy(layout.link)
+    if not policy.trained:
+        return TokenizedPrompt(input_ids, layout.chunks)
+    vocab_size = tokenizer_manager.model_config.vocab_size
+    trained = tokens_for(policy, tokenizer_manager.model_path, vocab_size)
+    return take_away(input_ids, layout.chunks, policy, trained)
 
 
 def is_batch(segments: Any) -> bool:
@@ -82,6 +102,7 @@ def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> 
     prompt = tokenize(tokenizer_manager, segments)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
+    prompt = with_trained_tokens(tokenizer_manager, prompt, link)
     return prompt.input_ids, prompt.layout(link, cache_salt)
 
 
@@ -102,7 +123,7 @@ def check_cache_salt(cache_salt: Any) -> str | None:
 
 def choose_link(link: Any) -> str:
     """`link`, or the server's default if it is None. Raises ValueError if no policy has this name."""
-    return get_policy(LazyConfig.current().default_link if link is None else link).name
+    return str(get_policy(LazyConfig.current().default_link if link is None else link))
 
 
 def refuse_without_segments(cache_salt: Any, link: Any) -> None:

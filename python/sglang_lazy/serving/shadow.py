@@ -1,4 +1,4 @@
-"""Shadow mode: repeat some greedy answers over chunks with link full, and count how often both agree.
+"""Shadow mode: repeat some greedy answers over chunks with link full, and watch how often both agree.
 
 Users do not wait for a shadow. There is one at a time; it starts when no request is running, is aborted when one
 arrives, and starts over when the server is idle again. Two costs remain: a request that arrives during a forward pass
@@ -14,7 +14,8 @@ from contextlib import aclosing
 from typing import Any
 
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.serving.requests import with_layout
+from sglang_lazy.serving.agreement import RecentAgreement
+from sglang_lazy.serving.requests import with_layout, without_trained_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class Shadow:
     manager: SGLang's tokenizer manager.
     rate: fraction of the eligible answers to compare.
     counters: Prometheus counters by the names in `COUNTERS`.
-    new_request: makes SGLang's request from a user's request, a request id and sampling parameters.
+    recent: what watches how the policies do.
+    new_request: makes SGLang's request from a user's request, a request id, token ids and sampling parameters.
     abort: aborts the request of that id.
     """
 
@@ -45,12 +47,14 @@ class Shadow:
         manager: Any,
         rate: float,
         counters: Mapping[str, Any],
-        new_request: Callable[[Any, str, dict[str, Any]], Any],
+        recent: RecentAgreement,
+        new_request: Callable[[Any, str, list[int], dict[str, Any]], Any],
         abort: Callable[[str], None],
     ):
         self.manager = manager
         self.rate = rate
         self.counters = counters
+        self.recent = recent
         self.rid: str | None = None
         """Id of the shadow's request while SGLang has it."""
         self._new_request = new_request
@@ -96,7 +100,7 @@ class Shadow:
     async def _compare(self, obj: Any, layout: PromptLayout, answer: list[int]) -> None:
         try:
             tokens = await self._answer(obj, layout)
-        except Exception:
+        except Exception:  # the user has the answer already: whatever fails here is only counted
             logger.exception("sglang-lazy: a shadow of request %s failed", obj.rid)
             self.counters["failed"].inc()
             return
@@ -104,18 +108,22 @@ class Shadow:
             self.counters["dropped"].inc()
             return
         self.counters["requests"].inc()
-        if tokens == answer:
+        same_answer, same_first_token = tokens == answer, tokens[:1] == answer[:1]
+        if same_answer:
             self.counters["identical_answers"].inc()
-        if tokens[:1] == answer[:1]:
+        if same_first_token:
             self.counters["first_token_agreements"].inc()
+        self.recent.add(layout.link, same_answer, same_first_token)
 
     async def _answer(self, obj: Any, layout: PromptLayout) -> list[int] | None:
         """The tokens that link full gives; None if this was cancelled."""
-        full = PromptLayout(layout.chunks, link="full")  # the cache salt is part of the request's extra_key by now
+        prompt = without_trained_tokens(self.manager, obj.input_ids, layout)
+        full = PromptLayout(prompt.chunks, link="full")  # the cache salt is part of the request's extra_key by now
         while await self._quiet():
             self._interrupted = False
             self.rid = f"lazy-shadow-{uuid.uuid4().hex}"
-            request = self._new_request(obj, self.rid, with_layout(obj.sampling_params, full, self.manager))
+            params = with_layout(obj.sampling_params, full, self.manager)
+            request = self._new_request(obj, self.rid, prompt.input_ids, params)
             try:
                 async with aclosing(self.manager.generate_request(request)) as outputs:
                     out = await anext(outputs)
@@ -123,7 +131,7 @@ class Shadow:
                 if finish_reason["type"] != "abort":
                     return out["output_ids"]
                 raise RuntimeError(f"it was aborted: {finish_reason.get('message')}")
-            except Exception:
+            except Exception:  # an aborted request ends in whatever SGLang raises then
                 if not (self._interrupted or self._cancelled):
                     raise
             finally:

@@ -1,22 +1,25 @@
-"""Is chunk reuse good enough for a model and its prompts? Answers with link full and block, compares, and judges.
+"""Is chunk reuse good enough for a model and its prompts, and which policy? Answers with each, compares, and judges.
 
     from sglang_lazy.verify import Thresholds, verify
 
-    report = verify(engine.generate, prompts, Thresholds(min_agreement=0.95, max_kl=0.1))
+    report = verify(engine.generate, prompts, Thresholds(max_kl=0.1), policies=["block", "base+query:ratio=0.15"])
     print(report)
 
 As a command: `python -m sglang_lazy.verify --help`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.verify.cases import parse_prompt
-from sglang_lazy.verify.compare import Generate, compare
+from sglang_lazy.verify.cases import Prompt, parse_prompt
+from sglang_lazy.verify.compare import compare
+from sglang_lazy.verify.cost import Generate
+from sglang_lazy.verify.metrics import Thresholds
+from sglang_lazy.verify.policies import ALL
 from sglang_lazy.verify.remote import connect
-from sglang_lazy.verify.report import Report, Thresholds, summarize
+from sglang_lazy.verify.report import Report
 
-__all__ = ["Report", "Thresholds", "connect", "verify"]
+__all__ = ["ALL", "Report", "Thresholds", "connect", "verify"]
 
 
 def verify(
@@ -24,19 +27,21 @@ def verify(
     prompts: Iterable[Mapping[str, Any]],
     thresholds: Thresholds | None = None,
     *,
+    policies: Sequence[str] | None = None,
     max_new_tokens: int = 32,
     stop: list[str] | None = None,
 ) -> Report:
-    """Answer every prompt greedily with link full and with link block, and compare.
+    """Answer every prompt greedily with link full and under each policy, and compare.
 
     generate: `Engine.generate` of an engine with chunk reuse, or `connect(url)` for a running server.
     prompts: objects like the lines of the command's file: `segments` as in `/generate`, or `docs` (each with `title`
         and `text`) and `question`; optionally `answers`, a list of gold answers.
     thresholds: what the verdict judges; without any there is no verdict.
+    policies: links, such as those in `ALL`; None for the server's default.
     max_new_tokens, stop: where answers end.
 
-    Raises ValueError, naming the prompt, for a prompt that cannot be compared, and for thresholds on exact match or F1
-    without gold answers. Errors of `generate` pass through.
+    Raises ValueError, naming the prompt, for a prompt that cannot be compared; for thresholds that these prompts cannot
+    be measured by; and for link full, which is what policies are compared with. Errors of `generate` pass through.
     """
     parsed = []
     for index, prompt in enumerate(prompts):
@@ -47,6 +52,18 @@ def verify(
     if not parsed:
         raise ValueError("there are no prompts")
     thresholds = thresholds or Thresholds()
-    thresholds.check(has_answers=any(prompt.answers for prompt in parsed))
-    comparisons = compare(generate, parsed, max_new_tokens=max_new_tokens, stop=stop)
-    return summarize(comparisons, thresholds)
+    thresholds.check(parsed)
+    links = _links(generate, parsed[0], policies)
+    return Report.of(compare(generate, parsed, links, max_new_tokens=max_new_tokens, stop=stop), thresholds)
+
+
+def _links(generate: Generate, prompt: Prompt, policies: Sequence[str] | None) -> list[str]:
+    """The policies as the server spells them out, each once."""
+    params = {"temperature": 0, "max_new_tokens": 0}
+    links: dict[str, None] = {}
+    for policy in [None] if policies is None else policies:
+        (result,) = generate(segments=[prompt.segments], link=policy, sampling_params=params)
+        links[result["meta_info"]["link"]] = None
+    if "full" in links:
+        raise ValueError("link full is what policies are compared with: name others with --policies")
+    return list(links)

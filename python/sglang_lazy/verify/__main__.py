@@ -1,10 +1,10 @@
-"""Command: compare answers with and without chunk reuse, on your prompts, and judge.
+"""Command: compare policies for reusing chunks with link full, on your prompts, and recommend one.
 
 It starts the model (--model-path; flags for SGLang and for us follow after --) or queries a running server (--url). The
 prompts file has one JSON object per line: segments as in /generate, or docs (title, text) and question; optionally
 answers, a list of gold answers.
 
-Exit status: 0 if every threshold holds or none was set, 1 if one does not, 2 if there is no result.
+Exit status: 0 if a policy meets every threshold or none was set, 1 if no policy does, 2 if there is no result.
 """
 
 import argparse
@@ -16,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_lazy.verify import Report, Thresholds, connect, verify
-from sglang_lazy.verify.cases import read_prompts
-from sglang_lazy.verify.compare import Generate
+from sglang_lazy.verify.cases import parse_prompt, read_prompts
+from sglang_lazy.verify.cost import Generate
+from sglang_lazy.verify.policies import ALL, parse_policies
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -33,6 +34,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     where.add_argument("--url", help="running server, one of sglang_lazy.launch_server")
     parser.add_argument("--api-key", help="key of the server at --url")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines file")
+    parser.add_argument(
+        "--policies",
+        type=parse_policies,
+        metavar="LINK,...",
+        help=f"policies to compare (default: the server's default link); all: {','.join(ALL)}",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=32, help="most tokens of an answer (default: 32)")
     parser.add_argument("--stop", action="append", help="text that ends an answer; may be given several times")
     parser.add_argument("--out", type=Path, help="file for the report as JSON, every prompt's answers included")
@@ -54,25 +61,34 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 _HELP = {
     "min_agreement": "least share of identical answers, 0..1",
     "min_first_token_agreement": "least share of identical first tokens, 0..1",
-    "max_kl": "most KL(full || block) of the first token, mean over the prompts, in nats",
-    "max_em_drop": "most points of exact match (of 100) that block may lose",
-    "max_f1_drop": "most points of F1 (of 100) that block may lose",
+    "max_kl": "most KL(full || policy) of the first token, mean over the prompts, in nats",
+    "max_em_drop": "most points of exact match (of 100) that a policy may lose",
+    "max_f1_drop": "most points of F1 (of 100) that a policy may lose",
+    "budget_ms": "most milliseconds to the first token with the documents cached, median over the prompts",
 }
 
 
 @contextlib.contextmanager
-def started(model_path: str, flags: Sequence[str]) -> Iterator[Generate]:
-    """`generate` of an engine with the flags of `sglang_lazy.launch_server`."""
+def started(model_path: str, flags: Sequence[str], policies: Sequence[str] = ()) -> Iterator[Generate]:
+    """`generate` of an engine with the flags of `sglang_lazy.launch_server`.
+
+    Raises ValueError, before the model is loaded, if one of `policies` does not exist.
+    """
     from sglang_lazy.launch_server import parse_args as parse_server_args
+    from sglang_lazy.policies import get_policy
     from sglang_lazy.port import plugin
 
     config, rest = parse_server_args(["--model-path", model_path, "--log-level", "error", *flags])
     plugin.activate(config)
 
+    from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
 
     from sglang_lazy.entrypoints.engine import Engine
 
+    load_plugins()
+    for policy in policies:
+        get_policy(policy)  # which a plugin of SGLang's may have added
     options = {f"lazy_{name}": value for name, value in dataclasses.asdict(config).items()}
     with Engine(server_args=prepare_server_args(rest), **options) as engine:
         yield engine.generate
@@ -82,12 +98,16 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
     """The report for the command's flags. Raises ValueError if there can be none."""
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Thresholds)})
     prompts = list(read_prompts(args.prompts))
-    thresholds.check(has_answers=any(prompt.get("answers") for prompt in prompts))  # before a model is started
+    thresholds.check([parse_prompt(prompt) for prompt in prompts])  # before a model is started
     source = (
-        started(args.model_path, flags) if args.model_path else contextlib.nullcontext(connect(args.url, args.api_key))
+        started(args.model_path, flags, args.policies or ())
+        if args.model_path
+        else contextlib.nullcontext(connect(args.url, args.api_key))
     )
     with source as generate:
-        return verify(generate, prompts, thresholds, max_new_tokens=args.max_new_tokens, stop=args.stop)
+        return verify(
+            generate, prompts, thresholds, policies=args.policies, max_new_tokens=args.max_new_tokens, stop=args.stop
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> None:

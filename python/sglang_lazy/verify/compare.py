@@ -1,16 +1,17 @@
-"""Compares link full and link block, prompt by prompt: greedy answers, and divergence of next-token distributions."""
+"""Compares link full with other policies, prompt by prompt: greedy answers, next-token distributions, and cost."""
 
 import dataclasses
+import functools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 
 from sglang_lazy.verify.cases import Prompt
-
-Generate = Callable[..., Any]
-"""`Engine.generate`, or what `connect` returns: takes the fields of `/generate`, returns one result for each prompt."""
+from sglang_lazy.verify.cost import Generate, measure_cost
 
 TOP_TOKENS = 32
 """How many of the likeliest tokens under full attention are compared one by one; all others count as one outcome."""
@@ -19,86 +20,142 @@ _BATCH = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
-    """One prompt's greedy answers with link full and with link block.
+class Answer:
+    """A greedy answer: token ids and text.  ttft_ms: see `Cost`."""
 
-    full, block: token ids.
-    kl: for each position of the full answer, KL(full || block) of the next token, in nats; see `kl_divergence`.
+    tokens: list[int]
+    text: str
+    ttft_ms: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkedAnswer(Answer):
+    """An answer under a policy that reuses chunks.
+
+    kl: for each position of the full answer, KL(full || policy) of the next token, in nats; see `kl_divergence`.
+    recomputed: see `Cost`.
+    """
+
+    kl: list[float]
+    recomputed: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One prompt's greedy answers.
+
+    full: with link full. linked: by link, in the order of the policies.
     mass: the probability under link full, at the first position, of the tokens that are compared one by one.
     """
 
     prompt: Prompt
-    full: list[int]
-    block: list[int]
-    full_text: str
-    block_text: str
-    kl: list[float]
+    full: Answer
+    linked: dict[str, LinkedAnswer]
     mass: float
 
-    @property
-    def common(self) -> float:
-        """The length of the common beginning, as a fraction of the longer answer."""
-        pairs = zip(self.full, self.block, strict=False)
-        same = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
-        if same is None:
-            same = min(len(self.full), len(self.block))
-        return same / max(len(self.full), len(self.block), 1)
+
+def common_beginning(left: Sequence[int], right: Sequence[int]) -> float:
+    """The length of the common beginning of two answers, as a fraction of the longer one."""
+    pairs = zip(left, right, strict=False)
+    same = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
+    return same / max(len(left), len(right), 1)
 
 
 def compare(
-    generate: Generate, prompts: Sequence[Prompt], *, max_new_tokens: int, stop: list[str] | None = None
+    generate: Generate,
+    prompts: Sequence[Prompt],
+    links: Sequence[str],
+    *,
+    max_new_tokens: int,
+    stop: list[str] | None = None,
 ) -> list[Comparison]:
-    """Compare the answers to `prompts`. Three requests each: both answers, and the full answer scored over the chunks.
+    """Compare the answers to `prompts` with link full and with each of `links`.
 
-    A ValueError from `generate` is raised again with the indices of the prompts that were sent.
+    Every policy has a cache of its own, by its cache salt, so that it finds nothing that another one, or an earlier
+    run, has computed. A ValueError from `generate` is raised again with the indices of the prompts that were sent.
     """
-    comparisons = []
+    comparisons: list[Comparison] = []
     greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": stop or []}
+    run = uuid.uuid4().hex
+    ways = {
+        link: functools.partial(generate, link=link, cache_salt=f"verify-{run}-{link}") for link in ("full", *links)
+    }
     with tqdm(total=len(prompts), desc="comparing", unit="prompt", leave=False, disable=None) as bar:
-        for start in range(0, len(prompts), _BATCH):
-            batch = prompts[start : start + _BATCH]
+        for batch in _batches(prompts):
+            start = len(comparisons)
             try:
-                comparisons += _compare_batch(generate, batch, greedy)
+                comparisons += _compare_batch(ways, batch, greedy)
             except ValueError as error:
                 raise ValueError(f"prompts {start} to {start + len(batch) - 1}: {error}") from None
             bar.update(len(batch))
     return comparisons
 
 
-def _compare_batch(generate: Generate, batch: Sequence[Prompt], greedy: dict[str, Any]) -> list[Comparison]:
+def _batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
+    """`prompts` in order; no two of a batch are the same up to the end of their chunks.
+
+    A policy that chooses by the question remembers its last choice for such a beginning. Scoring an answer must find
+    the choice for its own prompt there: a new one would be made by the answer, too.
+    """
+    batch: list[Prompt] = []
+    beginnings: set[str] = set()
+    for prompt in prompts:
+        last = max(index for index, segment in enumerate(prompt.segments) if segment["type"] == "chunk")
+        beginning = json.dumps(prompt.segments[: last + 1])
+        if len(batch) == _BATCH or beginning in beginnings:
+            yield batch
+            batch, beginnings = [], set()
+        batch.append(prompt)
+        beginnings.add(beginning)
+    if batch:
+        yield batch
+
+
+def _compare_batch(ways: Mapping[str, Generate], batch: Sequence[Prompt], greedy: dict[str, Any]) -> list[Comparison]:
     segments = [prompt.segments for prompt in batch]
-    full = generate(
-        segments=segments, link="full", sampling_params=greedy, return_logprob=True, top_logprobs_num=TOP_TOKENS
-    )
-    block = generate(segments=segments, link="block", sampling_params=greedy)
+    answers = ways["full"](segments=segments, sampling_params=greedy, return_logprob=True, top_logprobs_num=TOP_TOKENS)
+    costs = [measure_cost(ways["full"], prompt) for prompt in segments]
+    full = [
+        Answer(answer["output_ids"], answer["text"], cost.ttft_ms) for answer, cost in zip(answers, costs, strict=True)
+    ]
+    linked = {
+        link: _linked_answers(generate, segments, answers, greedy) for link, generate in ways.items() if link != "full"
+    }
+    return [
+        Comparison(
+            prompt,
+            full[index],
+            {link: of_link[index] for link, of_link in linked.items()},
+            mass=sum(map(math.exp, _logprobs(answers[index]["meta_info"]["output_top_logprobs"][0]).values())),
+        )
+        for index, prompt in enumerate(batch)
+    ]
+
+
+def _linked_answers(
+    generate: Generate, segments: list[list[dict[str, Any]]], full: Sequence[dict[str, Any]], greedy: dict[str, Any]
+) -> list[LinkedAnswer]:
+    """The answers under one policy, and the full answers scored by it.  full: results with link full."""
+    answers = generate(segments=segments, sampling_params=greedy)
     top = [[_logprobs(row) for row in answer["meta_info"]["output_top_logprobs"]] for answer in full]
     scored = generate(
         segments=[
             [*one, {"type": "text", "input_ids": answer["output_ids"]}]
             for one, answer in zip(segments, full, strict=True)
         ],
-        link="block",
         sampling_params={"temperature": 0, "max_new_tokens": 0},
         return_logprob=True,
-        # The first row returned is for the token at this position, and empty.
-        logprob_start_len=[answer["meta_info"]["prompt_tokens"] - 1 for answer in full],
+        # The first row returned is for the token at this position, and empty. Policies may add tokens to the prompt.
+        logprob_start_len=[answer["meta_info"]["prompt_tokens"] - 1 for answer in answers],
         token_ids_logprob=[sorted(set().union(*rows)) for rows in top],
     )
-    comparisons = []
-    for prompt, full_answer, block_answer, rows, score in zip(batch, full, block, top, scored, strict=True):
+    linked = []
+    for prompt, answer, rows, score in zip(segments, answers, top, scored, strict=True):
         scores = [_logprobs(row) for row in score["meta_info"]["input_token_ids_logprobs"][1:]]
-        comparisons.append(
-            Comparison(
-                prompt,
-                full_answer["output_ids"],
-                block_answer["output_ids"],
-                full_answer["text"],
-                block_answer["text"],
-                [kl_divergence(p, q) for p, q in zip(rows, scores, strict=True)],
-                sum(map(math.exp, rows[0].values())),
-            )
-        )
-    return comparisons
+        kl = [kl_divergence(p, q) for p, q in zip(rows, scores, strict=True)]
+        cost = measure_cost(generate, prompt)
+        linked.append(LinkedAnswer(answer["output_ids"], answer["text"], cost.ttft_ms, kl, cost.recomputed))
+    return linked
 
 
 def _logprobs(row: Sequence[Sequence[Any]]) -> dict[int, float]:

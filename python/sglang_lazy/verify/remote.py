@@ -5,7 +5,7 @@ from typing import Any
 import requests
 
 from sglang_lazy.core.config import INFO_ROUTE
-from sglang_lazy.verify.compare import Generate
+from sglang_lazy.verify.cost import Generate
 
 
 def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Generate:

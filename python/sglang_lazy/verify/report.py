@@ -1,12 +1,13 @@
-"""Summarizes comparisons: metrics with intervals, thresholds, a verdict."""
+"""The report: policies side by side, and which one to use."""
 
 import dataclasses
-import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from sglang_lazy.verify.budget import within_budget
 from sglang_lazy.verify.compare import Comparison
-from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
+from sglang_lazy.verify.metrics import Metric, Thresholds, measure
 
 _LABELS = {
     "agreement": "identical answers",
@@ -16,113 +17,143 @@ _LABELS = {
     "kl_answer": "KL along the answer, nats",
     "kl_mass": "share of probability in the KL",
     "em_full": "exact match, full, %",
-    "em_block": "exact match, block, %",
+    "em_linked": "exact match, %",
     "em_drop": "exact match lost, points",
     "f1_full": "F1, full, %",
-    "f1_block": "F1, block, %",
+    "f1_linked": "F1, %",
     "f1_drop": "F1 lost, points",
+    "recomputed": "chunk tokens recomputed, share",
+    "ttft_ms": "first token, documents cached, ms",
 }
+_COLUMNS = {
+    "agreement": "same answer",
+    "first_token_agreement": "same token",
+    "kl_first_token": "KL first",
+    "kl_answer": "KL answer",
+    "em_drop": "EM lost",
+    "f1_drop": "F1 lost",
+    "recomputed": "recomputed",
+    "ttft_ms": "TTFT, ms",
+}
+_TIE = 0.05
+"""Policies whose times differ by less than this fraction count as equally fast: medians of few prompts are no finer."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Thresholds:
-    """Limits for chunk reuse to be good enough; what is None is not judged.
+class PolicyReport:
+    """metrics: by name, see `measure`. passed: whether all thresholds hold; None if nothing was judged."""
 
-    min_agreement, min_first_token_agreement: shares of prompts, 0..1. max_kl: mean KL of the first token, in nats.
-    max_em_drop, max_f1_drop: points of 100 that block may lose against full. Raises ValueError on impossible values.
-    """
+    metrics: dict[str, Metric]
+    passed: bool | None
 
-    min_agreement: float | None = None
-    min_first_token_agreement: float | None = None
-    max_kl: float | None = None
-    max_em_drop: float | None = None
-    max_f1_drop: float | None = None
+    @classmethod
+    def of(cls, metrics: dict[str, Metric]) -> "PolicyReport":
+        verdicts = [metric.passed for metric in metrics.values() if metric.passed is not None]
+        return cls(metrics, all(verdicts) if verdicts else None)
 
-    def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            most = 1 if name.startswith("min_") else math.inf
-            if value is not None and not 0 <= value <= most:
-                raise ValueError(f"{name} must be at least 0{' and at most 1' if most == 1 else ''}, got {value}")
-
-    def check(self, has_answers: bool) -> None:
-        """Raise ValueError if a threshold needs gold answers and there are none."""
-        for name in ("max_em_drop", "max_f1_drop"):
-            if getattr(self, name) is not None and not has_answers:
-                raise ValueError(f"{name} needs prompts with gold answers")
-
-    def of(self, metric: str) -> tuple[str, float] | None:
-        """The comparison (">=" or "<=") and the limit for `metric`, or None if it is not judged."""
-        name = {"kl_first_token": "kl"}.get(metric, metric)
-        for prefix, comparison in (("min_", ">="), ("max_", "<=")):
-            limit = getattr(self, prefix + name, None)
-            if limit is not None:
-                return comparison, limit
-        return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Metric:
-    """A mean over prompts, its 95% interval (None for fewer than two prompts), and the verdict if it is judged."""
-
-    value: float
-    interval: tuple[float, float] | None
-    threshold: str | None = None
-    passed: bool | None = None
+    @property
+    def verdict(self) -> str:
+        failed = [_COLUMNS[name] for name, metric in self.metrics.items() if metric.passed is False]
+        return "" if self.passed is None else "pass" if self.passed else f"FAIL: {', '.join(failed)}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """metrics: by name; those of gold answers only if there are any. passed: None if nothing was judged."""
+    """What was measured.
 
-    metrics: dict[str, Metric]
+    policies: by link. full_ttft_ms: median of the same times with link full, None if nothing was timed.
+    recommended: the cheapest policy that passed: the fastest with the documents cached and, of those equally fast, the
+        one that recomputes least. None if none passed or nothing was judged.
+    passed: whether any policy passed; None if nothing was judged.
+    within_budget: see the function of that name; empty without a budget.
+    """
+
+    policies: dict[str, PolicyReport]
+    full_ttft_ms: float | None
+    recommended: str | None
     passed: bool | None
+    within_budget: dict[str, float]
     comparisons: list[Comparison]
+
+    @classmethod
+    def of(cls, comparisons: Sequence[Comparison], thresholds: Thresholds) -> "Report":
+        """The report on all policies that the prompts were answered under."""
+        policies = {link: PolicyReport.of(measure(comparisons, link, thresholds)) for link in comparisons[0].linked}
+        times = [one.full.ttft_ms for one in comparisons if one.full.ttft_ms is not None]
+        judged = any(policy.passed is not None for policy in policies.values())
+        recommended = recommend(policies)
+        return cls(
+            policies,
+            statistics.median(times) if times else None,
+            recommended,
+            recommended is not None if judged else None,
+            {} if thresholds.budget_ms is None else within_budget(_times(policies), thresholds.budget_ms),
+            list(comparisons),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report, with every prompt's answers, ready for JSON."""
         return {"prompts": len(self.comparisons), **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        lines = [f"{len(self.comparisons)} prompts, answered greedily with link full and with link block", ""]
-        lines.append(f"{'':32} {'measured':>9}  {'95% interval':>18}  threshold")
-        for name, metric in self.metrics.items():
-            interval = "" if metric.interval is None else "{:.4f} to {:.4f}".format(*metric.interval)
-            verdict = "" if metric.threshold is None else f"{metric.threshold}  {'pass' if metric.passed else 'FAIL'}"
-            lines.append(f"{_LABELS[name]:32} {metric.value:9.4f}  {interval:>18}  {verdict}".rstrip())
-        verdict = {None: "No thresholds were set, so there is no verdict.", True: "PASS", False: "FAIL"}[self.passed]
-        return "\n".join([*lines, "", verdict])
+        lines = [f"{len(self.comparisons)} prompts, answered greedily with link full and with each policy", ""]
+        lines += _table(self.policies, self.full_ttft_ms)
+        if len(self.policies) == 1:
+            (policy,) = self.policies.values()
+            lines += ["", *_details(policy.metrics)]
+        if self.within_budget:
+            lines += ["", "Most that the budget allows, by a line through the times above:"]
+            lines += [f"  {link}  {ms:.1f} ms" for link, ms in self.within_budget.items()]
+        return "\n".join([*lines, "", self._verdict()])
+
+    def _verdict(self) -> str:
+        if self.passed is None:
+            return "No thresholds were set, so there is no verdict."
+        if self.recommended is None:
+            return "FAIL: none of these policies meets the thresholds."
+        return f"PASS: --lazy-default-link {self.recommended}"
 
 
-def summarize(comparisons: Sequence[Comparison], thresholds: Thresholds) -> Report:
-    """The report: shares with Wilson's interval, other means with a bootstrap over prompts."""
-    samples: dict[str, list[float]] = {
-        "agreement": [one.full == one.block for one in comparisons],
-        "first_token_agreement": [one.full[:1] == one.block[:1] for one in comparisons],
-        "common_prefix": [one.common for one in comparisons],
-        "kl_first_token": [one.kl[0] for one in comparisons],
-        "kl_answer": [sum(one.kl) / len(one.kl) for one in comparisons],
-        "kl_mass": [one.mass for one in comparisons],
-    }
-    judged = [one for one in comparisons if one.prompt.answers]
-    if judged:
-        for name, score in (("em", exact_match), ("f1", f1)):
-            full, block = (
-                [100 * score(getattr(one, text), one.prompt.answers) for one in judged]
-                for text in ("full_text", "block_text")
-            )
-            samples[f"{name}_full"], samples[f"{name}_block"] = full, block
-            samples[f"{name}_drop"] = [left - right for left, right in zip(full, block, strict=True)]
-    metrics = {name: _metric(name, values, thresholds) for name, values in samples.items()}
-    verdicts = [metric.passed for metric in metrics.values() if metric.passed is not None]
-    return Report(metrics, all(verdicts) if verdicts else None, list(comparisons))
+def recommend(policies: dict[str, PolicyReport]) -> str | None:
+    """The cheapest of the policies that passed, as `Report.recommended`."""
+    measured = _times(policies)
+    times = {link: measured.get(link, 0.0) for link, policy in policies.items() if policy.passed}
+    if not times:
+        return None
+    fastest = [link for link, time in times.items() if time <= (1 + _TIE) * min(times.values())]
+    return min(fastest, key=lambda link: policies[link].metrics["recomputed"].value)
 
 
-def _metric(name: str, values: list[float], thresholds: Thresholds) -> Metric:
-    value = sum(values) / len(values)
-    interval = wilson(values) if name.endswith("agreement") else bootstrap(values)
-    threshold = thresholds.of(name)
-    if threshold is None:
-        return Metric(value, interval)
-    comparison, limit = threshold
-    passed = value >= limit if comparison == ">=" else value <= limit
-    return Metric(value, interval, f"{comparison} {limit:g}", passed)
+def _times(policies: dict[str, PolicyReport]) -> dict[str, float]:
+    """Milliseconds to the first token by link, as far as they were measured."""
+    return {link: policy.metrics["ttft_ms"].value for link, policy in policies.items() if "ttft_ms" in policy.metrics}
+
+
+def _table(policies: dict[str, PolicyReport], full_ttft_ms: float | None) -> list[str]:
+    """A row for each policy, and one for link full."""
+    names = [name for name in _COLUMNS if name in next(iter(policies.values())).metrics]
+    full = dict.fromkeys(names, "")
+    if full_ttft_ms is not None:
+        full["ttft_ms"] = f"{full_ttft_ms:.1f}"
+    cells = [["policy", *(_COLUMNS[name] for name in names), ""], ["full", *full.values(), ""]]
+    for link, policy in policies.items():
+        values = [f"{policy.metrics[name].value:.{1 if name == 'ttft_ms' else 4}f}" for name in names]
+        cells.append([link, *values, policy.verdict])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if index in (0, len(row) - 1) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _details(metrics: dict[str, Metric]) -> list[str]:
+    """A row for each metric, with its interval and threshold."""
+    lines = [f"{'':34} {'measured':>9}  {'95% interval':>20}  threshold"]
+    for name, metric in metrics.items():
+        interval = "" if metric.interval is None else "{:.4f} to {:.4f}".format(*metric.interval)
+        verdict = "" if metric.threshold is None else f"{metric.threshold}  {'pass' if metric.passed else 'FAIL'}"
+        lines.append(f"{_LABELS[name]:34} {metric.value:9.4f}  {interval:>20}  {verdict}".rstrip())
+    return lines

@@ -5,6 +5,7 @@ which SGLang pins.
 """
 
 from collections.abc import Sequence
+from typing import Literal
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
@@ -31,13 +32,14 @@ def wilson(outcomes: Sequence[float]) -> tuple[float, float] | None:
     return float(interval.low), float(interval.high)
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95% percentile interval of the mean of `values`, from 2,000 seeded resamples; None for fewer than two."""
+def bootstrap(values: Sequence[float], center: Literal["mean", "median"] = "mean") -> tuple[float, float] | None:
+    """The 95% percentile interval of the mean or median of `values`, from 2,000 seeded resamples; None for fewer than
+    two values."""
     import numpy
     from scipy.stats import bootstrap
 
     if len(values) < 2:
         return None
-    rng = numpy.random.default_rng(0)
-    interval = bootstrap((values,), numpy.mean, n_resamples=2000, method="percentile", rng=rng).confidence_interval
+    rng, statistic = numpy.random.default_rng(0), getattr(numpy, center)
+    interval = bootstrap((values,), statistic, n_resamples=2000, method="percentile", rng=rng).confidence_interval
     return float(interval.low), float(interval.high)

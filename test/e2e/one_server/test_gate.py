@@ -12,7 +12,7 @@ from http_prompts import GREEDY, LIBRARY, RIVER, SEGMENTS, call, chunk, generate
 import sglang_lazy as sgl
 from oracle.tokenizer import VOCAB_SIZE
 from sglang_lazy.testing import Client
-from sglang_lazy.verify import connect, verify
+from sglang_lazy.verify import Thresholds, connect, verify
 
 
 def refusal(url, path="/generate", **body):
@@ -98,10 +98,11 @@ def test_full_takes_what_chunks_refuse(server):
 @pytest.mark.parametrize(
     "body, reason",
     [
-        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', 'copy', got 'half'"),
-        ({"segments": SEGMENTS, "link": 1}, "link must be one of 'block', 'full', 'copy', got 1"),
+        ({"segments": SEGMENTS, "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        ({"segments": SEGMENTS, "link": 1}, "got 1"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full"]}, "link has 1 values for a batch of 2 prompts"),
         ({"segments": [SEGMENTS, SEGMENTS], "link": ["full", ""]}, "prompt 1 of the batch: link must be one of"),
+        ({"segments": SEGMENTS, "link": "query:ratio=2"}, "ratio must be above 0 and at most 1, got 2.0"),
         ({"text": "Who?", "link": "full"}, "link needs a prompt given as segments"),
     ],
 )
@@ -148,6 +149,8 @@ def test_link_in_a_program(server):
 
 # verify
 
+FOUR = {"temperature": 0, "max_new_tokens": 4}
+
 
 def next_token_logprobs(url, link, segments):
     """Of the whole vocabulary, after the prompt."""
@@ -165,17 +168,37 @@ def test_verify_sees_what_the_model_does(server):
     for segments, one in zip(prompts, report.comparisons, strict=True):
         params = {"temperature": 0, "max_new_tokens": 6}
         answers = [generate(server, segments=segments, link=link, sampling_params=params) for link in ("full", "block")]
-        assert [one.full, one.block] == [answer["output_ids"] for answer in answers]
-        assert [one.full_text, one.block_text] == [answer["text"] for answer in answers]
-        for position in (0, len(one.full) - 1):  # the last one after the answer so far
-            context = [*segments, ids("text", *one.full[:position])] if position else segments
+        ((link, linked),) = one.linked.items()
+        assert link == "block"
+        assert [one.full.tokens, linked.tokens] == [answer["output_ids"] for answer in answers]
+        assert [one.full.text, linked.text] == [answer["text"] for answer in answers]
+        for position in (0, len(one.full.tokens) - 1):  # the last one after the answer so far
+            context = [*segments, ids("text", *one.full.tokens[:position])] if position else segments
             full, block = (next_token_logprobs(server, link, context) for link in ("full", "block"))
             exact = sum(math.exp(p) * (p - q) for p, q in zip(full, block, strict=True))
             if segments in same:
-                assert one.kl[position] == pytest.approx(0, abs=1e-5) and one.full == one.block
+                assert linked.kl[position] == pytest.approx(0, abs=1e-5) and one.full.tokens == linked.tokens
             else:
-                assert 0.2 * exact < one.kl[position] < exact + 1e-4
-    assert 2 / 6 <= report.metrics["agreement"].value < 1
+                assert 0.2 * exact < linked.kl[position] < exact + 1e-4
+    assert 2 / 6 <= report.policies["block"].metrics["agreement"].value < 1
+
+
+def test_verify_compares_policies(server):
+    """Recomputing every token is full attention; what is recomputed, and that it takes time, is in the report."""
+    prompts = [{"segments": random_prompt(seed)[0]} for seed in range(20, 24)]
+    policies = ["block", "query:ratio=0.25", "base+epic:tokens=1000"]
+    report = verify(connect(server), prompts, Thresholds(max_kl=1e-4), policies=policies, max_new_tokens=4)
+    metrics = {link: report.policies[link].metrics for link in policies}
+    everything = "base+epic:tokens=1000"
+    assert metrics[everything]["agreement"].value == 1 and metrics["block"]["kl_first_token"].value > 1e-3
+    assert report.recommended == everything and report.passed is True
+    for prompt, one in zip(prompts, report.comparisons, strict=True):
+        total = sum(len(segment["input_ids"]) for segment in prompt["segments"] if segment["type"] == "chunk")
+        shares = [one.linked[link].recomputed for link in policies]
+        assert shares == pytest.approx([0, math.ceil(total / 4) / total, 1])
+        answer = generate(server, segments=prompt["segments"], link="query:ratio=0.25", sampling_params=FOUR)
+        assert one.linked["query:ratio=0.25"].tokens == answer["output_ids"]
+    assert all(one["ttft_ms"].value > 0 for one in metrics.values()) and report.full_ttft_ms > 0
 
 
 def test_verify_where_answers_end_early(server):
@@ -187,7 +210,7 @@ def test_verify_where_answers_end_early(server):
     assert ended["output_ids"] == [first] and len(ended["meta_info"]["output_token_logprobs"]) == 1
     report = verify(connect(server), [{"segments": SEGMENTS}], max_new_tokens=8, stop=[word])
     (one,) = report.comparisons
-    assert word not in one.full_text and len(one.kl) == len(one.full) < 8
+    assert word not in one.full.text and len(one.linked["block"].kl) == len(one.full.tokens) < 8
 
 
 def test_verify_command(server, tmp_path):
@@ -195,7 +218,11 @@ def test_verify_command(server, tmp_path):
     prompts.write_text(json.dumps({"segments": SEGMENTS, "answers": ["Venice"]}) + "\n")
     command = [sys.executable, "-m", "sglang_lazy.verify", "--url", server, "--prompts", str(prompts)]
     judged = subprocess.run([*command, "--min-agreement", "1"], capture_output=True, text=True, timeout=120)
-    assert judged.returncode == 1 and judged.stdout.endswith("FAIL\n"), judged.stderr
+    assert judged.returncode == 1 and "FAIL: none of these policies" in judged.stdout, judged.stderr
+    compared = [*command, "--policies", "block,base+query:ratio=1", "--min-agreement", "1"]
+    judged = subprocess.run(compared, capture_output=True, text=True, timeout=120)
+    assert judged.returncode == 0, judged.stderr
+    assert judged.stdout.endswith("PASS: --lazy-default-link base+query:ratio=1.0\n")
     prompts.write_text(json.dumps({"segments": [*SEGMENTS[:2], text("x " * 3000)]}))
     refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 2 and "longer than the model's context length" in refused.stderr

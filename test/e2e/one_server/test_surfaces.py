@@ -344,6 +344,7 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
         (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
         (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1, got 0"),
         (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
     ],
@@ -507,6 +508,7 @@ def test_engine_refuses_bad_segments(engine):
         ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
         ({"segments": ["x"], "link": "half"}, "link must be one of 'block', 'full', 'copy'"),
+        ({"segments": ["x"], "link": "query:ratio=0"}, "ratio must be above 0 and at most 1"),
         ({"segments": ["x"], "sampling_params": {"temperature": "0"}}, "temperature: Expected `float`"),
     ):
         with pytest.raises(ValueError, match=reason):

@@ -1,0 +1,204 @@
+"""The oracle of policies: a Hugging Face model in fp32 over a past made of what a policy keeps of each chunk.
+
+A mask cannot say that a position has two entries, one that later tokens of the chunk have seen and one that is computed
+again. So there are two passes: chunks alone, or behind a preamble, and then all other tokens over the entries kept.
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from transformers import DynamicCache
+
+from .block_mask import load_model
+from .segments import Segment, token_ids
+
+Ranges = Sequence[tuple[int, int]]
+"""Tokens of a chunk, as half-open ranges of indices in it."""
+
+Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Each layer's keys (rotated) and values, [1, num_kv_heads, n, head_dim] each."""
+
+
+def chunk_spans(segments: list[Segment]) -> list[tuple[int, int]]:
+    """Where each chunk begins and ends in the prompt, without the last token of the prompt, which is text."""
+    ends = list(accumulate(len(segment.ids) for segment in segments))
+    return [
+        (end - len(segment.ids), min(end, ends[-1] - 1))
+        for segment, end in zip(segments, ends, strict=True)
+        if segment.kind == "chunk"
+    ]
+
+
+def candidates(segments: list[Segment]) -> list[int]:
+    """The positions whose cached KV a policy can keep: those of all chunks, in order."""
+    return [position for start, end in chunk_spans(segments) for position in range(start, end)]
+
+
+def keep_all_but(segments: list[Segment], recomputed: Sequence[int]) -> list[Ranges]:
+    """What is kept of each chunk when the tokens at these positions of the prompt are recomputed."""
+    recomputed = set(recomputed)
+    return [
+        [(position - start, position - start + 1) for position in range(start, end) if position not in recomputed]
+        for start, end in chunk_spans(segments)
+    ]
+
+
+def leading_text(segments: list[Segment]) -> tuple[int, ...]:
+    """The tokens before the first chunk: the preamble of `base:preamble=lead`."""
+    kinds = [segment.kind for segment in segments]
+    return tuple(token_ids(segments[: kinds.index("chunk")])) if "chunk" in kinds else ()
+
+
+def epic(segments: list[Segment], tokens: int) -> list[Ranges]:
+    """LegoLink (EPIC, arXiv 2410.15332): recompute the first `tokens` of each chunk that does not start the prompt."""
+    spans = [(start, end) for start, end in chunk_spans(segments) if start > 0]
+    return keep_all_but(segments, [i for start, end in spans for i in range(start, min(start + tokens, end))])
+
+
+def without_best(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
+    """Recompute the ceil(ratio * n) candidates with the highest of `scores`, [n]; of equal ones the earlier."""
+    order = scores.sort(descending=True, stable=True).indices
+    positions = candidates(segments)
+    return keep_all_but(segments, [positions[i] for i in order[: math.ceil(ratio * len(scores))].tolist()])
+
+
+def without_best_of_each(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
+    """The same share of each chunk: recompute the ceil(ratio * n) highest of its own n candidates."""
+    kept, low = [], 0
+    for start, end in chunk_spans(segments):
+        order = scores[low : low + end - start].sort(descending=True, stable=True).indices.tolist()
+        recomputed = set(order[: math.ceil(ratio * len(order))])
+        kept.append([(i, i + 1) for i in range(end - start) if i not in recomputed])
+        low += end - start
+    return kept
+
+
+class PolicyOracle:
+    """One model, its positions absolute everywhere. A preamble may lie before position 0: only distances count."""
+
+    def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+        self.model = load_model(model_path, dtype, device)
+
+    def logprobs(
+        self,
+        segments: list[Segment],
+        generated: Sequence[int],
+        kept: Sequence[Ranges],
+        preamble: Sequence[int] = (),
+    ) -> torch.Tensor:
+        """Log-probabilities of the next token after the prompt and after each generated token.
+
+        kept: of each chunk, what keeps the KV of the chunk computed behind `preamble` (token ids; nobody else sees
+        them). The last token of the prompt is never kept. Returns [1 + len(generated), vocab_size] fp32.
+        """
+        output = self.extend(segments, generated, kept, preamble, logits_to_keep=1 + len(generated))
+        return output.logits[0].float().log_softmax(-1)
+
+    def attention_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
+        """The attention that each candidate gets from the query in each layer, [num_layers, n].
+
+        Weights are summed over all heads and the tokens behind the last candidate, in a pass of the text over all
+        chunks kept.
+        """
+        positions = candidates(segments)
+        if not positions:
+            return torch.zeros(self.model.config.num_hidden_layers, 0)
+        output = self.extend(segments, (), keep_all_but(segments, ()), preamble, output_attentions=True)
+        query = len(token_ids(segments)) - 1 - positions[-1]
+        return torch.stack([layer[0, :, -query:, : len(positions)].float().sum((0, 1)) for layer in output.attentions])
+
+    def query_scores(
+        self, segments: list[Segment], layers: Sequence[int] | None = None, preamble: Sequence[int] = ()
+    ) -> torch.Tensor:
+        """ProphetKV's scores (arXiv 2602.02579): `attention_scores` summed over `layers`, or all of them; [n]."""
+        scores = self.attention_scores(segments, preamble)
+        return (scores if layers is None else scores[list(layers)]).sum(0)
+
+    def query(
+        self,
+        segments: list[Segment],
+        ratio: float,
+        layers: Sequence[int] | None = None,
+        preamble: Sequence[int] = (),
+    ) -> list[Ranges]:
+        """Recompute the `ratio` of all candidates that the query attends to most."""
+        return without_best(segments, self.query_scores(segments, layers, preamble), ratio)
+
+    def blend_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
+        """CacheBlend's scores (arXiv 2405.16444): how far the second layer's cached keys are from those of the whole
+        prompt under the causal mask; squared, summed over heads and dimensions, [n]."""
+        positions = candidates(segments)
+        if not positions:
+            return torch.zeros(0)
+        fresh = self.second_layer_keys(token_ids(segments))[:, :, positions]
+        cached = self.fill(segments, preamble)[1][0]
+        return (fresh - cached).float().square().sum((0, 1, 3))
+
+    @torch.inference_mode()
+    def second_layer_keys(self, ids: Sequence[int]) -> torch.Tensor:
+        """Of a whole prompt under the causal mask, [1, num_kv_heads, n, head_dim]."""
+        return self.forward(ids, range(len(ids)), logits_to_keep=1).past_key_values.layers[1].keys
+
+    def blend(self, segments: list[Segment], ratio: float, preamble: Sequence[int] = ()) -> list[Ranges]:
+        """Recompute the `ratio` of all candidates whose keys deviate most."""
+        return without_best(segments, self.blend_scores(segments, preamble), ratio)
+
+    def key_sizes(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
+        """The squared norm of each candidate's keys, in units of its chunk's mean, summed over layers, [n]."""
+        sizes = torch.stack([keys.float().square().sum((0, 1, 3)) for keys, _ in self.fill(segments, preamble)])
+        chunks = sizes.split([end - start for start, end in chunk_spans(segments) if start < end], 1)
+        return torch.cat([(chunk / chunk.mean(1, keepdim=True)).sum(0) for chunk in chunks])
+
+    @torch.inference_mode()
+    def fill(self, segments: list[Segment], preamble: Sequence[int] = ()) -> Layers:
+        """The KV of all candidates, each chunk computed directly behind `preamble`, whose own KV is left out."""
+        ids, chunks = token_ids(segments), []
+        for start, end in chunk_spans(segments):
+            if start == end:  # a chunk of one token that ends the prompt
+                continue
+            positions = range(start - len(preamble), end)
+            output = self.forward([*preamble, *ids[start:end]], positions, logits_to_keep=1)
+            layers = output.past_key_values.layers
+            chunks.append([[part[:, :, len(preamble) :] for part in (layer.keys, layer.values)] for layer in layers])
+        return [tuple(torch.cat(parts, 2) for parts in zip(*layer, strict=True)) for layer in zip(*chunks, strict=True)]
+
+    @torch.inference_mode()
+    def extend(self, segments: list[Segment], generated: Sequence[int], kept, preamble: Sequence[int] = (), **options):
+        """The output of one pass of all tokens that are not kept, the generated ones included, over those that are."""
+        ids = [*token_ids(segments), *generated]
+        reused = {
+            start + index
+            for (start, _), ranges in zip(chunk_spans(segments), kept, strict=True)
+            for low, high in ranges
+            for index in range(low, high)
+        }
+        entries = [i for i, position in enumerate(candidates(segments)) if position in reused]
+        past = [tuple(part[:, :, entries] for part in pair) for pair in self.fill(segments, preamble)]
+        past_positions = [candidates(segments)[i] for i in entries]
+        positions = sorted(set(range(len(ids))) - set(past_positions))
+        return self.forward([ids[i] for i in positions], positions, past, past_positions, **options)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        ids: Sequence[int],
+        positions: Sequence[int],
+        past: Layers = (),
+        past_positions: Sequence[int] = (),
+        **options,
+    ):
+        """The model's output for tokens that see the past and one another wherever the position is not greater."""
+        query = torch.tensor(list(positions), device=self.model.device)
+        keys = torch.tensor([*past_positions, *positions], device=self.model.device)
+        mask = torch.zeros(len(query), len(keys), dtype=self.model.dtype, device=self.model.device)
+        mask.masked_fill_(keys[None, :] > query[:, None], torch.finfo(mask.dtype).min)
+        return self.model(
+            torch.tensor([list(ids)], device=self.model.device),
+            attention_mask=mask[None, None],
+            position_ids=query[None],
+            past_key_values=DynamicCache(past),
+            use_cache=True,
+            **options,
+        )

@@ -1,0 +1,103 @@
+"""What probes measure of each kept token: attention of the text behind the last chunk, or something of its key."""
+
+import math
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import torch
+
+from sgl_kernel_lazy import rotate_queries
+from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.core.device import ints_to_device, to_device
+from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.prompt import positions_in
+from sglang_lazy.core.state import as_linked
+
+AllReduce = Callable[[torch.Tensor], torch.Tensor]
+"""Sums a tensor over the tensor-parallel ranks, which have a part of the heads each."""
+
+NUM_FIRST_LAYERS = 2
+"""How many layers the probe of a deviation runs: keys of the second are the first that depend on context."""
+
+
+def probed_layers(layer_ids: Collection[int]) -> set[int]:
+    """The layers whose attention is summed up: the last third, which chooses as well as all do (docs/results/policies).
+
+    Not the first ones alone: they attend to what is near rather than to what answers.
+    """
+    return set(sorted(layer_ids)[-math.ceil(len(layer_ids) / 3) :])
+
+
+class ProbeSums:
+    """The query rows of a prefill batch whose attention counts, as `accumulate_attention` takes them, and the sums.
+
+    layers: ids of the layers that count.
+    tokens: int32 [nnz_qo], which of the batch's new tokens they are.
+    qo_indptr, q_positions, max_extend_len: as of `link_extend`, for all linked rows; most have no query row here.
+    sums: float32, for each KV token of the linked rows, in their order.
+    """
+
+    def __init__(self, current: LinkedBatch, layers: Collection[int], device: torch.device):
+        self.layers = layers
+        self._rows = [current.rows[i] for i in current.linked]
+        begins = np.cumsum([0, *(row.num_new for row in current.rows)])
+        queries = []
+        for i, row in zip(current.linked, self._rows, strict=True):
+            new = row.positions[row.prefix_len :] if row.probe is not None else row.positions[:0]
+            queries.append(begins[i] + np.flatnonzero(row.probe is not None and new >= row.probe.query_start))
+        lens = [len(tokens) for tokens in queries]
+        tokens = np.concatenate(queries)
+        self.max_extend_len = max(lens)
+        self.tokens, self.q_positions, self.qo_indptr = ints_to_device(
+            [tokens, current.q_positions[tokens], np.cumsum([0, *lens])], device
+        )
+        num_kv = sum(len(row.positions) for row in self._rows)
+        self.sums = torch.zeros(num_kv, dtype=torch.float32, device=device)
+
+    @classmethod
+    def of(cls, current: LinkedBatch | None, layers: Collection[int], device: str | torch.device) -> "ProbeSums | None":
+        """For a batch about to run; None if no probe is in it."""
+        if current is None or not any(row.probe is not None for row in current.rows):
+            return None
+        return cls(current, layers, torch.device(device))
+
+    def deliver(self, all_reduce: AllReduce) -> None:
+        """Give each probe its sums, and start sending those of probes that are complete to the host."""
+        sums, place = all_reduce(self.sums), 0
+        for row in self._rows:
+            if row.probe is not None:
+                row.probe.add(sums[place : place + row.probe.prompt.num_chunk_tokens])
+                if len(row.positions) == row.probe.prompt.spans[-1].end:
+                    row.probe.send()
+            place += len(row.positions)
+
+
+def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+    """Behind the pass that ended the prompt of a probe: compare keys, and start sending the result to the host.
+
+    Cached keys are rotated to their positions in the prompt. rows: the cache's `RowCache`.
+    """
+    probe = as_linked(req).probe
+    assert probe is not None
+    layer = sorted(model.kv_buffers)[NUM_FIRST_LAYERS - 1]
+    keys, rope, chunks = model.kv_buffers[layer][0], model.ropes[layer], probe.prompt.chunks
+    places = positions_in([place for chunk in chunks for place in chunk.positions]).astype(np.int64)
+    offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
+    fresh = keys[rows.read(req, 0, probe.prompt.spans[-1].end)[to_device(places, keys.device)]]
+    cached = keys[torch.cat(rows.chunk_slots(as_linked(req), req.last_node.chunks))]
+    offsets = to_device(offsets, keys.device)
+    expected = rotate_queries(cached.float(), offsets, rope.cos_sin_cache, is_neox=rope.is_neox)
+    probe.add(all_reduce((fresh.float() - expected).square().sum((1, 2))))
+    probe.send()
+
+
+def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
+    """Behind such a pass: the size of cached keys, see `Policy.choose`; the same."""
+    probe = as_linked(req).probe
+    assert probe is not None
+    slots = torch.cat(rows.chunk_slots(as_linked(req), req.last_node.chunks))
+    sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys, _ in model.kv_buffers.values()])
+    by_chunk = all_reduce(sizes).split([chunk.num_kept for chunk in probe.prompt.chunks], 1)
+    probe.add(torch.cat([(part / part.mean(1, keepdim=True)).sum(0) for part in by_chunk]))
+    probe.send()

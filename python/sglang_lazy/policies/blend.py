@@ -1,0 +1,22 @@
+"""CacheBlend (arXiv 2405.16444, section 4): the tokens whose cached keys deviate most are computed in context.
+
+A probe runs the whole prompt, as plain text, through the model's first two layers, and compares the second layer's keys
+with those cached. One more pass recomputes the tokens that are furthest off.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from sglang_lazy.core.policy import ServerTraits
+from sglang_lazy.policies.selective import Selective
+
+
+@dataclasses.dataclass(frozen=True)
+class Blend(Selective):
+    name: ClassVar[str] = "blend"
+    probes: ClassVar[Literal["deviation"]] = "deviation"
+
+    def unfit(self, server: ServerTraits) -> str | None:
+        if server.first_layers:
+            return None
+        return "link blend: this server cannot run the model's first layers alone (its model, or --enable-mixed-chunk)"

@@ -1,0 +1,27 @@
+"""KVLink (arXiv 2502.16002, section 3.2): trained link tokens stand behind every chunk and see all before them."""
+
+import dataclasses
+from typing import ClassVar
+
+from sglang_lazy.core.policy import Around, TrainedTokens
+from sglang_lazy.policies.block import Block
+
+
+@dataclasses.dataclass(frozen=True)
+class KvLink(Block):
+    """tokens: how many stand behind each chunk. They are numbered by its place in the prompt."""
+
+    name: ClassVar[str] = "kvlink"
+    trained: ClassVar[bool] = True
+    tokens: int = 5
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
+
+    def around(self, trained: TrainedTokens, index: int) -> Around:
+        if not trained.link:
+            return Around()
+        first = index * self.tokens
+        return Around(link=[trained.link[(first + i) % len(trained.link)] for i in range(self.tokens)])

@@ -1,0 +1,16 @@
+"""ProphetKV (arXiv 2602.02579, section 4): the tokens that the question attends to most are computed in context.
+
+A probe computes the question over all chunks as they are cached, and sums up its attention to each of their tokens. A
+second pass recomputes the tokens with the most of it, and the question behind them.
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from sglang_lazy.policies.selective import Selective
+
+
+@dataclasses.dataclass(frozen=True)
+class Query(Selective):
+    name: ClassVar[str] = "query"
+    probes: ClassVar[Literal["attention"]] = "attention"

@@ -1,0 +1,72 @@
+"""The part of a prefill batch that SGLang's own attention computes, where linked rows or rows of chunks are in it."""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+from sglang_lazy.attention.rows import LinkedBatch, windows_of
+from sglang_lazy.core.device import ints_to_device
+
+MIN_TABLE_WIDTH = 8192
+"""Columns of the table that SGLang's own attention reads instead of `req_to_token`, at least."""
+
+
+class StockPart(NamedTuple):
+    """batch: the description that SGLang's attention is given.
+    req_to_token: int32 [rows of `batch`, width], which it reads instead of the pool's.
+    """
+
+    batch: ForwardBatch
+    req_to_token: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        forward_batch: ForwardBatch,
+        current: LinkedBatch,
+        copy_windows: Callable[[torch.Tensor, ForwardBatch, Sequence[torch.Tensor]], None],
+    ) -> "StockPart":
+        """`forward_batch`, row by row as `current` cuts it.
+
+        Linked rows cannot be left out, since new tokens must follow one another there; their results are replaced. To
+        make them cheap, they are shown as if they had no KV tokens but the new ones.
+
+        copy_windows: writes the slots of windows, see `windows_of`, to a tensor.
+        """
+        linked = set(current.linked)
+        rows = [
+            row._replace(windows=[(0, row.num_new)], positions=row.positions[: row.num_new]) if i in linked else row
+            for i, row in enumerate(current.rows)
+        ]
+        prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
+        seq_lens, indices = prefix_lens + extend_lens, np.arange(len(rows))
+        # Few widths, since SGLang's Triton kernels are compiled for each.
+        width = max(MIN_TABLE_WIDTH, 1 << int(seq_lens.max() - 1).bit_length())
+        starts, windows = extend_lens.cumsum() - extend_lens, windows_of(rows, indices * width)
+        part = copy.copy(forward_batch)
+        part.batch_size = len(rows)
+        part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu = prefix_lens.tolist(), extend_lens.tolist()
+        part.seq_lens_cpu, part.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
+        device = forward_batch.seq_lens.device
+        part.extend_prefix_lens, part.extend_seq_lens, part.extend_start_loc, seq_lens, indices, *windows = (
+            ints_to_device([prefix_lens, extend_lens, starts, seq_lens, indices, *windows], device)
+        )
+        part.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
+        part.req_pool_indices = indices.to(forward_batch.req_pool_indices.dtype)
+        req_to_token = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
+        copy_windows(req_to_token.view(-1), forward_batch, windows)
+        return cls(part, req_to_token)
+
+    @contextlib.contextmanager
+    def shown_to(self, pool_req_to_token: torch.Tensor) -> Iterator[None]:
+        """Have SGLang's code read these rows instead of the pool's: its backends keep references to one tensor."""
+        kept, pool_req_to_token.data = pool_req_to_token.data, self.req_to_token
+        try:
+            yield
+        finally:
+            pool_req_to_token.data = kept

@@ -1,0 +1,209 @@
+"""Arrival of requests with chunks: the layout is checked, and the policy says what is kept of the chunks."""
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.core.policy import Policy, ServerTraits
+from sglang_lazy.core.prompt import LinkedPrompt, Ranges
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
+from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
+from sglang_lazy.policies import get_policy
+from sglang_lazy.scheduler.choices import Choices
+from sglang_lazy.scheduler.producer import NewRequest
+
+
+class Limits(NamedTuple):
+    """What a server takes.
+
+    pool_size: slots of the KV pool.
+    context_len: positions that the model has.
+    max_chunks: of one prompt.
+    traits: what policies have to know.
+    neutral_preamble: int64, tokens of the text that chunks stand behind under the preamble of that name.
+    """
+
+    pool_size: int
+    context_len: int
+    max_chunks: int
+    traits: ServerTraits = ServerTraits()
+    neutral_preamble: array = array("q")
+
+
+class Arrival:
+    """Gives requests what they carry through the scheduler in `req.lazy`."""
+
+    def __init__(self, store: ChunkStore, limits: Limits, new_request: NewRequest):
+        self.store, self.limits, self.new_request = store, limits, new_request
+        self.reset()
+        self._probe_ids = itertools.count()
+
+    def reset(self) -> None:
+        """The cache has been emptied: what was chosen for prompts is forgotten with their KV."""
+        self._choices = Choices()
+
+    def receive(self, req: Any) -> None:
+        """Give a request that has chunks its state; a bad one is set up to be answered with a 400."""
+        if lazy_state(req) is not None or req.to_finish is not None or req.finished_reason is not None:
+            return
+        try:
+            req.lazy = self._state(req)
+        except ValueError as error:
+            req.set_finish_with_abort(str(error))
+
+    def _state(self, req: Any) -> LinkedRequest | Undecided | None:
+        layout = requested_layout(req)
+        if layout is None:
+            return None
+        policy = get_policy(layout.link)
+        if not policy.reuses or not layout.chunks:
+            return None
+        if reason := policy.unfit(self.limits.traits):
+            raise ValueError(reason)
+        check_request(req, layout, self.limits.max_chunks)
+        kept = policy.kept(layout, req.origin_input_ids)
+        if policy.probes is None:
+            return self._linked(req, layout, policy, kept)
+        chosen = self._choices.recall(_chooser(req, layout, policy), req.origin_input_ids, layout.chunks)
+        if len(chosen) == len(layout.chunks):
+            return self._linked(req, layout, policy, chosen)
+        return self._undecided(req, Undecided(layout, policy, [*chosen, *kept[len(chosen) :]], len(chosen)))
+
+    def _linked(
+        self, req: Any, layout: PromptLayout, policy: Policy, kept: Sequence[Ranges], extra_text: int = 0
+    ) -> LinkedRequest | None:
+        """extra_text: tokens of chunks that may yet become text."""
+        ids = req.origin_input_ids
+        preambles = {"none": array("q"), "neutral": self.limits.neutral_preamble, "lead": ids[: layout.chunks[0][0]]}
+        preamble = preambles[policy.preamble]
+        if policy.preamble == "neutral" and not preamble:
+            raise ValueError(f"link {str(policy)!r}: this server has no preamble (--lazy-preamble, or no tokenizer)")
+        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble)
+        if not prompt.chunks:
+            return None
+        self._check_fits(prompt, policy.num_own_slots(prompt) + extra_text)
+        return LinkedRequest(prompt, policy, [self.store.find(chunk) for chunk in prompt.chunks])
+
+    def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
+        """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
+        the model's positions suffice for its chunks."""
+        preamble_len = len(prompt.chunks[0].preamble)
+        text = prompt.spans[-1].end - prompt.num_chunk_tokens
+        chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
+        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size:
+            raise ValueError(
+                f"{text} tokens of text, {preamble_len + chunks} of chunks and {num_own_slots} of copies do not fit "
+                f"together into the KV pool of {self.limits.pool_size} tokens"
+            )
+        longest = max(chunk.num_tokens for chunk in prompt.chunks)
+        if preamble_len + longest > self.limits.context_len:
+            raise ValueError(
+                f"a chunk of {longest} tokens behind a preamble of {preamble_len} exceeds the model's "
+                f"{self.limits.context_len} positions"
+            )
+
+    # Probes
+
+    def _undecided(self, req: Any, state: Undecided) -> Undecided | LinkedRequest | None:
+        """`state` with a probe, or what it comes to where nothing has to be measured: None if no chunk can be kept."""
+        lens = [end - start for start, end in state.layout.chunks]
+        # The probe of a deviation computes all chunk tokens at once.
+        most = sum(lens) if state.policy.probes == "deviation" else state.policy.max_recomputed(lens)
+        linked = self._linked(req, state.layout, state.policy, state.kept, extra_text=most)
+        if linked is None:
+            return None
+        if state.policy.probes == "key size":
+            scores = [self.store.scores(chunk) for chunk in linked.prompt.chunks]
+            known = [part for part in scores if part is not None]
+            if len(known) == len(scores):
+                return self._linked(req, state.layout, state.policy, self._choose(state, linked.prompt, known))
+        query_start = min(state.layout.chunks[-1][1], len(req.origin_input_ids) - 1)
+        linked.probe = Probe(req, linked.prompt, query_start)
+        # SGLang aborts by prefixes of ids: no user's id begins like this one.
+        state.probe = self.new_request(f"\0probe-{next(self._probe_ids)}", req.origin_input_ids, req)
+        state.probe.lazy = linked
+        return state
+
+    def end_probe(self, probe_req: Any, done: bool) -> None:
+        """A probe has ended: its parent's policy chooses. If it was aborted or retracted, there will be another."""
+        probe_state = as_linked(probe_req)
+        assert probe_state.probe is not None
+        parent = probe_state.probe.parent
+        state = lazy_state(parent)
+        if not isinstance(state, Undecided) or state.probe is not probe_req:
+            return
+        if not done:
+            state.launched = False
+            parent.lazy = self._undecided(parent, state)
+            return
+        prompt = probe_state.prompt
+        scores = np.split(probe_state.probe.result(), np.cumsum([chunk.num_kept for chunk in prompt.chunks])[:-1])
+        if state.policy.probes == "key size":
+            for chunk, part in zip(prompt.chunks, scores, strict=True):
+                self.store.keep_scores(chunk, part)
+        kept = self._choose(state, prompt, scores)
+        chooser = _chooser(parent, state.layout, state.policy)
+        self._choices.remember(chooser, parent.origin_input_ids, state.layout.chunks, kept)
+        parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept)
+        if decided is not None:
+            reused = dict(zip([chunk.index for chunk in prompt.chunks], probe_state.reused, strict=True))
+            decided.reused = [reused[chunk.index] for chunk in decided.prompt.chunks]
+            if probe_state.recomputes:  # nothing of its text can be found by others
+                return
+            namespaces = [span.namespace for span in prompt.spans]
+            decided.found_text = dict(zip(namespaces, probe_state.row.cached, strict=True))
+
+    def _choose(self, state: Undecided, prompt: LinkedPrompt, scores: Sequence[np.ndarray]) -> list[Ranges]:
+        """Per chunk of the layout, what is kept: what was kept in earlier turns, and what the policy chooses of the
+        others.
+
+        prompt: that of the probe.  scores: of each of its slices, by token.
+        """
+        kept = list(state.kept)
+        new = [
+            (chunk, part) for chunk, part in zip(prompt.chunks, scores, strict=True) if chunk.index >= state.num_chosen
+        ]
+        if new:
+            chunks, parts = zip(*new, strict=True)
+            for chunk, ranges in zip(chunks, state.policy.choose(chunks, np.concatenate(parts)), strict=True):
+                kept[chunk.index] = ranges
+        return kept
+
+
+def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
+    """What choices are remembered under: no tenant can tell by a choice what another one asked."""
+    return policy, req.extra_key, layout.cache_salt
+
+
+def requested_layout(req: Any) -> PromptLayout | None:
+    """The layout that came with `req`, or None. Raises ValueError if it is malformed."""
+    params = req.sampling_params.custom_params
+    if not isinstance(params, dict) or LAYOUT_PARAM not in params:
+        return None
+    return PromptLayout.unpack(params[LAYOUT_PARAM], len(req.origin_input_ids))
+
+
+def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
+    """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
+    check_num_chunks(len(layout.chunks), max_chunks)
+    refused = {
+        "a LoRA adapter": req.lora_id is not None,
+        "a session": req.session is not None,
+        "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
+        "multimodal inputs": req.multimodal_inputs is not None,
+        "returned hidden states": bool(req.return_hidden_states),
+        "returned routed experts": req.return_routed_experts,
+    }
+    for what, asked in refused.items():
+        if asked:
+            raise ValueError(f"chunks cannot be combined with {what}")
+    last_chunk_end = layout.chunks[-1][1]
+    if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
+        raise ValueError(
+            f"prompt logprobs from position {req.logprob_start_len} would need tokens inside or before a reused chunk; "
+            f"ask from position {last_chunk_end} on"
+        )

@@ -1,0 +1,60 @@
+"""How often the last answers of each policy were those of link full, and an alarm where that is too rare."""
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 200
+"""How many answers of a policy count: the last ones compared."""
+
+ENOUGH = 20
+"""How many are needed for an alarm."""
+
+_MAX_LINKS = 64  # requests may name ever new ones, and each has series of metrics
+
+GAUGES = {
+    "agreement": (f"Share of the last {WINDOW} answers compared that were those of link full.", ("link", "of")),
+    "alarm": ("1 while agreement of answers is below --lazy-shadow-min-agreement, else 0.", ("link",)),
+}
+"""Help text and labels of each gauge."""
+
+
+class RecentAgreement:
+    """Agreement over a sliding window for each policy.
+
+    minimum: least share of identical answers, 0..1; below it there is an alarm.
+    publish: sets a gauge, from its name in `GAUGES`, its value, and its labels as keywords.
+    """
+
+    def __init__(self, minimum: float, publish: Callable[..., None]):
+        self.minimum = minimum
+        self._publish = publish
+        self._recent: dict[str, deque[tuple[bool, bool]]] = {}
+        self._low: set[str] = set()
+
+    def add(self, link: str, answer: bool, first_token: bool) -> None:
+        """An answer under `link` was compared: whether it was the same, and whether its first token was."""
+        if link not in self._recent:
+            if len(self._recent) == _MAX_LINKS:
+                return
+            self._recent[link] = deque(maxlen=WINDOW)
+        recent = self._recent[link]
+        recent.append((answer, first_token))
+        answers, first_tokens = (sum(outcomes) / len(recent) for outcomes in zip(*recent, strict=True))
+        if answers >= self.minimum:
+            self._low.discard(link)
+        elif len(recent) >= ENOUGH and link not in self._low:
+            self._low.add(link)
+            logger.warning(
+                "sglang-lazy: with link %s, %.3f of the last %d answers compared are those of link full, less than "
+                "--lazy-shadow-min-agreement %g",
+                link,
+                answers,
+                len(recent),
+                self.minimum,
+            )
+        self._publish("agreement", answers, link=link, of="answers")
+        self._publish("agreement", first_tokens, link=link, of="first_tokens")
+        self._publish("alarm", int(link in self._low), link=link)

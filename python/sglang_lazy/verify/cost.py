@@ -1,0 +1,43 @@
+"""What an answer costs once its documents are cached."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+Generate = Callable[..., Any]
+"""`Engine.generate`, or what `connect` returns: takes the fields of `/generate`, returns one result for each prompt."""
+
+
+class Cost(NamedTuple):
+    """Of a prompt whose chunks are cached and come in a new order.
+
+    ttft_ms: milliseconds from the request to the first token; None for a prompt that has no other order.
+    recomputed: share of its chunk tokens whose cached KV is not used.
+    """
+
+    ttft_ms: float | None
+    recomputed: float
+
+
+def measure_cost(generate: Generate, segments: list[dict[str, Any]]) -> Cost:
+    """Compute a prompt, so that its chunks are cached, and measure a second one with its chunks in another order."""
+    generate(segments=[segments], sampling_params={"temperature": 0, "max_new_tokens": 0})
+    reordered = rotate_chunks(segments)
+    begin = time.perf_counter()
+    (answer,) = generate(segments=[reordered], sampling_params={"temperature": 0, "max_new_tokens": 1})
+    elapsed = time.perf_counter() - begin
+    return Cost(1000 * elapsed if reordered != segments else None, recomputed_share(answer["meta_info"]))
+
+
+def rotate_chunks(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`segments` with the second chunk in the place of the first and so on; text stays where it is."""
+    chunks = [segment for segment in segments if segment["type"] == "chunk"]
+    rotated = iter([*chunks[1:], *chunks[:1]])
+    return [next(rotated) if segment["type"] == "chunk" else segment for segment in segments]
+
+
+def recomputed_share(meta_info: dict[str, Any]) -> float:
+    """The share of a prompt's chunk tokens that were not reused, 0..1, from the counts in its result."""
+    total = sum(chunk["tokens"] for chunk in meta_info.get("chunks", ()))
+    reused = (meta_info.get("cached_tokens_details") or {}).get("chunk", 0)
+    return 1 - reused / total if total else 1.0

@@ -1,0 +1,216 @@
+"""The names of policies with their parameters, and what those keep that need no cache to say it."""
+
+import dataclasses
+import itertools
+import math
+import random
+from array import array
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import POLICIES, get_policy, register
+from sglang_lazy.policies.epic import Epic
+from sglang_lazy.policies.query import Query
+
+repeatable = settings(derandomize=True, deadline=None, database=None)
+
+# Links
+
+
+@pytest.mark.parametrize(
+    "link, full, preamble",
+    [
+        ("block", "block", "none"),
+        ("full", "full", "none"),
+        ("copy", "copy", "none"),
+        ("epic", "epic:tokens=16", "none"),
+        ("epic:tokens=3", "epic:tokens=3", "none"),
+        ("epic:tokens= 3", "epic:tokens=3", "none"),
+        ("epic:tokens=3,tokens=4", "epic:tokens=4", "none"),
+        ("query", "query:ratio=0.15", "none"),
+        ("query:ratio=1", "query:ratio=1.0", "none"),
+        ("query:ratio=5e-1", "query:ratio=0.5", "none"),
+        ("base", "base", "neutral"),
+        ("base+block", "base", "neutral"),
+        ("base:preamble=neutral", "base", "neutral"),
+        ("base:preamble=lead", "base:preamble=lead", "lead"),
+        ("base:preamble=lead+block", "base:preamble=lead", "lead"),
+        ("base:preamble=none+epic", "epic:tokens=16", "none"),
+        ("base+copy", "base+copy", "neutral"),
+        ("base+epic:tokens=2", "base+epic:tokens=2", "neutral"),
+        ("base:preamble=lead+query:ratio=0.1", "base:preamble=lead+query:ratio=0.1", "lead"),
+    ],
+)
+def test_links(link, full, preamble):
+    """`str` is the link in full, which names an equal policy."""
+    policy = get_policy(link)
+    assert str(policy) == full and policy.preamble == preamble
+    assert get_policy(full) == policy and hash(get_policy(full)) == hash(policy)
+
+
+def test_parameters_make_policies_differ():
+    links = [
+        "epic:tokens=1",
+        "epic:tokens=2",
+        "base+epic:tokens=1",
+        "base:preamble=lead+epic:tokens=1",
+        "block",
+        "base",
+    ]
+    policies = [get_policy(link) for link in links]
+    assert all(one != other for one, other in itertools.combinations(policies, 2))
+
+
+KNOWN = "link must be one of 'block', 'full', 'copy', 'epic', 'query', .*'packet'"
+
+
+@pytest.mark.parametrize(
+    "link, message",
+    [
+        *((link, f"{KNOWN}, or 'base', alone or as in 'base\\+epic'; got {link!r}") for link in ("other", "", "Block")),
+        *(
+            (link, f"{KNOWN}.*; got ")
+            for link in (None, 3, ["block"], "block+epic", "base+base", "base+", "based+epic")
+        ),
+        ("block+", KNOWN),
+        ("base++epic", KNOWN),
+        ("block:", "policy 'block' has no parameters, got ''"),
+        ("block:tokens=3", "policy 'block' has no parameters, got 'tokens=3'"),
+        ("block:preamble=lead", "policy 'block' has no parameters, got 'preamble=lead'"),
+        ("epic:preamble=lead", "policy 'epic' takes tokens, got 'preamble=lead'"),
+        ("epic:", "policy 'epic' takes tokens, got ''"),
+        ("epic:ratio=0.1", "policy 'epic' takes tokens, got 'ratio=0.1'"),
+        ("epic:tokens", "tokens must be of type int, got ''"),
+        ("epic:tokens=3.5", "tokens must be of type int, got '3.5'"),
+        ("epic:tokens=3,", "policy 'epic' takes tokens, got ''"),
+        ("epic:tokens=0", "link 'epic:tokens=0': tokens must be at least 1, got 0"),
+        ("epic:tokens=-2", "tokens must be at least 1, got -2"),
+        ("query:ratio=much", "ratio must be of type float, got 'much'"),
+        ("query:ratio=0", "ratio must be above 0 and at most 1, got 0.0"),
+        ("query:ratio=1.01", "ratio must be above 0 and at most 1, got 1.01"),
+        ("query:ratio=nan", "ratio must be above 0 and at most 1, got nan"),
+        ("base:preamble=other", "preamble must be one of none, neutral, lead, got 'other'"),
+        ("base:tokens=3", "policy 'base' takes preamble, got 'tokens=3'"),
+        ("base+epic:tokens=0", "link 'base\\+epic:tokens=0': tokens must be at least 1"),
+        ("base+full", "link 'base\\+full': full computes no chunks, so they can stand behind no preamble"),
+        ("base:preamble=none+full", "full computes no chunks"),
+    ],
+)
+def test_links_that_name_nothing(link, message):
+    for _ in range(2):  # errors are not remembered
+        with pytest.raises(ValueError, match=message):
+            get_policy(link)
+
+
+def test_errors_are_short():
+    with pytest.raises(ValueError) as error:
+        get_policy("x" * 10000)
+    assert len(str(error.value)) < 300
+
+
+@dataclasses.dataclass(frozen=True)
+class Some(Policy):
+    name = "some"
+    share: float = 0.5
+    what: str = "all"
+    count: int = 3
+
+
+def test_what_is_registered_later_is_found_and_what_is_deleted_is_not():
+    """Though links are parsed once."""
+    for _ in range(2):
+        with pytest.raises(ValueError, match="got 'some'"):
+            get_policy("some")
+        register(Some)
+        try:
+            assert get_policy("some") == Some()
+            policy = get_policy("base+some:what=this,count=4")
+            assert policy == Some(what="this", count=4, preamble="neutral")
+            assert str(policy) == "base+some:share=0.5,what=this,count=4"
+            with pytest.raises(ValueError, match="policy 'some' takes share, what, count, got 'whole=1'"):
+                get_policy("some:whole=1")
+            with pytest.raises(ValueError, match="'packet', 'some', or 'base'"):
+                get_policy("other")
+        finally:
+            del POLICIES["some"]
+
+
+def test_a_link_means_the_class_that_has_its_name_now():
+    other = type("Other", (Some,), {})
+    for policy in (Some, other, Some):
+        register(policy)
+        try:
+            assert type(get_policy("some:count=9")) is policy
+        finally:
+            del POLICIES["some"]
+
+
+@pytest.mark.parametrize("name", ["block", "base"])
+def test_names_that_are_taken(name):
+    with pytest.raises(ValueError, match=f"policy '{name}' is registered already"):
+        register(type("Again", (Some,), {"name": name}))
+
+
+# What they keep
+
+lens = st.lists(st.integers(1, 6), min_size=1, max_size=5)
+
+
+@repeatable
+@given(lens, st.integers(0, 2), st.integers(1, 7))
+def test_epic_recomputes_the_first_tokens_of_chunks(lens, lead, tokens):
+    """By brute force: token i of a chunk is kept unless it is one of the first, and something stands before it."""
+    ends = [lead + end for end in itertools.accumulate(lens)]
+    layout = PromptLayout(tuple(zip([lead, *ends], ends, strict=False)))
+    for (start, end), ranges in zip(layout.chunks, Epic(tokens).kept(layout, range(ends[-1] + 1)), strict=True):
+        kept = [i for pair in ranges for i in range(*pair)]
+        assert kept == [i for i in range(end - start) if i >= tokens or start == 0]
+        assert all(first < last for first, last in ranges)
+
+
+def slices(lens, cut_last):
+    """Kept whole, but for the last token of the last one if that ends the prompt."""
+    key, position, chunks = ChunkKey(b"", Namespace("chunk", None, None)), 0, []
+    for i, count in enumerate(lens):
+        kept = count - (cut_last and i == len(lens) - 1)
+        if kept:
+            chunks.append(ChunkSlice(key, i, array("q", range(sum(lens))), position, count, ((0, kept),)))
+        position += count
+    return chunks
+
+
+@repeatable
+@given(lens, st.booleans(), st.sampled_from([0.01, 0.15, 0.25, 0.5, 0.9, 1.0]), st.integers(0, 1 << 30))
+def test_query_recomputes_the_most_attended_tokens(lens, cut_last, ratio, seed):
+    """By brute force over all chunks together, with many ties: the lower position goes first. The same for duplicates,
+    which are tokens of their own."""
+    chunks = slices(lens, cut_last)
+    count = sum(chunk.num_kept for chunk in chunks)
+    if not count:
+        return
+    dice = random.Random(seed)
+    attention = np.array([dice.choice([0, 0.5, 1, 7]) for _ in range(count)], dtype=np.float32)
+    query = Query(ratio)
+    best = sorted(range(count), key=lambda i: (-attention[i], i))[: math.ceil(ratio * count)]
+    assert query.max_recomputed([count]) == len(best)
+    place = 0
+    chosen = query.choose(chunks, attention)
+    assert len(chosen) == len(chunks)
+    for chunk, ranges in zip(chunks, chosen, strict=True):
+        kept = [i for pair in ranges for i in range(*pair)]
+        assert kept == [i for i in range(chunk.num_kept) if place + i not in best]
+        assert all(first < last for first, last in ranges)
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges)), "they do not adjoin"
+        assert all(type(edge) is int for pair in ranges for edge in pair), "they become part of keys"
+        place += chunk.num_kept
+
+
+def test_query_keeps_nothing_at_a_ratio_of_one():
+    assert list(Query(1.0).choose(slices([2, 3], False), np.arange(5, dtype=np.float32))) == [[], []]

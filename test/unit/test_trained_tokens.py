@@ -1,0 +1,89 @@
+"""Tokens that models were trained to have around chunks: where prompts get them, and what is refused."""
+
+import json
+import random
+
+import pytest
+
+from sglang_lazy.core.policy import TrainedTokens
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
+from sglang_lazy.serving.requests import with_trained_tokens, without_trained_tokens
+from sglang_lazy.serving.tokenization import TokenizedPrompt
+from sglang_lazy.serving.trained_tokens import FILE, load, put_around, take_away, tokens_for
+
+VOCAB_SIZE = 100
+PROMPT = TokenizedPrompt([1, 2, 3, 4, 5, 6, 7], ((1, 3), (3, 4), (5, 7)))
+
+
+def test_link_tokens_stand_behind_chunks_numbered_by_place():
+    """They begin anew where there are more chunks than tokens."""
+    prompt = put_around(PROMPT, get_policy("kvlink:tokens=2"), TrainedTokens(link=(90, 91, 92, 93)))
+    assert prompt.input_ids == [1, 2, 3, 90, 91, 4, 92, 93, 5, 6, 7, 90, 91]
+    assert prompt.chunks == ((1, 3), (5, 6), (9, 11))
+
+
+def test_packet_tokens_are_part_of_the_chunk():
+    prompt = put_around(PROMPT, get_policy("packet"), TrainedTokens(before=(80, 81), behind=(82,)))
+    assert prompt.input_ids == [1, 80, 81, 2, 3, 82, 80, 81, 4, 82, 5, 80, 81, 6, 7, 82]
+    assert prompt.chunks == ((1, 6), (6, 10), (11, 16))
+
+
+@pytest.mark.parametrize("link", ["kvlink", "kvlink:tokens=3", "packet", "base+packet"])
+def test_what_was_put_around_is_taken_away_again(link):
+    dice = random.Random(link)
+    trained = TrainedTokens((80,), (81, 82), tuple(range(90, 97)))
+    for _ in range(50):
+        cuts = sorted(dice.sample(range(12), 6))
+        prompt = TokenizedPrompt([dice.randrange(9) for _ in range(12)], tuple(zip(cuts[::2], cuts[1::2], strict=True)))
+        put = put_around(prompt, get_policy(link), trained)
+        assert len(put.input_ids) > 12
+        assert take_away(put.input_ids, put.chunks, get_policy(link), trained) == prompt
+
+
+class Manager:
+    """What is asked of SGLang's tokenizer manager."""
+
+    def __init__(self, folder):
+        self.model_path, self.model_config = str(folder), type("Config", (), {"vocab_size": VOCAB_SIZE})
+
+
+def test_only_policies_that_want_them_get_tokens(tmp_path):
+    (tmp_path / FILE).write_text(json.dumps({"packet": {"before": [80], "behind": [81]}}))
+    manager = Manager(tmp_path)
+    for link in ("block", "base+query:ratio=0.1", "full"):
+        assert with_trained_tokens(manager, PROMPT, link) == PROMPT
+        assert without_trained_tokens(manager, PROMPT.input_ids, PromptLayout(PROMPT.chunks, None, link)) == PROMPT
+    prompt = with_trained_tokens(manager, PROMPT, "packet")
+    layout = PromptLayout(prompt.chunks, None, "packet")
+    assert without_trained_tokens(manager, prompt.input_ids, layout) == PROMPT
+    with pytest.raises(ValueError, match="link kvlink: this model was not trained for it"):
+        with_trained_tokens(manager, PROMPT, "kvlink")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "{",
+        '{"packet": []}',
+        '{"packet": {"before": 3}}',
+        '{"packet": {"before": [true]}}',
+        '{"packet": {"before": [-1]}}',
+        '{"packet": {"before": [100]}}',
+        '{"packet": {"above": [3]}}',
+    ],
+)
+def test_malformed_files(tmp_path, content):
+    (tmp_path / FILE).write_text(content)
+    with pytest.raises(ValueError, match=FILE):
+        load(str(tmp_path), VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("content", [None, "{}", '{"packet": {}}', '{"kvlink": {"before": [3]}}'])
+def test_models_without_tokens(tmp_path, content):
+    if content is not None:
+        (tmp_path / FILE).write_text(content)
+    for link in ("packet", "kvlink"):
+        with pytest.raises(ValueError, match=f"link {link}: this model was not trained for it"):
+            tokens_for(get_policy(link), str(tmp_path), VOCAB_SIZE)
