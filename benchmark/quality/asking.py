@@ -39,7 +39,8 @@ def as_user_message(question: Question, tokenizer) -> Question:
     content = "CONTENT"
     message = [{"role": "user", "content": content}]
     chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, after = chat.removeprefix(tokenizer.bos_token or "").split(content)
+    # Prompts puts in front what the tokenizer puts before a text; the template's own BOS stays where that is nothing.
+    before, after = chat.removeprefix(tokenizer.decode(tokenizer.encode(""))).split(content)
     return dataclasses.replace(question, opening=before + question.opening, closing=question.closing + after)
 
 

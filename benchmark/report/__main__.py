@@ -4,7 +4,8 @@
 
 A page marks a table by `<!-- table KIND SOURCE... -->` and `<!-- end -->`; what stands between is replaced. A source is
 a file or folder beside the page; a folder stands for every results folder of bench.py below it. `KINDS` has the kinds;
-`kernels-FAMILY` is one for each family of shapes of the kernels' benchmark.
+`kernels-FAMILY` is one for each family of shapes of the kernels' benchmark, `policies-STUDY` for each study of
+policies.
 """
 
 import functools
@@ -16,6 +17,7 @@ from pathlib import Path
 from benchmark.report.answers import answers
 from benchmark.report.host_time import references, requests
 from benchmark.report.kernels import kernels
+from benchmark.report.policies import STUDIES, policies, policies_answers, policies_by_group, policies_paired
 from benchmark.report.runs import runs
 from benchmark.report.serving import chat, decode, documents, latency, load
 
@@ -24,6 +26,11 @@ MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTAL
 FAMILIES = ("decode", "shared", "extend", "spans", "ragged")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
+    **{
+        kind.__name__.replace("_", "-"): kind
+        for kind in (policies, policies_by_group, policies_answers, policies_paired)
+    },
+    **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
 }
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from benchmark.serving.contenders import CONTENDERS, parse_contenders
+from benchmark.serving.contenders import CONTENDERS, POLICY, parse_contenders
 from benchmark.serving.models import SHAPES, TINY, model_name
 
 
@@ -39,7 +39,7 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--contenders",
         type=typed(parse_contenders),
         default="lazy,stock",
-        help=f"comma-separated, of: {', '.join(CONTENDERS)}; default: %(default)s",
+        help=f"comma-separated, of: {', '.join(CONTENDERS)}, {POLICY}POLICY; default: %(default)s",
     )
     parser.add_argument(
         "--model",

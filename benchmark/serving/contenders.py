@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from benchmark.serving.prompts import as_chunks, as_plain
+from sglang_lazy.policies import get_policy
 from sglang_lazy.testing import running_server
 
 STOCK = "sglang.launch_server"
@@ -48,18 +49,30 @@ CONTENDERS = {
 }
 
 
+POLICY = "lazy@"
+"""Begins the names of contenders that are sent what `lazy` is, under the policy that follows."""
+
+
+def contender(name: str) -> Contender:
+    """The contender of this name. Raises ValueError for a name that is neither in CONTENDERS nor of a policy."""
+    if name.startswith(POLICY):
+        link = str(get_policy(name.removeprefix(POLICY)))
+        return Contender(Server(LAZY), lambda segments: {**as_chunks(segments), "link": link})
+    if name not in CONTENDERS:
+        raise ValueError(f"no contender {name!r}: there are {', '.join(CONTENDERS)}, and {POLICY}POLICY")
+    return CONTENDERS[name]
+
+
 def server_of(name: str) -> Server:
-    return CONTENDERS[name].server
+    return contender(name).server
 
 
 def parse_contenders(names: str) -> list[str]:
     """The names in a comma-separated list, those of one server adjacent so that it is started once.
 
-    Raises ValueError for a name that is not in CONTENDERS.
+    Raises ValueError for a name that `contender` does not know.
     """
     wanted = names.split(",")
-    if unknown := [name for name in wanted if name not in CONTENDERS]:
-        raise ValueError(f"no contender {', '.join(map(repr, unknown))}: there are {', '.join(CONTENDERS)}")
     servers = [server_of(name) for name in wanted]
     return sorted(dict.fromkeys(wanted), key=lambda name: servers.index(server_of(name)))
 

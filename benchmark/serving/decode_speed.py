@@ -30,7 +30,7 @@ import requests
 
 from benchmark.serving.arguments import add_server_arguments, positive, typed
 from benchmark.serving.client import Timeline, encode, new_session, stream
-from benchmark.serving.contenders import CONTENDERS, running, server_of
+from benchmark.serving.contenders import contender, running, server_of
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import model_flags, model_path
 from benchmark.serving.prompts import as_chunks, chunk, random_tokens, text
@@ -93,7 +93,7 @@ async def stream_all(url: str, bodies: list[bytes]) -> list[Timeline]:
 
 def measure(url: str, name: str, contexts: Contexts, *, batch: int, shared: bool, args: argparse.Namespace) -> dict:
     """One row: the batch decoded several times, from a cache that holds all its context."""
-    form = CONTENDERS[name].form
+    form = contender(name).form
     context_tokens = args.num_chunks * args.chunk_len
     chosen = contexts.batch(batch, shared=shared, shuffled=form is as_chunks)
 

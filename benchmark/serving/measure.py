@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import requests
 
 from benchmark.serving.case import Run
-from benchmark.serving.contenders import CONTENDERS
+from benchmark.serving.contenders import contender
 from benchmark.serving.load import send
 from benchmark.serving.metrics import ServerGauges, is_saturated, summarise
 from sglang_lazy.testing import Client
@@ -31,7 +31,7 @@ def measure(url: str, name: str, run: Run, seed: int, kv_bytes: int) -> Iterator
 
     kv_bytes: bytes of KV of one token.
     """
-    how = dict(form=CONTENDERS[name].form, max_concurrency=run.case.max_concurrency)
+    how = dict(form=contender(name).form, max_concurrency=run.case.max_concurrency)
     # The first requests of a kind are slower: kernels are compiled, buffers are allocated.
     send(url, run.stages[0].conversations[:WARM_UP_CONVERSATIONS], request_rate=math.inf, seed=seed, **how)
     freeze_objects(url)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmark.serving.contenders import CONTENDERS, parse_contenders, server_of
+from benchmark.serving.contenders import CONTENDERS, contender, parse_contenders, server_of
 from benchmark.serving.models import model_name
 
 
@@ -23,10 +23,20 @@ def test_unknown_names():
     assert model_name("./here") == "./here"
 
 
+def test_policies():
+    """They share a server, and each is sent its own link."""
+    names = parse_contenders("lazy@base+epic:tokens=4,stock,lazy,lazy@block")
+    assert names == ["lazy@base+epic:tokens=4", "lazy", "lazy@block", "stock"]
+    segments = [{"type": "chunk", "input_ids": [1]}, {"type": "text", "input_ids": [3]}]
+    assert contender(names[0]).form(segments) == {"segments": segments, "link": "base+epic:tokens=4"}
+    with pytest.raises(ValueError, match="link must be one of"):
+        parse_contenders("lazy@half")
+
+
 def test_forms():
     """Only servers with chunk reuse are sent chunks."""
     segments = [{"type": "chunk", "input_ids": [1, 2]}, {"type": "text", "input_ids": [3]}]
-    for contender in CONTENDERS.values():
-        prompt = contender.form(segments)
+    for known in CONTENDERS.values():
+        prompt = known.form(segments)
         assert prompt in ({"input_ids": [1, 2, 3]}, {"segments": segments})
-        assert "segments" not in prompt or "lazy" in contender.server.module
+        assert "segments" not in prompt or "lazy" in known.server.module

@@ -8,6 +8,7 @@ import pytest
 from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
 from benchmark.report.host_time import references
+from benchmark.report.policies import policies, policies_by_group
 from benchmark.report.serving import chat, latency, load
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
@@ -101,6 +102,23 @@ def test_host_time(tmp_path):
     file = tmp_path / "host_time.jsonl"
     file.write_text("".join(json.dumps({**row, "us_per_further_chunk": time}) + "\n" for time in (9, 11, 30)))
     assert cells(references([file])) == [["128", "100", "11.0 (9.00 to 30.0)", "", "", "", ""]]
+
+
+def test_policies(tmp_path):
+    """Halfway from block to full in NLL, all the way in KL; policies that missed a prompt are left to their study."""
+
+    def line(policy, group, share, nll, own_kl):
+        return {"policy": policy, "group": group, "id": "1", "share": share, "nll": nll, "own_kl": own_kl}
+
+    rows = [line("full", group, 1, 1, 0) for group in "ab"] + [line("block", group, 0, 3, 1) for group in "ab"]
+    rows += [line("base", group, 0.25, 2, 0) for group in "ab"]
+    rows += [line("static:score=first", "a", 0.5, 2.5, 0.75), line("static:score=received", "a", 0.5, 1, 0.5)]
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cells(policies([file])) == [["`base`", "25%", "50% (50% to 50%)", "100% (100% to 100%)"]]
+    assert "2 prompts" in policies([file]) and "1 prompts" in policies([file], "statics")
+    assert [row[2].split()[0] for row in cells(policies([file], "statics"))] == ["25%", "100%"]
+    assert cells(policies_by_group([file])) == [["`base`", *["50% (50% to 50%)"] * 2, *["100% (100% to 100%)"] * 2]]
 
 
 @pytest.mark.parametrize("value, text", [(0.123, "0.12"), (9.996, "10.0"), (99.96, "100"), (1234.5, "1,234")])

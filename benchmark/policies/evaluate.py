@@ -1,0 +1,129 @@
+"""Asks a model questions over documents under policies, and compares each answer with that of full attention.
+
+python -m benchmark.policies.evaluate --model path/to/model --questions questions.jsonl --out results.jsonl
+
+One JSON line for each prompt and policy; `python -m benchmark.policies.report results.jsonl` makes the table.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmark.policies.preambles import PREAMBLES
+from benchmark.policies.prototype import Prototype
+from benchmark.policies.specs import SERVER, Preambles, parse
+from benchmark.quality.asking import Prompts, as_user_message
+from benchmark.quality.questions import Question, read_questions
+from oracle.policies import candidates
+from oracle.segments import Segment, token_ids
+from sglang_lazy.verify.scores import exact_match, f1
+
+POLICIES = [
+    "full",
+    "block",
+    "base",
+    "base:preamble=lead",
+    "epic:tokens=16",
+    "base+epic:tokens=16",
+    "query:ratio=0.05",
+    "query:ratio=0.15",
+    "base+query:ratio=0.05",
+    "base+query:ratio=0.15",
+    "base+query:ratio=0.2",
+    "base+query:ratio=0.3",
+    "base+blend:ratio=0.15",
+]
+
+
+def main() -> None:
+    args = parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    oracle = Prototype(args.model, getattr(torch, args.dtype), args.device)
+    before = tokenizer.encode("")  # BOS, where the tokenizer adds it
+    texts = PREAMBLES | {SERVER: PREAMBLES[args.preamble]}
+    preambles = {name: [*before, *tokenizer.encode(text, add_special_tokens=False)] for name, text in texts.items()}
+    with open(args.out, "a", encoding="utf-8") as out:
+        for question, segments in draw(args, Prompts(tokenizer), tokenizer):
+            for line in evaluate(oracle, tokenizer, question, segments, preambles, args):
+                print(json.dumps(line | {"seed": args.seed, "preamble": args.preamble}), file=out, flush=True)
+
+
+def draw(args: argparse.Namespace, prompts: Prompts, tokenizer) -> Iterator[tuple[Question, list[Segment]]]:
+    """`count` questions of each file, in turn, that fit into `max_tokens`; which ones, the seed decides."""
+    files = []
+    for path in args.questions:
+        questions = [as_user_message(question, tokenizer) for question in read_questions(path)]
+        random.Random(args.seed).shuffle(questions)
+        made = ((question, prompts.make(question)) for question in questions)
+        files.append(pair for pair in made if len(token_ids(pair[1])) <= args.max_tokens)
+    for _ in range(args.skip):
+        [next(file, None) for file in files]
+    for _ in range(args.count):
+        yield from filter(None, [next(file, None) for file in files])
+
+
+def evaluate(
+    oracle: Prototype, tokenizer, question: Question, segments: list[Segment], preambles: Preambles, args
+) -> Iterator[dict]:
+    """A line for each policy, `full` first. Two answers are scored token by token: the first gold one, and the one
+    that full attention gives."""
+    gold = tokenizer.encode(question.answers[0], add_special_tokens=False)
+    full: list[torch.Tensor] = []
+    for name in ["full", *(name for name in args.policies if name != "full")]:
+        started, spec = time.perf_counter(), parse(name)
+        asked = spec.prompt(segments, args.model, oracle.model.config.vocab_size)
+        kept = spec.kept(oracle, asked, preambles)
+        prompt = oracle.start(asked, kept, spec.preamble(asked, preambles))
+        greedy = prompt.greedy(args.new_tokens, tokenizer.eos_token_id) if name in {"full", *args.generate} else None
+        if name == "full":
+            own = greedy or [tokenizer.eos_token_id]
+        scored = [prompt.score(gold).cpu(), prompt.score(own).cpu()]
+        full = full or scored
+        line = {
+            "group": question.group,
+            "id": question.id,
+            "policy": name,
+            "prompt_tokens": len(token_ids(asked)),
+            "share": 1 - sum(high - low for ranges in kept for low, high in ranges) / len(candidates(asked)),
+            "nll": -scored[0].gather(1, torch.tensor(gold)[:, None]).mean().item(),
+            "answer_tokens": len(gold),
+            "own_tokens": len(own),
+        }
+        for answer, mine, its in zip(("", "own_"), scored, full, strict=True):
+            line[f"{answer}kl"] = (its.exp() * (its - mine)).sum(-1).mean().item()
+            line[f"{answer}agree"] = (its.argmax(-1) == mine.argmax(-1)).float().mean().item()
+        if greedy is not None:
+            answer = tokenizer.decode(greedy, skip_special_tokens=True).strip().split("\n")[0]
+            line |= {"answer": answer, "em": exact_match(answer, question.answers), "f1": f1(answer, question.answers)}
+        yield line | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="path or hub name")
+    parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="SPEC")
+    parser.add_argument(
+        "--generate", nargs="*", default=(), metavar="SPEC", help="policies that, like full, answer greedily"
+    )
+    parser.add_argument("--new-tokens", type=int, default=24, help="of a greedy answer")
+    parser.add_argument("--preamble", choices=list(PREAMBLES), default="valley", help="the server's")
+    parser.add_argument("--count", type=int, default=20, help="prompts of each file")
+    parser.add_argument("--skip", type=int, default=0, help="prompts of each file to leave out first")
+    parser.add_argument("--max-tokens", type=int, default=1500, help="longer prompts are left out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, required=True, help="appended to")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,110 @@
+"""What a policy's spec keeps of a prompt: `block`, `full`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
+
+For studies, `base` takes the name of a preamble (`preamble=list`), `query` its layers (`layers=0-9`, `layers=3.7.11`),
+and `static` a score of `statics.py`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from benchmark.policies.statics import STATICS
+from oracle.policies import PolicyOracle, Ranges, epic, keep_all_but, leading_text, without_best_of_each
+from oracle.segments import Segment, chunk, text, token_ids
+from sglang_lazy.core.policy import Policy, TrainedTokens
+from sglang_lazy.policies import get_policy
+from sglang_lazy.serving.tokenization import TokenizedPrompt
+from sglang_lazy.serving.trained_tokens import put_around, tokens_for
+
+Preambles = Mapping[str, Sequence[int]]
+"""Token ids by name."""
+SERVER = "server"
+"""The name of the preamble that a server would use: that of `base` without options."""
+TRAINED = ("kvlink", "packet")
+"""Policies that put trained tokens around chunks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A policy in parts. base: None, `lead`, or the name of a preamble."""
+
+    base: str | None
+    name: str
+    options: Mapping[str, str]
+
+    def preamble(self, segments: list[Segment], preambles: Preambles) -> tuple[int, ...]:
+        """The hidden tokens before each chunk."""
+        if self.base is None:
+            return ()
+        return leading_text(segments) if self.base == "lead" else tuple(preambles[self.base])
+
+    def prompt(self, segments: list[Segment], model_path: str, vocab_size: int) -> list[Segment]:
+        """With trained tokens around its chunks, if the policy has some. Raises ValueError where the model has none."""
+        if self.name not in TRAINED:
+            return segments
+        policy = get_policy(":".join([self.name, *(f"{key}={value}" for key, value in self.options.items())]))
+        return around(segments, policy, tokens_for(policy, model_path, vocab_size))
+
+    def kept(self, oracle: PolicyOracle, segments: list[Segment], preambles: Preambles) -> list[Ranges]:
+        """What keeps cached KV, of each chunk."""
+        preamble = self.preamble(segments, preambles)
+        if self.name in ("block", *TRAINED):
+            return keep_all_but(segments, ())
+        if self.name == "full":
+            return [() for segment in segments if segment.kind == "chunk"]
+        if self.name == "epic":
+            return epic(segments, int(self.options["tokens"]))
+        ratio = float(self.options["ratio"])
+        if self.name == "query":
+            return oracle.query(segments, ratio, parse_layers(self.options.get("layers")), preamble)
+        if self.name == "blend":
+            return oracle.blend(segments, ratio, preamble)
+        scores = STATICS[self.options["score"]](oracle, segments, preamble, preambles[SERVER])
+        return without_best_of_each(segments, scores, ratio)
+
+
+def parse(spec: str) -> Spec:
+    """Raises ValueError for an unknown name."""
+    *before, last = spec.split("+")
+    names = {"block", "full", "epic", "query", "blend", "static", *TRAINED}
+    name, options = parse_part(last)
+    if name == "base" and not before:
+        before, name, options = [last], "block", {}
+    if name not in names or len(before) > 1:
+        raise ValueError(f"no policy {spec!r}")
+    if not before:
+        return Spec(None, name, options)
+    base, preamble = parse_part(before[0])
+    if base != "base":
+        raise ValueError(f"no policy {spec!r}")
+    return Spec(preamble.get("preamble", SERVER), name, options)
+
+
+def parse_part(part: str) -> tuple[str, dict[str, str]]:
+    """`query:ratio=0.1,layers=3` as its name and its options."""
+    name, _, options = part.partition(":")
+    return name, dict(option.split("=") for option in options.split(",") if option)
+
+
+def parse_layers(layers: str | None) -> list[int] | None:
+    """`0-2` and `0.1.2` are the layers 0, 1 and 2."""
+    if layers is None:
+        return None
+    if "-" in layers:
+        low, high = map(int, layers.split("-"))
+        return list(range(low, high + 1))
+    return [int(layer) for layer in layers.split(".")]
+
+
+def around(segments: list[Segment], policy: Policy, trained: TrainedTokens) -> list[Segment]:
+    """The prompt with the policy's tokens around its chunks, as a server builds it."""
+    chunks, end = [], 0
+    for segment in segments:
+        end += len(segment.ids)
+        chunks += [(end - len(segment.ids), end)] if segment.kind == "chunk" else []
+    prompt = put_around(TokenizedPrompt(token_ids(segments), tuple(chunks)), policy, trained)
+    served, position = [], 0
+    for start, end in [*prompt.chunks, (len(prompt.input_ids), len(prompt.input_ids))]:
+        served += [text(prompt.input_ids[position:start])] if position < start else []
+        served += [chunk(prompt.input_ids[start:end])] if start < end else []
+        position = end
+    return served

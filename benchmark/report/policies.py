@@ -1,0 +1,101 @@
+"""Tables of `python -m benchmark.policies.evaluate`."""
+
+import collections
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmark.policies.report import load, paired, row
+from benchmark.report.cells import table
+
+STUDIES = {
+    "layers": r"base\+query:ratio=0\.15(,layers=.+)?",
+    "statics": r"(base\+)?static:.+",
+    "preambles": r"base:preamble=\w+",
+}
+"""The policies of each study, as a pattern."""
+PAIRS = (
+    ("base", "block"),
+    ("base+query:ratio=0.05", "base"),
+    ("base+query:ratio=0.15", "base+query:ratio=0.05"),
+    ("base+query:ratio=0.3", "base+query:ratio=0.15"),
+    ("base+query:ratio=0.15", "query:ratio=0.15"),
+    ("base+query:ratio=0.15", "base+epic:tokens=16"),
+    ("base+query:ratio=0.15", "base+blend:ratio=0.15"),
+    ("base", "epic:tokens=16"),
+)
+
+Lines = dict[str, dict]
+"""lines[policy][prompt], as `load` has them."""
+
+
+def policies(sources: list[Path], study: str = "") -> str:
+    """How much of the gap between `block` and `full` is closed by the policies of a study, or of the main run."""
+    lines = common(load(sources), study)
+    body = []
+    for each in (row(policy, lines) for policy in between(lines)):
+        body.append([f"`{each['policy']}`", f"{each['share']:.0%}", *map(share(each), ("closed", "own_kl_closed"))])
+    return table([f"policy, {len(lines['full'])} prompts", "recomputed", "NLL gap closed", "own KL closed"], body)
+
+
+def policies_by_group(sources: list[Path]) -> str:
+    """The same of the main run by data set."""
+    lines = common(load(sources))
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    parts = {group: {name: only(prompts, group) for name, prompts in lines.items()} for group in sorted(sizes)}
+    body = []
+    for policy in between(lines):
+        rows = [row(policy, part) for part in parts.values()]
+        body.append(
+            [f"`{policy}`", *(share(each)(measure) for measure in ("closed", "own_kl_closed") for each in rows)]
+        )
+    heads = [f"{measure}: {group}, {sizes[group]} prompts" for measure in ("NLL", "own KL") for group in parts]
+    return table(["policy", *heads], body)
+
+
+def policies_paired(sources: list[Path]) -> str:
+    """Differences between policies of the main run, prompt by prompt."""
+    lines = common(load(sources))
+    body = []
+    for name, other in PAIRS:
+        found = [paired(name, other, measure, lines) for measure in ("nll", "own_kl")]
+        body.append(
+            [f"`{name}`", f"`{other}`", *(f"{mean:+.3f} ({low:+.3f} to {high:+.3f})" for mean, low, high in found)]
+        )
+    return table(["policy", "against", "NLL", "own KL"], body)
+
+
+def policies_answers(sources: list[Path]) -> str:
+    """Exact match and F1 of the policies that answered greedily."""
+    lines = load(sources)
+    greedy = [name for name in lines if all("f1" in line for line in lines[name].values())]
+    rows = [row(name, lines) for name in greedy]
+    body = ([f"`{each['policy']}`", str(each["n"]), *map(share(each, 1), ("em", "f1"))] for each in rows)
+    return table(["policy", "prompts", "exact match", "F1"], body)
+
+
+def common(lines: Lines, study: str = "") -> Lines:
+    """The policies of a study, or all that answered what `block` did; over the prompts that all of them answered."""
+    whole = {name for name in lines if lines[name].keys() >= lines["block"].keys()}
+    chosen = {name for name in lines if re.fullmatch(STUDIES[study], name)} if study else whole
+    names = [name for name in lines if name in {"full", "block"} | chosen]
+    prompts = set.intersection(*(set(lines[name]) for name in names))
+    return {name: {prompt: line for prompt, line in lines[name].items() if prompt in prompts} for name in names}
+
+
+def between(lines: Lines) -> list[str]:
+    return [name for name in lines if name not in ("full", "block")]
+
+
+def only(prompts: dict, group: str) -> dict:
+    return {key: line for key, line in prompts.items() if key[0] == group}
+
+
+def share(found: dict, digits: int = 0) -> Callable[[str], str]:
+    """How a measure of a policy is shown: in percent, with its interval."""
+
+    def shown(measure: str) -> str:
+        low, high = found[f"{measure}_interval"]
+        return f"{found[measure]:.{digits}%} ({low:.{digits}%} to {high:.{digits}%})"
+
+    return shown

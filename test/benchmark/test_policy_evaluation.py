@@ -1,0 +1,146 @@
+"""The comparison of policies without a server: its shortcuts against the oracle, specs, and the numbers of a table."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+from benchmark.policies import evaluate, report
+from benchmark.policies.prototype import Prototype
+from benchmark.policies.specs import parse
+from benchmark.policies.statics import STATICS
+from benchmark.quality.worlds import records
+from oracle.block_mask import Oracle, greedy
+from oracle.policies import PolicyOracle, candidates, epic, keep_all_but
+from oracle.scenarios import Dice
+
+PREAMBLE = Dice("preamble").ids(9)
+PREAMBLES = {"server": PREAMBLE, "other": (30, 31)}
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    dice = Dice(5)
+    head, one, two, three, question = dice.text(7), dice.chunk(40), dice.chunk(25), dice.chunk(33), dice.text(6)
+    return [[head, one, two, three, question], [head, three, one, question], [one, head, two]]
+
+
+@pytest.mark.parametrize("preamble", [(), PREAMBLE], ids=["alone", "preamble"])
+def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
+    """Also when it remembers another prompt, and behind a prompt that was scored and continued before."""
+    prototype, oracle = Prototype(tiny_model), PolicyOracle(tiny_model)
+    for segments in [*prompts, prompts[0]]:
+        for scores in ("query_scores", "blend_scores"):
+            found = getattr(prototype, scores)(segments, preamble=preamble)
+            assert torch.allclose(found, getattr(oracle, scores)(segments, preamble=preamble), rtol=1e-4, atol=1e-4)
+        for kept in (epic(segments, 8), keep_all_but(segments, candidates(segments)[::3])):
+            prompt = prototype.start(segments, kept, preamble)
+            tokens = prompt.greedy(5, end=-1)
+            assert tokens == greedy(oracle.logprobs(segments, tokens[:-1], kept, preamble))
+            assert prompt.greedy(5, end=tokens[2]) == tokens[: tokens.index(tokens[2])]
+            for answer in ([20, 30, 40], [20]):
+                expected = oracle.logprobs(segments, answer[:-1], kept, preamble)
+                assert torch.allclose(prompt.score(answer), expected, atol=1e-4)
+
+
+def test_specs(tiny_model, prompts):
+    oracle, segments = PolicyOracle(tiny_model), prompts[0]
+    for spec, preamble, kept in (
+        ("block", (), keep_all_but(segments, ())),
+        ("full", (), [(), (), ()]),
+        ("base", PREAMBLE, keep_all_but(segments, ())),
+        ("base:preamble=lead", segments[0].ids, keep_all_but(segments, ())),
+        ("epic:tokens=3", (), epic(segments, 3)),
+        ("query:ratio=0.1", (), oracle.query(segments, 0.1)),
+        ("query:ratio=0.1,layers=0.2", (), oracle.query(segments, 0.1, [0, 2])),
+        ("query:ratio=0.1,layers=1-2", (), oracle.query(segments, 0.1, [1, 2])),
+        ("base+query:ratio=0.1", PREAMBLE, oracle.query(segments, 0.1, preamble=PREAMBLE)),
+        ("base:preamble=lead+blend:ratio=0.2", segments[0].ids, oracle.blend(segments, 0.2, segments[0].ids)),
+    ):
+        assert parse(spec).preamble(segments, PREAMBLES) == preamble
+        assert parse(spec).kept(oracle, segments, PREAMBLES) == kept
+    assert parse("base:preamble=lead").preamble(prompts[2], PREAMBLES) == ()
+    assert parse("base:preamble=other+block").preamble(segments, PREAMBLES) == (30, 31)
+    for unknown in ("bse", "epic:tokens=1+query:ratio=0.1", "base+base+block"):
+        with pytest.raises(ValueError, match="no policy"):
+            parse(unknown)
+
+
+@pytest.mark.parametrize("score", STATICS)
+def test_static_scores(tiny_model, prompts, score):
+    """One for each candidate; the same for a chunk at another place."""
+    oracle = PolicyOracle(tiny_model)
+    first, second = (STATICS[score](oracle, segments, (), PREAMBLE) for segments in prompts[:2])
+    assert len(first) == 40 + 25 + 33 and len(second) == 33 + 40
+    assert torch.allclose(first[:40], second[33:], rtol=1e-3, atol=1e-3)
+    kept = parse(f"static:ratio=0.1,score={score}").kept(oracle, prompts[0], PREAMBLES)
+    assert [len(ranges) for ranges in kept] == [40 - 4, 25 - 3, 33 - 4]
+
+
+def test_attention_inside_of_chunks(tiny_model, prompts):
+    """A token's attention to its chunk and to the prose before it add up to all heads of all layers."""
+    from benchmark.policies.statics import attention
+
+    oracle = Oracle(tiny_model)
+    heads = oracle.model.config.num_attention_heads * oracle.model.config.num_hidden_layers
+    received, paid = attention(PolicyOracle(tiny_model), prompts[0], PREAMBLE)
+    later = torch.arange(40, 0, -1)
+    assert torch.isclose((received[:40] * later).sum() + paid[:40].sum(), torch.tensor(40.0 * heads), rtol=1e-4)
+
+
+def test_evaluation(tiny_model, tmp_path, monkeypatch):
+    """Every prompt has a line for each policy; `full` is 0 away from itself, and the table has a row for each."""
+    questions, out = tmp_path / "worlds.jsonl", tmp_path / "out.jsonl"
+    questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 4, 1, documents=(2, 4))))
+    policies = ["block", "base+query:ratio=0.2"]
+    arguments = ["--model", tiny_model, "--questions", str(questions), "--count", "3", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["", *arguments, "--policies", *policies, "--generate", "block"])
+    evaluate.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["policy"] for line in lines] == ["full", *policies] * 3
+    assert len({line["id"] for line in lines}) == 3
+    for full, block, query in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        assert (full["share"], block["share"]) == (1, 0) and 0.199 < query["share"] < 0.21
+        assert full["kl"] == full["own_kl"] == 0 and full["agree"] == full["own_agree"] == 1
+        assert block["kl"] > 0 and query["own_kl"] > 0 and "f1" in block and "f1" not in query
+    text = report.table([report.row(policy, report.load([out])) for policy in ("full", *policies)])
+    assert "| `base+query:ratio=0.2` | 3 | 20 |" in text
+
+
+def test_rows():
+    """Of two prompts the second is short of `full` by half; a third is missing from the policy and does not count."""
+
+    def lines(**nll):
+        prompts = {("g", prompt): value for prompt, value in nll.items()}
+        return {key: {"share": 0.5, "nll": value, "own_kl": value} for key, value in prompts.items()}
+
+    found = report.row("p", {"full": lines(a=1, b=1, c=9), "block": lines(a=2, b=3, c=9), "p": lines(a=1, b=2)})
+    assert (found["n"], found["share"], found["nll"]) == (2, 0.5, 1.5)
+    assert found["closed"] == pytest.approx(1 - 0.5 / 1.5)
+    low, high = found["closed_interval"]
+    assert (low, high) == pytest.approx((0.5, 1))  # all draws of the one prompt or of the other
+
+
+def test_paired():
+    """Differences of -1 and -2 on the two prompts that both have; draws of one of them alone bound the interval."""
+    lines = {"p": {1: {"nll": 1.0}, 2: {"nll": 1.0}, 3: {"nll": 7.0}}, "q": {1: {"nll": 2.0}, 2: {"nll": 3.0}}}
+    assert report.paired("p", "q", "nll", lines) == (-1.5, -2, -1)
+    assert report.paired("q", "p", "nll", lines) == (1.5, 1, 2)
+
+
+def test_figure(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws the figure, is not installed")
+    from benchmark.policies import plots
+
+    policies = {"full", "block", *(policy for curve in plots.CURVES.values() for policy in curve)}
+    values = {policy: 1 + (policy == "block") for policy in policies}
+    lines = [
+        {"group": "g", "id": str(i), "policy": policy, "share": 0.1, "nll": value + i, "own_kl": value}
+        for policy, value in values.items()
+        for i in range(3)
+    ]
+    results, out = tmp_path / "results.jsonl", tmp_path / "policies.png"
+    results.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plots.draw([results], out)
+    assert out.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,138 @@
+"""Training of the tokens of `packet` and `kvlink`: prompts, what is learnt, and what is written."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmark.policies import evaluate, train_tokens
+from benchmark.policies.specs import around
+from benchmark.quality.worlds import records
+from oracle.block_mask import Oracle
+from oracle.policies import PolicyOracle, keep_all_but
+from oracle.scenarios import Dice
+from oracle.segments import chunk, text
+from sglang_lazy.core.policy import TrainedTokens
+from sglang_lazy.policies import get_policy
+from sglang_lazy.serving.trained_tokens import load
+
+IDS = [50, 51, 52, 53]
+
+
+def test_prompts_have_the_tokens():
+    one, two = chunk([1, 2]), chunk([3])
+    head, question = text([7]), text([8, 9])
+    packet, kvlink = TrainedTokens(before=(50,), behind=(51, 52)), TrainedTokens(link=(50, 51, 52))
+    assert around([head, one, two, question], get_policy("packet"), packet) == [
+        head,
+        chunk([50, 1, 2, 51, 52]),
+        chunk([50, 3, 51, 52]),
+        question,
+    ]
+    assert around([one, two, question], get_policy("kvlink:tokens=2"), kvlink) == [
+        one,
+        text([50, 51]),
+        two,
+        text([52, 50, 8, 9]),
+    ]
+
+
+@pytest.mark.parametrize("link", ["packet", "kvlink:tokens=2"])
+def test_loss_is_that_of_the_oracle(tiny_model, link):
+    """KL from full attention over the plain prompt to the policy's served prompt, whose rows are the initial ones."""
+    dice, answer = Dice(3), [30, 40, 20]
+    segments = [dice.text(5), dice.chunk(30), dice.text(3), dice.chunk(20), dice.text(6)]
+    oracle = PolicyOracle(tiny_model)
+    policy, trained = get_policy(link), TrainedTokens(**train_tokens.fields(get_policy(link), IDS))
+    trainer = train_tokens.Trainer(AutoModelForCausalLM.from_pretrained(tiny_model), IDS, [60, 61])
+    served = around(segments, policy, trained)
+    weight = oracle.model.get_input_embeddings().weight
+    full = oracle.logprobs(
+        segments[:-1] + [text(segments[-1].ids[:1])], [*segments[-1].ids[1:], *answer[:-1]], [(), ()]
+    )
+    with torch.no_grad():
+        weight[IDS] = weight[[60, 61, 60, 61]]
+    mine = oracle.logprobs(
+        served[:-1] + [text(served[-1].ids[: len(served[-1].ids) - 5])],
+        [*segments[-1].ids[1:], *answer[:-1]],
+        keep_all_but(served, ()),
+    )
+    expected = (full.exp() * (full - mine)).sum(-1).mean()
+    assert expected > 0.01
+    assert trainer.loss(segments, answer, policy, trained).item() == pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_answers_are_those_of_full_attention(tiny_model):
+    dice = Dice(4)
+    segments = [dice.text(5), dice.chunk(30), dice.text(6)]
+    trainer = train_tokens.Trainer(AutoModelForCausalLM.from_pretrained(tiny_model), IDS, [60])
+    plain = [text([token for segment in segments for token in segment.ids])]
+    assert trainer.answer(segments, 4) == Oracle(tiny_model).generate(plain, 4)[0]
+
+
+@pytest.mark.parametrize("link", ["packet", "kvlink:tokens=2"])
+def test_training(tiny_model, tmp_path, monkeypatch, capsys, link):
+    """The loss falls, only the given rows change, and the folder serves and evaluates under the policy."""
+    questions, out = tmp_path / "worlds.jsonl", tmp_path / "trained"
+    questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 1, 1, documents=(3, 3))))
+    arguments = ["--model", tiny_model, "--questions", str(questions)]
+    steps = ["--policy", link, "--ids", *map(str, IDS), "--steps", "12", "--batch", "1", "--new-tokens", "3"]
+    monkeypatch.setattr(sys, "argv", ["", *arguments, *steps, "--out", str(out)])
+    train_tokens.main()
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert len(losses) == 12 and losses[-1] < 0.9 * losses[0]
+
+    name = "model.embed_tokens.weight"
+    before, after = load_file(f"{tiny_model}/model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before if key != name)
+    changed = (before[name] != after[name]).any(1).nonzero().flatten().tolist()
+    assert changed == IDS
+    AutoModelForCausalLM.from_pretrained(out)
+
+    known = load(str(out), len(AutoTokenizer.from_pretrained(out)))
+    expected = TrainedTokens(before=(50, 51), behind=(52, 53)) if link == "packet" else TrainedTokens(link=tuple(IDS))
+    assert known == {link.partition(":")[0]: expected}
+
+    results = tmp_path / "results.jsonl"
+    arguments[1] = str(out)
+    monkeypatch.setattr(sys, "argv", ["", *arguments, "--policies", "block", link, "--out", str(results)])
+    evaluate.main()
+    full, block, trained = (json.loads(line) for line in results.read_text().splitlines())
+    added = 3 * (4 if link == "packet" else 2)  # at three chunks
+    assert full["prompt_tokens"] == block["prompt_tokens"] == trained["prompt_tokens"] - added
+    assert block["own_kl"] != trained["own_kl"] and trained["share"] == 0
+
+
+@pytest.mark.parametrize(
+    "link, ids, message",
+    [
+        ("packet", ["50", "51"], "another policy"),
+        ("packet", ["55"], "at least two"),
+        ("block", ["55", "56"], "--policy must be"),
+        ("kvlink", ["50", "51"], "exists"),
+    ],
+)
+def test_refusals(tiny_model, tmp_path, monkeypatch, link, ids, message):
+    """Before anything is trained: ids that another policy has or too few, other policies, a folder in the way."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_model, model)
+    (model / "lazy_tokens.json").write_text(json.dumps({"kvlink": {"link": [50]}}))
+    if message == "exists":
+        out.mkdir()
+    arguments = ["--model", str(model), "--questions", "none", "--policy", link, "--ids", *ids, "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    with pytest.raises(SystemExit, match=message):
+        train_tokens.main()
+
+
+def test_unused_special_tokens(tiny_model):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<spare>"]})
+    tokenizer.chat_template = "<user>{{ messages }}"
+    found = train_tokens.unused_special_tokens(tokenizer)
+    assert tokenizer.convert_tokens_to_ids("<spare>") in found
+    assert not {tokenizer.convert_tokens_to_ids("<user>"), tokenizer.bos_token_id, tokenizer.eos_token_id} & set(found)
