@@ -7,10 +7,13 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo test test-all lint format bench-smoke wheels wheels-smoke setup key
+.PHONY: demo demo-exact test test-all lint format bench-smoke wheels wheels-smoke setup key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
+
+demo-exact: $(READY) # without a download
+	$(BIN)/python examples/demo_exact.py
 
 # Tests that share a server share a worker; those of the servers come first, as they take longest.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
@@ -39,7 +42,7 @@ SMOKE := $(VENV)/bench-smoke
 
 bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of it works
 	rm -rf $(SMOKE)
-	$(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,stock \
+	$(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,lazy@base+query:ratio=0.2,stock \
 		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
 	$(BIN)/python -m benchmark.serving.plots $(SMOKE) --out $(SMOKE)
 
@@ -51,7 +54,7 @@ wheels: $(READY) # both distributions, in dist/
 
 WHEELS_SMOKE := $(abspath $(VENV))/wheels-smoke
 
-wheels-smoke: wheels # the demo in an empty environment, outside of the checkout, with nothing of ours but the wheels
+wheels-smoke: wheels # the exact demo in an empty environment, outside of the checkout, with nothing of ours but the wheels
 	rm -rf $(WHEELS_SMOKE)
 	$(BIN)/python -m venv $(WHEELS_SMOKE)
 	@# With PYTHONPATH set, pip would take the checkout for the installed distributions.
@@ -60,7 +63,7 @@ wheels-smoke: wheels # the demo in an empty environment, outside of the checkout
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(WHEELS_SMOKE)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 	cp -r examples $(WHEELS_SMOKE)
-	cd $(WHEELS_SMOKE) && env -u PYTHONPATH bin/python examples/demo.py
+	cd $(WHEELS_SMOKE) && env -u PYTHONPATH bin/python examples/demo_exact.py
 
 setup: $(READY)
 

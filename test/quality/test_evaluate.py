@@ -17,6 +17,7 @@ from benchmark.quality.evaluate import summarise, table
 from benchmark.quality.questions import Question, generated
 from benchmark.quality.reference import Claim, Reference
 from benchmark.quality.worlds import records
+from oracle.models import build
 from oracle.segments import chunk, text, token_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,6 +62,15 @@ def test_chat(tokenizer):
         message, tokenize=False, add_generation_prompt=True
     )
     assert segments[1:-1] == Prompts(tokenizer).make(question)[1:-1]
+
+
+def test_chat_whose_template_alone_has_bos(model_dir):
+    """Where the tokenizer puts nothing in front, the template's first token stays."""
+    tokenizer = AutoTokenizer.from_pretrained(build("qwen2", model_dir))
+    tokenizer.chat_template = "<s>" + tokenizer.chat_template
+    assert not tokenizer.encode("")
+    ids = token_ids(Prompts(tokenizer).make(as_user_message(next(generated(1, hops=1)), tokenizer)))
+    assert ids[0] == tokenizer.bos_token_id and tokenizer.bos_token_id not in ids[1:]
 
 
 def test_questions_longer_than_the_context_are_left_out(tokenizer, capsys):
