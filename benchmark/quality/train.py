@@ -1,7 +1,8 @@
 """Trains the small model for retrieval questions, under the full and the block mask, and saves it for serving.
 
     python -m benchmark.quality.train --out tiny-rag                       # half of the worlds under each mask
-    python -m benchmark.quality.train --out tiny-stock --block-share 0     # the full mask only
+    python -m benchmark.quality.train --out tiny-stock --mask full
+    python -m benchmark.quality.train --out leaning-stock --mask full --families alone pronoun ...
 
 Training stops after `--minutes` and resumes when the command is repeated; the data of a step depend only on the seed
 and the step's number. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
@@ -22,10 +23,14 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmark.quality.llama import Llama, Mask, save_for_serving
+from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
 from benchmark.quality.recipe import Feed, Recipe
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
 from benchmark.quality.worlds import Split
+
+BLOCK_SHARES = {"full": 0.0, "block": 1.0, "mixed": 0.5}
+"""Of the worlds, those under the block mask."""
 
 Batch = dict[str, torch.Tensor]
 """FIELDS, each [rows, length] int64."""
@@ -136,18 +141,18 @@ class Trainer:
         return answer.detach(), context.detach()
 
     def evaluate(self, num_rows: int, documents: tuple[int, int], split: Split = "test") -> dict[str, float]:
-        """Exact match on questions about held-out names, by mask and hops."""
+        """Exact match on questions about held-out names, by mask, family and hops."""
         encode, results = Encoder(self.tokenizer), {}
         for mask, block_share in (("full", 0), ("block", 1)):
-            for hops in (1, 2):
-                mix = Mix(documents, self.recipe.questions, hops - 1, block_share=block_share, bos_share=1)
+            for family, hops in ((name, hops) for name in self.recipe.families for hops in FAMILIES[name].hops):
+                mix = Mix(documents, (family,), self.recipe.questions, hops - 1, block_share=block_share, bos_share=1)
                 right = []
                 for number in range(num_rows):
                     row = make_row(random.Random(f"{hops}/{number}"), encode, mix, self.recipe.length, split)
                     batch = to_batch(row[None], self.device)
                     with self.autocast():
                         right += exact_match(self.model, batch, make_mask(batch, flex=False))
-                results[f"{mask} {hops}-hop"] = round(sum(right) / len(right), 4)
+                results[f"{mask} {family} {hops}-hop"] = round(sum(right) / len(right), 4)
         return results
 
 
@@ -213,7 +218,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many, to go on later")
     parser.add_argument("--steps", type=int, default=recipe.steps, help="of the whole training; default: %(default)s")
     parser.add_argument("--rows", type=int, default=recipe.rows, help="of a step; default: %(default)s")
-    parser.add_argument("--block-share", type=float, default=recipe.block_share, help="default: %(default)s")
+    parser.add_argument("--mask", choices=list(BLOCK_SHARES), default="mixed", help="default: half under each")
+    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=recipe.families, metavar="NAME")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
@@ -229,7 +235,8 @@ def main() -> None:
         steps=args.steps,
         rows=args.rows,
         learning_rate=args.learning_rate,
-        block_share=args.block_share,
+        block_share=BLOCK_SHARES[args.mask],
+        families=tuple(args.families),
         seed=args.seed,
     )
     trainer = Trainer(

@@ -28,10 +28,11 @@ TEST_SHARE = 8  # one full name in so many is held out
 def people(split: Split) -> tuple[str, ...]:
     """All full names of a split."""
     names = (f"{first} {surname}" for first in FIRST_NAMES for surname in SURNAMES)
-    return tuple(name for name in names if _is_held_out(name) == (split == "test"))
+    return tuple(name for name in names if is_held_out(name) == (split == "test"))
 
 
-def _is_held_out(name: str) -> bool:
+def is_held_out(name: str) -> bool:
+    """Whether it is of the test split."""
     return hashlib.sha256(name.encode()).digest()[0] % TEST_SHARE == 0
 
 
@@ -70,7 +71,7 @@ class World:
 
 def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = 0.3) -> World:
     """A world of `num_documents` people, a `similar` share of whom have a first name or surname from another."""
-    names = _draw_people(rng, split, num_documents, similar)
+    names = draw_people(rng, split, num_documents, similar)
     facts = [_draw_facts(rng, names, index, split) for index in range(num_documents)]
     documents = [(name, _describe(rng, name, known)) for name, known in zip(names, facts, strict=True)]
     single_hop, two_hop = [], []
@@ -94,7 +95,8 @@ def make_world(rng: random.Random, split: Split, num_documents: int, similar: fl
     return World(documents, single_hop, two_hop)
 
 
-def _draw_people(rng: random.Random, split: Split, count: int, similar: float) -> list[str]:
+def draw_people(rng: random.Random, split: Split, count: int, similar: float) -> list[str]:
+    """Different full names; a `similar` share of them shares a first name or surname with an earlier one."""
     names = [rng.choice(people(split))]
     while len(names) < count:
         name = rng.choice(people(split))
@@ -102,7 +104,7 @@ def _draw_people(rng: random.Random, split: Split, count: int, similar: float) -
             first, surname = name.split()
             other_first, other_surname = rng.choice(names).split()
             name = f"{other_first} {surname}" if rng.random() < 0.5 else f"{first} {other_surname}"
-        if name not in names and _is_held_out(name) == (split == "test"):
+        if name not in names and is_held_out(name) == (split == "test"):
             names.append(name)
     return names
 
