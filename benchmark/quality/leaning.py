@@ -19,15 +19,20 @@ no answer can be told by its kind: a person does something with a thing ("Ada Ho
 Two-hop questions go through a person ("the teacher of ..."), a second import or a neighbour.
 
 Names and things are each divided by a hash: none of a test world occurs in a training world, though their parts do.
+
+    python -m benchmark.quality.leaning --count 100 --out worlds    # test questions, a file for each kind
 """
 
+import argparse
 import dataclasses
+import json
 import random
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 
 from benchmark.quality.drafts import DISHES, TRADES, VERBS, Draft, Facts, filler, sizes, things
-from benchmark.quality.worlds import Split, World, make_world
+from benchmark.quality.worlds import Make, Split, World, make_world, records
 
 
 def alone(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
@@ -230,7 +235,7 @@ class Family:
     twice and has documents enough. num_documents is at least 2; `similar` is the share of people whose name is half
     another's."""
 
-    make: Callable[[random.Random, Split, int, float], World]
+    make: Make
     hops: tuple[int, ...] = (1,)
 
 
@@ -247,3 +252,28 @@ LEANING = {
     "cut": Family(cut),
 }
 FAMILIES = {"people": Family(make_world, (1, 2)), **LEANING}
+
+
+def kinds() -> Iterator[tuple[str, int, Make]]:
+    """Each kind of question: its name, its hops, and what makes its worlds."""
+    for name, family in LEANING.items():
+        for hops in family.hops:
+            yield f"{name}-{hops}-hop" if hops > 1 else name, hops, family.make
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=100, help="questions of each kind; default: %(default)s")
+    parser.add_argument("--documents", type=int, nargs=2, default=(10, 20), metavar=("LEAST", "MOST"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, hops, make in kinds():
+        made = records(args.seed, "test", args.count, hops, documents=tuple(args.documents), make=make)
+        text = "".join(json.dumps(record) + "\n" for record in made)
+        (args.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

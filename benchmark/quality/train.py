@@ -2,7 +2,7 @@
 
     python -m benchmark.quality.train --out tiny-rag                       # half of the worlds under each mask
     python -m benchmark.quality.train --out tiny-stock --mask full
-    python -m benchmark.quality.train --out leaning-stock --mask full --families alone pronoun ...
+    python -m benchmark.quality.train --out leaning-stock --mask full --world leaning
 
 Training stops after `--minutes` and resumes when the command is repeated; the data of a step depend only on the seed
 and the step's number. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
@@ -22,8 +22,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmark.quality.leaning import FAMILIES, LEANING
 from benchmark.quality.llama import Llama, Mask, save_for_serving
-from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
 from benchmark.quality.recipe import Feed, Recipe
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
@@ -31,6 +31,8 @@ from benchmark.quality.worlds import Split
 
 BLOCK_SHARES = {"full": 0.0, "block": 1.0, "mixed": 0.5}
 """Of the worlds, those under the block mask."""
+WORLDS = {"people": ("people",), "leaning": tuple(LEANING)}
+"""The families of worlds that a model is trained on."""
 
 Batch = dict[str, torch.Tensor]
 """FIELDS, each [rows, length] int64."""
@@ -162,7 +164,7 @@ def train(
     workers: int,
     *,
     log_every: int = 50,
-    evaluate_every: int = 500,
+    evaluate_every: int = 2000,
     save_every: float = 3,
     evaluate_rows: int = 32,
 ) -> None:
@@ -219,7 +221,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=recipe.steps, help="of the whole training; default: %(default)s")
     parser.add_argument("--rows", type=int, default=recipe.rows, help="of a step; default: %(default)s")
     parser.add_argument("--mask", choices=list(BLOCK_SHARES), default="mixed", help="default: half under each")
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=recipe.families, metavar="NAME")
+    parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
@@ -236,7 +238,7 @@ def main() -> None:
         rows=args.rows,
         learning_rate=args.learning_rate,
         block_share=BLOCK_SHARES[args.mask],
-        families=tuple(args.families),
+        families=WORLDS[args.world],
         seed=args.seed,
     )
     trainer = Trainer(

@@ -15,13 +15,14 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
 
 Split = Literal["train", "test"]
 TEST_SHARE = 8  # one full name in so many is held out
+SIMILAR = 0.3  # the share of people whose name is half another's
 
 
 @functools.cache
@@ -69,7 +70,7 @@ class World:
         return drawn
 
 
-def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = 0.3) -> World:
+def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = SIMILAR) -> World:
     """A world of `num_documents` people, a `similar` share of whom have a first name or surname from another."""
     names = draw_people(rng, split, num_documents, similar)
     facts = [_draw_facts(rng, names, index, split) for index in range(num_documents)]
@@ -132,7 +133,13 @@ def _describe(rng: random.Random, name: str, facts: dict[Predicate, str]) -> str
     return " ".join(rng.choice(fact.statements).format(name=name, value=value) for fact, value in facts.items())
 
 
-def records(seed: int, split: Split, count: int, hops: int, *, documents: tuple[int, int] = (10, 20)) -> Iterator[dict]:
+Make = Callable[[random.Random, Split, int, float], World]
+"""make(rng, split, num_documents, similar), as `make_world` does it."""
+
+
+def records(
+    seed: int, split: Split, count: int, hops: int, *, documents: tuple[int, int] = (10, 20), make: Make = make_world
+) -> Iterator[dict]:
     """`count` questions of one kind, each over a world of its own with `documents` (least, most) documents.
 
     The records have the form of the real question sets: docs, question, answers, gold_ids, type.
@@ -140,7 +147,7 @@ def records(seed: int, split: Split, count: int, hops: int, *, documents: tuple[
     rng = random.Random(f"{split}/{hops}/{seed}")
     number = 0
     while number < count:
-        world = make_world(rng, split, rng.randint(*documents))
+        world = make(rng, split, rng.randint(*documents), SIMILAR)
         questions = world.single_hop if hops == 1 else world.two_hop
         if not questions:
             continue
