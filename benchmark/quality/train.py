@@ -166,7 +166,7 @@ def train(
     log_every: int = 50,
     evaluate_every: int = 2000,
     save_every: float = 3,
-    evaluate_rows: int = 32,
+    evaluate_rows: int = 16,
 ) -> None:
     """Train until the recipe's steps are done or `minutes` have passed; save then, and every `save_every` minutes.
 
