@@ -2,10 +2,10 @@
 
 python -m benchmark.policies.served --model path/to/model --questions questions.jsonl --out served.jsonl
 
-Every prompt is served cold and again warm, in batches of all policies. A line for each answer: at each step the oracle, a
-Hugging Face model in fp32, is given the tokens served so far. `same` counts the steps whose token is the oracle's best.
-`plain_same` counts for how many of them plain PyTorch in the type of the server agrees with the oracle: what
-rounding alone costs.
+Every prompt is served cold and again warm, in batches of all policies. A line for each answer: at each step the oracle,
+a Hugging Face model in fp32, is given the tokens served so far. `same` counts the steps whose token is the oracle's
+best, `plain_same` those where plain PyTorch in the type of the server agrees with the oracle: what rounding alone
+costs.
 """
 
 import argparse
