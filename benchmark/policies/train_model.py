@@ -2,8 +2,8 @@
 
 python -m benchmark.policies.train_model --model path/to/model --questions mine.jsonl --out trained
 
-Block-Attention (arXiv 2409.15355) fine-tunes on questions over documents under the block mask and under the full one, so
-that the model serves both. Here the model as it was is the teacher: its distributions under full attention are the
+Block-Attention (arXiv 2409.15355) fine-tunes on questions over documents under the block mask and under the full one,
+so that the model serves both. Here the model as it was is the teacher: its distributions under full attention are the
 target under either mask.
 """
 
