@@ -125,8 +125,8 @@ def policy_costs(sources: list[Path]) -> str:
     """One warm request at a time with its chunks in a new order, under every policy that was asked the same prompts."""
     found = [row for row in serving_rows(sources) if (row["workload"], row["phase"]) == ("latency", "reordered")]
     shape = next(row["parameters"] for row in found if row["contender"].startswith(POLICY))
-    times = {row["contender"]: row["ttft_ms_p50"] for row in found if row["parameters"] == shape}
-    times = {name.removeprefix(POLICY).replace("lazy", "block"): time for name, time in times.items() if name != "stock"}
+    same = [row for row in found if row["parameters"] == shape and row["contender"] != "stock"]
+    times = {row["contender"].removeprefix(POLICY).replace("lazy", "block"): row["ttft_ms_p50"] for row in same}
     body = [
         [f"`{name}`", number(time), f"{time / times['block']:.2f}", f"{time / times['full']:.2f}"]
         for name, time in sorted(times.items(), key=lambda pair: pair[1])
