@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmark.policies import evaluate, report
+from benchmark.policies import evaluate, report, served
 from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import parse
 from benchmark.policies.statics import STATICS
@@ -42,6 +42,24 @@ def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
             for answer in ([20, 30, 40], [20]):
                 expected = oracle.logprobs(segments, answer[:-1], kept, preamble)
                 assert torch.allclose(prompt.score(answer), expected, atol=1e-4)
+
+
+def test_served_answers_are_compared_step_by_step(tiny_model, prompts):
+    """Of the oracle's best tokens all are the same; a token that was not the best counts, and by how much it missed."""
+    oracle, link = Prototype(tiny_model), "base+epic:tokens=3"
+    kept = epic(prompts[0], 3)
+    tokens = oracle.start(prompts[0], kept, PREAMBLE).greedy(4, end=-1)
+    for answer in (tokens, [*tokens[:2], tokens[2] ^ 1, *tokens[3:]]):
+        logprobs = oracle.logprobs(prompts[0], answer[:-1], kept, PREAMBLE)
+        chosen = logprobs[range(4), answer]
+        meta = {"output_token_logprobs": [[value + 0.25] for value in chosen.tolist()], "cached_tokens": 9}
+        output = {"output_ids": answer, "meta_info": meta}
+        found = served.compare(oracle, oracle, prompts[0], link, PREAMBLES, output)
+        assert (found["steps"], found["plain_same"], found["cached_tokens"]) == (4, 4, 9)
+        assert found["same"] == (logprobs.argmax(-1) == torch.tensor(answer)).sum()
+        assert found["worst_miss"] == pytest.approx((logprobs.amax(-1) - chosen).max().item(), abs=1e-4)
+        assert found["logprob_error"] == pytest.approx(0.25, abs=1e-4)
+    assert found["same"] < 4 and found["worst_miss"] > 0.01
 
 
 def test_specs(tiny_model, prompts):
