@@ -29,12 +29,12 @@ class Row(NamedTuple):
 
     def keys(self, k_cache: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool) -> torch.Tensor:
         """[num_kv_heads, n, head_dim] fp32, rotated by their positions in the prompt."""
-        keys = k_cache.index_select(0, self.slots).float()
+        keys = k_cache[self.slots].float()
         return rotate_queries(keys, self.offsets, cos_sin_cache, is_neox=is_neox).transpose(0, 1)
 
     def values(self, v_cache: torch.Tensor) -> torch.Tensor:
         """[num_kv_heads, n, head_dim] fp32."""
-        return v_cache.index_select(0, self.slots).float().transpose(0, 1)
+        return v_cache[self.slots].float().transpose(0, 1)
 
 
 def rows_of(
