@@ -151,6 +151,10 @@ class ChunkAdmission:
         if state.chunks is None:
             state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
+            if state.policy.preamble == "lead" and None in nodes:
+                # Fills compute the leading text, too; in a later batch the request would find it in the cache.
+                lead, extra_key = state.prompt.chunks[0].preamble, state.prompt.chunks[0].key.namespace.extra_key
+                state.found_text.setdefault(None, len(self.store.tree.find(lead, extra_key)[0]))
         missing: dict[ChunkKey, ChunkSlice] = {}
         for i, (chunk, node) in enumerate(zip(state.prompt.chunks, nodes, strict=True)):
             if node is None:
