@@ -11,7 +11,6 @@ from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import ServedModel
-from sglang_lazy.core.prompt import positions_in
 from sglang_lazy.core.state import as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -83,7 +82,7 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
     assert probe is not None
     layer = sorted(model.kv_buffers)[NUM_FIRST_LAYERS - 1]
     keys, rope, chunks = model.kv_buffers[layer][0], model.ropes[layer], state.prompt.chunks
-    places = positions_in([place for chunk in chunks for place in chunk.positions]).astype(np.int64)
+    places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
     offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
     fresh = keys[rows.read(req, 0, state.prompt.spans[-1].end)[to_device(places, keys.device)]]
     cached = keys[torch.cat(rows.chunk_slots(state, req.last_node.chunks))]
