@@ -60,7 +60,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "data-parallel attention: ranks would have to agree on fills": args.enable_dp_attention,
         "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
         "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
-        "hierarchical cache: linked rows have no host copy": args.enable_hierarchical_cache,
+        **_unfit_tiers(args),
         "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
         "session radix cache: it is another cache": args.enable_session_radix_cache,
@@ -86,6 +86,23 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "--radix-cache-backend: another cache was chosen": args.radix_cache_backend not in (None, "lazy"),
     }
     return [reason for reason, applies in wanted.items() if applies]
+
+
+def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
+    """What does not fit of a hierarchical cache."""
+    if not args.enable_hierarchical_cache:
+        return {}
+    return {
+        "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
+            args.hicache_write_policy == "write_back"
+        ),
+        "--hicache-storage-backend: SGLang's names of stored pages leave out namespaces and chunks": (
+            args.hicache_storage_backend is not None
+        ),
+        "prefill graphs that hold attention: it could not wait there for KV from the host": (
+            args.cuda_graph_backend_prefill == "full"
+        ),
+    }
 
 
 def unfit_model(runner: Any) -> list[str]:

@@ -45,12 +45,12 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.port import compat, model_runner, scheduler, surfaces
+    from sglang_lazy.port import compat, host_pool, model_runner, scheduler, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    _hooks = (*HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *surfaces.HOOKS)
+    _hooks = (*HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *host_pool.HOOKS, *surfaces.HOOKS)
     apply(_hooks)
     verify()
 
@@ -91,11 +91,16 @@ def create_cache(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
     from sglang_lazy.attention.table import table_of
+    from sglang_lazy.port.hiradix import LazyHiRadixCache
     from sglang_lazy.port.radix import LazyRadixCache
 
     verify()
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
-        return LazyRadixCache(context.params)
+        if not context.enable_hierarchical_cache:
+            return LazyRadixCache(context.params)
+        cache = LazyHiRadixCache(context.params, context.server_args)
+        context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
+        return cache
     if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
     raise RuntimeError("sglang-lazy: the attention backend has no link path; was it created before the plugin was?")

@@ -150,8 +150,10 @@ class Arrival:
         self._choices.remember(chooser, parent.origin_input_ids, state.layout.chunks, kept)
         parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept)
         if decided is not None:
-            reused = dict(zip([chunk.index for chunk in prompt.chunks], probe_state.reused, strict=True))
-            decided.reused = [reused[chunk.index] for chunk in decided.prompt.chunks]
+            places = {chunk.index: i for i, chunk in enumerate(prompt.chunks)}
+            same = [places[chunk.index] for chunk in decided.prompt.chunks]
+            decided.reused = [probe_state.reused[i] for i in same]
+            decided.loaded = [probe_state.loaded[i] for i in same]
             if probe_state.recomputes:  # nothing of its text can be found by others
                 return
             namespaces = [span.namespace for span in prompt.spans]
