@@ -63,7 +63,8 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
         )
-        if host_size:
+        self.has_tiers = host_size > 0
+        if self.has_tiers:
             flags = copy.copy(get_server_args())
             flags.hicache_ratio, flags.hicache_write_policy = (host_size - 1) / size, write_policy  # SGLang adds one
             with mock.patch.object(hiradix_cache, "get_mha_host_pool_cls", lambda _pool: self.host_pool_class):
@@ -82,6 +83,7 @@ class Pools:
         )
         self.runner = types.SimpleNamespace(
             req_to_token_pool=self.rows,
+            token_to_kv_pool=kv,
             model_config=self.model_config,
             ps=types.SimpleNamespace(tp_size=1),
             device=device,

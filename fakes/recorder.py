@@ -20,7 +20,6 @@ from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.hiradix import LazyHiRadixCache
 from sglang_lazy.port.host_pool import CpuHostPool
 
 NOT_COMPUTED = "not computed"
@@ -105,6 +104,11 @@ class RecordingPools(Pools):
 
     def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> Slots:
         return Slots(size, torch.float32, device, kv, need_sort=False)
+
+    @property
+    def copying(self) -> bool:
+        """Whether KV is on its way between device and host."""
+        return self.has_tiers and bool(self.cache.ongoing_write_through or self.cache.ongoing_load_back)
 
     # Forward passes
 
@@ -194,7 +198,7 @@ class RecordingPools(Pools):
             if (state := linked(req)) is not None and state.own is not None:
                 places += state.own.slots.tolist()
         assert sorted(places) == list(range(1, self.slots.size + 1))
-        if isinstance(self.cache, LazyHiRadixCache):
+        if self.has_tiers:
             self.check_host_slots()
 
     def check_host_slots(self) -> None:
@@ -228,7 +232,7 @@ class RecordingPools(Pools):
         ).items():
             assert chunks.num_locks == num_locks
             held += [node for node in chunks.nodes if node is not None]
-        if isinstance(self.cache, LazyHiRadixCache):
+        if self.has_tiers:
             held += self.cache.ongoing_load_back.values()
             held += [node for node, _, _ in self.cache.ongoing_write_through.values()]
         for node in held + self.waiting_locks:

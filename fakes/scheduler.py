@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
 from sglang.srt.mem_cache.common import release_kv_cache
-from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.runtime_context import get_server_args
 
 from fakes.pools import Pools
@@ -41,7 +40,6 @@ class Scheduler:
         clock: Callable[[str], AbstractContextManager] = untimed,
     ):
         self.pools, self.tree_cache = pools, pools.cache
-        self.has_tiers = isinstance(pools.cache, HiRadixCache)
         self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
         self.model_config, self.tokenizer = pools.model_config, None
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
@@ -94,9 +92,9 @@ class Scheduler:
 
     def is_fully_idle(self) -> bool:
         last_done = self.last_batch is None or self.last_batch.is_empty()
-        under_way = self.has_tiers and (self.tree_cache.ongoing_write_through or self.tree_cache.ongoing_load_back)
-        idle = not (self.chunked_req or self.waiting_queue or under_way)
-        return last_done and self.running_batch.is_empty() and idle
+        cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
+        copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
+        return last_done and self.running_batch.is_empty() and idle and not copying
 
     def next_batch(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
@@ -128,7 +126,7 @@ class Scheduler:
 
     def form_batch(self, _delayer: None, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         """As `Scheduler._get_new_batch_prefill_raw`."""
-        if self.has_tiers:
+        if self.pools.has_tiers:
             self.tree_cache.check_hicache_events()
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None, running_batch
@@ -159,7 +157,7 @@ class Scheduler:
             self.chunked_req.inflight_middle_chunks += 1
         with self.clock("batch"):
             batch = self.pools.new_batch(adder.can_run_list, self.chunked_req, self.overlap)
-            if self.has_tiers:
+            if self.pools.has_tiers:
                 batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
             self.pools.assign_rows(batch)
         with self.clock("segments"):

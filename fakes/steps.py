@@ -48,7 +48,7 @@ class Steps(RecordingPools):
             return self._match(req, num_tokens)
         slices = state.prompt.chunks
         state.chunks = chunks = ChunkNodes([None] * len(slices), num_locks=1)
-        self._enter(chunks, slices)
+        self._enter(chunks, slices, load=True)
         missing = {chunk.key: chunk for chunk, node in zip(slices, chunks.nodes, strict=True) if node is None}
         begun = False
         if not missing or self._fill(req, list(missing.values()), num_tokens):
@@ -59,10 +59,14 @@ class Steps(RecordingPools):
         self.store.unlock_chunks(chunks)
         return begun
 
-    def _enter(self, chunks: ChunkNodes, slices: Sequence[ChunkSlice]) -> None:
+    def _enter(self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], load: bool = False) -> None:
         for i, chunk in enumerate(slices):
-            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None:
+            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None and not node.evicted:
                 self.store.enter(chunks, i, node)
+        for i, chunk in enumerate(slices) if load else ():
+            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None:
+                if not node.evicted or self.store.tree.load(node):
+                    self.store.enter(chunks, i, node)
 
     def _match(self, req: Req, num_tokens: int) -> bool:
         req.init_next_round_input(self.cache)
@@ -104,6 +108,8 @@ class Steps(RecordingPools):
         req.set_extend_range(start, end)
         in_pieces = end < len(req.full_untruncated_fill_ids)
         self.batches[req] = batch = self.new_batch([req], chunked_req=req if in_pieces else None)
+        if self.has_tiers:
+            batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
         self.assign_rows(batch)
         self.launch(batch)
         return True
@@ -138,6 +144,11 @@ class Steps(RecordingPools):
     def release(self, req: Req, is_insert: bool = True) -> None:
         release_kv_cache(req, self.cache, is_insert)
         del self.batches[req]
+
+    def take_acknowledgements(self) -> None:
+        """Copies have arrived at the host or on the device."""
+        if self.has_tiers:
+            self.cache.check_hicache_events()
 
     def flush(self) -> None:
         self.cache.reset()

@@ -160,7 +160,7 @@ class ChunkAdmission:
             if nodes[i].evicted and not self.store.tree.load(nodes[i]):
                 nodes[i] = None
             else:
-                state.loaded[i] = on_host[i]
+                state.loaded[i] |= on_host[i]
                 self.store.enter(state.chunks, i, nodes[i])
         slices = zip(state.prompt.chunks, nodes, strict=True)
         missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
