@@ -202,7 +202,7 @@ class RecordingPools(Pools):
             self.check_host_slots()
 
     def check_host_slots(self) -> None:
-        """Every slot of the host is free or in exactly one tree node; copies are closed upward, KV on the device too."""
+        """Every slot of the host is free or in one tree node; what is above a copy has one, and the same of slots."""
         pool, root = self.cache.token_to_kv_pool_host, self.cache.root_node
         places = torch.cat([pool.free_slots, *pool.release_slots]).tolist()
         leaves = set()

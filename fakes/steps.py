@@ -48,7 +48,7 @@ class Steps(RecordingPools):
             return self._match(req, num_tokens)
         slices = state.prompt.chunks
         state.chunks = chunks = ChunkNodes([None] * len(slices), num_locks=1)
-        self._enter(chunks, slices, load=True)
+        self._enter(chunks, slices)
         missing = {chunk.key: chunk for chunk, node in zip(slices, chunks.nodes, strict=True) if node is None}
         begun = False
         if not missing or self._fill(req, list(missing.values()), num_tokens):
@@ -59,14 +59,8 @@ class Steps(RecordingPools):
         self.store.unlock_chunks(chunks)
         return begun
 
-    def _enter(self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], load: bool = False) -> None:
-        for i, chunk in enumerate(slices):
-            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None and not node.evicted:
-                self.store.enter(chunks, i, node)
-        for i, chunk in enumerate(slices) if load else ():
-            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None:
-                if not node.evicted or self.store.tree.load(node):
-                    self.store.enter(chunks, i, node)
+    def _enter(self, chunks: ChunkNodes, slices: Sequence[ChunkSlice]) -> None:
+        self.store.enter_cached(chunks, [self.store.find(chunk) for chunk in slices])
 
     def _match(self, req: Req, num_tokens: int) -> bool:
         req.init_next_round_input(self.cache)

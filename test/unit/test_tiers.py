@@ -196,7 +196,9 @@ def test_a_load_never_takes_what_waiting_requests_hold():
     scheduler.run()
 
 
-@pytest.mark.parametrize("link", ["copy", "query:ratio=0.5", "blend:ratio=0.5", "static:ratio=0.5", "base", "epic:tokens=2"])
+@pytest.mark.parametrize(
+    "link", ["copy", "query:ratio=0.5", "blend:ratio=0.5", "static:ratio=0.5", "base", "epic:tokens=2"]
+)
 def test_every_policy_has_its_chunks_loaded(link):
     scheduler = Loop(100, host_size=200, link=link)
     for rid in ("cold", "loads"):

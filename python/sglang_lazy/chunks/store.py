@@ -24,8 +24,9 @@ MAX_SEGMENT_IDS = 64
 
 class ChunkState(enum.Enum):
     """MISSING: nobody computes it. PENDING: a producer has been asked for it. HOST: its KV is in the host's memory.
-    LOADING: it is on the way from there. RESIDENT: it is on the device. The last two can be attended to by any pass that
-    is launched from now on.
+    LOADING: it is on the way from there. RESIDENT: it is on the device.
+
+    Any pass that is launched from now on can attend to what is loading or resident.
     """
 
     MISSING = enum.auto()
@@ -106,8 +107,10 @@ class ChunkStore:
         return self.tree.end_of(tokens, chunk.key.namespace)
 
     def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Inserted:
-        """Make all of `chunk`, which is about to be computed, resident in `slots` (int64 [num_tokens]), except where the
-        tree has its tokens."""
+        """Make all of `chunk` resident in `slots` (int64 [num_tokens]), except where the tree has its tokens.
+
+        Its KV is about to be computed.
+        """
         inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, chunked=True)
         if chunk.key not in self._cached:
             self._cached[chunk.key] = CachedChunk(inserted.node)
@@ -188,6 +191,18 @@ class ChunkStore:
         chunks.nodes[i] = node
         if chunks.num_locks:
             self.tree.lock(node)
+
+    def enter_cached(self, chunks: ChunkNodes, nodes: Sequence[Node | None]) -> list[int]:
+        """Enter the missing slices that are cached, each at its place in `nodes`; returns which of them are loaded.
+
+        Those on the host that memory does not suffice for stay missing.
+        """
+        new = {i: node for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None}
+        on_host = [i for i, node in new.items() if node.evicted]
+        for i in sorted(new, key=on_host.__contains__):  # loading evicts, so first those that must stay
+            if not new[i].evicted or self.tree.load(new[i]):
+                self.enter(chunks, i, new[i])
+        return [i for i in on_host if chunks.nodes[i] is not None]
 
     def enter_published(
         self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], published: Mapping[ChunkKey, Node]

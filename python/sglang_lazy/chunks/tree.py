@@ -8,7 +8,8 @@ import torch
 
 Node = Any
 """A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, and where its KV is:
-`evicted` says that it has no slots of the device, `backuped` that the host has a copy. One with neither has left the tree.
+`evicted` means that it has no slots of the device, `backuped` that the host has a copy. With neither it has left the
+tree.
 """
 
 

@@ -129,7 +129,9 @@ class LazyRadixCache(RadixCache):
     def back_up(self, node: TreeNode) -> None:
         """There is no tier to back up to."""
 
-    has_queued_loads = False
+    @property
+    def has_queued_loads(self) -> bool:
+        return False
 
     def finish_loads(self) -> None:
         """Start loads that are queued, if any, and wait for them."""

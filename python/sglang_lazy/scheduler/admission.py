@@ -154,14 +154,9 @@ class ChunkAdmission:
         if state.chunks is None:
             state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
-        new = [i for i, node in enumerate(nodes) if node is not None and state.chunks.nodes[i] is None]
-        on_host = {i: nodes[i].evicted for i in new}
-        for i in sorted(new, key=on_host.__getitem__):  # loading evicts, so first those that must stay
-            if nodes[i].evicted and not self.store.tree.load(nodes[i]):
-                nodes[i] = None
-            else:
-                state.loaded[i] |= on_host[i]
-                self.store.enter(state.chunks, i, nodes[i])
+        for i in self.store.enter_cached(state.chunks, nodes):
+            state.loaded[i] = True
+        nodes = state.chunks.nodes
         slices = zip(state.prompt.chunks, nodes, strict=True)
         missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
         self.producer.produce(req, [chunk for key, chunk in missing.items() if key not in self.store.pending])
