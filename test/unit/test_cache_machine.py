@@ -181,7 +181,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.release(req, is_insert=done)
         self.retracted.append(parent)
         if not done:
-            assert undecided.probe is not req
+            assert stand_in(parent) is not req
             return
         if linked(req).policy.probes != "attention":
             assert stand_in(parent) is parent

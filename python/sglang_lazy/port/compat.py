@@ -90,19 +90,18 @@ def unfit_flags(args: ServerArgs) -> list[str]:
 
 def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
     """What does not fit of a hierarchical cache."""
-    if not args.enable_hierarchical_cache:
-        return {}
-    return {
+    wanted = {
         "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
             args.hicache_write_policy == "write_back"
         ),
-        "--hicache-storage-backend: SGLang's names of stored pages leave out namespaces and chunks": (
+        "--hicache-storage-backend: SGLang names stored pages by their tokens alone, whatever their namespace": (
             args.hicache_storage_backend is not None
         ),
-        "prefill graphs that hold attention: it could not wait there for KV from the host": (
+        "--cuda-graph-backend-prefill full: attention in such graphs cannot wait for KV from the host": (
             args.cuda_graph_backend_prefill == "full"
         ),
     }
+    return {reason: args.enable_hierarchical_cache and applies for reason, applies in wanted.items()}
 
 
 def unfit_model(runner: Any) -> list[str]:

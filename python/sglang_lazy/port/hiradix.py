@@ -40,7 +40,9 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
         self._num_children_on_device: dict[int, int] = {}
+        num_nodes = TreeNode.counter
         super().reset()
+        TreeNode.counter += num_nodes  # SGLang starts anew, although other caches of the process may have these ids
 
     # Leaves: SGLang looks for a child with KV among all children; there may be as many as the host has chunks.
 
