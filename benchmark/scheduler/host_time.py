@@ -6,10 +6,10 @@ there are four times as many chunks, so misses are computed and evict others. `s
 prompts of the same length: the same tokens begin every prompt, then comes one of as many documents as there are chunks,
 each a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to prompts
 without chunks. `lazy-tiers` is `lazy` with a host tier that holds ten times as many chunks, and requests for all of
-them when evicting: misses are loaded, or rather all but copied. Times are CPU time of the thread, and torch has no other threads, so other work on the machine counts
-less; shapes and contenders of one chunk length take turns. Last comes what each further chunk adds to a request,
-resident or missing and computed, where shapes differ in the number of chunks alone. Rows go to `--out` as JSON lines,
-after a line with the environment.
+them when evicting: what is missing on the device is loaded, or rather all but copied. Times are CPU time of the thread,
+and torch has no other threads, so other work on the machine counts less; shapes and contenders of one chunk length take
+turns. Last comes what each further chunk adds to a request, resident or missing and computed, where shapes differ in
+the number of chunks alone. Rows go to `--out` as JSON lines, after a line with the environment.
 
     python -m benchmark.scheduler.host_time --out host_time.jsonl
 """
