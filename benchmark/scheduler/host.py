@@ -125,7 +125,7 @@ class Host(Scheduler):
             self.tree_cache.check_hicache_events()
             self.tree_cache.evict(EvictParams(num_tokens=len(tokens)))
         inserted = self.tree_cache.store.insert(chunk, self.pools.slots.alloc(len(tokens)))
-        self.tree_cache.back_up(inserted.node)
+        self.tree_cache.back_up([inserted.node])
 
     def serve(self, req: Req) -> dict[str, int]:
         """Take `req` to its first token and end it there; returns the nanoseconds of each step."""

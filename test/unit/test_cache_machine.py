@@ -345,7 +345,14 @@ class SelectiveTierHistories(CacheHistories):
 CacheHistories.TestCase.settings = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, stateful_step_count=40
 )
-for few in (FrequencyHistories, CopyHistories, HoleHistories, PolicyHistories, SelectiveTierHistories):
+for few in (
+    FrequencyHistories,
+    CopyHistories,
+    HoleHistories,
+    PolicyHistories,
+    TierHistories,
+    SelectiveTierHistories,
+):
     few.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
 TestCacheHistories = CacheHistories.TestCase
 TestFrequencyHistories = FrequencyHistories.TestCase

@@ -85,6 +85,21 @@ def test_nothing_is_copied_before_it_is_computed(overlap):
     assert [step for step, tokens in copied if tokens == A[1]] == [launched + overlap]
 
 
+def test_chunks_of_one_fill_are_copied_at_once():
+    scheduler = Loop(40, host_size=80)
+    host_pool, lens = scheduler.tree_cache.token_to_kv_pool_host, []
+    copy = host_pool.backup_from_device_all_layer
+
+    def record(device_pool, host_indices, *args):
+        lens.append(len(host_indices))
+        copy(device_pool, host_indices, *args)
+
+    host_pool.backup_from_device_all_layer = record
+    scheduler.submit([A, B, C, QUESTION], "r", max_new_tokens=1)
+    scheduler.run()
+    assert lens == [12]
+
+
 def test_text_behind_chunks_is_not_copied():
     scheduler = Loop(60, host_size=80)
     scheduler.submit([(TEXT, (9, 9)), A, (TEXT, (8, 8)), QUESTION], "r")

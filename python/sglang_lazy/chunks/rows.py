@@ -141,8 +141,7 @@ class RowCache:
             self.tree.unlock(nodes.spans[i])
             nodes.spans[i] = node
         if not chunked:
-            for node in nodes.chunks.nodes:
-                self.tree.back_up(node)
+            self.tree.back_up(nodes.chunks.nodes)
 
     def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
         """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
@@ -208,8 +207,7 @@ class RowCache:
         """A fill ends or is retracted: free what the tree does not own, and unlock."""
         if state.duplicates is not None:
             self.free(state.duplicates)
-            for node in req.last_node.spans:
-                self.tree.back_up(node)
+            self.tree.back_up(req.last_node.spans)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
         self.store.unlock_row(req.last_node)

@@ -1,7 +1,7 @@
 """What the chunk cache needs of a radix tree. The port implements it over SGLang's."""
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -76,5 +76,5 @@ class Tree(Protocol):
     def loading(self, node: Node) -> bool:
         """Whether its KV is on the way from the host."""
 
-    def back_up(self, node: Node) -> None:
-        """The KV of everything up to `node` has been computed: copy to the host what the write policy wants there."""
+    def back_up(self, nodes: Iterable[Node]) -> None:
+        """The KV of all up to these nodes has been computed: copy to the host what the write policy wants there."""

@@ -7,6 +7,7 @@ lists slots of shared nodes; those are neither counted nor freed with the reques
 import itertools
 import time
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class LazyRadixCache(RadixCache):
     def loading(self, node: TreeNode) -> bool:
         return False
 
-    def back_up(self, node: TreeNode) -> None:
+    def back_up(self, nodes: Iterable[TreeNode]) -> None:
         """There is no tier to back up to."""
 
     @property
