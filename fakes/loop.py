@@ -63,7 +63,7 @@ class Loop(Scheduler):
     def counts(self, req: Req) -> tuple[int, int, int]:
         """What results say of `req`: cached tokens, those of them in chunks, and the hit mask."""
         details = hooks.cached_tokens_details(req, linked(req))
-        assert details["device"] + details["host"] == req.cached_tokens
+        assert details["device"] + details["host"] + details.get("storage", 0) == req.cached_tokens
         return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
 
     def resident(self, req: Req) -> list[bool]:

@@ -22,9 +22,9 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
-from sglang_lazy.port.hiradix import LazyHiRadixCache
 from sglang_lazy.port.host_pool import CpuHostPool
 from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.storage import ChunkObjects, StoredHiRadixCache
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
@@ -34,7 +34,10 @@ class Pools:
     """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it.
 
     host_size: slots of a host tier; without one if 0.
+    storage: what stands for SGLang's storage backend behind it.
     """
+
+    objects_class = ChunkObjects
 
     host_pool_class = CpuHostPool
 
@@ -51,6 +54,7 @@ class Pools:
         device: str = "cpu",
         host_size: int = 0,
         write_policy: str = "write_through",
+        storage: Any = None,
     ):
         kv = MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
         self.keys, self.values = kv.k_buffer[0], kv.v_buffer[0]
@@ -63,12 +67,15 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
         )
-        self.has_tiers = host_size > 0
+        self.has_tiers, self.slow = host_size > 0, False
         if self.has_tiers:
             flags = copy.copy(get_server_args())
             flags.hicache_ratio, flags.hicache_write_policy = (host_size - 1) / size, write_policy  # SGLang adds one
             with mock.patch.object(hiradix_cache, "get_mha_host_pool_cls", lambda _pool: self.host_pool_class):
-                self.cache = LazyHiRadixCache(params, flags)
+                self.cache = StoredHiRadixCache(params, flags)
+            self.cache.objects_class = self.objects_class
+            if storage is not None:
+                self.cache.connect(storage, lambda: b"model")
         else:
             self.cache = cache_class(params)
         if isinstance(self.cache, LazyRadixCache):
@@ -100,6 +107,19 @@ class Pools:
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
         kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
         return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: rope, 1: rope}, kernels)
+
+    def flush(self) -> None:
+        """What SGLang does when its cache is flushed."""
+        self.cache.reset()
+        self.rows.clear()
+        self.slots.clear()
+
+    def take_acknowledgements(self) -> None:
+        """What was copied or stored has arrived, unless storage is `slow`."""
+        if self.has_tiers:
+            if self.cache.objects is not None and not self.slow:
+                self.cache.objects.settle()
+            self.cache.check_hicache_events()
 
     def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:
         """A batch whose requests are about to compute their `extend_range`."""

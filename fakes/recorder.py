@@ -5,7 +5,7 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -21,6 +21,7 @@ from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.host_pool import CpuHostPool
+from sglang_lazy.port.storage import ChunkObjects
 
 NOT_COMPUTED = "not computed"
 
@@ -60,6 +61,12 @@ class HostSlots(CpuHostPool):
         super().clear()
         self.contents: dict[int, Any] = {}
 
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        slots = super().alloc(need_size)
+        if slots is not None:
+            self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
+        return slots
+
     def free(self, indices: torch.Tensor) -> int:
         for slot in indices.tolist():
             del self.contents[slot]
@@ -76,6 +83,23 @@ class HostSlots(CpuHostPool):
             for host_slot, slot in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
                 device_pool.slots.compute(slot, self.contents[host_slot])
         super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
+
+
+class RecordingObjects(ChunkObjects):
+    """Stored chunks, with what was computed into them."""
+
+    contents: ClassVar[dict[bytes, list]] = {}
+
+    def _write(self, name: bytes, slots: torch.Tensor) -> bool:
+        self.contents[name] = [self.pool.contents[slot] for slot in slots.tolist()]
+        assert NOT_COMPUTED not in self.contents[name], "stored before it is computed"
+        return super()._write(name, slots)
+
+    def _read(self, name: bytes, slots: torch.Tensor) -> bool:
+        found = super()._read(name, slots)
+        if found:
+            self.pool.contents.update(zip(slots.tolist(), self.contents[name], strict=True))
+        return found
 
 
 class RecordingPools(Pools):
@@ -100,7 +124,7 @@ class RecordingPools(Pools):
         self._seen = [req for req in self._seen if req.req_pool_idx is not None]
         return self._seen
 
-    host_pool_class = HostSlots
+    host_pool_class, objects_class = HostSlots, RecordingObjects
 
     def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> Slots:
         return Slots(size, torch.float32, device, kv, need_sort=False)
@@ -205,6 +229,7 @@ class RecordingPools(Pools):
         """Every slot of the host is free or in one tree node; what is above a copy has one, and the same of slots."""
         pool, root = self.cache.token_to_kv_pool_host, self.cache.root_node
         places = torch.cat([pool.free_slots, *pool.release_slots]).tolist()
+        places += [slot for _, slots in self.cache.store.fetching.values() for slot in slots.tolist()]
         leaves = set()
         for node, _, _ in self.nodes():
             assert not (node.evicted and not node.backuped), "a node without KV is in the tree"

@@ -126,8 +126,7 @@ class Scheduler:
 
     def form_batch(self, _delayer: None, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         """As `Scheduler._get_new_batch_prefill_raw`."""
-        if self.pools.has_tiers:
-            self.tree_cache.check_hicache_events()
+        self.pools.take_acknowledgements()
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None, running_batch
         ratio = self.new_token_ratio_tracker.current

@@ -138,13 +138,3 @@ class Steps(RecordingPools):
     def release(self, req: Req, is_insert: bool = True) -> None:
         release_kv_cache(req, self.cache, is_insert)
         del self.batches[req]
-
-    def take_acknowledgements(self) -> None:
-        """Copies have arrived at the host or on the device."""
-        if self.has_tiers:
-            self.cache.check_hicache_events()
-
-    def flush(self) -> None:
-        self.cache.reset()
-        self.rows.clear()
-        self.slots.clear()

@@ -23,14 +23,15 @@ MAX_SEGMENT_IDS = 64
 
 
 class ChunkState(enum.Enum):
-    """MISSING: nobody computes it. PENDING: a producer has been asked for it. HOST: its KV is in the host's memory.
-    LOADING: it is on the way from there. RESIDENT: it is on the device.
+    """MISSING: nobody computes it. PENDING: a producer has been asked for it. FETCHING: storage has. HOST: its KV is
+    in the host's memory. LOADING: it is on the way from there. RESIDENT: it is on the device.
 
     Any pass that is launched from now on can attend to what is loading or resident.
     """
 
     MISSING = enum.auto()
     PENDING = enum.auto()
+    FETCHING = enum.auto()
     HOST = enum.auto()
     LOADING = enum.auto()
     RESIDENT = enum.auto()
@@ -62,12 +63,14 @@ class ChunkStore:
     """Chunks by key, over a tree that keeps their KV.
 
     pending: what computes each chunk that is under way, by key; kept by the producer.
+    fetching: the chunks that have been asked of storage, by key; kept by the tree.
     release_waiting_lock: frees KV that a waiting request holds; returns False when nobody holds any.
     """
 
     def __init__(self, tree: Tree, eviction_priority: Callable[[Node], Any]):
         self.tree = tree
         self.pending: dict[ChunkKey, Any] = {}
+        self.fetching: dict[ChunkKey, Any] = {}
         self.release_waiting_lock: Callable[[], bool] = lambda: False
         self.num_evicted_leaves = 0
         self._eviction_priority = eviction_priority
@@ -85,6 +88,8 @@ class ChunkStore:
     def state(self, chunk: ChunkSlice) -> ChunkState:
         """In which state the needed part of a chunk is."""
         node = self.find(chunk)
+        if node is None and chunk.key in self.fetching:
+            return ChunkState.FETCHING
         if node is None:
             return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
         if node.evicted:
@@ -112,10 +117,18 @@ class ChunkStore:
         Its KV is about to be computed.
         """
         inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, chunked=True)
-        if chunk.key not in self._cached:
-            self._cached[chunk.key] = CachedChunk(inserted.node)
-            self._keys_by_node[inserted.node.id] = chunk.key
+        self.adopt(chunk, inserted.node)
         return inserted
+
+    def adopt(self, chunk: ChunkSlice, node: Node) -> None:
+        """All of `chunk` is in the tree; it ends at `node`."""
+        if chunk.key not in self._cached:
+            self._cached[chunk.key] = CachedChunk(node)
+            self._keys_by_node[node.id] = chunk.key
+
+    def key_at(self, node: Node) -> ChunkKey | None:
+        """The chunk that ends at `node`, None if none does."""
+        return self._keys_by_node.get(node.id)
 
     def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
         """The slots of the kept ranges of `chunk`, whose needed part ends at a locked `node`, in pieces."""

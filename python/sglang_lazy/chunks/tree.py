@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from sglang_lazy.core.prompt import ChunkSlice
+
 Node = Any
 """A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, and where its KV is:
 `evicted` means that it has no slots of the device, `backuped` that the host has a copy. With neither it has left the
@@ -75,6 +77,10 @@ class Tree(Protocol):
 
     def loading(self, node: Node) -> bool:
         """Whether its KV is on the way from the host."""
+
+    def fetch(self, chunk: ChunkSlice) -> bool:
+        """Ask storage, if there is one, for a chunk that is not cached. Whether it is on its way to the host, where it
+        will be cached if it arrives."""
 
     def back_up(self, nodes: Iterable[Node]) -> None:
         """The KV of all up to these nodes has been computed: copy to the host what the write policy wants there."""

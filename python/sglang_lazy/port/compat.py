@@ -17,6 +17,9 @@ from sglang_lazy.port.rope import INV_FREQ, attention_layers
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
+STORAGE_BACKENDS = ("file", "dynamic")
+"""Those that store tensors of any length."""
+
 ARCHITECTURES = frozenset(
     {
         "CohereForCausalLM",
@@ -94,8 +97,10 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
         "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
             args.hicache_write_policy == "write_back"
         ),
-        "--hicache-storage-backend: SGLang names stored pages by their tokens alone, whatever their namespace": (
-            args.hicache_storage_backend is not None
+        f"--hicache-storage-backend {args.hicache_storage_backend}: it takes pages of the host's memory only (use "
+        f"{' or '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
+        f"--hicache-mem-layout {args.hicache_mem_layout}: use layer_first or page_first": (
+            args.hicache_mem_layout not in ("layer_first", "page_first")
         ),
         "--cuda-graph-backend-prefill full: attention in such graphs cannot wait for KV from the host": (
             args.cuda_graph_backend_prefill == "full"

@@ -51,6 +51,9 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         super().reset()
         TreeNode.counter += num_nodes  # SGLang starts anew, although other caches of the process may have these ids
 
+    def attach_storage_backend(self, *_args: Any, **_kwargs: Any) -> tuple[bool, str]:
+        return False, "sglang-lazy connects storage at the start alone: --hicache-storage-backend"
+
     # Leaves: SGLang looks for a child with KV among all children; there may be as many as the host has chunks.
 
     def _update_leaf_status(self, node: TreeNode) -> None:

@@ -4,6 +4,7 @@ SGLang calls `load` in each of its processes (entry point `sglang.srt.plugins`).
 asked for: `activate` publishes the configuration, and the processes that SGLang spawns inherit it.
 """
 
+import copy
 import importlib.metadata
 import sys
 import types
@@ -91,14 +92,18 @@ def create_cache(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
     from sglang_lazy.attention.table import table_of
-    from sglang_lazy.port.hiradix import LazyHiRadixCache
     from sglang_lazy.port.radix import LazyRadixCache
+    from sglang_lazy.port.storage import StoredHiRadixCache, connect_storage
 
     verify()
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
         if not context.enable_hierarchical_cache:
             return LazyRadixCache(context.params)
-        cache = LazyHiRadixCache(context.params, context.server_args)
+        args = copy.copy(context.server_args)
+        args.hicache_storage_backend = None  # SGLang's own use of it; ours comes next
+        cache = StoredHiRadixCache(context.params, args)
+        if context.server_args.hicache_storage_backend is not None:
+            connect_storage(cache, context.server_args, context.tp_worker.model_runner)
         context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
         return cache
     if LazyConfig.current().fallback:

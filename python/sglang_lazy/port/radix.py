@@ -30,6 +30,7 @@ from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 
 
@@ -125,6 +126,9 @@ class LazyRadixCache(RadixCache):
         raise AssertionError("there is no tier to load from")
 
     def loading(self, node: TreeNode) -> bool:
+        return False
+
+    def fetch(self, chunk: ChunkSlice) -> bool:
         return False
 
     def back_up(self, nodes: Iterable[TreeNode]) -> None:

@@ -120,6 +120,12 @@ def _refuse_chunks(req: Req) -> None:
         req.set_finish_with_abort(str(error))
 
 
+def prefetch_kvcache(original: Callable, scheduler: Any, req: Req) -> None:
+    """Around `Scheduler._prefetch_kvcache`: storage keeps chunks alone, and is asked for them on arrival."""
+    if admission_of(scheduler) is None:
+        original(scheduler, req)
+
+
 def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
     """Around `Scheduler.get_next_batch_to_run`: internal requests, which decode nothing, leave the last batch before it
     is merged into the running one."""
@@ -198,10 +204,11 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Callable, **kwa
 def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
     """What results say of a linked request's reused tokens: among them those that came from chunks."""
     hits = f"{state.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
-    host = state.num_loaded_tokens
+    host, storage = state.num_loaded_tokens(fetched=False), state.num_loaded_tokens(fetched=True)
     return {
-        "device": req.cached_tokens - host,
+        "device": req.cached_tokens - host - storage,
         "host": host,
+        **({"storage": storage} if storage else {}),
         "chunk": state.num_reused_tokens,
         "chunk_hits": hits,
     }
@@ -211,6 +218,7 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
     Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
+    Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
     Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),

@@ -90,6 +90,10 @@ class ChunkAdmission:
             if stand_in(waiting_req) is None:
                 budget -= need
                 continue
+            if state is not None and not state.admitted and self.store.fetching and self._awaits_storage(state):
+                budget -= need
+                left_out = True
+                continue
             if state is not None and not state.ready:
                 nodes = self._cached(state)
                 need += self._chunk_need(state, nodes)
@@ -120,6 +124,9 @@ class ChunkAdmission:
         """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
         return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
+
+    def _awaits_storage(self, state: LinkedRequest) -> bool:
+        return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
 
     def _cached(self, state: LinkedRequest) -> list[Node | None]:
         """Per slice of a parent, the node at which it is cached, None where it is missing or pending."""
