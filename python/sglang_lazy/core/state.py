@@ -100,7 +100,7 @@ class LinkedRequest:
     chunks: where its chunks are, locked while it waits; None while it holds nothing.
     row: the row's order; set when the request is matched for a batch.
     own: what its policy keeps while the request has a row.
-    reused: per slice, whether it was cached on arrival, or in storage, and has not been computed for this request since.
+    reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: per namespace of text that its probe has computed, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.

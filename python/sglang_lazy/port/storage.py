@@ -96,7 +96,7 @@ class ChunkObjects:
         return True
 
     def _new_object(self, num_tokens: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Memory for an object, uint8; and each layer of the host, [slots, heads, head_dim], with its part of the object."""
+        """Memory for an object, uint8; and each layer of the host, [slots, heads, head_dim], with its part of that."""
         layers = [*self.pool.k_data_refs, *self.pool.v_data_refs]
         stored = torch.empty(_HEADER.size + num_tokens * self.pool.get_size_per_token(), dtype=torch.uint8)
         parts = stored[_HEADER.size :].view(self.pool.dtype).view(len(layers), num_tokens, *layers[0].shape[1:])
