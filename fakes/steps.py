@@ -41,6 +41,8 @@ class Steps(RecordingPools):
 
     def arrive(self, req: Req) -> None:
         self.cache.admission.arrival.receive(req)
+        if self.store.fetching:
+            self.take_acknowledgements()
 
     def begin(self, req: Req, num_tokens: int = ALL) -> bool:
         """Make the chunks of a request that has arrived resident, match it, and compute up to `num_tokens`."""

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from fakes.attention import most_attended
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
 from fakes.steps import ALL, Steps
+from fakes.storage import Storage
 from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
@@ -80,10 +81,12 @@ class CacheHistories(RuleBasedStateMachine):
     eviction_policy = "lru"
     links = ("block",)
     options = {}
+    has_storage = False
 
     def __init__(self):
         super().__init__()
-        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, **self.options)
+        storage = Storage() if self.has_storage else None
+        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=storage, **self.options)
         self.retracted = []
         self.ended = []
 
@@ -268,9 +271,10 @@ class CacheHistories(RuleBasedStateMachine):
             assert self.pools.cache.protected_size() == 0
 
     def settle(self):
-        """All copies that are under way arrive."""
+        """All copies that are under way arrive; then those that are on the host are stored."""
         self.pools.cache.finish_loads()
-        self.pools.take_acknowledgements()
+        for _ in range(2):
+            self.pools.take_acknowledgements()
 
     def teardown(self):
         """Everything can be given back: nothing is lost."""
@@ -333,6 +337,12 @@ class TierHistories(CacheHistories):
     options = {"host_size": 40}
 
 
+class StoredHistories(TierHistories):
+    """The same with storage behind the host."""
+
+    has_storage = True
+
+
 class SelectiveTierHistories(CacheHistories):
     """The same where only what is used again is backed up, and policies keep parts of chunks."""
 
@@ -351,6 +361,7 @@ for few in (
     HoleHistories,
     PolicyHistories,
     TierHistories,
+    StoredHistories,
     SelectiveTierHistories,
 ):
     few.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
@@ -360,4 +371,5 @@ TestCopyHistories = CopyHistories.TestCase
 TestHoleHistories = HoleHistories.TestCase
 TestPolicyHistories = PolicyHistories.TestCase
 TestTierHistories = TierHistories.TestCase
+TestStoredHistories = StoredHistories.TestCase
 TestSelectiveTierHistories = SelectiveTierHistories.TestCase

@@ -1,13 +1,12 @@
 """Chunks in storage: who asks for them, what is waited for, and what is not believed."""
 
-import threading
-
 import numpy as np
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
+from fakes.storage import Storage
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
 from sglang_lazy.port import scheduler as hooks
@@ -15,30 +14,6 @@ from sglang_lazy.port import scheduler as hooks
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
 FETCHING, HOST = ChunkState.FETCHING, ChunkState.HOST
-
-
-class Storage:
-    """What SGLang's storage backends do. open: reading waits until it is set."""
-
-    def __init__(self):
-        self.objects, self.open = {}, threading.Event()
-        self.open.set()
-
-    def exists(self, key):
-        self.open.wait()
-        return key in self.objects
-
-    def batch_get(self, keys, targets):
-        for key, target in zip(keys, targets, strict=True):
-            data = self.objects[key]
-            if len(data) < len(target):
-                raise OSError("short read")
-            target.copy_(data[: len(target)])
-        return targets
-
-    def batch_set(self, keys, values):
-        self.objects.update((key, value.clone()) for key, value in zip(keys, values, strict=True))
-        return True
 
 
 def new_server(storage, **options):
