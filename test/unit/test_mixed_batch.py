@@ -205,7 +205,7 @@ def as_req(req):
         return SimpleNamespace()
     chunks = req.chunks or (piece(0, 1),)
     prompt = LinkedPrompt(chunks, (), sum(chunk.num_kept for chunk in chunks))
-    state = LinkedRequest(prompt, get_policy("block" if req.chunks else "copy"), [])
+    state = LinkedRequest(prompt, get_policy("block" if req.chunks else "copy"), [], [])
     state.row = SimpleNamespace(positions_of=lambda start, end: req.positions[start:end])
     return SimpleNamespace(lazy=state)
 

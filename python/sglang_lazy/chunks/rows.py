@@ -115,6 +115,9 @@ class RowCache:
 
         Where the tree got the same text from another request in the meantime, ours is freed and the row is rewritten
         with the tree's slots. Afterwards all of those `row_len` slots belong to the tree.
+
+        chunked: the request is between two pieces of its prompt, the last of which may still be under way. Otherwise
+        the passes that computed its chunks and its text have ended.
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
@@ -138,6 +141,8 @@ class RowCache:
             self.tree.lock(node)
             self.tree.unlock(nodes.spans[i])
             nodes.spans[i] = node
+        if not chunked:
+            self.tree.back_up(nodes.chunks.nodes)
 
     def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
         """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
@@ -183,7 +188,9 @@ class RowCache:
             pieces = [slots[start:end] for start, end in state.row.windows(i)]
             part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             if part.chunk is None:
-                num_present, node = self.tree.add(part.tokens, part.namespace, part_slots, req.priority or 0)
+                num_present, node = self.tree.add(
+                    part.tokens, part.namespace, part_slots, req.priority or 0, chunked=True
+                )
             else:
                 num_present, node = self.store.insert(part.chunk, part_slots, req.priority or 0)
                 published[part.chunk.key] = node
@@ -201,6 +208,7 @@ class RowCache:
         """A fill ends or is retracted: free what the tree does not own, and unlock."""
         if state.duplicates is not None:
             self.free(state.duplicates)
+            self.tree.back_up(req.last_node.spans)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
         self.store.unlock_row(req.last_node)

@@ -93,11 +93,13 @@ class Probe:
 class LinkedRequest:
     """A request whose policy keeps KV of chunks.
 
-    found: per slice, the tree node at which it was resident on arrival, or None. Not locked, so it may be evicted.
+    found: per slice, the tree node at which it was cached on arrival, or None. Not locked, so it may be evicted.
+    asked: per slice, whether storage was asked for it on arrival.
     chunks: where its chunks are, locked while it waits; None while it holds nothing.
     row: the row's order; set when the request is matched for a batch.
     own: what its policy keeps while the request has a row.
-    reused: per slice, whether it was resident on arrival and has not been computed for this request since.
+    reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
+    loaded: per slice, whether it was loaded from the host for this request.
     found_text: per namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
     """
@@ -105,15 +107,18 @@ class LinkedRequest:
     prompt: LinkedPrompt
     policy: Policy
     found: list[Any]
+    asked: list[bool]
     chunks: ChunkNodes | None = None
     row: Row = dataclasses.field(init=False)
     own: Any = None
     reused: list[bool] = dataclasses.field(init=False)
+    loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
 
     def __post_init__(self):
-        self.reused = [node is not None for node in self.found]
+        self.reused = [node is not None or asked for node, asked in zip(self.found, self.asked, strict=True)]
+        self.loaded = [False] * len(self.found)
 
     @property
     def admitted(self) -> bool:
@@ -149,6 +154,12 @@ class LinkedRequest:
     def num_reused_tokens(self) -> int:
         """Chunk tokens that were not computed for this request."""
         return sum(chunk.num_kept for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
+
+    def num_loaded_tokens(self, fetched: bool) -> int:
+        """Those of them that were loaded from the host for this request, and had been fetched for it from storage or
+        not."""
+        slices = zip(self.prompt.chunks, self.reused, self.loaded, self.asked, strict=True)
+        return sum(chunk.num_kept for chunk, reused, loaded, asked in slices if reused and loaded and asked == fetched)
 
     def num_computed_tokens(self, cached: Sequence[int]) -> int:
         """Kept chunk tokens that were computed for this request, and of its `cached` text, per span, what its fills and
