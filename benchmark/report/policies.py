@@ -74,6 +74,22 @@ def policies_answers(sources: list[Path]) -> str:
     return table(["policy", "prompts", "exact match", "F1"], body)
 
 
+def policies_matches(sources: list[Path]) -> str:
+    """Exact match by data set, of the policies that answered all prompts greedily."""
+    lines = load(sources)
+    answered = {name: {key for key, line in lines[name].items() if "em" in line} for name in lines}
+    names = [name for name in lines if answered[name] == set(lines["full"])]
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    body = []
+    for group, size in sorted(sizes.items()):
+        means = [sum(line["em"] for line in only(lines[name], group).values()) / size for name in names]
+        body.append([f"{group}, {size}", *(f"{mean:.0%}" for mean in means)])
+    rows = [row(name, lines) for name in names]
+    body.append(["all", *(share(each)("em") for each in rows)])
+    body.append(["recomputed", *(f"{each['share']:.0%}" for each in rows)])
+    return table(["exact match, prompts", *(f"`{name}`" for name in names)], body)
+
+
 def common(lines: Lines, study: str = "") -> Lines:
     """The policies of a study, or all that answered what `block` did; over the prompts that all of them answered."""
     whole = {name for name in lines if lines[name].keys() >= lines["block"].keys()}
