@@ -52,10 +52,10 @@ def test_specs(tiny_model, prompts):
         ("base", PREAMBLE, keep_all_but(segments, ())),
         ("base:preamble=lead", segments[0].ids, keep_all_but(segments, ())),
         ("epic:tokens=3", (), epic(segments, 3)),
-        ("query:ratio=0.1", (), oracle.query(segments, 0.1)),
+        ("query:ratio=0.1", (), oracle.query(segments, 0.1, [2])),
         ("query:ratio=0.1,layers=0.2", (), oracle.query(segments, 0.1, [0, 2])),
         ("query:ratio=0.1,layers=1-2", (), oracle.query(segments, 0.1, [1, 2])),
-        ("base+query:ratio=0.1", PREAMBLE, oracle.query(segments, 0.1, preamble=PREAMBLE)),
+        ("base+query:ratio=0.1", PREAMBLE, oracle.query(segments, 0.1, [2], PREAMBLE)),
         ("base:preamble=lead+blend:ratio=0.2", segments[0].ids, oracle.blend(segments, 0.2, segments[0].ids)),
     ):
         assert parse(spec).preamble(segments, PREAMBLES) == preamble
