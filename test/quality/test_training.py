@@ -161,6 +161,23 @@ def test_resume(tmp_path):
         weights_after(dataclasses.replace(RECIPE, seed=1), tmp_path / "legs")
 
 
+def test_start(tmp_path):
+    """Training begins with another model's weights, with all documents; its own checkpoint goes before them."""
+    known = Trainer(RECIPE, tmp_path / "known", CPU, flex=False)
+    known.save()
+    recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), seed=1)
+    assert recipe.mix(0) == recipe.mix(RECIPE.steps) == RECIPE.mix(RECIPE.steps) != RECIPE.mix(0)
+    trainer = Trainer(recipe, tmp_path / "more", CPU, flex=False)
+    trainer.resume()
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, known.model.state_dict()[name].bfloat16().float()), name
+    trainer.train_step(trainer_rows(trainer))
+    trainer.save()
+    again = Trainer(recipe, tmp_path / "more", CPU, flex=False)
+    again.resume()
+    assert again.step == 1 and all(map(torch.equal, again.model.parameters(), trainer.model.parameters()))
+
+
 def test_families(tmp_path):
     """Rows have worlds of each family, and the log tells exact match of each kind of question under each mask."""
     recipe = dataclasses.replace(RECIPE, families=("table", "order"), steps=1)
