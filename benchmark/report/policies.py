@@ -107,8 +107,8 @@ def policies_matches(sources: list[Path]) -> str:
     sizes = collections.Counter(group for group, _ in lines["full"])
     body = []
     for group, size in sorted(sizes.items()):
-        means = [sum(line["em"] for line in only(lines[name], group).values()) / size for name in names]
-        body.append([f"{group}, {size}", *(f"{mean:.0%}" for mean in means)])
+        right = [sum(line["em"] for prompt, line in lines[name].items() if prompt[0] == group) for name in names]
+        body.append([f"{group}, {size}", *(f"{count / size:.0%}" for count in right)])
     rows = [row(name, lines) for name in names]
     body.append(["all", *(share(each)("em") for each in rows)])
     body.append(["recomputed", *(f"{each['share']:.0%}" for each in rows)])
