@@ -102,17 +102,16 @@ def policies_answers(sources: list[Path]) -> str:
 def policies_matches(sources: list[Path]) -> str:
     """Exact match by data set, of the policies that answered all prompts greedily."""
     lines = load(sources)
-    answered = {name: {key for key, line in lines[name].items() if "em" in line} for name in lines}
-    names = [name for name in lines if answered[name] == set(lines["full"])]
     sizes = collections.Counter(group for group, _ in lines["full"])
     body = []
-    for group, size in sorted(sizes.items()):
-        right = [sum(line["em"] for prompt, line in lines[name].items() if prompt[0] == group) for name in names]
-        body.append([f"{group}, {size}", *(f"{count / size:.0%}" for count in right)])
-    rows = [row(name, lines) for name in names]
-    body.append(["all", *(share(each)("em") for each in rows)])
-    body.append(["recomputed", *(f"{each['share']:.0%}" for each in rows)])
-    return table(["exact match, prompts", *(f"`{name}`" for name in names)], body)
+    for name, answered in lines.items():
+        if {prompt for prompt, line in answered.items() if "em" in line} == set(lines["full"]):
+            found = row(name, lines)
+            right = [sum(line["em"] for prompt, line in answered.items() if prompt[0] == group) for group in sizes]
+            shares = [f"{count / size:.0%}" for count, size in zip(right, sizes.values(), strict=True)]
+            body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), *shares])
+    heads = [f"{group}, {size}" for group, size in sizes.items()]
+    return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", *heads], body)
 
 
 def common(lines: Lines, study: str = "") -> Lines:

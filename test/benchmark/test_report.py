@@ -135,11 +135,10 @@ def test_exact_matches_by_data_set(tmp_path):
     file = tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = policies_matches([file])
-    assert text.splitlines()[0] == "| exact match, prompts | `full` | `block` |"
-    first, second, both, recomputed = cells(text)
-    assert (first, second) == (["a, 2", "100%", "50%"], ["b, 1", "100%", "0%"])
-    assert both[:2] == ["all", "100% (100% to 100%)"] and both[2].startswith("33% (0%")
-    assert recomputed == ["recomputed", "50%", "50%"]
+    assert text.splitlines()[0] == "| policy | recomputed | all 3 prompts | a, 2 | b, 1 |"
+    full, block = cells(text)
+    assert full == ["`full`", "50%", "100% (100% to 100%)", "100%", "100%"]
+    assert block[:2] + block[3:] == ["`block`", "50%", "50%", "0%"] and block[2].startswith("33% (0%")
 
 
 @pytest.mark.parametrize("value, text", [(0.123, "0.12"), (9.996, "10.0"), (99.96, "100"), (1234.5, "1,234")])
