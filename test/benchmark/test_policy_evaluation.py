@@ -8,7 +8,7 @@ import torch
 
 from benchmark.policies import evaluate, report, served
 from benchmark.policies.prototype import Prototype
-from benchmark.policies.specs import parse
+from benchmark.policies.specs import best_nearby, parse
 from benchmark.policies.statics import STATICS
 from benchmark.quality.worlds import records
 from oracle.block_mask import Oracle, greedy
@@ -83,6 +83,16 @@ def test_specs(tiny_model, prompts):
     for unknown in ("bse", "epic:tokens=1+query:ratio=0.1", "base+base+block"):
         with pytest.raises(ValueError, match="no policy"):
             parse(unknown)
+
+
+def test_window(prompts):
+    """Scores count for their neighbours too, not for those of another chunk; chunks have 40, 25 and 33 tokens."""
+    scores = torch.zeros(98)
+    scores[[39, 50]] = torch.tensor([2.0, 1.0])
+    expected = torch.zeros(98)
+    expected[37:40], expected[48:53] = 2, 1
+    assert torch.equal(best_nearby(prompts[0], scores, "5"), expected)
+    assert best_nearby(prompts[0], scores, None) is scores
 
 
 @pytest.mark.parametrize("score", STATICS)
