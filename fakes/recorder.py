@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -178,10 +179,13 @@ class RecordingPools(Pools):
         state = linked(req)
         for span in () if state is None or state.recomputes else state.prompt.spans:
             if span.namespace is not None:
-                kind, extra_key, salt, path = req.contents[span.ranges[-1][0]]
-                ends = [0, *(end for _, end in span.ranges)]
-                between = [path[end:start] for end, (start, _) in zip(ends, span.ranges, strict=False)]
-                lens = [end - start for start, end in span.ranges[:-1]]
+                runs = [
+                    run.tolist() for run in np.split(span.positions, np.flatnonzero(np.diff(span.positions) > 1) + 1)
+                ]
+                kind, extra_key, salt, path = req.contents[runs[-1][0]]
+                ends = [0, *(run[-1] + 1 for run in runs)]
+                between = [path[end : run[0]] for end, run in zip(ends, runs, strict=False)]
+                lens = [len(run) for run in runs[:-1]]
                 before = (extra_key, salt, between, lens)
                 known = self.paths.get(span.namespace, before)
                 # Nothing stands behind the last kept token where another chunk does: then less is named.

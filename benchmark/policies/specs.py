@@ -1,10 +1,11 @@
 """What a policy's spec keeps of a prompt: `block`, `full`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
 
 For studies, `base` takes the name of a preamble (`preamble=list`), `query` its layers (`layers=0-9`, `layers=3.7.11`),
-and `static` a score of `statics.py`.
+and `static` a score of `statics.py`. Without these each chooses as a server does.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 from benchmark.policies.statics import STATICS
@@ -55,10 +56,11 @@ class Spec:
             return epic(segments, int(self.options["tokens"]))
         ratio = float(self.options["ratio"])
         if self.name == "query":
-            return oracle.query(segments, ratio, parse_layers(self.options.get("layers")), preamble)
+            num_layers = oracle.model.config.num_hidden_layers
+            return oracle.query(segments, ratio, parse_layers(self.options.get("layers"), num_layers), preamble)
         if self.name == "blend":
             return oracle.blend(segments, ratio, preamble)
-        scores = STATICS[self.options["score"]](oracle, segments, preamble, preambles[SERVER])
+        scores = STATICS[self.options.get("score", "small_keys")](oracle, segments, preamble, preambles[SERVER])
         return without_best_of_each(segments, scores, ratio)
 
 
@@ -85,10 +87,10 @@ def parse_part(part: str) -> tuple[str, dict[str, str]]:
     return name, dict(option.split("=") for option in options.split(",") if option)
 
 
-def parse_layers(layers: str | None) -> list[int] | None:
-    """`0-2` and `0.1.2` are the layers 0, 1 and 2."""
+def parse_layers(layers: str | None, num_layers: int) -> list[int]:
+    """`0-2` and `0.1.2` are the layers 0, 1 and 2; None the last third, rounded up."""
     if layers is None:
-        return None
+        return list(range(num_layers - math.ceil(num_layers / 3), num_layers))
     if "-" in layers:
         low, high = map(int, layers.split("-"))
         return list(range(low, high + 1))

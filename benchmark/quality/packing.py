@@ -15,8 +15,9 @@ import random
 
 import numpy as np
 
+from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder
-from benchmark.quality.worlds import Split, World, make_world
+from benchmark.quality.worlds import Split, World
 from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 FIELDS = ("ids", "targets", "kinds", "positions", "worlds", "chunks", "branches")
@@ -30,6 +31,7 @@ class Mix:
     """What the worlds of a row are like. block_share: those under the block mask; the others are under the full one."""
 
     documents: tuple[int, int]
+    families: tuple[str, ...] = ("people",)
     questions: int = 8
     two_hop_share: float = 0.5
     similar: float = 0.3
@@ -43,14 +45,14 @@ def make_row(rng: random.Random, encode: Encoder, mix: Mix, length: int, split: 
     """[len(FIELDS), length] int16: as many worlds as fit, the last ones smaller if necessary, then padding."""
     row = Row(length)
     while True:
-        count = rng.randint(*mix.documents)
+        family, count = FAMILIES[rng.choice(mix.families)], rng.randint(*mix.documents)
         while True:
-            world = make_world(rng, split, count, mix.similar)
+            world = family.make(rng, split, count, mix.similar)
             if row.add(rng, encode, mix, world):
                 break
             if count <= 2:
                 return row.finish()
-            count //= 2
+            count = max(2, count // 2)
 
 
 class Row:

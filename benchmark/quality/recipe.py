@@ -25,6 +25,7 @@ class Recipe:
     """Everything that determines the trained weights. A step sees `rows` rows of `length` tokens."""
 
     shape: Shape = Shape(VOCAB_SIZE)
+    families: tuple[str, ...] = ("people",)
     steps: int = 12_000
     rows: int = 16
     length: int = 4096
@@ -47,7 +48,15 @@ class Recipe:
         progress = min(1.0, step / (self.grow * self.steps))
         low, high = (round(between(pair, progress)) for pair in zip(self.first_documents, self.documents, strict=True))
         similar = between(self.similar, progress)
-        return Mix((low, high), self.questions, self.two_hop_share, similar, self.hard_share, self.block_share)
+        return Mix(
+            (low, high),
+            self.families,
+            self.questions,
+            self.two_hop_share,
+            similar,
+            self.hard_share,
+            self.block_share,
+        )
 
     def weight(self, step: int) -> float:
         """The context's weight in a step's loss: constant while the number of documents grows, then falling."""

@@ -1,7 +1,8 @@
 """Trains the small model for retrieval questions, under the full and the block mask, and saves it for serving.
 
     python -m benchmark.quality.train --out tiny-rag                       # half of the worlds under each mask
-    python -m benchmark.quality.train --out tiny-stock --block-share 0     # the full mask only
+    python -m benchmark.quality.train --out tiny-stock --mask full
+    python -m benchmark.quality.train --out leaning-stock --mask full --world leaning
 
 Training stops after `--minutes` and resumes when the command is repeated; the data of a step depend only on the seed
 and the step's number. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
@@ -21,11 +22,17 @@ import torch
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
+from benchmark.quality.leaning import FAMILIES, LEANING
 from benchmark.quality.llama import Llama, Mask, save_for_serving
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
 from benchmark.quality.recipe import Feed, Recipe
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
 from benchmark.quality.worlds import Split
+
+BLOCK_SHARES = {"full": 0.0, "block": 1.0, "mixed": 0.5}
+"""Of the worlds, those under the block mask."""
+WORLDS = {"people": ("people",), "leaning": tuple(LEANING)}
+"""The families of worlds that a model is trained on."""
 
 Batch = dict[str, torch.Tensor]
 """FIELDS, each [rows, length] int64."""
@@ -136,18 +143,18 @@ class Trainer:
         return answer.detach(), context.detach()
 
     def evaluate(self, num_rows: int, documents: tuple[int, int], split: Split = "test") -> dict[str, float]:
-        """Exact match on questions about held-out names, by mask and hops."""
+        """Exact match on questions about held-out names, by mask, family and hops."""
         encode, results = Encoder(self.tokenizer), {}
         for mask, block_share in (("full", 0), ("block", 1)):
-            for hops in (1, 2):
-                mix = Mix(documents, self.recipe.questions, hops - 1, block_share=block_share, bos_share=1)
+            for family, hops in ((name, hops) for name in self.recipe.families for hops in FAMILIES[name].hops):
+                mix = Mix(documents, (family,), self.recipe.questions, hops - 1, block_share=block_share, bos_share=1)
                 right = []
                 for number in range(num_rows):
                     row = make_row(random.Random(f"{hops}/{number}"), encode, mix, self.recipe.length, split)
                     batch = to_batch(row[None], self.device)
                     with self.autocast():
                         right += exact_match(self.model, batch, make_mask(batch, flex=False))
-                results[f"{mask} {hops}-hop"] = round(sum(right) / len(right), 4)
+                results[f"{mask} {family} {hops}-hop"] = round(sum(right) / len(right), 4)
         return results
 
 
@@ -157,9 +164,9 @@ def train(
     workers: int,
     *,
     log_every: int = 50,
-    evaluate_every: int = 500,
+    evaluate_every: int = 2000,
     save_every: float = 3,
-    evaluate_rows: int = 32,
+    evaluate_rows: int = 16,
 ) -> None:
     """Train until the recipe's steps are done or `minutes` have passed; save then, and every `save_every` minutes.
 
@@ -213,7 +220,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many, to go on later")
     parser.add_argument("--steps", type=int, default=recipe.steps, help="of the whole training; default: %(default)s")
     parser.add_argument("--rows", type=int, default=recipe.rows, help="of a step; default: %(default)s")
-    parser.add_argument("--block-share", type=float, default=recipe.block_share, help="default: %(default)s")
+    parser.add_argument("--mask", choices=list(BLOCK_SHARES), default="mixed", help="default: half under each")
+    parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
@@ -229,7 +237,8 @@ def main() -> None:
         steps=args.steps,
         rows=args.rows,
         learning_rate=args.learning_rate,
-        block_share=args.block_share,
+        block_share=BLOCK_SHARES[args.mask],
+        families=WORLDS[args.world],
         seed=args.seed,
     )
     trainer = Trainer(

@@ -15,23 +15,25 @@ import functools
 import hashlib
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
 
 Split = Literal["train", "test"]
 TEST_SHARE = 8  # one full name in so many is held out
+SIMILAR = 0.3  # the share of people whose name is half another's
 
 
 @functools.cache
 def people(split: Split) -> tuple[str, ...]:
     """All full names of a split."""
     names = (f"{first} {surname}" for first in FIRST_NAMES for surname in SURNAMES)
-    return tuple(name for name in names if _is_held_out(name) == (split == "test"))
+    return tuple(name for name in names if is_held_out(name) == (split == "test"))
 
 
-def _is_held_out(name: str) -> bool:
+def is_held_out(name: str) -> bool:
+    """Whether it is of the test split."""
     return hashlib.sha256(name.encode()).digest()[0] % TEST_SHARE == 0
 
 
@@ -68,9 +70,9 @@ class World:
         return drawn
 
 
-def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = 0.3) -> World:
+def make_world(rng: random.Random, split: Split, num_documents: int, similar: float = SIMILAR) -> World:
     """A world of `num_documents` people, a `similar` share of whom have a first name or surname from another."""
-    names = _draw_people(rng, split, num_documents, similar)
+    names = draw_people(rng, split, num_documents, similar)
     facts = [_draw_facts(rng, names, index, split) for index in range(num_documents)]
     documents = [(name, _describe(rng, name, known)) for name, known in zip(names, facts, strict=True)]
     single_hop, two_hop = [], []
@@ -94,7 +96,8 @@ def make_world(rng: random.Random, split: Split, num_documents: int, similar: fl
     return World(documents, single_hop, two_hop)
 
 
-def _draw_people(rng: random.Random, split: Split, count: int, similar: float) -> list[str]:
+def draw_people(rng: random.Random, split: Split, count: int, similar: float) -> list[str]:
+    """Different full names; a `similar` share of them shares a first name or surname with an earlier one."""
     names = [rng.choice(people(split))]
     while len(names) < count:
         name = rng.choice(people(split))
@@ -102,7 +105,7 @@ def _draw_people(rng: random.Random, split: Split, count: int, similar: float) -
             first, surname = name.split()
             other_first, other_surname = rng.choice(names).split()
             name = f"{other_first} {surname}" if rng.random() < 0.5 else f"{first} {other_surname}"
-        if name not in names and _is_held_out(name) == (split == "test"):
+        if name not in names and is_held_out(name) == (split == "test"):
             names.append(name)
     return names
 
@@ -130,7 +133,13 @@ def _describe(rng: random.Random, name: str, facts: dict[Predicate, str]) -> str
     return " ".join(rng.choice(fact.statements).format(name=name, value=value) for fact, value in facts.items())
 
 
-def records(seed: int, split: Split, count: int, hops: int, *, documents: tuple[int, int] = (10, 20)) -> Iterator[dict]:
+Make = Callable[[random.Random, Split, int, float], World]
+"""make(rng, split, num_documents, similar), as `make_world` does it."""
+
+
+def records(
+    seed: int, split: Split, count: int, hops: int, *, documents: tuple[int, int] = (10, 20), make: Make = make_world
+) -> Iterator[dict]:
     """`count` questions of one kind, each over a world of its own with `documents` (least, most) documents.
 
     The records have the form of the real question sets: docs, question, answers, gold_ids, type.
@@ -138,7 +147,7 @@ def records(seed: int, split: Split, count: int, hops: int, *, documents: tuple[
     rng = random.Random(f"{split}/{hops}/{seed}")
     number = 0
     while number < count:
-        world = make_world(rng, split, rng.randint(*documents))
+        world = make(rng, split, rng.randint(*documents), SIMILAR)
         questions = world.single_hop if hops == 1 else world.two_hop
         if not questions:
             continue

@@ -17,9 +17,16 @@ from pathlib import Path
 from benchmark.report.answers import answers
 from benchmark.report.host_time import references, requests
 from benchmark.report.kernels import kernels
-from benchmark.report.policies import STUDIES, policies, policies_answers, policies_by_group, policies_paired
+from benchmark.report.policies import (
+    STUDIES,
+    policies,
+    policies_answers,
+    policies_by_group,
+    policies_by_length,
+    policies_paired,
+)
 from benchmark.report.runs import runs
-from benchmark.report.serving import chat, decode, documents, latency, load
+from benchmark.report.serving import chat, decode, documents, latency, load, policy_costs
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -28,7 +35,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{
         kind.__name__.replace("_", "-"): kind
-        for kind in (policies, policies_by_group, policies_answers, policies_paired)
+        for kind in (policies, policies_by_group, policies_by_length, policies_answers, policies_paired, policy_costs)
     },
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},

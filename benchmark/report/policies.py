@@ -1,5 +1,6 @@
 """Tables of `python -m benchmark.policies.evaluate`."""
 
+import bisect
 import collections
 import re
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from benchmark.policies.report import load, paired, row
 from benchmark.report.cells import table
 
 STUDIES = {
-    "layers": r"base\+query:ratio=0\.15(,layers=.+)?",
+    "layers": r"base\+query:ratio=0\.15,layers=.+",
     "statics": r"(base\+)?static:.+",
     "preambles": r"base:preamble=\w+",
 }
@@ -22,9 +23,13 @@ PAIRS = (
     ("base+query:ratio=0.15", "query:ratio=0.15"),
     ("base+query:ratio=0.15", "base+epic:tokens=16"),
     ("base+query:ratio=0.15", "base+blend:ratio=0.15"),
+    ("base+query:ratio=0.15", "base+static:ratio=0.15"),
+    ("base+static:ratio=0.15", "base"),
     ("base", "epic:tokens=16"),
 )
 
+LENGTHS = (0, 1000, 2000, 8192)
+"""Edges of the lengths of prompts that a table has, in tokens."""
 Lines = dict[str, dict]
 """lines[policy][prompt], as `load` has them."""
 
@@ -40,16 +45,36 @@ def policies(sources: list[Path], study: str = "") -> str:
 
 def policies_by_group(sources: list[Path]) -> str:
     """The same of the main run by data set."""
-    lines = common(load(sources))
-    sizes = collections.Counter(group for group, _ in lines["full"])
-    parts = {group: {name: only(prompts, group) for name, prompts in lines.items()} for group in sorted(sizes)}
+    return by(lambda line: line["group"], common(load(sources)))
+
+
+def policies_by_length(sources: list[Path]) -> str:
+    """The same by the length of the prompt."""
+
+    def length(line: dict) -> str:
+        edge = bisect.bisect_left(LENGTHS, line["prompt_tokens"])
+        return f"{LENGTHS[edge - 1] + 1:,} to {LENGTHS[edge]:,} tokens"
+
+    return by(length, common(load(sources)))
+
+
+def by(part: Callable[[dict], str], lines: Lines) -> str:
+    """The share of each gap that policies close in each part of the prompts; `part` names that of a prompt's line."""
+    named = {prompt: part(line) for prompt, line in lines["full"].items()}
+    sizes = collections.Counter(named.values())
+    parts = {
+        each: {
+            name: {prompt: line for prompt, line in of.items() if named[prompt] == each} for name, of in lines.items()
+        }
+        for each in sorted(sizes)
+    }
     body = []
     for policy in between(lines):
         rows = [row(policy, part) for part in parts.values()]
         body.append(
             [f"`{policy}`", *(share(each)(measure) for measure in ("closed", "own_kl_closed") for each in rows)]
         )
-    heads = [f"{measure}: {group}, {sizes[group]} prompts" for measure in ("NLL", "own KL") for group in parts]
+    heads = [f"{measure}: {each}, {sizes[each]} prompts" for measure in ("NLL", "own KL") for each in parts]
     return table(["policy", *heads], body)
 
 
@@ -85,10 +110,6 @@ def common(lines: Lines, study: str = "") -> Lines:
 
 def between(lines: Lines) -> list[str]:
     return [name for name in lines if name not in ("full", "block")]
-
-
-def only(prompts: dict, group: str) -> dict:
-    return {key: line for key, line in prompts.items() if key[0] == group}
 
 
 def share(found: dict, digits: int = 0) -> Callable[[str], str]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmark.report.cells import folders, in_order, lines, number, only, table
+from benchmark.serving.contenders import POLICY
 from benchmark.serving.paired import compare, paired_stages
 
 OLD_NAMES = {"materialize": "copy"}
@@ -118,6 +119,19 @@ def traffic(row: dict) -> str:
 def load(sources: list[Path]) -> str:
     """Synthetic prompts: time to first token and throughput by skew and rate."""
     return steady(sources, ("synthetic",), "done/s", lambda row: number(row["request_throughput"]))
+
+
+def policy_costs(sources: list[Path]) -> str:
+    """One warm request at a time with its chunks in a new order, under every policy that was asked the same prompts."""
+    found = [row for row in serving_rows(sources) if (row["workload"], row["phase"]) == ("latency", "reordered")]
+    shape = next(row["parameters"] for row in found if row["contender"].startswith(POLICY))
+    same = [row for row in found if row["parameters"] == shape and row["contender"] != "stock"]
+    times = {row["contender"].removeprefix(POLICY).replace("lazy", "block"): row["ttft_ms_p50"] for row in same}
+    body = [
+        [f"`{name}`", number(time), f"{time / times['block']:.2f}", f"{time / times['full']:.2f}"]
+        for name, time in sorted(times.items(), key=lambda pair: pair[1])
+    ]
+    return table(["policy", "TTFT", "over `block`", "over `full`"], body)
 
 
 def documents(sources: list[Path]) -> str:

@@ -64,6 +64,8 @@ QWEN3_8B = {
 }
 SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
 TINY = "tiny"
+TRAINED_TOKENS = {"kvlink": {"link": [16, 17, 18, 19, 20]}, "packet": {"before": [21, 22], "behind": [23, 24]}}
+"""Any will do for the time they take."""
 ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
 """Token ids that mean the same to every model here, beyond the special ones."""
 
@@ -71,6 +73,7 @@ ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
 def build_model(directory: Path, shape: dict) -> Path:
     """A directory that SGLang can serve with `--load-format dummy`: the real shape, no weights."""
     (directory / "config.json").write_text(json.dumps(shape, indent=2))
+    (directory / "lazy_tokens.json").write_text(json.dumps(TRAINED_TOKENS))
     train_tokenizer(all_texts(load_sample())).save_pretrained(directory)
     return directory
 

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmark.policies import evaluate, report
+from benchmark.policies import evaluate, report, served
 from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import parse
 from benchmark.policies.statics import STATICS
@@ -44,6 +44,24 @@ def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
                 assert torch.allclose(prompt.score(answer), expected, atol=1e-4)
 
 
+def test_served_answers_are_compared_step_by_step(tiny_model, prompts):
+    """Of the oracle's best tokens all are the same; a token that was not the best counts, and by how much it missed."""
+    oracle, link = Prototype(tiny_model), "base+epic:tokens=3"
+    kept = epic(prompts[0], 3)
+    tokens = oracle.start(prompts[0], kept, PREAMBLE).greedy(4, end=-1)
+    for answer in (tokens, [*tokens[:2], tokens[2] ^ 1, *tokens[3:]]):
+        logprobs = oracle.logprobs(prompts[0], answer[:-1], kept, PREAMBLE)
+        chosen = logprobs[range(4), answer]
+        meta = {"output_token_logprobs": [[value + 0.25] for value in chosen.tolist()], "cached_tokens": 9}
+        output = {"output_ids": answer, "meta_info": meta}
+        found = served.compare(oracle, oracle, prompts[0], link, PREAMBLES, output)
+        assert (found["steps"], found["plain_same"], found["cached_tokens"]) == (4, 4, 9)
+        assert found["same"] == (logprobs.argmax(-1) == torch.tensor(answer)).sum()
+        assert found["worst_miss"] == pytest.approx((logprobs.amax(-1) - chosen).max().item(), abs=1e-4)
+        assert found["logprob_error"] == pytest.approx(0.25, abs=1e-4)
+    assert found["same"] < 4 and found["worst_miss"] > 0.01
+
+
 def test_specs(tiny_model, prompts):
     oracle, segments = PolicyOracle(tiny_model), prompts[0]
     for spec, preamble, kept in (
@@ -52,10 +70,10 @@ def test_specs(tiny_model, prompts):
         ("base", PREAMBLE, keep_all_but(segments, ())),
         ("base:preamble=lead", segments[0].ids, keep_all_but(segments, ())),
         ("epic:tokens=3", (), epic(segments, 3)),
-        ("query:ratio=0.1", (), oracle.query(segments, 0.1)),
+        ("query:ratio=0.1", (), oracle.query(segments, 0.1, [2])),
         ("query:ratio=0.1,layers=0.2", (), oracle.query(segments, 0.1, [0, 2])),
         ("query:ratio=0.1,layers=1-2", (), oracle.query(segments, 0.1, [1, 2])),
-        ("base+query:ratio=0.1", PREAMBLE, oracle.query(segments, 0.1, preamble=PREAMBLE)),
+        ("base+query:ratio=0.1", PREAMBLE, oracle.query(segments, 0.1, [2], PREAMBLE)),
         ("base:preamble=lead+blend:ratio=0.2", segments[0].ids, oracle.blend(segments, 0.2, segments[0].ids)),
     ):
         assert parse(spec).preamble(segments, PREAMBLES) == preamble

@@ -9,7 +9,7 @@ from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
 from benchmark.report.host_time import references
 from benchmark.report.policies import policies, policies_by_group
-from benchmark.report.serving import chat, latency, load
+from benchmark.report.serving import chat, latency, load, policy_costs
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -67,6 +67,24 @@ def test_latency(tmp_path):
     assert found[5:] == ["3.00", "10.0", "4.00"]
     (alone,) = cells(latency([write(tmp_path / "alone", rows, command="bench.py")]))
     assert alone[4] == ""
+
+
+def test_policy_costs(tmp_path):
+    """Warm requests of the shape that policies were asked, the fastest first; `lazy` is `block`."""
+    other = {**LATENCY, "parameters": {"chunks": 3, "chunk_len": 1024}}
+    times = {"stock": 90, "lazy": 20, "lazy@full": 80, "lazy@base+query:ratio=0.15": 50, "lazy@base": 19}
+    rows = [
+        {**LATENCY, "contender": name, "phase": phase, "ttft_ms_p50": time}
+        for name, time in times.items()
+        for phase, time in (("cold", 99), ("same order", 15), ("reordered", time))
+    ]
+    rows += [{**other, "contender": "lazy", "phase": "reordered", "ttft_ms_p50": 7}]
+    assert cells(policy_costs([write(tmp_path / "run", rows)])) == [
+        ["`base`", "19.0", "0.95", "0.24"],
+        ["`block`", "20.0", "1.00", "0.25"],
+        ["`base+query:ratio=0.15`", "50.0", "2.50", "0.62"],
+        ["`full`", "80.0", "4.00", "1.00"],
+    ]
 
 
 def test_load(tmp_path):

@@ -1,6 +1,7 @@
 """Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
 import gc
+import math
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import transformers
 
 from oracle.block_mask import Oracle, RoundedCache, visibility
 from oracle.models import MODELS, ModelSpec, build
+from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
+from sglang_lazy.core.config import PREAMBLE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA path needs a GPU")
 
@@ -143,3 +146,56 @@ def test_chunks_on_cuda(served):
         ours.append((reported - exact).abs().max().item())
         plain.append((plain_bf16(path, cache_dtype, prompt, tokens[:-1])[chosen] - exact).abs().max().item())
     assert max(ours) <= 2 * max(plain), (ours, plain)
+
+
+def of_the_query(oracle: PolicyOracle, prompt, ratio: float, preamble):
+    """What `query` keeps: its probe sums attention over the last third of the layers."""
+    num_layers = oracle.model.config.num_hidden_layers
+    return oracle.query(prompt, ratio, range(num_layers - math.ceil(num_layers / 3), num_layers), preamble)
+
+
+KEPT = {
+    "epic:tokens=16": lambda oracle, prompt, preamble: epic(prompt, 16),
+    "query:ratio=0.15": lambda oracle, prompt, preamble: of_the_query(oracle, prompt, 0.15, preamble),
+    "blend:ratio=0.15": lambda oracle, prompt, preamble: oracle.blend(prompt, 0.15, preamble),
+    "static:ratio=0.15": lambda oracle, prompt, preamble: without_best_of_each(
+        prompt, -oracle.key_sizes(prompt, preamble), 0.15
+    ),
+    "base": lambda oracle, prompt, preamble: keep_all_but(prompt, ()),
+}
+
+
+def test_policies_on_cuda(served):
+    """Every policy, plain and behind both preambles, cold and warm, in batches of all: no further from fp32 than twice
+    plain PyTorch in bf16, which chooses for itself what it computes again."""
+    engine, path, cache_dtype = served
+    if cache_dtype != torch.bfloat16:
+        pytest.skip("the oracle of policies does not round keys as a narrower cache does")
+    dice = Dice(6)
+    docs = dice.chunks(4, 100, 400)
+    head, question = dice.text(20), dice.text(12)
+    hidden = transformers.AutoTokenizer.from_pretrained(path).encode(PREAMBLE)
+    preambles = {"": (), "base+": hidden, "base:preamble=lead+": leading_text([head, docs[0]])}
+    links = [f"{base}{name}" for base in preambles for name in KEPT if name != "base"] + ["base"]
+    prompts = [[head, *dice.shuffled(docs), question] for _ in links]
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+    answers = [
+        engine.generate(segments=segments, link=links, sampling_params=params, return_logprob=True) for _ in range(2)
+    ]
+    exact, rough = (PolicyOracle(path, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16))
+    ours, plain = [], []
+    for outputs in answers:
+        for prompt, link, output in zip(prompts, links, outputs, strict=True):
+            base, _, name = link.rpartition("+")
+            preamble = hidden if link == "base" else preambles[base and f"{base}+"]
+            tokens = output["output_ids"]
+            chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
+            expected, bf16 = (
+                oracle.logprobs(prompt, tokens[:-1], KEPT[name](oracle, prompt, preamble), preamble).cpu()[chosen]
+                for oracle in (exact, rough)
+            )
+            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+            ours.append((reported - expected).abs().max().item())
+            plain.append((bf16 - expected).abs().max().item())
+    assert max(ours) <= 2 * max(plain), (links, ours, plain)

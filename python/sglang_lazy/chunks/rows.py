@@ -4,12 +4,13 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.prompt import Ranges, TextSpan
+from sglang_lazy.core.prompt import TextSpan, tokens_at
 from sglang_lazy.core.rows import FillRow, Row
 from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
 
@@ -66,7 +67,7 @@ class RowCache:
             limit = min(limit, state.probe.query_start)
         nodes, cached = [], []
         for span in state.prompt.spans:
-            tokens = _tokens(req, span.up_to(limit) if span is last else span.ranges)
+            tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
             slots, node = self.tree.find(tokens, _namespace(req, span))
             pieces.append(slots)
             nodes.append(node)
@@ -213,12 +214,12 @@ class RowCache:
         self.store.unlock_row(req.last_node)
 
 
-def _tokens(req: Any, ranges: Ranges) -> array:
-    """The tokens at these positions of the prompt and its answer."""
-    tokens, prompt_len = array("q"), len(req.origin_input_ids)
-    for start, end in ranges:
-        tokens += req.origin_input_ids[start:end]
-    return tokens + req.output_ids[max(0, start - prompt_len) : max(0, end - prompt_len)]
+def _tokens(req: Any, positions: np.ndarray) -> array:
+    """The tokens at these positions of the prompt and its answer, all of the answer's up to the last one."""
+    prompt_len = len(req.origin_input_ids)
+    count = int(np.searchsorted(positions, prompt_len))
+    tokens = tokens_at(req.origin_input_ids, positions[:count])
+    return tokens + req.output_ids[: len(positions) - count] if count < len(positions) else tokens
 
 
 def _namespace(req: Any, span: TextSpan) -> Namespace | str | None:

@@ -13,7 +13,7 @@ from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.prompt import ChunkSlice, positions_in
+from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
 PRIVATE_SEGMENT = -1
@@ -138,7 +138,7 @@ class ChunkStore:
         slots = torch.cat(pieces)
         if len(chunk.kept) == 1:
             return [slots[slice(*chunk.kept[0])]]
-        return [slots[to_device(positions_in(chunk.kept).astype(np.int64), slots.device)]]
+        return [slots[to_device(chunk.indices.astype(np.int64), slots.device)]]
 
     def segment_id(self, chunk: ChunkSlice) -> int:
         """A number that segments have in common if and only if they list the same slots; see `plan_decode`.
@@ -167,7 +167,7 @@ class ChunkStore:
         cached = self._cached.get(chunk.key)
         if cached is None or cached.scores is None:
             return None
-        return cached.scores[positions_in(chunk.kept)]
+        return cached.scores[chunk.indices]
 
     # Locks
 

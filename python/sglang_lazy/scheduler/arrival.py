@@ -128,7 +128,7 @@ class Arrival:
             if len(known) == len(scores):
                 return self._linked(req, state.layout, state.policy, self._choose(state, linked.prompt, known))
         query_start = min(state.layout.chunks[-1][1], len(req.origin_input_ids) - 1)
-        linked.probe = Probe(req, linked.prompt, query_start)
+        linked.probe = Probe(req, query_start)
         # SGLang aborts by prefixes of ids: no user's id begins like this one.
         state.probe = self.new_request(f"\0probe-{next(self._probe_ids)}", req.origin_input_ids, req)
         state.probe.lazy = linked
@@ -161,10 +161,10 @@ class Arrival:
             decided.reused = [probe_state.reused[i] for i in same]
             decided.loaded = [probe_state.loaded[i] for i in same]
             decided.asked = [probe_state.asked[i] for i in same]
-            if probe_state.recomputes:  # nothing of its text can be found by others
-                return
-            namespaces = [span.namespace for span in prompt.spans]
-            decided.found_text = dict(zip(namespaces, probe_state.row.cached, strict=True))
+            if not probe_state.recomputes:  # otherwise nothing of its text can be found by others
+                namespaces = [span.namespace for span in prompt.spans]
+                decided.found_text.update(zip(namespaces, probe_state.row.cached, strict=True))
+            decided.found_text.update(probe_state.found_text)
 
     def _choose(self, state: Undecided, prompt: LinkedPrompt, scores: Sequence[np.ndarray]) -> list[Ranges]:
         """Per chunk of the layout, what is kept: what was kept in earlier turns, and what the policy chooses of the

@@ -1,0 +1,115 @@
+"""Holds the answers that a server gives under policies against the oracle's, token by token.
+
+python -m benchmark.policies.served --model path/to/model --questions questions.jsonl --out served.jsonl
+
+Every prompt is served cold and again warm, in batches of all policies. A line for each answer: at each step the oracle,
+a Hugging Face model in fp32, is given the tokens served so far. `same` counts the steps whose token is the oracle's
+best, `plain_same` those where plain PyTorch in the type of the server agrees with the oracle: what rounding alone
+costs.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from benchmark.policies.evaluate import draw
+from benchmark.policies.prototype import Prototype
+from benchmark.policies.specs import SERVER, parse
+from benchmark.quality.asking import Prompts
+from oracle.segments import Segment
+from sglang_lazy import Engine
+from sglang_lazy.core.config import PREAMBLE
+
+POLICIES = [
+    "full",
+    "block",
+    "base",
+    "base:preamble=lead",
+    "epic:tokens=16",
+    "base+epic:tokens=16",
+    "query:ratio=0.15",
+    "base+query:ratio=0.15",
+    "blend:ratio=0.15",
+    "base+blend:ratio=0.15",
+    "static:ratio=0.15",
+    "base+static:ratio=0.15",
+]
+
+
+def main() -> None:
+    args = parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    preambles = {SERVER: tokenizer.encode(PREAMBLE)}
+    drawn = list(draw(args, Prompts(tokenizer), tokenizer))
+    asked = [(question, segments, link) for question, segments in drawn for link in args.policies]
+    engine = Engine(model_path=args.model, dtype=args.dtype, log_level="error", **json.loads(args.engine))
+    try:
+        outputs = [answers(engine, [ask[1:] for ask in asked], args) for _ in ("cold", "warm")]
+    finally:
+        engine.shutdown()
+    exact = Prototype(args.model, torch.float32, args.device)
+    plain = Prototype(args.model, getattr(torch, args.dtype), args.device)
+    with open(args.out, "a", encoding="utf-8") as out:
+        for phase, answered in zip(("cold", "warm"), outputs, strict=True):
+            for (question, segments, link), output in zip(asked, answered, strict=True):
+                line = {"group": question.group, "id": question.id, "policy": link, "phase": phase}
+                print(json.dumps(line | compare(exact, plain, segments, link, preambles, output)), file=out, flush=True)
+
+
+def answers(engine: Engine, asked: list[tuple[list[Segment], str]], args: argparse.Namespace) -> list[dict]:
+    """The engine's answers to (prompt, link), all of one prompt in one batch."""
+    params = {"temperature": 0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
+    outputs, size = [], len(args.policies)
+    for batch in (asked[start : start + size] for start in range(0, len(asked), size)):
+        prompts = [[segment.to_request() for segment in segments] for segments, _ in batch]
+        links = [link for _, link in batch]
+        outputs += engine.generate(segments=prompts, link=links, sampling_params=params, return_logprob=True)
+    return outputs
+
+
+def compare(exact: Prototype, plain: Prototype, segments: list[Segment], link: str, preambles, output: dict) -> dict:
+    """Steps of an answer, how many of them are the oracle's best, and by how much the others miss it."""
+    spec, tokens = parse(link), output["output_ids"]
+    preamble = spec.preamble(segments, preambles)
+    best = {}
+    for name, oracle in (("exact", exact), ("plain", plain)):
+        scores = oracle.start(segments, spec.kept(oracle, segments, preambles), preamble).score(tokens).cpu()
+        best[name] = scores.argmax(-1)
+        if name == "exact":
+            chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            missed = scores.amax(-1) - chosen
+    reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+    return {
+        "steps": len(tokens),
+        "same": int((best["exact"] == torch.tensor(tokens)).sum()),
+        "plain_same": int((best["exact"] == best["plain"]).sum()),
+        "worst_miss": missed.max().item(),
+        "logprob_error": (reported - chosen).abs().mean().item(),
+        "cached_tokens": output["meta_info"]["cached_tokens"],
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="path or hub name")
+    parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
+    parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="LINK")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--count", type=int, default=10, help="prompts of each file")
+    parser.add_argument("--skip", type=int, default=0, help="prompts of each file to leave out first")
+    parser.add_argument("--max-tokens", type=int, default=1500, help="longer prompts are left out")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--engine", default="{}", help="keywords of the engine, as JSON")
+    parser.add_argument("--out", type=Path, required=True, help="appended to")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Training with a model's own full attention as the teacher: answers, and all weights for the block mask."""
+
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from benchmark.policies import distill, evaluate, train_model
+from benchmark.quality.worlds import records
+from oracle.block_mask import Oracle
+from oracle.scenarios import Dice
+from oracle.segments import text, token_ids
+
+
+def test_answers_are_those_of_full_attention(tiny_model, monkeypatch):
+    """Of prompts of any length, answered together; an answer ends with the end of sequence."""
+    monkeypatch.setattr(distill, "ANSWERED_TOGETHER", 3)
+    dice = Dice(4)
+    prompts = [[dice.text(5), dice.chunk(length), dice.text(6)] for length in (30, 3, 50, 12, 40)]
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    expected = [Oracle(tiny_model).generate([text(token_ids(prompt))], 4)[0] for prompt in prompts]
+    assert distill.greedy(model, prompts, 4) == expected
+    model.generation_config.eos_token_id = end = expected[0][1]
+    cut = [answer[: answer.index(end) + 1] if end in answer else answer for answer in expected]
+    assert distill.greedy(model, prompts, 4) == cut
+
+
+def test_loss_is_that_of_the_oracle(tiny_model):
+    """Under the block mask and the full one in turn; nothing is to be learnt under the full one yet."""
+    dice, answer = Dice(3), [30, 40, 20]
+    segments = [dice.text(5), dice.chunk(30), dice.text(3), dice.chunk(20), dice.text(1)]
+    full, block = (
+        Oracle(tiny_model).logprobs(prompt, answer[:-1]) for prompt in ([text(token_ids(segments))], segments)
+    )
+    teacher, student = (AutoModelForCausalLM.from_pretrained(tiny_model) for _ in range(2))
+    found = train_model.losses(teacher, student, iter([(segments, answer)] * 2))
+    expected = (full.exp() * (full - block)).sum(-1).mean().item()
+    assert expected > 0.01
+    assert next(found).item() == pytest.approx(expected, rel=1e-3)
+    assert next(found).item() == pytest.approx(0, abs=1e-5)
+
+
+def test_training(tiny_model, tmp_path, monkeypatch, capsys):
+    """The loss under the block mask falls, and the folder can be evaluated."""
+    questions, out = tmp_path / "worlds.jsonl", tmp_path / "trained"
+    questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 1, 1, documents=(3, 3))))
+    arguments = ["--model", tiny_model, "--questions", str(questions)]
+    steps = ["--steps", "15", "--batch", "2", "--new-tokens", "3", "--learning-rate", "1e-3"]
+    monkeypatch.setattr(sys, "argv", ["", *arguments, *steps, "--out", str(out)])
+    train_model.main()
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert len(losses) == 15 and losses[-1] < 0.5 * losses[0]
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+
+    results = tmp_path / "results.jsonl"
+    divergence = []
+    for model in (tiny_model, str(out)):
+        arguments[1] = model
+        monkeypatch.setattr(sys, "argv", ["", *arguments, "--policies", "block", "--out", str(results)])
+        evaluate.main()
+        divergence.append(json.loads(results.read_text().splitlines()[-1])["own_kl"])
+    assert divergence[1] < divergence[0]
+
+    monkeypatch.setattr(sys, "argv", ["", *arguments, *steps, "--out", str(out)])
+    with pytest.raises(SystemExit, match="exists"):
+        train_model.main()
