@@ -86,8 +86,8 @@ class Linked(Traffic):
     cache_class = LazyRadixCache
 
     def fill(self, host: Host, num_resident: int) -> None:
-        num_documents = num_resident * (self.on_host or 1)
-        for number in reversed(self.rng.sample(range(num_documents), num_documents)):
+        on_host_alone = range(num_resident, num_resident * self.on_host)
+        for number in (*on_host_alone, *self.rng.sample(range(num_resident), num_resident)):
             host.insert_chunk(self.document(number))
 
     def next(self) -> Req:

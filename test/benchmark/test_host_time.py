@@ -15,12 +15,15 @@ def test_rows(tmp_path):
     with published():
         measured = list(rows(parse_args([*flags, "--out", str(tmp_path / "rows.jsonl")])))
     cases = [(row["contender"], row["mode"]) for row in measured]
-    assert cases == [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-plain", "stock")]
+    assert cases == [
+        (name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-tiers", "lazy-plain", "stock")
+    ]
     for row in measured:
         assert json.loads(json.dumps(row)) == row
         assert (row["filled"] > 0) == (row["mode"] == "evicting" and row["contender"] == "lazy")
         assert row["resident"] == 12, "with two chunks resident no request of three is all hits"
-        assert (row["evicted"] > 0) == (row["mode"] == "evicting") == (row["us_per_evicted"] is not None)
+        full = row["mode"] == "evicting" or row["contender"] == "lazy-tiers"
+        assert (row["evicted"] > 0) == full == (row["us_per_evicted"] is not None)
         steps, total = row["steps_us_per_chunk"], row["us_per_chunk"]
         assert list(steps) == list(STEPS)
         assert sum(step["mean"] for step in steps.values()) == pytest.approx(total["mean"], abs=0.1)

@@ -4,7 +4,6 @@ SGLang calls `load` in each of its processes (entry point `sglang.srt.plugins`).
 asked for: `activate` publishes the configuration, and the processes that SGLang spawns inherit it.
 """
 
-import copy
 import importlib.metadata
 import sys
 import types
@@ -99,8 +98,8 @@ def create_cache(context: Any) -> Any:
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
         if not context.enable_hierarchical_cache:
             return LazyRadixCache(context.params)
-        args = copy.copy(context.server_args)
-        args.hicache_storage_backend = None  # SGLang's own use of it; ours comes next
+        # Without storage, which SGLang would use in its own way: ours comes next.
+        args = types.SimpleNamespace(**{**vars(context.server_args), "hicache_storage_backend": None})
         cache = StoredHiRadixCache(context.params, args)
         if context.server_args.hicache_storage_backend is not None:
             connect_storage(cache, context.server_args, context.tp_worker.model_runner)

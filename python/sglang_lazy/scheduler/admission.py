@@ -158,17 +158,16 @@ class ChunkAdmission:
         """Lock the chunks of a parent cached at `nodes`, have those on the host loaded and the others produced; returns
         what must run first.
         """
-        was_admitted = state.chunks is not None
         if state.chunks is None:
             state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
         for i in self.store.enter_cached(state.chunks, nodes):
             state.loaded[i] = True
         nodes = state.chunks.nodes
-        if not was_admitted and state.policy.preamble == "lead" and None in nodes:
+        if state.policy.preamble == "lead" and None in nodes and None not in state.found_text:
             # Fills compute the leading text, too; in a later batch the request would find it in the cache.
             lead, extra_key = state.prompt.chunks[0].preamble, state.prompt.chunks[0].key.namespace.extra_key
-            state.found_text.setdefault(None, len(self.store.tree.find(lead, extra_key)[0]))
+            state.found_text[None] = len(self.store.tree.find(lead, extra_key)[0])
         slices = zip(state.prompt.chunks, nodes, strict=True)
         missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
         self.producer.produce(req, [chunk for key, chunk in missing.items() if key not in self.store.pending])
