@@ -5,8 +5,7 @@ import json
 
 from fastapi.responses import StreamingResponse
 
-from sglang_lazy.port.http import fail_before_stream
-from sglang_lazy.port.tokenizer_manager import REQUEST_SENT
+from sglang_lazy.port.streams import REQUEST_SENT, fail_before_stream
 
 ERROR = 'data: {"error": {"message": "the reason", "code": 413}}\n\n'
 
