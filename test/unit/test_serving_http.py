@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from sglang_lazy.port.streams import REQUEST_SENT, fail_before_stream
 
@@ -66,3 +66,36 @@ def test_without_a_sign_the_first_event_decides():
 
 def test_a_client_that_went_away():
     assert asyncio.run(fail_before_stream(streamed())).status_code == 499
+
+
+CREATED = 'event: response.created\ndata: {"type": "response.created"}\n\n'
+
+
+def refused(error, *later):
+    """The answer to a stream whose first event says nothing, and whose request is then refused with `error`."""
+
+    async def events():
+        yield CREATED
+        REQUEST_SENT.get().set_result(error)
+        for event in later:
+            yield event
+
+    async def ask():
+        response = await fail_before_stream(StreamingResponse(events()), refuse=PlainTextResponse)
+        return response.body if not isinstance(response, StreamingResponse) else await rest_of(response)
+
+    return asyncio.run(asyncio.wait_for(ask(), timeout=60))
+
+
+def test_an_opening_event_is_held_back_until_the_request_is_sent():
+    assert refused(ValueError("too long"), "failed") == b"too long"
+    assert refused(ValueError("too long")) == b"too long"
+    assert refused(None, "a", "b") == [CREATED, "a", "b"]
+
+
+def test_a_stream_that_ends_without_a_word_is_passed_on():
+    async def ask():
+        response = await fail_before_stream(streamed("a", "b"), refuse=PlainTextResponse)
+        return await rest_of(response)
+
+    assert asyncio.run(ask()) == ["a", "b"]

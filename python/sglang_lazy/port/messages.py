@@ -31,9 +31,10 @@ class Refused(BaseException):
 
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     """Around `AnthropicServing._convert_to_chat_completion_request`: the chat has the request's chunks and salt."""
-    chat = convert(serving, request)
     if not isinstance(request, MessagesRequest):
-        return chat
+        return convert(serving, request)
+    request.refuse_misplaced()
+    chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
     if not request.has_chunks and request.link is None:
         return chat
