@@ -1,10 +1,12 @@
 """Text that is a chunk: what separators, roles and Anthropic's blocks make of it, and which salt a request has."""
 
+import json
 import random
 
 import pytest
 
-from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.config import ENV_VAR
+from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import join_extra_key, salt_of
@@ -67,15 +69,25 @@ def test_without_a_separator_plain_text_stays_text(monkeypatch):
         is segments_in([5], "#")
         is None
     )
-    LazyConfig(chunk_separator="##", chunk_roles="tool,function").to_env()
-    try:
-        assert segments_in(["a##b##", "c"], None) == [
-            [{"type": "text", "text": "a"}, {"type": "chunk", "text": "b"}],
-            [{"type": "text", "text": "c"}],
-        ]
-        assert segments_in("a##b##", "") is None, "the request's own comes first"
-    finally:
-        monkeypatch.delenv("SGLANG_LAZY")
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##"}))
+    assert segments_in(["a##b##", "c"], None) == [
+        [{"type": "text", "text": "a"}, {"type": "chunk", "text": "b"}],
+        [{"type": "text", "text": "c"}],
+    ]
+    assert segments_in("a##b##", "") is None, "the request's own comes first"
+
+
+def test_a_request_comes_before_the_flags(monkeypatch):
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool,function"}))
+
+    def chunks(role, **fields):
+        message = {"role": role, "content": "a##b##c", "tool_call_id": "1"}
+        request = ChatRequest.model_validate({"messages": [message], **fields})
+        return [part["text"] for part in request._chunk_parts.parts]
+
+    assert chunks("user") == ["b"] and chunks("tool") == ["a", "b", "c"]
+    assert chunks("user", chunk_roles=["user"]) == ["a", "b", "c"] and chunks("tool", chunk_roles=[]) == ["b"]
+    assert chunks("tool", chunk_separator="") == ["a##b##c"] and chunks("user", chunk_separator="") == []
 
 
 def test_chunks_of_an_earlier_turn():
