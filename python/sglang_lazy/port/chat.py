@@ -41,7 +41,7 @@ class MessagesWithChunks(BaseModel):
         config, separator, roles = LazyConfig.current(), data.get("chunk_separator"), data.get("chunk_roles")
         chunk_parts = ChunkParts(
             separator if isinstance(separator, str) else config.chunk_separator,
-            roles if isinstance(roles, list) else config.chunk_roles.split(","),
+            roles if isinstance(roles, list) else [role for role in config.chunk_roles.split(",") if role],
             cls.blocks,
         )
         request = handler(cls.take_chunks(data, chunk_parts))
@@ -59,8 +59,7 @@ class MessagesWithChunks(BaseModel):
 
     def refuse_without_chunks(self) -> None:
         """Raise ValueError if fields that belong to chunks come without any."""
-        # Where roles or a separator say what is a chunk, the first turns may have none.
-        if self.link is not None and not self.chunk_roles and not self.chunk_separator:
+        if self.link is not None and not self._chunk_parts.of_text:
             raise ValueError("link needs a prompt with chunk parts")
 
     def refuse_misplaced(self) -> None:

@@ -7,7 +7,7 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
 from sglang_lazy.serving.requests import refuse_salt, to_generate_args
-from sglang_lazy.serving.text import segments_in
+from sglang_lazy.serving.text import chosen_separator, segments_in
 
 _STAND_IN = "segments"
 """The prompt that SGLang sees while it checks a request whose prompt is given as segments."""
@@ -45,7 +45,7 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     if not isinstance(request, CompletionsRequest):
         return convert(serving, request, raw_request)
     if request.segments is None:
-        if request.link is not None and not request.chunk_separator:
+        if request.link is not None and not chosen_separator(request.chunk_separator):
             raise ValueError("link needs a prompt given as segments")
         return convert(serving, request, raw_request)
     _check(serving, request)

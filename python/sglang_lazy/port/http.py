@@ -26,7 +26,7 @@ from sglang_lazy.serving.requests import (
     salt_of,
     to_generate_args,
 )
-from sglang_lazy.serving.text import segments_in
+from sglang_lazy.serving.text import chosen_separator, segments_in
 
 
 @dataclasses.dataclass
@@ -54,7 +54,7 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
         elif obj.text is not None:
             raise ValueError("both segments and text are given: a prompt is one or the other")
         if obj.segments is None:
-            refuse_without_segments(obj.cache_salt, None if obj.chunk_separator else obj.link)
+            refuse_without_segments(obj.cache_salt, None if chosen_separator(obj.chunk_separator) else obj.link)
             plain.extra_key = join_extra_key(salt, obj.extra_key)
         else:
             refuse_salt(await request.json())
@@ -121,7 +121,7 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
     except ValueError as error:
         return serving.create_error_response(str(error))
     response = await http_server.v1_responses_request(request, raw_request)
-    return await fail_before_stream(response, serving.create_error_response)
+    return await fail_before_stream(response, serving.create_error_response) if request.has_chunks else response
 
 
 async def messages(request: MessagesRequest, raw_request: Request) -> Any:

@@ -40,6 +40,5 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
         return chat
     # As SGLang left it: validated again, fields that it has set meanwhile might be taken for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
-    ours.chunk_roles, ours.chunk_separator = request.chunk_roles, request.chunk_separator
     ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused
     return ours

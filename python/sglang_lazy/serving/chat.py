@@ -31,9 +31,14 @@ class ChunkParts:
     ):
         self.parts: list[Mapping[str, Any]] = []
         self.names: list[str] = []
-        self.separator, self.roles, self._blocks = separator, roles, blocks or {}
+        self._separator, self._roles, self._blocks = separator, roles, blocks or {}
         self._nonce = secrets.token_hex(16)
         self._indices: dict[str, int] = {}
+
+    @property
+    def of_text(self) -> bool:
+        """Whether text may be a chunk; then the first turns of a conversation may have none yet."""
+        return bool(self._separator or self._roles)
 
     def take_from(self, messages: Any, field: str = "messages") -> Any:
         """A copy of `messages` in which placeholders replace the chunks. field: their name in the request's body."""
@@ -80,8 +85,8 @@ class ChunkParts:
             raise ValueError(f"{name}: {error}") from None
 
     def _take_from_text(self, text: str, name: str, role: Any) -> str:
-        pieces = text.split(self.separator) if self.separator else [text]
-        between = range(len(pieces)) if role in self.roles else range(1, len(pieces) - 1)
+        pieces = text.split(self._separator) if self._separator else [text]
+        between = range(len(pieces)) if role in self._roles else range(1, len(pieces) - 1)
         for index in between:
             if pieces[index]:
                 pieces[index] = self._take({"type": "chunk", "text": pieces[index]}, name)

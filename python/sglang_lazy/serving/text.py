@@ -10,11 +10,16 @@ def segments_in(prompt: Any, separator: str | None) -> list[Any] | None:
 
     separator: the request's; None for the server's, empty for none.
     """
-    separator = LazyConfig.current().chunk_separator if separator is None else separator
+    separator = chosen_separator(separator)
     texts = prompt if isinstance(prompt, list) else [prompt]
     if not separator or not all(isinstance(text, str) for text in texts) or separator not in "".join(texts):
         return None
     return [_split(text, separator) for text in texts] if isinstance(prompt, list) else _split(prompt, separator)
+
+
+def chosen_separator(separator: str | None) -> str:
+    """The request's separator, or the server's if it names none; empty for none."""
+    return LazyConfig.current().chunk_separator if separator is None else separator
 
 
 def _split(text: str, separator: str) -> list[dict[str, str]]:
