@@ -50,7 +50,7 @@ FRAMEWORKS := $(VENV)/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready-$(shell sha256sum examples/frameworks/requirements.txt | cut -c1-12)
 
 examples-smoke: $(FRAMEWORKS_READY) # the clients of examples/frameworks against a tiny server
-	$(BIN)/python .ci/frameworks.py $(FRAMEWORKS)/bin/python
+	$(BIN)/python .ci/clients.py $(FRAMEWORKS)/bin/python
 
 $(FRAMEWORKS_READY): $(READY)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)

@@ -15,7 +15,9 @@ def search_result(block: Mapping[str, Any]) -> str:
 def document(block: Mapping[str, Any]) -> str:
     """The text of a `document` block. Raises ValueError for a source that is not text."""
     source = block.get("source")
-    kind = source.get("type") if isinstance(source, Mapping) else None
+    if not isinstance(source, Mapping):
+        source = {}
+    kind = source.get("type")
     if kind == "text":
         content = source["data"] if isinstance(source.get("data"), str) else ""
     elif kind == "content":
