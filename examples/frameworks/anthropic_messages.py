@@ -22,4 +22,4 @@ for order in orders():
         extra_body={"link": "block"},
     )
     print(repr(message.content[0].text))
-    print("cached tokens:", message.usage.cache_read_input_tokens)
+    print("cached tokens:", message.usage.cache_read_input_tokens or 0)

@@ -93,6 +93,16 @@ def test_an_opening_event_is_held_back_until_the_request_is_sent():
     assert refused(None, "a", "b") == [CREATED, "a", "b"]
 
 
+def test_the_event_of_a_refused_request_is_waited_for():
+    async def events():
+        REQUEST_SENT.get().set_result(ValueError("the reason"))
+        await asyncio.sleep(0.01)
+        yield ERROR
+
+    response = asyncio.run(fail_before_stream(StreamingResponse(events())))
+    assert response.status_code == 413
+
+
 def test_a_stream_that_ends_without_a_word_is_passed_on():
     async def ask():
         response = await fail_before_stream(streamed("a", "b"), refuse=PlainTextResponse)

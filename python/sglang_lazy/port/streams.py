@@ -47,10 +47,12 @@ async def fail_before_stream(response: Any, refuse: Callable[[str], Response] | 
         if refuse is None or sent.done() or first.result() is None:
             break
         opening.append(first.result())
-    if refuse is not None and sent.done() and sent.result() is not None:
-        await first  # a generator that runs cannot be closed
-        await events.aclose()
-        return refuse(str(sent.result()))
+    refused = sent.result() if sent.done() else None
+    if refused is not None:
+        await asyncio.wait((first,))  # the event that says so follows; a generator that runs cannot be closed
+        if refuse is not None:
+            await events.aclose()
+            return refuse(str(refused))
     if first.done():
         if first.result() is None and not opening:  # the client went away
             return Response(status_code=499)
