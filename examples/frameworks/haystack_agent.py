@@ -17,4 +17,5 @@ for order in orders():
     question = ChatMessage.from_user(QUESTION)
     (reply,) = generator.run([question, ChatMessage.from_assistant(tool_calls=calls), *results])["replies"]
     print(repr(reply.text))
-    print("cached tokens:", reply.meta["usage"]["prompt_tokens_details"]["cached_tokens"])
+    details = reply.meta["usage"]["prompt_tokens_details"]  # None where nothing was cached
+    print("cached tokens:", details["cached_tokens"] if details else 0)

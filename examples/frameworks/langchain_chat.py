@@ -18,4 +18,4 @@ for order in orders():
         [SystemMessage("Answer from the documents."), HumanMessage([*parts, {"type": "text", "text": QUESTION}])]
     )
     print(repr(answer.content))
-    print("cached tokens:", answer.usage_metadata["input_token_details"].get("cache_read", 0))
+    print("cached tokens:", answer.usage_metadata.get("input_token_details", {}).get("cache_read", 0))

@@ -23,4 +23,5 @@ for order in orders():
         ]
     )
     print(repr(response.message.content))
-    print("cached tokens:", response.raw.usage.prompt_tokens_details.cached_tokens)
+    details = response.raw.usage.prompt_tokens_details  # None where nothing was cached
+    print("cached tokens:", details.cached_tokens if details else 0)
