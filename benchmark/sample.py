@@ -8,6 +8,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SAMPLE = EXAMPLES / "data" / "2wiki_sample.jsonl"
 WORLDS = EXAMPLES / "data" / "worlds_sample.jsonl"
 TRAINED = EXAMPLES / "models" / "tiny-rag"
+STOCK = EXAMPLES / "models" / "leaning-stock"
 
 
 def load_sample(path: Path = SAMPLE) -> list[dict]:

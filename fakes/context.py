@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
 
+import torch
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import ServerArgs
@@ -23,6 +24,7 @@ def published(device: str = "cpu") -> Iterator[None]:
     try:
         with (
             mock.patch.object(parallel_state, "_TP", group),
+            mock.patch.object(torch.distributed, "get_world_size", lambda group=None: 1),
             runtime_context.get_parallel().override(tp_rank=0, attn_cp_size=1),
         ):
             yield

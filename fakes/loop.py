@@ -1,12 +1,14 @@
 """The scheduler over recording pools, checked after every step, and what tests ask of it."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
 
 from fakes.recorder import RecordingPools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import fill_of, linked
 from sglang_lazy.port import scheduler as hooks
 
@@ -15,7 +17,9 @@ QUESTION = (TEXT, (15,))
 
 
 class Loop(Scheduler):
-    """link: the policy of requests that do not name another.  max_fill_tokens: of fills of several chunks."""
+    """link: the policy of requests that do not name another.  max_fill_tokens: of fills of several chunks.
+    pools: options of the pools.
+    """
 
     def __init__(
         self,
@@ -24,10 +28,10 @@ class Loop(Scheduler):
         chunked_prefill_size: int = 64,
         overlap: bool = False,
         link: str = "block",
-        eviction_policy: str = "lru",
         max_fill_tokens: int | None = None,
+        **pools: Any,
     ):
-        pools = RecordingPools(pool_size, eviction_policy=eviction_policy)
+        pools = RecordingPools(pool_size, **pools)
         super().__init__(pools, chunked_prefill_size=chunked_prefill_size, overlap=overlap)
         self.store, self.producer, self.link = self.tree_cache.store, self.admission.producer, link
         self.producer.max_tokens = max_fill_tokens or chunked_prefill_size
@@ -59,12 +63,16 @@ class Loop(Scheduler):
     def counts(self, req: Req) -> tuple[int, int, int]:
         """What results say of `req`: cached tokens, those of them in chunks, and the hit mask."""
         details = hooks.cached_tokens_details(req, linked(req))
-        assert details["device"] == req.cached_tokens
+        assert details["device"] + details["host"] + details.get("storage", 0) == req.cached_tokens
         return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
 
     def resident(self, req: Req) -> list[bool]:
         """Whether each chunk that `req` uses is resident."""
-        return [self.store.find(chunk) is not None for chunk in linked(req).prompt.chunks]
+        return [state is ChunkState.RESIDENT for state in self.states(req)]
+
+    def states(self, req: Req) -> list[ChunkState]:
+        """Where each chunk is that `req` uses."""
+        return [self.store.state(chunk) for chunk in linked(req).prompt.chunks]
 
 
 def fill_tokens(reqs: Iterable[Req]) -> list[list[tuple[int, ...]]]:

@@ -1,16 +1,20 @@
 """SGLang's pools and a cache over them, on the CPU unless asked for; and forward passes that compute nothing."""
 
+import copy
 import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache import hiradix_cache
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.runtime_context import get_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.requests import VOCAB_SIZE
@@ -18,14 +22,24 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.host_pool import CpuHostPool
 from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.storage import ChunkObjects, StoredHiRadixCache
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
 
 
 class Pools:
-    """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it."""
+    """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it.
+
+    host_size: slots of a host tier; without one if 0.
+    storage: what stands for SGLang's storage backend behind it.
+    """
+
+    objects_class = ChunkObjects
+
+    host_pool_class = CpuHostPool
 
     def __init__(
         self,
@@ -38,18 +52,32 @@ class Pools:
         eviction_policy: str = "lru",
         cache_class: type[RadixCache] = LazyRadixCache,
         device: str = "cpu",
+        host_size: int = 0,
+        write_policy: str = "write_through",
+        storage: Any = None,
     ):
-        self.slots = self.new_slots(size, device)
+        kv = MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
+        self.keys, self.values = kv.k_buffer[0], kv.v_buffer[0]
+        self.slots = self.new_slots(size, device, kv)
         self.rows = ReqToTokenPool(num_rows, context_len, device, enable_memory_saver=False)
-        self.cache = cache_class(
-            CacheInitParams(
-                disable=False,
-                req_to_token_pool=self.rows,
-                token_to_kv_pool_allocator=self.slots,
-                page_size=1,
-                eviction_policy=eviction_policy,
-            )
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.slots,
+            page_size=1,
+            eviction_policy=eviction_policy,
         )
+        self.has_tiers, self.slow = host_size > 0, False
+        if self.has_tiers:
+            flags = copy.copy(get_server_args())
+            flags.hicache_ratio, flags.hicache_write_policy = (host_size - 1) / size, write_policy  # SGLang adds one
+            with mock.patch.object(hiradix_cache, "get_mha_host_pool_cls", lambda _pool: self.host_pool_class):
+                self.cache = StoredHiRadixCache(params, flags)
+            self.cache.objects_class = self.objects_class
+            if storage is not None:
+                self.cache.connect(storage, lambda: b"model")
+        else:
+            self.cache = cache_class(params)
         if isinstance(self.cache, LazyRadixCache):
             num_rows = len(self.rows.req_to_token)
             self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device))
@@ -62,6 +90,7 @@ class Pools:
         )
         self.runner = types.SimpleNamespace(
             req_to_token_pool=self.rows,
+            token_to_kv_pool=kv,
             model_config=self.model_config,
             ps=types.SimpleNamespace(tp_size=1),
             device=device,
@@ -69,16 +98,28 @@ class Pools:
         )
         self.runner.model.layers, self.runner.model.end_layer = range(2), 2
 
-    def new_slots(self, size: int, device: str) -> TokenToKVPoolAllocator:
-        return TokenToKVPoolAllocator(size, torch.bfloat16, device, None, need_sort=False)
+    def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> TokenToKVPoolAllocator:
+        return TokenToKVPoolAllocator(size, torch.float32, device, kv, need_sort=False)
 
     def new_model(self, device: str) -> ServedModel:
         """A model of two layers, whose keys are numbers that no rotation changes; no values are kept."""
         table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
-        self.keys = torch.zeros(self.slots.size + 1, 1, 2, device=device)
         kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
         return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: rope, 1: rope}, kernels)
+
+    def flush(self) -> None:
+        """What SGLang does when its cache is flushed."""
+        self.cache.reset()
+        self.rows.clear()
+        self.slots.clear()
+
+    def take_acknowledgements(self) -> None:
+        """What was copied or stored has arrived, unless storage is `slow`."""
+        if self.has_tiers:
+            if self.cache.objects is not None and not self.slow:
+                self.cache.objects.settle()
+            self.cache.check_hicache_events()
 
     def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:
         """A batch whose requests are about to compute their `extend_range`."""

@@ -5,11 +5,13 @@ import itertools
 import zlib
 from array import array
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from fakes.attention import attend
@@ -19,6 +21,8 @@ from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port.host_pool import CpuHostPool
+from sglang_lazy.port.storage import ChunkObjects
 
 NOT_COMPUTED = "not computed"
 
@@ -29,6 +33,7 @@ class Slots(TokenToKVPoolAllocator):
     def __init__(self, *args: Any, **kwargs: Any):
         self.contents: dict[int, Any] = {}
         super().__init__(*args, **kwargs)
+        self._kvcache.slots = self
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         slots = super().alloc(need_size)
@@ -48,6 +53,54 @@ class Slots(TokenToKVPoolAllocator):
     def compute(self, slot: int, content: Any) -> None:
         assert self.contents[slot] == NOT_COMPUTED
         self.contents[slot] = content
+
+
+class HostSlots(CpuHostPool):
+    """The host's memory, with what was copied into each slot."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.contents: dict[int, Any] = {}
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        slots = super().alloc(need_size)
+        if slots is not None:
+            self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
+        return slots
+
+    def free(self, indices: torch.Tensor) -> int:
+        for slot in indices.tolist():
+            del self.contents[slot]
+        return super().free(indices)
+
+    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
+        for host_slot, slot in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
+            self.contents[host_slot] = device_pool.slots.contents[slot]
+            assert self.contents[host_slot] != NOT_COMPUTED, f"slot {slot} is copied to the host before it is computed"
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
+
+    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
+        if layer_id == self.layer_num - 1:
+            for host_slot, slot in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
+                device_pool.slots.compute(slot, self.contents[host_slot])
+        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
+
+
+class RecordingObjects(ChunkObjects):
+    """Stored chunks, with what was computed into them."""
+
+    contents: ClassVar[dict[bytes, list]] = {}
+
+    def _write(self, name: bytes, slots: torch.Tensor) -> bool:
+        self.contents[name] = [self.pool.contents[slot] for slot in slots.tolist()]
+        assert NOT_COMPUTED not in self.contents[name], "stored before it is computed"
+        return super()._write(name, slots)
+
+    def _read(self, name: bytes, slots: torch.Tensor) -> bool:
+        found = super()._read(name, slots)
+        if found:
+            self.pool.contents.update(zip(slots.tolist(), self.contents[name], strict=True))
+        return found
 
 
 class RecordingPools(Pools):
@@ -72,8 +125,15 @@ class RecordingPools(Pools):
         self._seen = [req for req in self._seen if req.req_pool_idx is not None]
         return self._seen
 
-    def new_slots(self, size: int, device: str) -> Slots:
-        return Slots(size, torch.float32, device, None, need_sort=False)
+    host_pool_class, objects_class = HostSlots, RecordingObjects
+
+    def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> Slots:
+        return Slots(size, torch.float32, device, kv, need_sort=False)
+
+    @property
+    def copying(self) -> bool:
+        """Whether KV is on its way between device and host."""
+        return self.has_tiers and bool(self.cache.ongoing_write_through or self.cache.ongoing_load_back)
 
     # Forward passes
 
@@ -119,10 +179,13 @@ class RecordingPools(Pools):
         state = linked(req)
         for span in () if state is None or state.recomputes else state.prompt.spans:
             if span.namespace is not None:
-                kind, extra_key, salt, path = req.contents[span.ranges[-1][0]]
-                ends = [0, *(end for _, end in span.ranges)]
-                between = [path[end:start] for end, (start, _) in zip(ends, span.ranges, strict=False)]
-                lens = [end - start for start, end in span.ranges[:-1]]
+                runs = [
+                    run.tolist() for run in np.split(span.positions, np.flatnonzero(np.diff(span.positions) > 1) + 1)
+                ]
+                kind, extra_key, salt, path = req.contents[runs[-1][0]]
+                ends = [0, *(run[-1] + 1 for run in runs)]
+                between = [path[end : run[0]] for end, run in zip(ends, runs, strict=False)]
+                lens = [len(run) for run in runs[:-1]]
                 before = (extra_key, salt, between, lens)
                 known = self.paths.get(span.namespace, before)
                 # Nothing stands behind the last kept token where another chunk does: then less is named.
@@ -153,8 +216,8 @@ class RecordingPools(Pools):
         """Every slot is free, in exactly one tree node, or owned by one running request."""
         places = [*self.slots.free_pages.tolist(), *self.slots.release_pages.tolist()]
         for node, _, _ in self.nodes():
-            assert len(node.value) == len(node.key)
-            places += node.value.tolist()
+            assert node.evicted or len(node.value) == len(node.key)
+            places += [] if node.evicted else node.value.tolist()
         for req in self.running:
             row = self.rows.req_to_token[req.req_pool_idx]
             places += row[req.cache_protected_len : req.kv_committed_len].tolist()
@@ -163,6 +226,26 @@ class RecordingPools(Pools):
             if (state := linked(req)) is not None and state.own is not None:
                 places += state.own.slots.tolist()
         assert sorted(places) == list(range(1, self.slots.size + 1))
+        if self.has_tiers:
+            self.check_host_slots()
+
+    def check_host_slots(self) -> None:
+        """Every slot of the host is free or in one tree node; what is above a copy has one, and the same of slots."""
+        pool, root = self.cache.token_to_kv_pool_host, self.cache.root_node
+        places = torch.cat([pool.free_slots, *pool.release_slots]).tolist()
+        places += [slot for _, slots in self.cache.store.fetching.values() for slot in slots.tolist()]
+        leaves = set()
+        for node, _, _ in self.nodes():
+            assert not (node.evicted and not node.backuped), "a node without KV is in the tree"
+            assert node.parent is root or node.evicted or not node.parent.evicted
+            assert node.parent is root or node.parent.backuped or not node.backuped
+            if node.backuped:
+                assert len(node.host_value) == len(node.key)
+                places += node.host_value.tolist()
+            if node.evicted and not node.children:
+                leaves.add(node)
+        assert sorted(places) == list(range(pool.size))
+        assert self.cache.evictable_host_leaves == leaves
 
     def check_locks(self, holders: Iterable[Req]) -> None:
         """A node is locked once by each user at or below it; the sizes and the leaves say what the locks say.
@@ -178,6 +261,9 @@ class RecordingPools(Pools):
         ).items():
             assert chunks.num_locks == num_locks
             held += [node for node in chunks.nodes if node is not None]
+        if self.has_tiers:
+            held += self.cache.ongoing_load_back.values()
+            held += [node for node, _, _ in self.cache.ongoing_write_through.values()]
         for node in held + self.waiting_locks:
             while node is not self.cache.root_node:
                 users[node] += 1
@@ -188,9 +274,9 @@ class RecordingPools(Pools):
             assert node.lock_ref == users.pop(node, 0)
             if node.lock_ref:
                 protected += len(node.key)
-            else:
+            elif not node.evicted:
                 evictable += len(node.key)
-                if not node.children:
+                if all(child.evicted for child in node.children.values()):
                     leaves.add(node)
         assert not users, "a request holds nodes that left the tree"
         assert (self.cache.evictable_size(), self.cache.protected_size()) == (evictable, protected)
@@ -202,9 +288,16 @@ class RecordingPools(Pools):
         for node, namespace, before in self.nodes():
             tokens = before + tuple(node.key.token_ids)
             ends[namespace, tokens_digest(array("q", tokens))] = node
-            for i, slot in enumerate(node.value.tolist(), len(before)):
-                assert self.slots.contents[slot] == self._promise(namespace, tokens[: i + 1])
-        for key, chunk in self.cache.store._resident.items():
+            promises = [self._promise(namespace, tokens[: i + 1]) for i in range(len(before), len(tokens))]
+            if not node.evicted:
+                contents = [self.slots.contents[slot] for slot in node.value.tolist()]
+                assert all(pair[0] == pair[1] for pair in zip(contents, promises, strict=True)) or (
+                    set(contents) == {NOT_COMPUTED} and self.cache.loading(node)
+                )
+            if node.backuped:
+                copies = self.cache.token_to_kv_pool_host.contents
+                assert [copies[slot] for slot in node.host_value.tolist()] == promises
+        for key, chunk in self.cache.store._cached.items():
             assert ends[key.namespace, key.tokens] is chunk.node
 
     def _promise(self, namespace: Any, tokens: tuple[int, ...]) -> tuple:

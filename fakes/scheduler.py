@@ -92,7 +92,9 @@ class Scheduler:
 
     def is_fully_idle(self) -> bool:
         last_done = self.last_batch is None or self.last_batch.is_empty()
-        return last_done and self.running_batch.is_empty() and not (self.chunked_req or self.waiting_queue)
+        cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
+        copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
+        return last_done and self.running_batch.is_empty() and idle and not copying
 
     def next_batch(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
@@ -124,6 +126,7 @@ class Scheduler:
 
     def form_batch(self, _delayer: None, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         """As `Scheduler._get_new_batch_prefill_raw`."""
+        self.pools.take_acknowledgements()
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None, running_batch
         ratio = self.new_token_ratio_tracker.current
@@ -153,6 +156,8 @@ class Scheduler:
             self.chunked_req.inflight_middle_chunks += 1
         with self.clock("batch"):
             batch = self.pools.new_batch(adder.can_run_list, self.chunked_req, self.overlap)
+            if self.pools.has_tiers:
+                batch.hicache_consumer_index = self.tree_cache.ready_to_load_host_cache()
             self.pools.assign_rows(batch)
         with self.clock("segments"):
             self.pools.launch(batch)

@@ -41,6 +41,8 @@ class Steps(RecordingPools):
 
     def arrive(self, req: Req) -> None:
         self.cache.admission.arrival.receive(req)
+        if self.store.fetching:
+            self.take_acknowledgements()
 
     def begin(self, req: Req, num_tokens: int = ALL) -> bool:
         """Make the chunks of a request that has arrived resident, match it, and compute up to `num_tokens`."""
@@ -60,9 +62,7 @@ class Steps(RecordingPools):
         return begun
 
     def _enter(self, chunks: ChunkNodes, slices: Sequence[ChunkSlice]) -> None:
-        for i, chunk in enumerate(slices):
-            if chunks.nodes[i] is None and (node := self.store.find(chunk)) is not None:
-                self.store.enter(chunks, i, node)
+        self.store.enter_cached(chunks, [self.store.find(chunk) for chunk in slices])
 
     def _match(self, req: Req, num_tokens: int) -> bool:
         req.init_next_round_input(self.cache)
@@ -104,6 +104,8 @@ class Steps(RecordingPools):
         req.set_extend_range(start, end)
         in_pieces = end < len(req.full_untruncated_fill_ids)
         self.batches[req] = batch = self.new_batch([req], chunked_req=req if in_pieces else None)
+        if self.has_tiers:
+            batch.hicache_consumer_index = self.cache.ready_to_load_host_cache()
         self.assign_rows(batch)
         self.launch(batch)
         return True
@@ -138,8 +140,3 @@ class Steps(RecordingPools):
     def release(self, req: Req, is_insert: bool = True) -> None:
         release_kv_cache(req, self.cache, is_insert)
         del self.batches[req]
-
-    def flush(self) -> None:
-        self.cache.reset()
-        self.rows.clear()
-        self.slots.clear()

@@ -1,15 +1,27 @@
 """What a policy's spec keeps of a prompt: `block`, `full`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
 
-For studies, `base` takes the name of a preamble (`preamble=list`), `query` its layers (`layers=0-9`, `layers=3.7.11`),
-and `static` a score of `statics.py`. Without these each chooses as a server does.
+For studies, `base` takes the name of a preamble (`preamble=list`), `query` its layers (`layers=0-9`, `layers=3.7.11`)
+and a window (`window=7`: a token counts as much as the best one of its chunk within three), and `static` a score of
+`statics.py`. Without these each chooses as a server does.
 """
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from benchmark.policies.statics import STATICS
-from oracle.policies import PolicyOracle, Ranges, epic, keep_all_but, leading_text, without_best_of_each
+from oracle.policies import (
+    PolicyOracle,
+    Ranges,
+    chunk_spans,
+    epic,
+    keep_all_but,
+    leading_text,
+    without_best,
+    without_best_of_each,
+)
 from oracle.segments import Segment, chunk, text, token_ids
 from sglang_lazy.core.policy import Policy, TrainedTokens
 from sglang_lazy.policies import get_policy
@@ -57,7 +69,9 @@ class Spec:
         ratio = float(self.options["ratio"])
         if self.name == "query":
             num_layers = oracle.model.config.num_hidden_layers
-            return oracle.query(segments, ratio, parse_layers(self.options.get("layers"), num_layers), preamble)
+            layers = parse_layers(self.options.get("layers"), num_layers)
+            scores = best_nearby(segments, oracle.query_scores(segments, layers, preamble), self.options.get("window"))
+            return without_best(segments, scores, ratio)
         if self.name == "blend":
             return oracle.blend(segments, ratio, preamble)
         scores = STATICS[self.options.get("score", "small_keys")](oracle, segments, preamble, preambles[SERVER])
@@ -95,6 +109,14 @@ def parse_layers(layers: str | None, num_layers: int) -> list[int]:
         low, high = map(int, layers.split("-"))
         return list(range(low, high + 1))
     return [int(layer) for layer in layers.split(".")]
+
+
+def best_nearby(segments: list[Segment], scores: torch.Tensor, window: str | None) -> torch.Tensor:
+    """The highest score of the `window` (odd) candidates of its chunk around each candidate, [n]."""
+    if window is None:
+        return scores
+    chunks = scores.split([end - start for start, end in chunk_spans(segments) if start < end])
+    return torch.cat([torch.nn.functional.max_pool1d(c[None], int(window), 1, int(window) // 2)[0] for c in chunks])
 
 
 def around(segments: list[Segment], policy: Policy, trained: TrainedTokens) -> list[Segment]:

@@ -137,19 +137,17 @@ def imports(rng: random.Random, split: Split, num_documents: int, similar: float
     draft = Draft(rng, split, num_documents, similar)
     defined: list[tuple[str, str, str, list[int]]] = []  # file, name in it, value, the files that it takes
     for index, file in enumerate(draft.people):
-        names = iter(rng.sample(DISHES, 4))
         lines, new = [], []
         if index == 0 or rng.random() < 0.4:
-            for name in (next(names), next(names)):
+            for name in rng.sample(DISHES, 2):
                 thing = draft.thing()
                 lines.append(f"let {name} = {thing};")
                 new.append((file, name, thing, [index]))
         else:
-            for name in (next(names) for _ in range(rng.randint(1, 2))):
-                other, theirs, thing, gold = rng.choice([one for one in defined if len(one[3]) < 3])
-                lines.append(f"from {other} import {theirs} as {name};")
-                new.append((file, name, thing, [*gold, index]))
-                draft.ask(f"What is {name} in {file}?", thing, new[-1][3], hops=len(gold))
+            other, name, thing, gold = rng.choice([one for one in defined if len(one[3]) < 3])
+            lines.append(f"from {other} import {name};")
+            new.append((file, name, thing, [*gold, index]))
+            draft.ask(f"What is {name} in {file}?", thing, new[0][3], hops=len(gold))
         draft.add(f"File {file}", *lines)
         defined += new
     return draft.world if draft.world.single_hop else imports(rng, split, num_documents, similar)

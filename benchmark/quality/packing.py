@@ -28,7 +28,11 @@ IGNORED, CONTEXT, ANSWER = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """What the worlds of a row are like. block_share: those under the block mask; the others are under the full one."""
+    """What the worlds of a row are like.
+
+    families: drawn from with equal odds, so one that is named twice comes twice as often. block_share: those under the
+    block mask; the others are under the full one.
+    """
 
     documents: tuple[int, int]
     families: tuple[str, ...] = ("people",)

@@ -41,11 +41,17 @@ class Recipe:
     two_hop_share: float = 0.5
     hard_share: float = 0.5
     block_share: float = 0.5
+    start: str = ""  # the folder of the model whose weights training begins with
     seed: int = 0
+
+    @property
+    def grown(self) -> float:
+        """The step from which worlds have their full size: the first one, where training goes on with a model."""
+        return 0 if self.start else self.grow * self.steps
 
     def mix(self, step: int) -> Mix:
         """What the worlds of a step are like."""
-        progress = min(1.0, step / (self.grow * self.steps))
+        progress = min(1.0, step / self.grown) if self.grown else 1.0
         low, high = (round(between(pair, progress)) for pair in zip(self.first_documents, self.documents, strict=True))
         similar = between(self.similar, progress)
         return Mix(
@@ -60,8 +66,7 @@ class Recipe:
 
     def weight(self, step: int) -> float:
         """The context's weight in a step's loss: constant while the number of documents grows, then falling."""
-        grown = self.grow * self.steps
-        return between(self.context_weight, max(0.0, step - grown) / (self.steps - grown))
+        return between(self.context_weight, max(0.0, step - self.grown) / (self.steps - self.grown))
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: a linear warm-up, then half a cosine down to a twentieth."""

@@ -3,6 +3,7 @@
     python -m benchmark.quality.train --out tiny-rag                       # half of the worlds under each mask
     python -m benchmark.quality.train --out tiny-stock --mask full
     python -m benchmark.quality.train --out leaning-stock --mask full --world leaning
+    python -m benchmark.quality.train --out leaning-block --world leaning --start leaning-stock
 
 Training stops after `--minutes` and resumes when the command is repeated; the data of a step depend only on the seed
 and the step's number. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -106,8 +108,12 @@ class Trainer:
         return self.directory / "checkpoint.pt"
 
     def resume(self) -> None:
-        """Resume from the checkpoint, if there is one. Raises ValueError if it was made by another recipe."""
+        """Resume from the checkpoint or, if there is none, begin with the weights that the recipe starts from. Raises
+        ValueError if the checkpoint was made by another recipe."""
         if not self.checkpoint.exists():
+            if self.recipe.start:
+                weights = load_file(Path(self.recipe.start) / "model.safetensors")
+                self.model.load_state_dict({name: weight.float() for name, weight in weights.items()})
             return
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         if saved["recipe"] != repr(self.recipe):
@@ -146,7 +152,9 @@ class Trainer:
         """Exact match on questions about held-out names, by mask, family and hops."""
         encode, results = Encoder(self.tokenizer), {}
         for mask, block_share in (("full", 0), ("block", 1)):
-            for family, hops in ((name, hops) for name in self.recipe.families for hops in FAMILIES[name].hops):
+            for family, hops in (
+                (name, hops) for name in dict.fromkeys(self.recipe.families) for hops in FAMILIES[name].hops
+            ):
                 mix = Mix(documents, (family,), self.recipe.questions, hops - 1, block_share=block_share, bos_share=1)
                 right = []
                 for number in range(num_rows):
@@ -222,6 +230,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=recipe.rows, help="of a step; default: %(default)s")
     parser.add_argument("--mask", choices=list(BLOCK_SHARES), default="mixed", help="default: half under each")
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
+    parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families that come more often")
+    parser.add_argument("--start", default="", help="folder of the model to go on with")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
@@ -238,7 +248,8 @@ def main() -> None:
         rows=args.rows,
         learning_rate=args.learning_rate,
         block_share=BLOCK_SHARES[args.mask],
-        families=WORLDS[args.world],
+        families=(*WORLDS[args.world], *args.more),
+        start=args.start,
         seed=args.seed,
     )
     trainer = Trainer(

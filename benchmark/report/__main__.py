@@ -23,6 +23,7 @@ from benchmark.report.policies import (
     policies_answers,
     policies_by_group,
     policies_by_length,
+    policies_matches,
     policies_paired,
 )
 from benchmark.report.runs import runs
@@ -35,7 +36,15 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{
         kind.__name__.replace("_", "-"): kind
-        for kind in (policies, policies_by_group, policies_by_length, policies_answers, policies_paired, policy_costs)
+        for kind in (
+            policies,
+            policies_by_group,
+            policies_by_length,
+            policies_answers,
+            policies_matches,
+            policies_paired,
+            policy_costs,
+        )
     },
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},

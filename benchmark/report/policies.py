@@ -99,6 +99,21 @@ def policies_answers(sources: list[Path]) -> str:
     return table(["policy", "prompts", "exact match", "F1"], body)
 
 
+def policies_matches(sources: list[Path]) -> str:
+    """Exact match by data set, of the policies that answered all prompts greedily."""
+    lines = load(sources)
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    body = []
+    for name, answered in lines.items():
+        if {prompt for prompt, line in answered.items() if "em" in line} == set(lines["full"]):
+            found = row(name, lines)
+            right = [sum(line["em"] for prompt, line in answered.items() if prompt[0] == group) for group in sizes]
+            shares = [f"{count / size:.0%}" for count, size in zip(right, sizes.values(), strict=True)]
+            body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), *shares])
+    heads = [f"{group}, {size}" for group, size in sizes.items()]
+    return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", *heads], body)
+
+
 def common(lines: Lines, study: str = "") -> Lines:
     """The policies of a study, or all that answered what `block` did; over the prompts that all of them answered."""
     whole = {name for name in lines if lines[name].keys() >= lines["block"].keys()}

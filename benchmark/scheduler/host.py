@@ -3,10 +3,11 @@
 import time
 from array import array
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
@@ -16,6 +17,7 @@ from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.host_pool import CpuHostPool
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256
@@ -49,15 +51,34 @@ class Clock:
             self._under_way[-1][2] += spent
 
 
+class NoHostMemory(CpuHostPool):
+    """A host pool that keeps track of its slots and nothing else: copying is the work of other streams."""
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        return torch.empty(2, 1, self.layer_num, 1, 1).expand(-1, self.size, -1, -1, -1)
+
+    def load_to_device_per_layer(self, *_args) -> None:
+        pass
+
+    def backup_from_device_all_layer(self, *_args) -> None:
+        pass
+
+
+class HostPools(Pools):
+    host_pool_class = NoHostMemory
+
+
 class Host(Scheduler):
     """A scheduler whose prefill batches are not limited, over pools that record nothing.
 
-    evicted: leaves taken out of the tree so far.
+    evicted: leaves that left the device so far.
     filled: chunks computed so far.
     """
 
-    def __init__(self, cache_class: type[RadixCache], pool_size: int, context_len: int, device: str):
-        pools = Pools(
+    def __init__(
+        self, cache_class: type[RadixCache], pool_size: int, context_len: int, device: str, host_size: int = 0
+    ):
+        pools = HostPools(
             pool_size,
             num_rows=MAX_CHUNKS,
             context_len=context_len,
@@ -65,21 +86,29 @@ class Host(Scheduler):
             vocab_size=VOCAB_SIZE,
             cache_class=cache_class,
             device=device,
+            host_size=host_size,
         )
         super().__init__(pools, chunked_prefill_size=MAX_FILL_TOKENS, max_chunks=MAX_CHUNKS, clock=Clock())
         self.chunked_prefill_size = None
         self.evicted, self.filled = 0, 0
-        evict, delete_leaf = self.tree_cache.evict, self.tree_cache._delete_leaf
+        evict = self.tree_cache.evict
 
         def timed_evict(params):
             with self.clock("eviction"):
                 return evict(params)
 
-        def counted_delete(leaf):
-            self.evicted += 1
-            delete_leaf(leaf)
+        self.tree_cache.evict = timed_evict
+        for name in ("_delete_leaf", "_detach_backuped") if pools.has_tiers else ("_delete_leaf",):
+            setattr(self.tree_cache, name, self._counted(getattr(self.tree_cache, name)))
 
-        self.tree_cache.evict, self.tree_cache._delete_leaf = timed_evict, counted_delete
+    def _counted(self, take_off: Callable) -> Callable:
+        """A method that takes a leaf off the device, counted."""
+
+        def counted(leaf):
+            self.evicted += 1
+            return take_off(leaf)
+
+        return counted
 
     def insert(self, tokens: array, known: torch.Tensor | None = None) -> torch.Tensor:
         """Make `tokens` resident, the first of them in the slots `known`; returns all their slots."""
@@ -89,10 +118,14 @@ class Host(Scheduler):
         return slots
 
     def insert_chunk(self, tokens: array) -> None:
-        """Make `tokens` resident as a chunk."""
+        """Make `tokens` resident as a chunk; with a host tier, one that was resident before may leave the device."""
         key = ChunkKey(tokens_digest(tokens), Namespace("chunk", None, None))
         chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
-        self.tree_cache.store.insert(chunk, self.pools.slots.alloc(len(tokens)))
+        if self.pools.slots.available_size() < len(tokens):
+            self.tree_cache.check_hicache_events()
+            self.tree_cache.evict(EvictParams(num_tokens=len(tokens)))
+        inserted = self.tree_cache.store.insert(chunk, self.pools.slots.alloc(len(tokens)))
+        self.tree_cache.back_up([inserted.node])
 
     def serve(self, req: Req) -> dict[str, int]:
         """Take `req` to its first token and end it there; returns the nanoseconds of each step."""

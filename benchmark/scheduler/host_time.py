@@ -5,10 +5,11 @@ there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is residen
 there are four times as many chunks, so misses are computed and evict others. `stock` is SGLang's radix cache on plain
 prompts of the same length: the same tokens begin every prompt, then comes one of as many documents as there are chunks,
 each a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to prompts
-without chunks. Times are CPU time of the thread, and torch has no other threads, so other work on the machine counts
-less; shapes and contenders of one chunk length take turns. Last comes what each further chunk adds to a request,
-resident or missing and computed, where shapes differ in the number of chunks alone. Rows go to `--out` as JSON lines,
-after a line with the environment.
+without chunks. `lazy-tiers` is `lazy` with a host tier that holds ten times as many chunks, and requests for all of
+them when evicting: what is missing on the device is loaded, or rather all but copied. Times are CPU time of the thread,
+and torch has no other threads, so other work on the machine counts less; shapes and contenders of one chunk length take
+turns. Last comes what each further chunk adds to a request, resident or missing and computed, where shapes differ in
+the number of chunks alone. Rows go to `--out` as JSON lines, after a line with the environment.
 
     python -m benchmark.scheduler.host_time --out host_time.jsonl
 """
@@ -49,7 +50,12 @@ FURTHER = (
 
 
 class Traffic:
-    """Requests over `num_documents` numbered documents of random tokens, drawn by popularity."""
+    """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
+
+    on_host: how many chunks the host holds for each that is resident; without a host tier if 0.
+    """
+
+    on_host = 0
 
     def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
         self.num_chunks, self.chunk_len = shape
@@ -80,7 +86,8 @@ class Linked(Traffic):
     cache_class = LazyRadixCache
 
     def fill(self, host: Host, num_resident: int) -> None:
-        for number in self.rng.sample(range(num_resident), num_resident):
+        num_documents = num_resident * (self.on_host or 1)
+        for number in reversed(self.rng.sample(range(num_documents), num_documents)):
             host.insert_chunk(self.document(number))
 
     def next(self) -> Req:
@@ -89,6 +96,12 @@ class Linked(Traffic):
             chunks.append((len(ids), len(ids) + self.chunk_len))
             ids += self.document(number) + self.separator
         return self.request(ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
+
+
+class Tiered(Linked):
+    """The same over a host tier."""
+
+    on_host = 10
 
 
 class Plain(Traffic):
@@ -113,7 +126,7 @@ class PlainOnOurs(Plain):
     cache_class = LazyRadixCache
 
 
-CONTENDERS = {"lazy": Linked, "lazy-plain": PlainOnOurs, "stock": Plain}
+CONTENDERS = {"lazy": Linked, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}
 
 
 class Case:
@@ -123,14 +136,16 @@ class Case:
         num_chunks, chunk_len = shape
         self.name, self.num_chunks, self.chunk_len = name, num_chunks, chunk_len
         self.num_resident, self.evicting, self.separator_len = num_resident, evicting, args.separator_len
-        self.traffic = CONTENDERS[name](args, shape, num_resident * (UNIVERSE if evicting else 1))
+        traffic = CONTENDERS[name]
+        self.traffic = traffic(args, shape, num_resident * ((traffic.on_host or UNIVERSE) if evicting else 1))
         text_len = num_chunks * args.separator_len + QUESTION_LEN
         prompt_len = num_chunks * chunk_len + text_len
         # Besides the chunks, or the common tokens of plain prompts, the pool holds the text of all requests or, when
         # evicting, of one.
         texts = 1 if evicting else args.requests + args.warm_up
         pool_size = (num_resident + num_chunks) * chunk_len + texts * (text_len + 1)
-        self.host = Host(self.traffic.cache_class, pool_size, prompt_len + 8, args.device)
+        host_size = traffic.on_host and (traffic.on_host + 1) * num_resident * chunk_len
+        self.host = Host(traffic.cache_class, pool_size, prompt_len + 8, args.device, host_size)
         self.traffic.fill(self.host, num_resident)
         for _ in range(args.warm_up):
             self.host.serve(self.traffic.next())

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from sgl_kernel_lazy.rope import rotate_queries
-from sgl_kernel_lazy.row_attention import attend, cached_rows, row_runs, softmax_weights
+from sgl_kernel_lazy.row_attention import attend, masked_scores, rows_of
 from sgl_kernel_lazy.validation import (
     check_accumulate_inputs,
     check_copy_inputs,
@@ -14,7 +14,7 @@ from sgl_kernel_lazy.validation import (
     check_rows,
 )
 
-# Elements of the score matrix of one step: 64 MiB of float32, or 128 of float64.
+# Elements of the score matrix of one step: 64 MiB of float32.
 MAX_SCORES = 1 << 24
 
 
@@ -122,16 +122,13 @@ def link_decode(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
         out, lse, sm_scale, v_scale, segment_ids,
     )  # fmt: skip
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    indptr = kv_indptr.tolist()
-    for b, runs in enumerate(row_runs(indptr, num_segments, segment_ends, segment_offsets)):
-        slots = kv_indices[indptr[b] : indptr[b + 1]]
-        keys, values = cached_rows(k_cache, slots, q.dtype), cached_rows(v_cache, slots, q.dtype) * v_scale
-        row_out, row_lse = attend(q[b : b + 1], keys, values, runs, None, cos_sin_cache, is_neox, sm_scale)
-        out[b] = row_out[0]
-        if lse is not None:
-            lse[b] = row_lse[0]
-    return out
+    # An extend of one query row per request, which sees all of it.
+    nowhere = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
+    return link_extend(
+        q, k_cache, v_cache, torch.arange(len(q) + 1), nowhere, kv_indptr, kv_indices, nowhere, num_segments,
+        segment_ends, segment_offsets, cos_sin_cache, max_extend_len=1, is_neox=is_neox, sm_scale=sm_scale,
+        v_scale=v_scale, out=out, lse=lse, validate=False,
+    )  # fmt: skip
 
 
 def link_extend(
@@ -177,16 +174,14 @@ def link_extend(
             v_scale,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
-    for b, runs in enumerate(row_runs(kv, num_segments, segment_ends, segment_offsets)):
-        slots = kv_indices[kv[b] : kv[b + 1]]
-        positions = kv_positions[kv[b] : kv[b + 1]]
-        keys, values = cached_rows(k_cache, slots, q.dtype), cached_rows(v_cache, slots, q.dtype) * v_scale
-        for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(slots)):
-            visible = positions <= q_positions[rows, None]
-            out[rows], row_lse = attend(q[rows], keys, values, runs, visible, cos_sin_cache, is_neox, sm_scale)
+    qo = qo_indptr.tolist()
+    for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
+        keys, values = row.keys(k_cache, cos_sin_cache, is_neox), row.values(v_cache)
+        for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
+            visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
+            out[rows] = attend(q[rows], keys, values, visible, sm_scale) * v_scale
             if lse is not None:
-                lse[rows] = row_lse
+                lse[rows] = masked_scores(q[rows], keys, visible, sm_scale).logsumexp(-1)
     return out
 
 
@@ -223,14 +218,14 @@ def accumulate_attention(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale,
         )  # fmt: skip
-    qo, kv = qo_indptr.tolist(), kv_indptr.tolist()
-    for b, runs in enumerate(row_runs(kv, num_segments, segment_ends, segment_offsets)):
-        row = slice(kv[b], kv[b + 1])
-        keys, positions = cached_rows(k_cache, kv_indices[row], q.dtype), kv_positions[row]
-        for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(positions)):
-            visible = positions <= q_positions[rows, None]
-            weights, _, row_sum = softmax_weights(q[rows], keys, runs, visible, cos_sin_cache, is_neox, sm_scale)
-            sums[row] += (weights / row_sum.masked_fill(row_sum == 0, 1.0)).sum((0, 1)).float()
+    qo = qo_indptr.tolist()
+    for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
+        keys = row.keys(k_cache, cos_sin_cache, is_neox)
+        for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
+            visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
+            sees = visible.any(1)
+            weights = masked_scores(q[rows][sees], keys, visible[sees], sm_scale).softmax(-1)
+            sums[row.begin : row.end] += weights.sum((0, 1))
 
 
 def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:

@@ -6,9 +6,9 @@ import sys
 import pytest
 import torch
 
-from benchmark.policies import evaluate, report
+from benchmark.policies import evaluate, report, served
 from benchmark.policies.prototype import Prototype
-from benchmark.policies.specs import parse
+from benchmark.policies.specs import best_nearby, parse
 from benchmark.policies.statics import STATICS
 from benchmark.quality.worlds import records
 from oracle.block_mask import Oracle, greedy
@@ -44,6 +44,24 @@ def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
                 assert torch.allclose(prompt.score(answer), expected, atol=1e-4)
 
 
+def test_served_answers_are_compared_step_by_step(tiny_model, prompts):
+    """Of the oracle's best tokens all are the same; a token that was not the best counts, and by how much it missed."""
+    oracle, link = Prototype(tiny_model), "base+epic:tokens=3"
+    kept = epic(prompts[0], 3)
+    tokens = oracle.start(prompts[0], kept, PREAMBLE).greedy(4, end=-1)
+    for answer in (tokens, [*tokens[:2], tokens[2] ^ 1, *tokens[3:]]):
+        logprobs = oracle.logprobs(prompts[0], answer[:-1], kept, PREAMBLE)
+        chosen = logprobs[range(4), answer]
+        meta = {"output_token_logprobs": [[value + 0.25] for value in chosen.tolist()], "cached_tokens": 9}
+        output = {"output_ids": answer, "meta_info": meta}
+        found = served.compare(oracle, oracle, prompts[0], link, PREAMBLES, output)
+        assert (found["steps"], found["plain_same"], found["cached_tokens"]) == (4, 4, 9)
+        assert found["same"] == (logprobs.argmax(-1) == torch.tensor(answer)).sum()
+        assert found["worst_miss"] == pytest.approx((logprobs.amax(-1) - chosen).max().item(), abs=1e-4)
+        assert found["logprob_error"] == pytest.approx(0.25, abs=1e-4)
+    assert found["same"] < 4 and found["worst_miss"] > 0.01
+
+
 def test_specs(tiny_model, prompts):
     oracle, segments = PolicyOracle(tiny_model), prompts[0]
     for spec, preamble, kept in (
@@ -65,6 +83,16 @@ def test_specs(tiny_model, prompts):
     for unknown in ("bse", "epic:tokens=1+query:ratio=0.1", "base+base+block"):
         with pytest.raises(ValueError, match="no policy"):
             parse(unknown)
+
+
+def test_window(prompts):
+    """Scores count for their neighbours too, not for those of another chunk; chunks have 40, 25 and 33 tokens."""
+    scores = torch.zeros(98)
+    scores[[39, 50]] = torch.tensor([2.0, 1.0])
+    expected = torch.zeros(98)
+    expected[37:40], expected[48:53] = 2, 1
+    assert torch.equal(best_nearby(prompts[0], scores, "5"), expected)
+    assert best_nearby(prompts[0], scores, None) is scores
 
 
 @pytest.mark.parametrize("score", STATICS)

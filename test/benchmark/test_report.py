@@ -8,8 +8,8 @@ import pytest
 from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
 from benchmark.report.host_time import references
-from benchmark.report.policies import policies, policies_by_group
-from benchmark.report.serving import chat, latency, load
+from benchmark.report.policies import policies, policies_by_group, policies_matches
+from benchmark.report.serving import chat, latency, load, policy_costs
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -69,6 +69,24 @@ def test_latency(tmp_path):
     assert alone[4] == ""
 
 
+def test_policy_costs(tmp_path):
+    """Warm requests of the shape that policies were asked, the fastest first; `lazy` is `block`."""
+    other = {**LATENCY, "parameters": {"chunks": 3, "chunk_len": 1024}}
+    times = {"stock": 90, "lazy": 20, "lazy@full": 80, "lazy@base+query:ratio=0.15": 50, "lazy@base": 19}
+    rows = [
+        {**LATENCY, "contender": name, "phase": phase, "ttft_ms_p50": time}
+        for name, time in times.items()
+        for phase, time in (("cold", 99), ("same order", 15), ("reordered", time))
+    ]
+    rows += [{**other, "contender": "lazy", "phase": "reordered", "ttft_ms_p50": 7}]
+    assert cells(policy_costs([write(tmp_path / "run", rows)])) == [
+        ["`base`", "19.0", "0.95", "0.24"],
+        ["`block`", "20.0", "1.00", "0.25"],
+        ["`base+query:ratio=0.15`", "50.0", "2.50", "0.62"],
+        ["`full`", "80.0", "4.00", "1.00"],
+    ]
+
+
 def test_load(tmp_path):
     """Contenders of several folders in one row, older names as those of today, and a star where one fell behind."""
     first = {**LOAD, "contender": "lazy", "ttft_ms_p50": 50, "request_rate": 3, "saturated": False}
@@ -119,6 +137,26 @@ def test_policies(tmp_path):
     assert "2 prompts" in policies([file]) and "1 prompts" in policies([file], "statics")
     assert [row[2].split()[0] for row in cells(policies([file], "statics"))] == ["25%", "100%"]
     assert cells(policies_by_group([file])) == [["`base`", *["50% (50% to 50%)"] * 2, *["100% (100% to 100%)"] * 2]]
+
+
+def test_exact_matches_by_data_set(tmp_path):
+    """Two prompts of one set, one of another; a policy that did not answer one of them is left out."""
+
+    def line(policy, group, prompt, em):
+        scores = {} if em is None else {"em": em}
+        away = float(policy != "full")
+        return {"policy": policy, "group": group, "id": prompt, "share": 0.5, "nll": away, "own_kl": away, **scores}
+
+    answers = {"full": (1, 1, 1), "block": (1, 0, 0), "base": (1, None, 0)}
+    prompts = (("a", "1"), ("a", "2"), ("b", "1"))
+    rows = [line(name, *at, em) for name, found in answers.items() for at, em in zip(prompts, found, strict=True)]
+    file = tmp_path / "results.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = policies_matches([file])
+    assert text.splitlines()[0] == "| policy | recomputed | all 3 prompts | a, 2 | b, 1 |"
+    full, block = cells(text)
+    assert full == ["`full`", "50%", "100% (100% to 100%)", "100%", "100%"]
+    assert block[:2] + block[3:] == ["`block`", "50%", "50%", "0%"] and block[2].startswith("33% (0%")
 
 
 @pytest.mark.parametrize("value, text", [(0.123, "0.12"), (9.996, "10.0"), (99.96, "100"), (1234.5, "1,234")])

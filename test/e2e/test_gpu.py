@@ -20,6 +20,7 @@ NUM_TOKENS = 12
 # SGLang's fused rotation-and-store, which Qwen3-MoE takes on CUDA, has no kernel for the small heads of the CPU tests.
 # With this width batches of some 750 tokens are attended to in two parts, and those of some 500 go without a graph.
 WIDE = {"head_dim": 128, "hidden_size": 8192}
+TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "max_total_tokens": 1500}
 WAYS = {
     "": {},
     # With batches that end within a fill, and within its chunks.
@@ -28,6 +29,11 @@ WAYS = {
     "triton": {"lazy_kernels": "triton"},
     "copies": {"lazy_default_link": "copy"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    # The device holds little more than one prompt: most of what a prompt reuses is loaded from the host.
+    "tiers": TIERS,
+    "tiers fp8": {**TIERS, "kv_cache_dtype": "fp8_e4m3"},
+    "tiers fa3": {**TIERS, "attention_backend": "fa3", "chunked_prefill_size": 1024},
+    "tiers copies": {**TIERS, "max_total_tokens": 3300, "lazy_default_link": "copy"},
     # Sums go through NCCL: SGLang's other ways depend on how the GPUs are linked, and are compiled at the start.
     "on two GPUs": {
         "tp_size": 2,
@@ -48,16 +54,20 @@ WAYS = {
         "llama triton",
         "llama copies",
         "llama fp8",
+        "llama tiers",
+        "llama tiers fp8",
+        "llama tiers fa3",
+        "llama tiers copies",
         "qwen3 on two GPUs",
     ],
 )
 def served(request, model_dir):
-    """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, the model's path, and the
-    type of the cache."""
+    """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, the model's path, the type
+    of the cache, and whether it has a host tier."""
     from sglang_lazy import Engine
 
     name, _, way = request.param.partition(" ")
-    options = {"attention_backend": "triton", **WAYS[way]}
+    options = {"attention_backend": "triton", "max_total_tokens": 20000, **WAYS[way]}
     if torch.cuda.device_count() < options.get("tp_size", 1):
         pytest.skip("tensor parallelism needs as many GPUs")
     spec = MODELS[name]
@@ -65,11 +75,11 @@ def served(request, model_dir):
     MODELS[wide.name] = wide
     path = build(wide.name, model_dir)
     engine = Engine(
-        model_path=path, dtype="bfloat16", max_total_tokens=20000, mem_fraction_static=0.2, cuda_graph_max_bs_decode=16,
-        log_level="error", **options,
+        model_path=path, dtype="bfloat16", mem_fraction_static=0.2, cuda_graph_max_bs_decode=16, log_level="error",
+        **options,
     )  # fmt: skip
     try:
-        yield engine, path, torch.float8_e4m3fn if way == "fp8" else torch.bfloat16
+        yield engine, path, torch.float8_e4m3fn if "fp8" in way else torch.bfloat16, "tiers" in way
     finally:
         engine.shutdown()
         gc.collect()
@@ -97,7 +107,7 @@ def test_chunks_on_cuda(served):
 
     Both errors are the worst over all answers and tokens: one answer's rounding may come out small by luck.
     """
-    engine, path, cache_dtype = served
+    engine, path, cache_dtype, has_tiers = served
     oracle = Oracle(path)
     dice = Dice(5)
     a, b, c, d, e = (chunk(dice.ids(length)) for length in (700, 500, 7, 700, 400))
@@ -122,7 +132,11 @@ def test_chunks_on_cuda(served):
     assert engine.loop.run_until_complete(flushed).success
     cold = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
     assert cold[0]["meta_info"]["cached_tokens"] == 0
-    assert alone[-1]["meta_info"]["cached_tokens"] == len(token_ids(prompts[0])) - 1
+    if has_tiers:
+        loaded = [output["meta_info"]["cached_tokens_details"]["host"] for output in (alone[-1], *warm[2:])]
+        assert any(loaded)
+    else:
+        assert alone[-1]["meta_info"]["cached_tokens"] == len(token_ids(prompts[0])) - 1
     ours, plain = [], []
     for prompt, output in zip([*prompts, prompts[0], *prompts, *prompts], alone + warm + cold, strict=True):
         tokens = output["output_ids"]

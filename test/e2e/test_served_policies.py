@@ -1,99 +1,29 @@
 """Policies that recompute tokens, and chunks behind a preamble: served answers against the oracle of policies."""
 
-import functools
 import gc
 import itertools
 import json
-import math
 import shutil
 
 import pytest
-import torch
+from served import NUM_TOKENS, Served
 
 from oracle.models import build
-from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best, without_best_of_each
+from oracle.policies import keep_all_but
 from oracle.scenarios import Dice
 from oracle.segments import Segment, chunk, text
-from sglang_lazy.testing import CPU_OPTIONS
 
-TOLERANCE = 1e-4  # of a log-probability
-NUM_TOKENS = 6
-PREAMBLE = "These lines stand alone."
 TRAINED = {"kvlink": {"link": [7, 8, 9, 10, 11]}, "packet": {"before": [12, 13], "behind": [14]}}
 LINKS = ["block", "epic:tokens=3", "query:ratio=0.3", "blend:ratio=0.3", "static:ratio=0.3"]
 BASES = ["", "base+", "base:preamble=lead+"]
 
 
-class Served:
-    """One model, served by the engine and known to the oracle."""
-
-    def __init__(self, name: str, folder, tmp_path, **options):
-        from transformers import AutoTokenizer
-
-        from sglang_lazy import Engine
-
-        path = shutil.copytree(build(name, folder), tmp_path / name)
-        (tmp_path / name / "lazy_tokens.json").write_text(json.dumps(TRAINED))
-        self.oracle = PolicyOracle(path)
-        self.preamble = AutoTokenizer.from_pretrained(path).encode(PREAMBLE)
-        self.engine = Engine(
-            model_path=str(path),
-            **CPU_OPTIONS,
-            max_total_tokens=2048,
-            log_level="error",
-            lazy_preamble=PREAMBLE,
-            **options,
-        )
-
-    def kept(self, prompt: list[Segment], link: str):
-        """What the oracle keeps of each chunk under `link`, and what it computes chunks behind."""
-        base, _, name = link.rpartition("+")
-        preamble = {"": (), "base": self.preamble, "base:preamble=lead": leading_text(prompt)}[base]
-        if name.startswith("epic"):
-            return epic(prompt, 3), preamble
-        num_layers = self.oracle.model.config.num_hidden_layers
-        last_third = range(num_layers - math.ceil(num_layers / 3), num_layers)
-        query_scores = functools.partial(self.oracle.query_scores, layers=last_third)
-        measures = {"query:ratio=0.3": query_scores, "blend:ratio=0.3": self.oracle.blend_scores}
-        if name == "static:ratio=0.3":
-            return without_best_of_each(prompt, -self.oracle.key_sizes(prompt, preamble), 0.3), preamble
-        if name in measures:
-            scores = measures[name](prompt, preamble=preamble)
-            best = scores.sort(descending=True).values
-            edge = -(-len(scores) * 3 // 10)
-            assert edge == len(best) or best[edge - 1] - best[edge] > 1e-6, "the choice is too close: draw anew"
-            return without_best(prompt, scores, 0.3), preamble
-        return keep_all_but(prompt, ()), preamble
-
-    def ask(self, prompts: list[list[Segment]], links: list[str]) -> list[dict]:
-        return self.engine.generate(
-            segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
-            link=links,
-            sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
-            return_logprob=True,
-        )
-
-    def check(self, prompt: list[Segment], output: dict, kept, preamble) -> None:
-        """Each token is the oracle's best after those before it, and the log-probabilities are its."""
-        tokens = output["output_ids"]
-        expected = self.oracle.logprobs(prompt, tokens[:-1], kept, preamble)
-        chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
-        assert (chosen - reported).abs().max() <= TOLERANCE
-        assert (expected.amax(-1) - chosen).max() <= TOLERANCE
-
-    def answer(self, prompts: list[list[Segment]], links: list[str]) -> list[dict]:
-        """Serve the prompts as one batch and hold every answer against the oracle."""
-        outputs = self.ask(prompts, links)
-        for prompt, link, output in zip(prompts, links, outputs, strict=True):
-            self.check(prompt, output, *self.kept(prompt, link))
-        return outputs
-
-
 @pytest.fixture(scope="module", params=["llama", pytest.param("glm4", marks=pytest.mark.slow)])
 def served(request, model_dir, tmp_path_factory):
     options = {"llama": {}, "glm4": {"chunked_prefill_size": 48, "disable_overlap_schedule": True}}
-    served = Served(request.param, model_dir, tmp_path_factory.mktemp("model"), **options[request.param])
+    path = shutil.copytree(build(request.param, model_dir), tmp_path_factory.mktemp("model") / request.param)
+    (path / "lazy_tokens.json").write_text(json.dumps(TRAINED))
+    served = Served(path, max_total_tokens=2048, **options[request.param])
     yield served
     served.engine.shutdown()
     gc.collect()

@@ -79,8 +79,8 @@ def from_files(documents, question):
         file = title.removeprefix("File ")
         for name, thing in re.findall(rf"let (\w+) = ({THING});", text):
             values[file, name] = thing
-        for other, theirs, name in re.findall(rf"from ({NAME}) import (\w+) as (\w+);", text):
-            values[file, name] = values.get((other, theirs))
+        for other, name in re.findall(rf"from ({NAME}) import (\w+);", text):
+            values[file, name] = values.get((other, name))
     name, file = re.fullmatch(rf"What is (\w+) in ({NAME})\?", question).groups()
     return values.get((file, name))
 
@@ -153,7 +153,7 @@ def test_answerable_from_all_documents(family, split):
 @pytest.mark.parametrize(("family", "hops"), PAIRS)
 def test_gold_documents_are_enough(family, hops):
     found = list(asked(family, hops))
-    assert len(found) > 100
+    assert len(found) > 50
     for documents, question in found:
         gold = [documents[index] for index in sorted(question.gold)]
         assert READERS[family](gold, question.text) == question.answer, (gold, question)

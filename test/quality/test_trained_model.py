@@ -1,4 +1,6 @@
-"""The trained model of examples/models: made with today's tokenizer, and good at the questions of the demo."""
+"""The trained models of examples/models: made with today's tokenizer, and good at the questions they are for."""
+
+import collections
 
 import pytest
 import torch
@@ -6,17 +8,20 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from benchmark.quality.asking import Prompts
+from benchmark.quality.leaning import LEANING
 from benchmark.quality.questions import from_documents
 from benchmark.quality.reference import Reference
 from benchmark.quality.vocabulary import train_tokenizer
-from benchmark.sample import TRAINED, WORLDS, load_sample
+from benchmark.quality.worlds import records
+from benchmark.sample import STOCK, TRAINED, WORLDS, load_sample
 from oracle.segments import text, token_ids
 from sglang_lazy.verify.scores import exact_match
 
 
-def test_tokenizer():
+@pytest.mark.parametrize("model", [TRAINED, STOCK], ids=lambda path: path.name)
+def test_tokenizer(model):
     """The words of worlds.py are those that the model was trained on."""
-    assert Tokenizer.from_file(str(TRAINED / "tokenizer.json")).to_str() == train_tokenizer().to_str()
+    assert Tokenizer.from_file(str(model / "tokenizer.json")).to_str() == train_tokenizer().to_str()
 
 
 @pytest.mark.parametrize("mask", ["block", "full"])
@@ -32,3 +37,19 @@ def test_answers(mask):
         answer = tokenizer.decode(reference.answer(segments, 8))
         right += exact_match(answer, question.answers) == 1
     assert right >= 15
+
+
+@pytest.mark.slow
+def test_leaning_answers():
+    """The stock model is nearly always right under the full mask, under the block mask where documents stand alone."""
+    tokenizer, reference = AutoTokenizer.from_pretrained(STOCK), Reference(str(STOCK), torch.float32, "cpu")
+    prompts, right = Prompts(tokenizer), collections.Counter()
+    for family in ("alone", "pronoun", "table", "conversation"):
+        for record in records(1, "test", 8, 1, make=LEANING[family].make):
+            question = from_documents(record, family)
+            segments = prompts.make(question)
+            for mask, prompt in (("block", segments), ("full", [text(token_ids(segments))])):
+                right[mask, family] += tokenizer.decode(reference.answer(prompt, 8)).strip() == question.answers[0]
+    assert sum(right["full", family] for family in LEANING) >= 30
+    assert right["block", "alone"] >= 7
+    assert sum(right["block", family] for family in ("pronoun", "table", "conversation")) <= 16

@@ -1,14 +1,16 @@
 """The training model against Hugging Face's, packed rows against single prompts, and resuming."""
 
 import dataclasses
+import json
 import random
 
 import numpy as np
 import pytest
 import torch
 
+from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.llama import Llama, Shape, save_for_serving
-from benchmark.quality.packing import ANSWER, IGNORED, Mix, make_row
+from benchmark.quality.packing import ANSWER, FIELDS, IGNORED, Mix, make_row
 from benchmark.quality.recipe import Recipe, make_rows, start_worker
 from benchmark.quality.reference import Reference
 from benchmark.quality.train import Trainer, exact_match, losses, make_mask, to_batch, train
@@ -37,8 +39,8 @@ def model():
     return model
 
 
-def batch_of(encode, *, block_share=0.5, seed=0, length=400):
-    mix = Mix((2, 4), questions=3, block_share=block_share)
+def batch_of(encode, *, families=("people",), block_share=0.5, seed=0, length=400):
+    mix = Mix((2, 4), families, questions=3, block_share=block_share)
     rows = [make_row(random.Random(f"{seed}/{row}"), encode, mix, length) for row in range(2)]
     return to_batch(np.stack(rows), CPU)
 
@@ -61,10 +63,11 @@ def prompts_of(batch) -> list[tuple[list, list[int]]]:
     return found
 
 
-def test_rows(encode):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows(encode, family):
     """Rows are full, padding apart; positions count from each prompt's start; answers end with the end of sequence."""
-    for seed in range(5):
-        batch = batch_of(encode, seed=seed)
+    for seed in range(3):
+        batch = batch_of(encode, families=(family,), seed=seed, length=800)
         padding = batch["worlds"] == 0
         assert padding.float().mean() < 0.25
         assert (batch["kinds"][padding] == IGNORED).all()
@@ -156,6 +159,35 @@ def test_resume(tmp_path):
         assert torch.equal(weight, resumed.model.state_dict()[name]), name
     with pytest.raises(ValueError, match="another recipe"):
         weights_after(dataclasses.replace(RECIPE, seed=1), tmp_path / "legs")
+
+
+def test_start(tmp_path):
+    """Training begins with another model's weights, with all documents; its own checkpoint goes before them."""
+    known = Trainer(RECIPE, tmp_path / "known", CPU, flex=False)
+    known.save()
+    recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), seed=1)
+    assert recipe.mix(0) == recipe.mix(RECIPE.steps) == RECIPE.mix(RECIPE.steps) != RECIPE.mix(0)
+    trainer = Trainer(recipe, tmp_path / "more", CPU, flex=False)
+    trainer.resume()
+    for name, weight in trainer.model.state_dict().items():
+        assert torch.equal(weight, known.model.state_dict()[name].bfloat16().float()), name
+    trainer.train_step(trainer_rows(trainer))
+    trainer.save()
+    again = Trainer(recipe, tmp_path / "more", CPU, flex=False)
+    again.resume()
+    assert again.step == 1 and all(map(torch.equal, again.model.parameters(), trainer.model.parameters()))
+
+
+def test_families(tmp_path):
+    """Rows have worlds of each family, and the log tells exact match of each kind of question under each mask."""
+    recipe = dataclasses.replace(RECIPE, families=("table", "order"), steps=1)
+    trainer = weights_after(recipe, tmp_path)
+    rows = [row for ids in trainer_rows(trainer)[:, FIELDS.index("ids")] for row in ids.tolist()]
+    text = trainer.tokenizer.decode(rows)
+    assert "Columns: name" in text and "came with a" in text
+    *_, last = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    found = [f"{mask} {kind}" for mask in ("full", "block") for kind in ("table 1-hop", "order 1-hop", "order 2-hop")]
+    assert [key for key in last if "hop" in key] == found
 
 
 def trainer_rows(trainer):

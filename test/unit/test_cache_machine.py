@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from fakes.attention import most_attended
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
 from fakes.steps import ALL, Steps
+from fakes.storage import Storage
 from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
@@ -79,10 +80,13 @@ class CacheHistories(RuleBasedStateMachine):
     pool_size = 48
     eviction_policy = "lru"
     links = ("block",)
+    options = {}
+    has_storage = False
 
     def __init__(self):
         super().__init__()
-        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy)
+        storage = Storage() if self.has_storage else None
+        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=storage, **self.options)
         self.retracted = []
         self.ended = []
 
@@ -180,7 +184,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.release(req, is_insert=done)
         self.retracted.append(parent)
         if not done:
-            assert undecided.probe is not req
+            assert stand_in(parent) is not req
             return
         if linked(req).policy.probes != "attention":
             assert stand_in(parent) is parent
@@ -211,6 +215,22 @@ class CacheHistories(RuleBasedStateMachine):
         else:
             self.retract(req)
 
+    @precondition(lambda self: self.pools.has_tiers)
+    @rule()
+    def take_acknowledgements(self):
+        self.pools.take_acknowledgements()
+
+    @precondition(lambda self: self.pools.has_tiers and self.pools.cache.evictable_size())
+    @rule()
+    def demote_all(self):
+        self.pools.take_acknowledgements()
+        self.pools.cache.evict(EvictParams(num_tokens=self.pools.cache.evictable_size()))
+
+    @precondition(lambda self: self.pools.has_tiers and self.pools.cache.evictable_host_leaves)
+    @rule(num_tokens=st.integers(1, 6))
+    def evict_host(self, num_tokens):
+        self.pools.cache.evict_host(num_tokens)
+
     @precondition(lambda self: self.pools.cache.evictable_size() > self.pool_size // 2)
     @rule(num_tokens=st.integers(1, 20))
     def evict(self, num_tokens):
@@ -226,7 +246,7 @@ class CacheHistories(RuleBasedStateMachine):
         key = ChunkKey(tokens_digest(array("q", tokens)), Namespace("chunk", None, None))
         kept = ((0, min(needed, len(tokens))),)
         node = self.pools.store.find(ChunkSlice(key, 0, array("q", tokens), 0, len(tokens), kept))
-        if node is not None:
+        if node is not None and (not node.evicted or self.pools.cache.load(node)):
             self.pools.cache.inc_lock_ref(node)
             self.pools.waiting_locks.append(node)
 
@@ -240,14 +260,21 @@ class CacheHistories(RuleBasedStateMachine):
     def flush(self):
         while self.pools.revoke():
             pass
+        self.settle()
         self.pools.flush()
         assert self.pools.slots.available_size() == self.pool_size
 
     @invariant()
     def check(self):
         self.pools.check()
-        if not self.pools.running and not self.pools.waiting_locks:
+        if not self.pools.running and not self.pools.waiting_locks and not self.pools.copying:
             assert self.pools.cache.protected_size() == 0
+
+    def settle(self):
+        """All copies that are under way arrive; then those that are on the host are stored."""
+        self.pools.cache.finish_loads()
+        for _ in range(2):
+            self.pools.take_acknowledgements()
 
     def teardown(self):
         """Everything can be given back: nothing is lost."""
@@ -255,9 +282,14 @@ class CacheHistories(RuleBasedStateMachine):
             self.pools.release(req, is_insert=False)
         while self.pools.revoke():
             pass
+        self.settle()
         self.check()
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
         assert self.pools.slots.available_size() == self.pool_size
+        if self.pools.has_tiers:
+            self.pools.cache.evict_host(self.options["host_size"])
+            assert self.pools.cache.token_to_kv_pool_host.available_size() == self.options["host_size"]
+            assert not self.pools.cache.root_node.children and not self.pools.store._cached
 
 
 class FrequencyHistories(CacheHistories):
@@ -298,13 +330,46 @@ class PolicyHistories(CacheHistories):
     )
 
 
+class TierHistories(CacheHistories):
+    """The same where the host keeps what the device evicts, and is soon full."""
+
+    pool_size = 32
+    options = {"host_size": 40}
+
+
+class StoredHistories(TierHistories):
+    """The same with storage behind the host."""
+
+    has_storage = True
+
+
+class SelectiveTierHistories(CacheHistories):
+    """The same where only what is used again is backed up, and policies keep parts of chunks."""
+
+    pool_size = 40
+    eviction_policy = "lfu"
+    links = ("block", "holes", "copy", "base:preamble=lead")
+    options = {"host_size": 80, "write_policy": "write_through_selective"}
+
+
 CacheHistories.TestCase.settings = settings(
     derandomize=True, deadline=None, database=None, max_examples=100, stateful_step_count=40
 )
-for few in (FrequencyHistories, CopyHistories, HoleHistories, PolicyHistories):
+for few in (
+    FrequencyHistories,
+    CopyHistories,
+    HoleHistories,
+    PolicyHistories,
+    TierHistories,
+    StoredHistories,
+    SelectiveTierHistories,
+):
     few.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
 TestCacheHistories = CacheHistories.TestCase
 TestFrequencyHistories = FrequencyHistories.TestCase
 TestCopyHistories = CopyHistories.TestCase
 TestHoleHistories = HoleHistories.TestCase
 TestPolicyHistories = PolicyHistories.TestCase
+TestTierHistories = TierHistories.TestCase
+TestStoredHistories = StoredHistories.TestCase
+TestSelectiveTierHistories = SelectiveTierHistories.TestCase

@@ -103,5 +103,5 @@ def test_the_policy_in_contributing_is_one():
     layout = PromptLayout(((1, 5), (5, 6)))
     prompt = LinkedPrompt.build(ids, layout, names["LastTokens"]().kept(layout, ids), extra_key=None)
     assert [(chunk.start, chunk.kept) for chunk in prompt.chunks] == [(1, ((0, 3),))]
-    assert [span.ranges for span in prompt.spans] == [((0, 1),), ((4, 10),)]
+    assert [span.positions.tolist() for span in prompt.spans] == [[0], [4, 5, 6, 7, 8, 9]]
     assert str(names["LastTokens"](tokens=2)) == "last-tokens:tokens=2"

@@ -85,7 +85,7 @@ def linked(chunk_lens, text_before, between, extend_len, kept=()):
     for length in chunk_lens:
         chunks.append(piece(position, length, *kept))
         position += length + between
-    in_chunks = [p for chunk in chunks for begin, end in chunk.positions for p in range(begin, end)]
+    in_chunks = [p for chunk in chunks for p in chunk.positions.tolist()]
     text = [p for p in range(position + extend_len) if p not in in_chunks]
     row = np.array(in_chunks + text, dtype=np.int32)
     return request(len(row) - extend_len, extend_len, tuple(chunks), row)
@@ -205,7 +205,7 @@ def as_req(req):
         return SimpleNamespace()
     chunks = req.chunks or (piece(0, 1),)
     prompt = LinkedPrompt(chunks, (), sum(chunk.num_kept for chunk in chunks))
-    state = LinkedRequest(prompt, get_policy("block" if req.chunks else "copy"), [])
+    state = LinkedRequest(prompt, get_policy("block" if req.chunks else "copy"), [], [])
     state.row = SimpleNamespace(positions_of=lambda start, end: req.positions[start:end])
     return SimpleNamespace(lazy=state)
 

@@ -187,6 +187,27 @@ def test_aborts_and_eviction_leave_nothing(link, overlap):
             assert scheduler.pools.slots.available_size() == 40
 
 
+@both_loops
+@pytest.mark.parametrize("policy", ["", "+epic:tokens=1", "+query:ratio=0.4", "+blend:ratio=0.4"])
+@pytest.mark.parametrize("chunked_prefill_size", [1, 3, 7, 64])
+def test_a_lead_that_own_fills_compute_counts_as_computed(chunked_prefill_size, policy, overlap):
+    """Though it is in the cache when the prompt's turn comes, a batch later; what was there before counts as cached."""
+    scheduler = Loop(
+        overlap=overlap,
+        link=f"base:preamble=lead{policy}",
+        chunked_prefill_size=chunked_prefill_size,
+        max_fill_tokens=64,
+    )
+    scheduler.submit([(TEXT, (*LEAD[1][:2], 1, 1))], "begins alike", max_new_tokens=1)
+    scheduler.run()
+    cold = scheduler.submit([LEAD, A, QUESTION], "p0")
+    scheduler.run()
+    assert scheduler.counts(cold) == (2, 0, 0)
+    lead_is_there = scheduler.submit([LEAD, B, QUESTION], "p1")
+    scheduler.run()
+    assert scheduler.counts(lead_is_there) == (3, 0, 0)
+
+
 # What is refused
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lazy.core.prompt import LinkedPrompt, positions_in
+from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.segments import PromptLayout
 
@@ -62,7 +62,7 @@ def path_before(segments, start):
 def rows(draw):
     """A prompt, how much of each span is cached, and how many tokens were generated before."""
     ids, prompt = build(draw(segments))
-    cached = [draw(st.integers(0, len(positions_in(span.ranges)))) for span in prompt.spans]
+    cached = [draw(st.integers(0, len(span.positions))) for span in prompt.spans]
     return ids, prompt, cached, draw(st.integers(0, 3))
 
 
@@ -71,12 +71,12 @@ def rows(draw):
 def test_cut_covers_every_position_once(segments):
     """Kept slices and text spans partition the prompt, and the last token is text."""
     ids, prompt = build(segments)
-    pieces = [piece for chunk in prompt.chunks for piece in chunk.positions]
-    assert prompt.num_chunk_tokens == sum(end - start for start, end in pieces)
-    pieces += [piece for span in prompt.spans for piece in span.ranges]
+    kept = [position for chunk in prompt.chunks for position in chunk.positions.tolist()]
+    assert prompt.num_chunk_tokens == len(kept)
+    assert all(span.positions.dtype == np.int32 for span in prompt.spans)
+    text = [position for span in prompt.spans for position in span.positions.tolist()]
     assert all(one.end <= other.start for one, other in itertools.pairwise(prompt.spans))
-    covered = [position for start, end in sorted(pieces) for position in range(start, end)]
-    assert covered == list(range(len(ids)))
+    assert text == sorted(text) and sorted(kept + text) == list(range(len(ids)))
     assert prompt.spans[-1].end == len(ids)
 
 
@@ -91,7 +91,7 @@ def test_what_is_kept_is_what_the_policy_keeps(segments):
             ranges = ((0, len(segment)),) if use is CHUNK else use
             expected = {position + i for begin, end in ranges for i in range(begin, end)} - {len(ids) - 1}
             chunk = slices.pop(index, None)
-            kept = set() if chunk is None else {p for begin, end in chunk.positions for p in range(begin, end)}
+            kept = set() if chunk is None else set(chunk.positions.tolist())
             assert kept == expected and (chunk is not None) == bool(expected)
             if chunk is not None:
                 assert tuple(chunk.tokens) == segment and chunk.start == position
@@ -112,7 +112,7 @@ def test_row_is_a_permutation(row_case):
     ids += array("q", range(generated))
     assert list(row.permuted(ids)) == [ids[position] for position in row.positions]
     in_chunks, in_cached = prompt.num_chunk_tokens, sum(cached)
-    kept = [p for chunk in prompt.chunks for start, end in chunk.positions for p in range(start, end)]
+    kept = [position for chunk in prompt.chunks for position in chunk.positions]
     assert list(row.positions[:in_chunks]) == kept
     for part in (row.positions[in_chunks : in_chunks + in_cached], row.positions[in_chunks + in_cached :]):
         assert list(part) == sorted(part)
@@ -134,10 +134,14 @@ def test_row_queries_match_brute_force(row_case, data):
     row_len = data.draw(st.integers(prompt.num_chunk_tokens + sum(cached), len(entries)))
     present = set(entries[:row_len])
     for i, span in enumerate(prompt.spans):
-        positions = positions_in(span.up_to(len(entries)) if i == len(prompt.spans) - 1 else span.ranges).tolist()
+        positions = span.positions.tolist()
+        if i == len(prompt.spans) - 1:
+            positions += range(len(ids), len(entries))
+            for end in range(len(entries)):
+                assert span.count_before(end) == sum(position < end for position in positions)
         count = next((k for k, position in enumerate(positions) if position not in present), len(positions))
         assert row.available(i, row_len) == count
-        assert positions_in(span.first(count)).tolist() == positions[:count]
+        assert span.first(count).tolist() == positions[:count]
 
 
 def test_chunk_last_leaves_its_last_token_in_context():
@@ -145,7 +149,7 @@ def test_chunk_last_leaves_its_last_token_in_context():
     ids, prompt = build([(TEXT, (9,)), (CHUNK, (1, 2, 3))])
     (chunk,) = prompt.chunks
     assert (chunk.start, chunk.kept, chunk.tokens) == (1, ((0, 2),), array("q", [1, 2, 3]))
-    assert [span.ranges for span in prompt.spans] == [((0, 1),), ((3, 4),)]
+    assert [span.positions.tolist() for span in prompt.spans] == [[0], [3]]
 
 
 def test_chunk_of_one_token_last_is_text():
@@ -159,14 +163,14 @@ def test_chunk_of_one_token_last_is_text():
 def test_adjacent_chunks_have_no_text_between():
     """No span is made for text that is not there."""
     _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3,)), (TEXT, (4,))])
-    assert [chunk.positions for chunk in prompt.chunks] == [[(0, 2)], [(2, 3)]]
-    assert [span.ranges for span in prompt.spans] == [((3, 4),)]
+    assert [chunk.positions.tolist() for chunk in prompt.chunks] == [[0, 1], [2]]
+    assert [span.positions.tolist() for span in prompt.spans] == [[3]]
 
 
 def test_tokens_between_kept_ones_are_one_span_with_the_text_behind():
     """What precedes the first kept token belongs to the text before the chunk."""
     _, prompt = build([(TEXT, (9,)), (((1, 2), (3, 4)), (1, 2, 3, 4, 5)), (TEXT, (8,)), (CHUNK, (1,)), (TEXT, (7,))])
-    assert [span.ranges for span in prompt.spans] == [((0, 2),), ((3, 4), (5, 7)), ((8, 9),)]
+    assert [span.positions.tolist() for span in prompt.spans] == [[0, 1], [3, 5, 6], [8]]
 
 
 def test_a_preamble_is_part_of_what_chunks_and_text_behind_them_depend_on():
@@ -203,10 +207,10 @@ def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
     prompts = []
     for segments, tenant in ((one, one_tenant), (other, other_tenant)):
         _, prompt = build(segments, *tenant)
-        ends = [chunk.positions[-1][1] for chunk in prompt.chunks]
+        slices = [(chunk.start + chunk.kept[0][0], chunk.start + chunk.num_needed) for chunk in prompt.chunks]
         prompts.append(
             [
-                (span, path_before(segments, max(end for end in ends if end <= span.ranges[-1][0])), tenant)
+                (span, path_before(segments, max(end for first, end in slices if first < span.start)), tenant)
                 for span in prompt.spans
                 if span.namespace
             ]

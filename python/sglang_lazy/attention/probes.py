@@ -1,7 +1,7 @@
 """What probes measure of each kept token: attention of the text behind the last chunk, or something of its key."""
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,6 @@ from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import ServedModel
-from sglang_lazy.core.prompt import positions_in
 from sglang_lazy.core.state import as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -62,13 +61,14 @@ class ProbeSums:
             return None
         return cls(current, layers, torch.device(device))
 
-    def deliver(self, all_reduce: AllReduce) -> None:
-        """Give each probe its sums, and start sending those of probes that are complete to the host."""
+    def deliver(self, reqs: Sequence[Any], all_reduce: AllReduce) -> None:
+        """Give each probe among `reqs`, the batch, its sums, and start sending those of complete ones to the host."""
         sums, place = all_reduce(self.sums), 0
         for row in self._rows:
             if row.probe is not None:
-                row.probe.add(sums[place : place + row.probe.prompt.num_chunk_tokens])
-                if len(row.positions) == row.probe.prompt.spans[-1].end:
+                prompt = as_linked(reqs[row.request]).prompt
+                row.probe.add(sums[place : place + prompt.num_chunk_tokens])
+                if len(row.positions) == prompt.spans[-1].end:
                     row.probe.send()
             place += len(row.positions)
 
@@ -78,14 +78,14 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
 
     Cached keys are rotated to their positions in the prompt. rows: the cache's `RowCache`.
     """
-    probe = as_linked(req).probe
+    state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
     layer = sorted(model.kv_buffers)[NUM_FIRST_LAYERS - 1]
-    keys, rope, chunks = model.kv_buffers[layer][0], model.ropes[layer], probe.prompt.chunks
-    places = positions_in([place for chunk in chunks for place in chunk.positions]).astype(np.int64)
+    keys, rope, chunks = model.kv_buffers[layer][0], model.ropes[layer], state.prompt.chunks
+    places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
     offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
-    fresh = keys[rows.read(req, 0, probe.prompt.spans[-1].end)[to_device(places, keys.device)]]
-    cached = keys[torch.cat(rows.chunk_slots(as_linked(req), req.last_node.chunks))]
+    fresh = keys[rows.read(req, 0, state.prompt.spans[-1].end)[to_device(places, keys.device)]]
+    cached = keys[torch.cat(rows.chunk_slots(state, req.last_node.chunks))]
     offsets = to_device(offsets, keys.device)
     expected = rotate_queries(cached.float(), offsets, rope.cos_sin_cache, is_neox=rope.is_neox)
     probe.add(all_reduce((fresh.float() - expected).square().sum((1, 2))))
@@ -94,10 +94,10 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
 
 def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
     """Behind such a pass: the size of cached keys, see `Policy.choose`; the same."""
-    probe = as_linked(req).probe
+    state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
-    slots = torch.cat(rows.chunk_slots(as_linked(req), req.last_node.chunks))
+    slots = torch.cat(rows.chunk_slots(state, req.last_node.chunks))
     sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys, _ in model.kv_buffers.values()])
-    by_chunk = all_reduce(sizes).split([chunk.num_kept for chunk in probe.prompt.chunks], 1)
+    by_chunk = all_reduce(sizes).split([chunk.num_kept for chunk in state.prompt.chunks], 1)
     probe.add(torch.cat([(part / part.mean(1, keepdim=True)).sum(0) for part in by_chunk]))
     probe.send()

@@ -4,12 +4,13 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.prompt import Ranges, TextSpan
+from sglang_lazy.core.prompt import TextSpan, tokens_at
 from sglang_lazy.core.rows import FillRow, Row
 from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
 
@@ -66,7 +67,7 @@ class RowCache:
             limit = min(limit, state.probe.query_start)
         nodes, cached = [], []
         for span in state.prompt.spans:
-            tokens = _tokens(req, span.up_to(limit) if span is last else span.ranges)
+            tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
             slots, node = self.tree.find(tokens, _namespace(req, span))
             pieces.append(slots)
             nodes.append(node)
@@ -114,6 +115,9 @@ class RowCache:
 
         Where the tree got the same text from another request in the meantime, ours is freed and the row is rewritten
         with the tree's slots. Afterwards all of those `row_len` slots belong to the tree.
+
+        chunked: the request is between two pieces of its prompt, the last of which may still be under way. Otherwise
+        the passes that computed its chunks and its text have ended.
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
@@ -137,6 +141,8 @@ class RowCache:
             self.tree.lock(node)
             self.tree.unlock(nodes.spans[i])
             nodes.spans[i] = node
+        if not chunked:
+            self.tree.back_up(nodes.chunks.nodes)
 
     def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
         """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
@@ -182,7 +188,9 @@ class RowCache:
             pieces = [slots[start:end] for start, end in state.row.windows(i)]
             part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
             if part.chunk is None:
-                num_present, node = self.tree.add(part.tokens, part.namespace, part_slots, req.priority or 0)
+                num_present, node = self.tree.add(
+                    part.tokens, part.namespace, part_slots, req.priority or 0, chunked=True
+                )
             else:
                 num_present, node = self.store.insert(part.chunk, part_slots, req.priority or 0)
                 published[part.chunk.key] = node
@@ -200,17 +208,18 @@ class RowCache:
         """A fill ends or is retracted: free what the tree does not own, and unlock."""
         if state.duplicates is not None:
             self.free(state.duplicates)
+            self.tree.back_up(req.last_node.spans)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
         self.store.unlock_row(req.last_node)
 
 
-def _tokens(req: Any, ranges: Ranges) -> array:
-    """The tokens at these positions of the prompt and its answer."""
-    tokens, prompt_len = array("q"), len(req.origin_input_ids)
-    for start, end in ranges:
-        tokens += req.origin_input_ids[start:end]
-    return tokens + req.output_ids[max(0, start - prompt_len) : max(0, end - prompt_len)]
+def _tokens(req: Any, positions: np.ndarray) -> array:
+    """The tokens at these positions of the prompt and its answer, all of the answer's up to the last one."""
+    prompt_len = len(req.origin_input_ids)
+    count = int(np.searchsorted(positions, prompt_len))
+    tokens = tokens_at(req.origin_input_ids, positions[:count])
+    return tokens + req.output_ids[: len(positions) - count] if count < len(positions) else tokens
 
 
 def _namespace(req: Any, span: TextSpan) -> Namespace | str | None:

@@ -1,4 +1,4 @@
-"""The chunk store: which chunks are missing, pending or resident, who holds them, and what is evicted."""
+"""The chunk store: where the KV of each chunk is, who holds it, and what is evicted."""
 
 import dataclasses
 import enum
@@ -13,7 +13,7 @@ from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey
-from sglang_lazy.core.prompt import ChunkSlice, positions_in
+from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
 PRIVATE_SEGMENT = -1
@@ -23,15 +23,22 @@ MAX_SEGMENT_IDS = 64
 
 
 class ChunkState(enum.Enum):
-    """MISSING: nobody computes it. PENDING: a producer has been asked for it. RESIDENT: its KV can be attended to."""
+    """MISSING: nobody computes it. PENDING: a producer has been asked for it. FETCHING: storage has. HOST: its KV is
+    in the host's memory. LOADING: it is on the way from there. RESIDENT: it is on the device.
+
+    Any pass that is launched from now on can attend to what is loading or resident.
+    """
 
     MISSING = enum.auto()
     PENDING = enum.auto()
+    FETCHING = enum.auto()
+    HOST = enum.auto()
+    LOADING = enum.auto()
     RESIDENT = enum.auto()
 
 
 @dataclasses.dataclass
-class ResidentChunk:
+class CachedChunk:
     """node: where the chunk ends in the tree.
     segment_ids: by the ranges of it that prompts keep.
     scores: float32 [num_tokens], what a policy has measured of its tokens.
@@ -44,9 +51,9 @@ class ResidentChunk:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkStatistics:
-    """Numbers of chunks and tokens now, and of leaves evicted since the start."""
+    """Numbers of chunks and tokens now, and of leaves evicted from the device since the start."""
 
-    num_resident: int
+    num_cached: int
     num_pending: int
     num_locked_tokens: int
     num_evicted_leaves: int
@@ -56,12 +63,14 @@ class ChunkStore:
     """Chunks by key, over a tree that keeps their KV.
 
     pending: what computes each chunk that is under way, by key; kept by the producer.
+    fetching: the chunks that have been asked of storage, by key; kept by the tree.
     release_waiting_lock: frees KV that a waiting request holds; returns False when nobody holds any.
     """
 
     def __init__(self, tree: Tree, eviction_priority: Callable[[Node], Any]):
         self.tree = tree
         self.pending: dict[ChunkKey, Any] = {}
+        self.fetching: dict[ChunkKey, Any] = {}
         self.release_waiting_lock: Callable[[], bool] = lambda: False
         self.num_evicted_leaves = 0
         self._eviction_priority = eviction_priority
@@ -71,39 +80,55 @@ class ChunkStore:
     def reset(self) -> None:
         """The tree has been emptied."""
         self._heap = EvictionHeap(self._eviction_priority)
-        self._resident: dict[ChunkKey, ResidentChunk] = {}
+        self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
 
     # Chunks
 
     def state(self, chunk: ChunkSlice) -> ChunkState:
         """In which state the needed part of a chunk is."""
-        if self.find(chunk) is not None:
-            return ChunkState.RESIDENT
-        return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
+        node = self.find(chunk)
+        if node is None and chunk.key in self.fetching:
+            return ChunkState.FETCHING
+        if node is None:
+            return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
+        if node.evicted:
+            return ChunkState.HOST
+        return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
 
     def find(self, chunk: ChunkSlice) -> Node | None:
-        """The node where the needed part of `chunk` ends, None if that is not resident. Makes it recent.
+        """The node where the needed part of `chunk` ends, None if that is not cached. Makes it recent.
 
         A published chunk is found by its key, without reading its tokens or walking the tree. The beginning of a chunk,
         and a chunk that only begins a longer one, are found by comparing tokens.
         """
-        resident = self._resident.get(chunk.key)
-        if resident is not None and chunk.num_needed == chunk.num_tokens:
-            self.tree.use(resident.node)
-            return resident.node
+        cached = self._cached.get(chunk.key)
+        if cached is not None and chunk.num_needed == chunk.num_tokens:
+            self.tree.use(cached.node)
+            return cached.node
         tokens = chunk.tokens[: chunk.num_needed]
         if not self.tree.holds(tokens, chunk.key.namespace):
             return None
-        return self.tree.find(tokens, chunk.key.namespace)[1]
+        return self.tree.end_of(tokens, chunk.key.namespace)
 
     def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Inserted:
-        """Make all of `chunk` resident, in `slots` (int64 [num_tokens]) except where the tree has its tokens."""
-        inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority)
-        if chunk.key not in self._resident:
-            self._resident[chunk.key] = ResidentChunk(inserted.node)
-            self._keys_by_node[inserted.node.id] = chunk.key
+        """Make all of `chunk` resident in `slots` (int64 [num_tokens]), except where the tree has its tokens.
+
+        Its KV is about to be computed.
+        """
+        inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, chunked=True)
+        self.adopt(chunk, inserted.node)
         return inserted
+
+    def adopt(self, chunk: ChunkSlice, node: Node) -> None:
+        """All of `chunk` is in the tree; it ends at `node`."""
+        if chunk.key not in self._cached:
+            self._cached[chunk.key] = CachedChunk(node)
+            self._keys_by_node[node.id] = chunk.key
+
+    def key_at(self, node: Node) -> ChunkKey | None:
+        """The chunk that ends at `node`, None if none does."""
+        return self._keys_by_node.get(node.id)
 
     def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
         """The slots of the kept ranges of `chunk`, whose needed part ends at a locked `node`, in pieces."""
@@ -113,36 +138,36 @@ class ChunkStore:
         slots = torch.cat(pieces)
         if len(chunk.kept) == 1:
             return [slots[slice(*chunk.kept[0])]]
-        return [slots[to_device(positions_in(chunk.kept).astype(np.int64), slots.device)]]
+        return [slots[to_device(chunk.indices.astype(np.int64), slots.device)]]
 
     def segment_id(self, chunk: ChunkSlice) -> int:
         """A number that segments have in common if and only if they list the same slots; see `plan_decode`.
 
-        PRIVATE_SEGMENT where that is not known, as for the beginning of a chunk of which nothing else is resident.
+        PRIVATE_SEGMENT where that is not known, as for the beginning of a chunk of which nothing else is cached.
         """
-        resident = self._resident.get(chunk.key)
-        if resident is None:
+        cached = self._cached.get(chunk.key)
+        if cached is None:
             return PRIVATE_SEGMENT
-        segment_id = resident.segment_ids.get(chunk.kept)
+        segment_id = cached.segment_ids.get(chunk.kept)
         if segment_id is None:
-            if len(resident.segment_ids) == MAX_SEGMENT_IDS:
-                resident.segment_ids.clear()
+            if len(cached.segment_ids) == MAX_SEGMENT_IDS:
+                cached.segment_ids.clear()
             # Numbers recur only after 2**31 others, by when no row that had the same is left.
-            segment_id = resident.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
+            segment_id = cached.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
         return segment_id
 
     def keep_scores(self, chunk: ChunkSlice, scores: np.ndarray) -> None:
-        """Keep what was measured of each token of a chunk, float32, for as long as it is resident."""
-        resident = self._resident.get(chunk.key)
-        if resident is not None and len(scores) == chunk.num_tokens:
-            resident.scores = scores
+        """Keep what was measured of each token of a chunk, float32, for as long as it is cached."""
+        cached = self._cached.get(chunk.key)
+        if cached is not None and len(scores) == chunk.num_tokens:
+            cached.scores = scores
 
     def scores(self, chunk: ChunkSlice) -> np.ndarray | None:
         """Those of the kept tokens of a chunk, or None."""
-        resident = self._resident.get(chunk.key)
-        if resident is None or resident.scores is None:
+        cached = self._cached.get(chunk.key)
+        if cached is None or cached.scores is None:
             return None
-        return resident.scores[positions_in(chunk.kept)]
+        return cached.scores[chunk.indices]
 
     # Locks
 
@@ -180,6 +205,18 @@ class ChunkStore:
         if chunks.num_locks:
             self.tree.lock(node)
 
+    def enter_cached(self, chunks: ChunkNodes, nodes: Sequence[Node | None]) -> list[int]:
+        """Enter the missing slices that are cached, each at its place in `nodes`; returns which of them are loaded.
+
+        Those on the host that memory does not suffice for stay missing.
+        """
+        new = {i: node for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None}
+        on_host = [i for i, node in new.items() if node.evicted]
+        for i in sorted(new, key=on_host.__contains__):  # loading evicts, so first those that must stay
+            if not new[i].evicted or self.tree.load(new[i]):
+                self.enter(chunks, i, new[i])
+        return [i for i in on_host if chunks.nodes[i] is not None]
+
     def enter_published(
         self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], published: Mapping[ChunkKey, Node]
     ) -> None:
@@ -189,7 +226,7 @@ class ChunkStore:
                 self.enter(chunks, i, node if chunk.num_needed == chunk.num_tokens else self.find(chunk))
 
     def unlocked_size(self, nodes: Iterable[Node]) -> int:
-        """How many tokens locking `nodes` would take from what is evictable."""
+        """How many tokens locking `nodes`, loaded where need be, would take from what is free or evictable."""
         counted = set()
         for node in nodes:
             while node.lock_ref == 0 and node not in counted:  # whoever locks a node has locked all above it
@@ -204,7 +241,7 @@ class ChunkStore:
         self._heap.push(leaf)
 
     def evict(self, num_tokens: int) -> list[torch.Tensor]:
-        """Take leaves out of the tree until they hold `num_tokens`, or none is left; returns their slots, to be freed.
+        """Take leaves off the device until they hold `num_tokens`, or none is left; returns their slots, to be freed.
 
         Waiting requests lose their locks, newest first, before eviction gives up.
         """
@@ -218,12 +255,17 @@ class ChunkStore:
                 break
             num_evicted += len(leaf.key)
             slots.append(self.tree.remove(leaf))
-            key = self._keys_by_node.pop(leaf.id, None)
-            if key is not None:
-                del self._resident[key]
+            if not leaf.backuped:
+                self.forget(leaf)
         self.num_evicted_leaves += len(slots)
         return slots
 
+    def forget(self, leaf: Node) -> None:
+        """`leaf` has left the tree."""
+        key = self._keys_by_node.pop(leaf.id, None)
+        if key is not None:
+            del self._cached[key]
+
     def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
         """The numbers now. num_locked_tokens: the tree's own count."""
-        return ChunkStatistics(len(self._resident), len(self.pending), num_locked_tokens, self.num_evicted_leaves)
+        return ChunkStatistics(len(self._cached), len(self.pending), num_locked_tokens, self.num_evicted_leaves)

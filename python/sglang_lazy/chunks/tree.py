@@ -1,13 +1,18 @@
 """What the chunk cache needs of a radix tree. The port implements it over SGLang's."""
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from sglang_lazy.core.prompt import ChunkSlice
+
 Node = Any
-"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref` and `evicted`."""
+"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, and where its KV is:
+`evicted` means that it has no slots of the device, `backuped` that the host has a copy. With neither it has left the
+tree.
+"""
 
 
 class Inserted(NamedTuple):
@@ -18,9 +23,11 @@ class Inserted(NamedTuple):
 
 
 class Tree(Protocol):
-    """A radix tree over token ids, with namespaces, whose nodes own KV slots.
+    """A radix tree over token ids, with namespaces, whose nodes own KV slots, a copy in the host's memory, or both.
 
-    A node stays where it ends when it is split: the new node is its parent. Locking a node locks all nodes above it.
+    A node stays where it ends when it is split: the new node is its parent. Locking a node locks all nodes above it; a
+    node without slots must be loaded before. No node without slots is above one that has some, and none without a copy
+    is above one that has one.
     """
 
     @property
@@ -28,13 +35,19 @@ class Tree(Protocol):
         """Leaves that nobody has locked."""
 
     def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, Node]:
-        """The longest cached beginning: its slots (int64), and the node where it ends, split off if need be."""
+        """The longest beginning on the device: its slots (int64), and the node where it ends, split off if need be."""
 
     def holds(self, tokens: array, namespace: Any) -> bool:
-        """Whether all tokens are cached. Like `find`, but never splits a node."""
+        """Whether all tokens are cached, on the device or not. Never splits a node."""
+
+    def end_of(self, tokens: array, namespace: Any) -> Node:
+        """The node where tokens that are all cached end, split off if need be."""
 
     def add(self, tokens: array, namespace: Any, slots: torch.Tensor, priority: int, chunked: bool = False) -> Inserted:
-        """Make tokens resident in `slots` (int64), except for those that the tree has already."""
+        """Make tokens resident in `slots` (int64), except for those that the tree has already.
+
+        chunked: their KV is yet to be computed, at least in part, so it must not be copied.
+        """
 
     def slots_to(self, node: Node) -> list[torch.Tensor]:
         """The slots from the beginning of a namespace to the end of `node`, in pieces."""
@@ -52,4 +65,22 @@ class Tree(Protocol):
         """Give one holder's lock back; returns the same."""
 
     def remove(self, leaf: Node) -> torch.Tensor:
-        """Take an evictable leaf out of the tree; returns its slots, which are the caller's to free."""
+        """Take an evictable leaf off the device; returns its slots, which are the caller's to free.
+
+        It leaves the tree unless the host has a copy.
+        """
+
+    def load(self, node: Node) -> bool:
+        """Give `node`, and nodes above it that have none, slots, and have their KV copied from the host before the next
+        pass reads it; locked until that is done. False, and nothing changes, where memory does not suffice.
+        """
+
+    def loading(self, node: Node) -> bool:
+        """Whether its KV is on the way from the host."""
+
+    def fetch(self, chunk: ChunkSlice) -> bool:
+        """Ask storage, if there is one, for a chunk that is not cached. Whether it is on its way to the host, where it
+        will be cached if it arrives."""
+
+    def back_up(self, nodes: Iterable[Node]) -> None:
+        """The KV of all up to these nodes has been computed: copy to the host what the write policy wants there."""

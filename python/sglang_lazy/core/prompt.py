@@ -15,7 +15,7 @@ from sglang_lazy.core.segments import PromptLayout
 Ranges = Sequence[tuple[int, int]]
 """Half-open ranges, ascending and disjoint."""
 
-
+_NONE = np.empty(0, dtype=np.int32)
 _MANY_RANGES = 64
 """From so many on, one computation over all of them is faster than one for each."""
 
@@ -30,20 +30,14 @@ def positions_in(ranges: Ranges) -> np.ndarray:
     return np.repeat(ends - lens.cumsum(dtype=np.int32), lens) + np.arange(lens.sum(), dtype=np.int32)
 
 
-def gaps(ranges: Ranges) -> list[tuple[int, int]]:
-    """The ranges between `ranges`."""
-    return [(end, start) for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False) if end < start]
-
-
-def split(ranges: Ranges, count: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The ranges that hold the first `count` positions of `ranges`, and those that hold the rest; some may be empty."""
-    first, rest = [], []
-    for start, end in ranges:
-        middle = min(end, start + count)
-        first.append((start, middle))
-        rest.append((middle, end))
-        count -= middle - start
-    return first, rest
+def tokens_at(ids: array, positions: np.ndarray) -> array:
+    """Those of `ids`, int64, at ascending `positions`."""
+    if not len(positions):
+        return array("q")
+    start, end = int(positions[0]), int(positions[-1]) + 1
+    if end - start == len(positions):
+        return ids[start:end]
+    return array("q", np.frombuffer(ids, dtype=np.int64)[positions].tobytes())
 
 
 @dataclasses.dataclass(eq=False)
@@ -80,10 +74,23 @@ class ChunkSlice:
         """How many of its first tokens must be resident."""
         return self.kept[-1][1]
 
+    @functools.cached_property
+    def indices(self) -> np.ndarray:
+        """Which of its tokens are kept, int32 [num_kept]."""
+        return positions_in(self.kept)
+
     @property
-    def positions(self) -> list[tuple[int, int]]:
-        """The ranges of the prompt that it stands for."""
-        return [(self.start + begin, self.start + end) for begin, end in self.kept]
+    def holes(self) -> np.ndarray:
+        """Which tokens between those are not, int32."""
+        first = self.kept[0][0]
+        hidden = np.ones(self.num_needed - first, dtype=bool)
+        hidden[self.indices - first] = False
+        return (np.flatnonzero(hidden) + first).astype(np.int32)
+
+    @property
+    def positions(self) -> np.ndarray:
+        """The positions of the prompt that it stands for, int32 [num_kept]."""
+        return self.indices + np.int32(self.start)
 
     @property
     def offset(self) -> int:
@@ -91,32 +98,38 @@ class ChunkSlice:
         return self.start - len(self.preamble)
 
 
-class TextSpan(NamedTuple):
-    """Text that depends on the same slices of chunks, in one or more ranges of positions.
-
-    The last span of a prompt also takes the generated tokens.
+@dataclasses.dataclass(frozen=True, eq=False)
+class TextSpan:
+    """Text that depends on the same slices of chunks.
 
     namespace: None for leading text, which shares the ordinary namespace of the request.
+    positions: int32, of its tokens in the prompt, ascending. The tokens generated behind a prompt are text of its last
+        span.
     """
 
     namespace: Namespace | None
-    ranges: tuple[tuple[int, int], ...]
+    positions: np.ndarray
 
     @property
     def start(self) -> int:
-        return self.ranges[0][0]
+        return int(self.positions[0])
 
     @property
     def end(self) -> int:
-        return self.ranges[-1][1]
+        return int(self.positions[-1]) + 1
 
-    def up_to(self, end: int) -> list[tuple[int, int]]:
-        """Its ranges where its last one ends at `end`."""
-        return [*self.ranges[:-1], (self.ranges[-1][0], end)]
+    def count_before(self, position: int) -> int:
+        """How many of its tokens, generated ones included, stand before `position`."""
+        if position < self.end:
+            return int(np.searchsorted(self.positions, position))
+        return len(self.positions) + position - self.end
 
-    def first(self, count: int) -> list[tuple[int, int]]:
-        """The ranges of its first `count` tokens; the last one has no end where generated tokens follow."""
-        return split(self.up_to(self.ranges[-1][0] + count), count)[0]
+    def first(self, count: int) -> np.ndarray:
+        """The positions of its first `count` tokens, generated ones included; int32 [count]."""
+        if count <= len(self.positions):
+            return self.positions[:count]
+        num_generated = count - len(self.positions)
+        return np.concatenate([self.positions, np.arange(self.end, self.end + num_generated, dtype=np.int32)])
 
 
 class LinkedPrompt(NamedTuple):
@@ -149,24 +162,22 @@ class LinkedPrompt(NamedTuple):
         chunk token that a slice depends on. So its KV is found again exactly where it is valid.
         """
         preamble = preamble or array("q")
-        path, ids = hashlib.sha256(), as_int32(input_ids)
+        path, ids = hashlib.sha256(), np.asarray(as_int32(input_ids))
         variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
         path.update(b"preamble %b" % (variant or b""))
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant)
         chunks: list[ChunkSlice] = []
         spans: list[TextSpan] = []
-        text: list[tuple[int, int]] = []
+        holes = _NONE  # of the last slice
         position = 0
 
         def end_span(end: int) -> None:
-            if position < end:
-                text.append((position, end))
-            if text:
+            positions = np.concatenate([holes, np.arange(position, end, dtype=np.int32)])
+            if len(positions):
                 namespace = Namespace("text", extra_key, layout.cache_salt, path.digest()) if chunks else None
-                spans.append(TextSpan(namespace, tuple(text)))
-                path.update(b"text %d " % sum([last - first for first, last in text]))
-                for first, last in text:
-                    path.update(ids[first:last])
+                spans.append(TextSpan(namespace, positions))
+                path.update(b"text %d " % len(positions))
+                path.update(ids[positions].data)
 
         for index, ((start, end), ranges) in enumerate(zip(layout.chunks, kept, strict=True)):
             if end == len(input_ids):
@@ -175,15 +186,15 @@ class LinkedPrompt(NamedTuple):
             if not ranges:
                 continue
             end_span(start + ranges[0][0])
-            digest = hashlib.sha256(ids[start:end]).digest()
+            digest = hashlib.sha256(ids[start:end].data).digest()
             key = ChunkKey(digest, chunk_namespace)
             chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble)
             chunks.append(chunk)
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
-            seen = digest if needed == end - start else hashlib.sha256(ids[start : start + needed]).digest()
-            path.update(b"chunk %d %b %b" % (len(ranges), b"".join([b"%d %d " % kept for kept in ranges]), seen))
-            text = gaps(chunk.positions) if len(ranges) > 1 else []
+            seen = digest if needed == end - start else hashlib.sha256(ids[start : start + needed].data).digest()
+            path.update(b"chunk %d %b %b" % (len(ranges), np.array(ranges, dtype="<i4").tobytes(), seen))
+            holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))
         return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks))

@@ -13,18 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_lazy.core.prompt import LinkedPrompt, positions_in, split
-
-
-def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same positions in the fewest ranges, none of them empty."""
-    joined: list[tuple[int, int]] = []
-    for start, end in ranges:
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], end)
-        elif start < end:
-            joined.append((start, end))
-    return joined
+from sglang_lazy.core.prompt import LinkedPrompt
 
 
 class Row:
@@ -41,29 +30,24 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        ranges = [place for chunk in prompt.chunks for place in chunk.positions]
+        parts = [chunk.positions for chunk in prompt.chunks]
         last, row_end = prompt.spans[-1], prompt.num_chunk_tokens
         to_compute = []
         for span, count in zip(prompt.spans, cached, strict=True):
-            first, rest = split(last.up_to(num_tokens) if span is last else span.ranges, count)
+            positions = span.first(last.count_before(num_tokens)) if span is last else span.positions
             self.cached_start.append(row_end)
-            ranges += first
-            to_compute.append(rest)
+            parts.append(positions[:count])
+            to_compute.append(positions[count:])
             row_end += count
         for rest in to_compute:
             self.computed_start.append(row_end)
-            ranges += rest
-            row_end += sum([end - start for start, end in rest])
+            row_end += len(rest)
         assert row_end == num_tokens, (row_end, num_tokens)
-        self._ranges = _joined(ranges)
-        self.positions = positions_in(self._ranges)
+        self.positions = np.concatenate([*parts, *to_compute])
 
     def permuted(self, ids: array) -> array:
-        """`ids`, one for each position, in row order; `ids` itself if that is the same."""
-        if len(self._ranges) == 1:
-            return ids
-        view = memoryview(ids)
-        return array("q", b"".join([view[start:end] for start, end in self._ranges]))
+        """`ids`, one for each position, in row order."""
+        return array("q", np.frombuffer(ids, dtype=np.int64)[self.positions].tobytes())
 
     def available(self, i: int, row_len: int) -> int:
         """How many of the first tokens of span `i` are among the first `row_len` tokens of the row."""

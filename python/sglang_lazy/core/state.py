@@ -7,7 +7,7 @@ computes chunks has a `Fill`. All others have nothing.
 import dataclasses
 import functools
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,19 +57,17 @@ class Probe:
     """What an internal linked request measures for another one, of each token of its prompt's slices.
 
     parent: the request whose policy chooses by it.
-    prompt: its own.
     query_start: the position from which on the attention of its text counts.
     """
 
     parent: Any
-    prompt: LinkedPrompt
     query_start: int
     _sums: torch.Tensor | None = None
     _on_host: torch.Tensor | None = None
     _copied: Any = None
 
     def add(self, scores: torch.Tensor) -> None:
-        """What one forward pass measured, float32 [prompt.num_chunk_tokens]."""
+        """What one forward pass measured, float32 [num_chunk_tokens of its prompt]."""
         self._sums = scores if self._sums is None else self._sums + scores
 
     def send(self) -> None:
@@ -84,7 +82,7 @@ class Probe:
             self._copied.record()
 
     def result(self) -> np.ndarray:
-        """The sums, float32 [prompt.num_chunk_tokens]."""
+        """The sums, float32 [num_chunk_tokens of its prompt]."""
         assert self._on_host is not None
         if self._copied is not None:
             self._copied.synchronize()
@@ -95,27 +93,32 @@ class Probe:
 class LinkedRequest:
     """A request whose policy keeps KV of chunks.
 
-    found: per slice, the tree node at which it was resident on arrival, or None. Not locked, so it may be evicted.
+    found: per slice, the tree node at which it was cached on arrival, or None. Not locked, so it may be evicted.
+    asked: per slice, whether storage was asked for it on arrival.
     chunks: where its chunks are, locked while it waits; None while it holds nothing.
     row: the row's order; set when the request is matched for a batch.
     own: what its policy keeps while the request has a row.
-    reused: per slice, whether it was resident on arrival and has not been computed for this request since.
-    found_text: per namespace of text that its probe has computed, how many tokens of it were cached before.
+    reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
+    loaded: per slice, whether it was loaded from the host for this request.
+    found_text: per namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
     """
 
     prompt: LinkedPrompt
     policy: Policy
     found: list[Any]
+    asked: list[bool]
     chunks: ChunkNodes | None = None
     row: Row = dataclasses.field(init=False)
     own: Any = None
     reused: list[bool] = dataclasses.field(init=False)
-    found_text: Mapping[Namespace | None, int] = dataclasses.field(default_factory=dict)
+    loaded: list[bool] = dataclasses.field(init=False)
+    found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
 
     def __post_init__(self):
-        self.reused = [node is not None for node in self.found]
+        self.reused = [node is not None or asked for node, asked in zip(self.found, self.asked, strict=True)]
+        self.loaded = [False] * len(self.found)
 
     @property
     def admitted(self) -> bool:
@@ -152,9 +155,15 @@ class LinkedRequest:
         """Chunk tokens that were not computed for this request."""
         return sum(chunk.num_kept for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
+    def num_loaded_tokens(self, fetched: bool) -> int:
+        """Those of them that were loaded from the host for this request, and had been fetched for it from storage or
+        not."""
+        slices = zip(self.prompt.chunks, self.reused, self.loaded, self.asked, strict=True)
+        return sum(chunk.num_kept for chunk, reused, loaded, asked in slices if reused and loaded and asked == fetched)
+
     def num_computed_tokens(self, cached: Sequence[int]) -> int:
-        """Kept chunk tokens that were computed for this request, and of its `cached` text, per span, what its probe has
-        computed."""
+        """Kept chunk tokens that were computed for this request, and of its `cached` text, per span, what its fills and
+        its probe have computed."""
         num_tokens = self.prompt.num_chunk_tokens - self.num_reused_tokens
         if not self.found_text:
             return num_tokens

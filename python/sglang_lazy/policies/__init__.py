@@ -74,20 +74,22 @@ def _unknown(link: Any) -> ValueError:
 
 
 def _parameters(text: str, name: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The parameters in `name:parameter=value,...`, each of the type of its default."""
-    values = dict(defaults)
+    """The parameters in `name:parameter=value,...`, each of the type of its default, and the defaults of the others."""
+    values: dict[str, Any] = {}
     given = text.removeprefix(name).removeprefix(":")
     for item in given.split(",") if text != name else ():
         parameter, _, value = item.partition("=")
         if parameter not in defaults:
             known = f"takes {', '.join(defaults)}" if defaults else "has no parameters"
             raise ValueError(f"policy {name!r} {known}, got {item!r:.50}")
+        if parameter in values:
+            raise ValueError(f"{parameter} is given twice")
         try:
             values[parameter] = type(defaults[parameter])(value)
         except ValueError:
             kind = type(defaults[parameter]).__name__
             raise ValueError(f"{parameter} must be of type {kind}, got {value!r:.50}") from None
-    return values
+    return defaults | values
 
 
 for _policy in (Block, Full, Copy, Epic, Query, Blend, Static, KvLink, Packet):

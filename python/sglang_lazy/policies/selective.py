@@ -26,8 +26,10 @@ class Selective(Block):
 
     def choose(self, chunks: Sequence[ChunkSlice], scores: np.ndarray) -> Sequence[Ranges]:
         """The best over all chunks together; of equal ones the first."""
-        keep = np.ones(len(scores), dtype=bool)
-        keep[np.argsort(-scores, kind="stable")[: self.max_recomputed([len(scores)])]] = False
+        count = self.max_recomputed([len(scores)])
+        least = np.partition(scores, -count)[-count]
+        keep = scores < least
+        keep[np.flatnonzero(scores == least)[count - np.count_nonzero(scores > least) :]] = True
         ends = np.cumsum([chunk.num_kept for chunk in chunks])
         return [_ranges(part) for part in np.split(keep, ends[:-1])]
 

@@ -17,6 +17,9 @@ from sglang_lazy.port.rope import INV_FREQ, attention_layers
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
+STORAGE_BACKENDS = ("file", "dynamic")
+"""Those that store tensors of any length."""
+
 ARCHITECTURES = frozenset(
     {
         "CohereForCausalLM",
@@ -60,7 +63,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "data-parallel attention: ranks would have to agree on fills": args.enable_dp_attention,
         "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
         "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
-        "hierarchical cache: linked rows have no host copy": args.enable_hierarchical_cache,
+        **_unfit_tiers(args),
         "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
         "session radix cache: it is another cache": args.enable_session_radix_cache,
@@ -86,6 +89,24 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "--radix-cache-backend: another cache was chosen": args.radix_cache_backend not in (None, "lazy"),
     }
     return [reason for reason, applies in wanted.items() if applies]
+
+
+def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
+    """What does not fit of a hierarchical cache."""
+    wanted = {
+        "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
+            args.hicache_write_policy == "write_back"
+        ),
+        f"--hicache-storage-backend {args.hicache_storage_backend}: it takes pages of the host's memory only (use "
+        f"{' or '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
+        f"--hicache-mem-layout {args.hicache_mem_layout}: use layer_first or page_first": (
+            args.hicache_mem_layout not in ("layer_first", "page_first")
+        ),
+        "--cuda-graph-backend-prefill full: attention in such graphs cannot wait for KV from the host": (
+            args.cuda_graph_backend_prefill == "full"
+        ),
+    }
+    return {reason: args.enable_hierarchical_cache and applies for reason, applies in wanted.items()}
 
 
 def unfit_model(runner: Any) -> list[str]:

@@ -100,12 +100,22 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     table = table_of(runner.req_to_token_pool)
     if table is None or batch is None or not involves_chunks(batch, table):
         return original(worker, batch, *args, **kwargs)
+    if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
+        wait_for_loads(batch, runner)
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
     current = LinkedBatch.of(batch, apart, runner.req_to_token_pool.size)
     with probing(batch, current, runner, table.model) as sums, table.running(current, sums):
         return original(worker, batch, *args, **kwargs)
+
+
+def wait_for_loads(batch: Any, runner: Any) -> None:
+    """Order what is launched next behind all that is loaded with a batch. Attention waits for its own layer only; not
+    all passes run all layers, and some read KV before attention does."""
+    if batch.hicache_consumer_index >= 0:
+        counter = runner.token_to_kv_pool.layer_transfer_counter
+        counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:

@@ -4,6 +4,7 @@ SGLang calls `load` in each of its processes (entry point `sglang.srt.plugins`).
 asked for: `activate` publishes the configuration, and the processes that SGLang spawns inherit it.
 """
 
+import copy
 import importlib.metadata
 import sys
 import types
@@ -45,12 +46,12 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.port import compat, model_runner, scheduler, surfaces
+    from sglang_lazy.port import compat, host_pool, model_runner, scheduler, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    _hooks = (*HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *surfaces.HOOKS)
+    _hooks = (*HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *host_pool.HOOKS, *surfaces.HOOKS)
     apply(_hooks)
     verify()
 
@@ -92,10 +93,19 @@ def create_cache(context: Any) -> Any:
 
     from sglang_lazy.attention.table import table_of
     from sglang_lazy.port.radix import LazyRadixCache
+    from sglang_lazy.port.storage import StoredHiRadixCache, connect_storage
 
     verify()
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
-        return LazyRadixCache(context.params)
+        if not context.enable_hierarchical_cache:
+            return LazyRadixCache(context.params)
+        args = copy.copy(context.server_args)
+        args.hicache_storage_backend = None  # SGLang's own use of it; ours comes next
+        cache = StoredHiRadixCache(context.params, args)
+        if context.server_args.hicache_storage_backend is not None:
+            connect_storage(cache, context.server_args, context.tp_worker.model_runner)
+        context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
+        return cache
     if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
     raise RuntimeError("sglang-lazy: the attention backend has no link path; was it created before the plugin was?")

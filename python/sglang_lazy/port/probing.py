@@ -36,7 +36,7 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, model: ServedM
         yield sums
     reduce = _all_reduce(runner)
     if sums is not None:
-        sums.deliver(reduce)
+        sums.deliver(batch.reqs, reduce)
     for req in probes:
         measure = _MEASURES.get(as_linked(req).policy.probes or "")
         if measure is not None and req is not batch.chunked_req:

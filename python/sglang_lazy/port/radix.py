@@ -7,6 +7,7 @@ lists slots of shared nodes; those are neither counted nor freed with the reques
 import itertools
 import time
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 
 
@@ -39,13 +41,17 @@ class LazyRadixCache(RadixCache):
     It implements `sglang_lazy.chunks.tree.Tree` for them.
 
     Recency is counted, not clocked, so that every tensor-parallel rank evicts in the same order.
+
+    more: what a cache of SGLang's that stands behind this one takes besides.
+    forward_stream: the stream of SGLang's forward passes, None where there are no streams.
     """
 
-    def __init__(self, params: CacheInitParams):
+    def __init__(self, params: CacheInitParams, *more: Any):
         self._ticks = itertools.count(1)
         self.store = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
-        self.admission: Any = None  # attached when SGLang's scheduler is complete
-        super().__init__(params)
+        self.admission: Any = None  # attached, like the next one, when SGLang's scheduler is complete
+        self.forward_stream: Any = None
+        super().__init__(params, *more)
         self.rows = RowCache(
             self.store, self.req_to_token_pool, self.token_to_kv_pool_allocator, lambda n: alloc_token_slots(self, n)
         )
@@ -64,6 +70,9 @@ class LazyRadixCache(RadixCache):
             return self._empty_match_result.device_indices, self.root_node
         found = self._match(key)
         return found.device_indices, found.last_device_node
+
+    def end_of(self, tokens: array, namespace: Any) -> TreeNode:
+        return _last_node(self._match(RadixKey(tokens, namespace)))
 
     def holds(self, tokens: array, namespace: Any) -> bool:
         node, start, end = self.root_node, 0, len(tokens)
@@ -113,6 +122,25 @@ class LazyRadixCache(RadixCache):
         leaf.value = None  # makes it `evicted` to whoever has found it before
         return slots
 
+    def load(self, node: TreeNode) -> bool:
+        raise AssertionError("there is no tier to load from")
+
+    def loading(self, node: TreeNode) -> bool:
+        return False
+
+    def fetch(self, chunk: ChunkSlice) -> bool:
+        return False
+
+    def back_up(self, nodes: Iterable[TreeNode]) -> None:
+        """There is no tier to back up to."""
+
+    @property
+    def has_queued_loads(self) -> bool:
+        return False
+
+    def finish_loads(self) -> None:
+        """Start loads that are queued, if any, and wait for them."""
+
     # Recency: SGLang stamps nodes with the time of day.
 
     def _stamp(self, node: TreeNode) -> None:
@@ -121,7 +149,7 @@ class LazyRadixCache(RadixCache):
 
     def _match(self, key: RadixKey) -> MatchResult:
         found = super().match_prefix(MatchPrefixParams(key))
-        self.use(found.last_device_node)
+        self.use(_last_node(found))
         return found
 
     def insert(self, params: InsertParams) -> InsertResult:
@@ -146,7 +174,7 @@ class LazyRadixCache(RadixCache):
             slots, nodes = self.rows.match_fill(req, fill)
         else:
             found = super().match_prefix(params)
-            self.use(found.last_device_node)
+            self.use(_last_node(found))
             return found
         return MatchResult(device_indices=slots, last_device_node=nodes, last_host_node=nodes, best_match_node=nodes)
 
@@ -191,8 +219,8 @@ class LazyRadixCache(RadixCache):
         return EvictResult(num_tokens_evicted=num_evicted)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
-        """A leaf that nobody holds may be evicted. SGLang looks for children with KV; here all of them have it."""
-        if node.lock_ref or node.children:
+        """A leaf that nobody holds may be evicted."""
+        if node.lock_ref or not self._is_leaf(node):
             self.evictable_leaves.discard(node)
             return
         if node.creation_time != node.id:  # SGLang has just made it
@@ -200,12 +228,20 @@ class LazyRadixCache(RadixCache):
         self.evictable_leaves.add(node)
         self.store.offer(node)
 
+    def _is_leaf(self, node: TreeNode) -> bool:
+        return not node.children
+
     # Events: SGLang's name a block by its tokens alone, which in our namespaces would name other KV.
 
-    def _record_store_event(self, node: TreeNode) -> None:
+    def _record_store_event(self, node: TreeNode, **medium: Any) -> None:
         if not isinstance(node.key.extra_key, Namespace):
-            super()._record_store_event(node)
+            super()._record_store_event(node, **medium)
 
-    def _record_remove_event(self, node: TreeNode) -> None:
+    def _record_remove_event(self, node: TreeNode, **medium: Any) -> None:
         if not isinstance(node.key.extra_key, Namespace):
-            super()._record_remove_event(node)
+            super()._record_remove_event(node, **medium)
+
+
+def _last_node(found: MatchResult) -> TreeNode:
+    """Where a match ends, in whatever tier."""
+    return found.last_host_node if found.last_host_node.evicted else found.last_device_node

@@ -34,6 +34,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
         traits = server_traits(scheduler.tp_worker.model_runner)
         scheduler.tree_cache.admission = new_admission(scheduler, config.max_chunks, traits, preamble)
+        scheduler.tree_cache.forward_stream = scheduler.forward_stream
 
 
 def new_admission(
@@ -119,6 +120,12 @@ def _refuse_chunks(req: Req) -> None:
         req.set_finish_with_abort(str(error))
 
 
+def prefetch_kvcache(original: Callable, scheduler: Any, req: Req) -> None:
+    """Around `Scheduler._prefetch_kvcache`: storage keeps chunks alone, and is asked for them on arrival."""
+    if admission_of(scheduler) is None:
+        original(scheduler, req)
+
+
 def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
     """Around `Scheduler.get_next_batch_to_run`: internal requests, which decode nothing, leave the last batch before it
     is merged into the running one."""
@@ -152,8 +159,10 @@ def get_new_batch_prefill_raw(
     while admission.late:
         scheduler._add_request_to_queue(admission.late.pop(0))
     admission.reconcile()
-    if batch is None and visible and running_batch.is_empty() and scheduler.chunked_req is None:
-        admission.revoke_newest()
+    if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
+        if visible:
+            admission.revoke_newest()
+        scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
     return batch, running_batch
 
 
@@ -162,6 +171,8 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
+    # A row's chunks are loaded with its first pass, an extend, or before: decode steps, which do not wait, come later.
+    assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
     batch.tree_cache.admission.launch(batch)
     states = {req.req_pool_idx: linked(req) for req in batch.reqs}
     table.assign(
@@ -193,13 +204,21 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Callable, **kwa
 def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
     """What results say of a linked request's reused tokens: among them those that came from chunks."""
     hits = f"{state.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
-    return {"device": req.cached_tokens, "host": 0, "chunk": state.num_reused_tokens, "chunk_hits": hits}
+    host, storage = state.num_loaded_tokens(fetched=False), state.num_loaded_tokens(fetched=True)
+    return {
+        "device": req.cached_tokens - host - storage,
+        "host": host,
+        **({"storage": storage} if storage else {}),
+        "chunk": state.num_reused_tokens,
+        "chunk_hits": hits,
+    }
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
     Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
+    Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
     Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),

@@ -2,7 +2,8 @@
 
 The missing chunks of a linked request (*parent*) are computed by fills. The parent stands right behind them in the
 queue that batch formation sees, so that it shares their last batch where there is room: in each layer all keys and
-values are written before any are read.
+values are written before any are read. Chunks in the host's memory are loaded: the batch that SGLang forms next waits
+for them, layer by layer.
 
 Parents are admitted in queue order, all or nothing: an admitted parent has its resident chunks locked and the others
 under way. These locks are revocable, newest first, so that waiting never takes memory from running requests. All
@@ -89,8 +90,12 @@ class ChunkAdmission:
             if stand_in(waiting_req) is None:
                 budget -= need
                 continue
+            if state is not None and not state.admitted and self.store.fetching and self._awaits_storage(state):
+                budget -= need
+                left_out = True
+                continue
             if state is not None and not state.ready:
-                nodes = self._resident(state)
+                nodes = self._cached(state)
                 need += self._chunk_need(state, nodes)
                 alone = idle and not visible and not self.holders
                 if not state.admitted and need > budget and not alone:
@@ -120,21 +125,24 @@ class ChunkAdmission:
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
         return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
 
-    def _resident(self, state: LinkedRequest) -> list[Node | None]:
-        """Per slice of a parent, the node at which it is resident, None where it is missing or pending."""
+    def _awaits_storage(self, state: LinkedRequest) -> bool:
+        return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
+
+    def _cached(self, state: LinkedRequest) -> list[Node | None]:
+        """Per slice of a parent, the node at which it is cached, None where it is missing or pending."""
         if state.chunks is not None:
             nodes = state.chunks.nodes
         else:
-            nodes = [None if node is None or node.evicted else node for node in state.found]
+            nodes = [node if node is None or not node.evicted or node.backuped else None for node in state.found]
         return [
             self.store.find(chunk) if node is None and chunk.key not in self.store.pending else node
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
         ]
 
     def _chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
-        """Tokens that the chunks of a parent, resident at `nodes`, still take from what is free or evictable.
+        """Tokens that the chunks of a parent, cached at `nodes`, still take from what is free or evictable.
 
-        Missing chunks, unless they have memory already, and resident ones that nobody has locked yet.
+        Missing chunks, unless they have memory already, and cached ones that nobody has locked yet.
         """
         to_start = {
             chunk.key: chunk
@@ -147,16 +155,22 @@ class ChunkAdmission:
         return num_missing + self.store.unlocked_size(node for node in nodes if node is not None)
 
     def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any]:
-        """Lock the chunks of a parent resident at `nodes` and have the others produced; returns what must run first."""
+        """Lock the chunks of a parent cached at `nodes`, have those on the host loaded and the others produced; returns
+        what must run first.
+        """
+        was_admitted = state.chunks is not None
         if state.chunks is None:
             state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
             self.holders.append(req)
-        missing: dict[ChunkKey, ChunkSlice] = {}
-        for i, (chunk, node) in enumerate(zip(state.prompt.chunks, nodes, strict=True)):
-            if node is None:
-                missing[chunk.key] = chunk
-            elif state.chunks.nodes[i] is None:
-                self.store.enter(state.chunks, i, node)
+        for i in self.store.enter_cached(state.chunks, nodes):
+            state.loaded[i] = True
+        nodes = state.chunks.nodes
+        if not was_admitted and state.policy.preamble == "lead" and None in nodes:
+            # Fills compute the leading text, too; in a later batch the request would find it in the cache.
+            lead, extra_key = state.prompt.chunks[0].preamble, state.prompt.chunks[0].key.namespace.extra_key
+            state.found_text.setdefault(None, len(self.store.tree.find(lead, extra_key)[0]))
+        slices = zip(state.prompt.chunks, nodes, strict=True)
+        missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
         self.producer.produce(req, [chunk for key, chunk in missing.items() if key not in self.store.pending])
         state.reused = [reused and node is not None for reused, node in zip(state.reused, nodes, strict=True)]
         return self.producer.wait(req, missing)

@@ -86,7 +86,13 @@ class Arrival:
         if not prompt.chunks:
             return None
         self._check_fits(prompt, policy.num_own_slots(prompt) + extra_text)
-        return LinkedRequest(prompt, policy, [self.store.find(chunk) for chunk in prompt.chunks])
+        found = [self.store.find(chunk) for chunk in prompt.chunks]
+        pending, fetch = self.store.pending, self.store.tree.fetch
+        asked = [
+            node is None and chunk.key not in pending and fetch(chunk)
+            for chunk, node in zip(prompt.chunks, found, strict=True)
+        ]
+        return LinkedRequest(prompt, policy, found, asked)
 
     def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
         """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
@@ -122,7 +128,7 @@ class Arrival:
             if len(known) == len(scores):
                 return self._linked(req, state.layout, state.policy, self._choose(state, linked.prompt, known))
         query_start = min(state.layout.chunks[-1][1], len(req.origin_input_ids) - 1)
-        linked.probe = Probe(req, linked.prompt, query_start)
+        linked.probe = Probe(req, query_start)
         # SGLang aborts by prefixes of ids: no user's id begins like this one.
         state.probe = self.new_request(f"\0probe-{next(self._probe_ids)}", req.origin_input_ids, req)
         state.probe.lazy = linked
@@ -150,12 +156,15 @@ class Arrival:
         self._choices.remember(chooser, parent.origin_input_ids, state.layout.chunks, kept)
         parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept)
         if decided is not None:
-            reused = dict(zip([chunk.index for chunk in prompt.chunks], probe_state.reused, strict=True))
-            decided.reused = [reused[chunk.index] for chunk in decided.prompt.chunks]
-            if probe_state.recomputes:  # nothing of its text can be found by others
-                return
-            namespaces = [span.namespace for span in prompt.spans]
-            decided.found_text = dict(zip(namespaces, probe_state.row.cached, strict=True))
+            places = {chunk.index: i for i, chunk in enumerate(prompt.chunks)}
+            same = [places[chunk.index] for chunk in decided.prompt.chunks]
+            decided.reused = [probe_state.reused[i] for i in same]
+            decided.loaded = [probe_state.loaded[i] for i in same]
+            decided.asked = [probe_state.asked[i] for i in same]
+            if not probe_state.recomputes:  # otherwise nothing of its text can be found by others
+                namespaces = [span.namespace for span in prompt.spans]
+                decided.found_text.update(zip(namespaces, probe_state.row.cached, strict=True))
+            decided.found_text.update(probe_state.found_text)
 
     def _choose(self, state: Undecided, prompt: LinkedPrompt, scores: Sequence[np.ndarray]) -> list[Ranges]:
         """Per chunk of the layout, what is kept: what was kept in earlier turns, and what the policy chooses of the

@@ -14,10 +14,10 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from sglang_lazy.verify import Report, Thresholds, connect, verify
 from sglang_lazy.verify.cases import parse_prompt, read_prompts
-from sglang_lazy.verify.cost import Generate
 from sglang_lazy.verify.policies import ALL, parse_policies
 
 
@@ -69,8 +69,8 @@ _HELP = {
 
 
 @contextlib.contextmanager
-def started(model_path: str, flags: Sequence[str], policies: Sequence[str] = ()) -> Iterator[Generate]:
-    """`generate` of an engine with the flags of `sglang_lazy.launch_server`.
+def started(model_path: str, flags: Sequence[str], policies: Sequence[str] = ()) -> Iterator[Any]:
+    """An engine with the flags of `sglang_lazy.launch_server`.
 
     Raises ValueError, before the model is loaded, if one of `policies` does not exist.
     """
@@ -91,7 +91,7 @@ def started(model_path: str, flags: Sequence[str], policies: Sequence[str] = ())
         get_policy(policy)  # which a plugin of SGLang's may have added
     options = {f"lazy_{name}": value for name, value in dataclasses.asdict(config).items()}
     with Engine(server_args=prepare_server_args(rest), **options) as engine:
-        yield engine.generate
+        yield engine
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
@@ -99,12 +99,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Thresholds)})
     prompts = list(read_prompts(args.prompts))
     thresholds.check([parse_prompt(prompt) for prompt in prompts])  # before a model is started
-    source = (
-        started(args.model_path, flags, args.policies or ())
-        if args.model_path
-        else contextlib.nullcontext(connect(args.url, args.api_key))
-    )
-    with source as generate:
+    source = started(args.model_path, flags, args.policies or ()) if args.model_path else contextlib.nullcontext(None)
+    with source as engine:
+        generate = connect(args.url, args.api_key) if engine is None else engine.generate
         return verify(
             generate, prompts, thresholds, policies=args.policies, max_new_tokens=args.max_new_tokens, stop=args.stop
         )

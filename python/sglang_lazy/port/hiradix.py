@@ -1,0 +1,193 @@
+"""The cache with SGLang's host tier: what the device evicts stays in the host's memory, and is loaded when asked for.
+
+SGLang's `HiRadixCache` keeps the copies and moves KV with its cache controller, on streams of their own. Here are the
+differences that chunks make: what is backed up and when, and eviction without sorting all leaves.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from sglang.kernels.ops.kvcache import hicache
+from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
+from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
+
+from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.core.keys import Namespace
+from sglang_lazy.port.radix import LazyRadixCache
+
+BLOCK_QUOTA = 4
+"""Thread blocks of SGLang's transfer kernels. On an H200 they move 51 GB/s over PCIe; with SGLang's two, 40."""
+
+
+class _HiRadixCache(HiRadixCache):
+    """Says where what was inserted ends, as SGLang's `RadixCache` does."""
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        inserted = super().insert(params)
+        inserted.last_device_node = self._match_prefix_helper(self.root_node, params.key)[1]
+        return inserted
+
+
+class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
+    """A node is on the device, on the host, or on both. What is on the host alone lies below what is on the device.
+
+    A copy on the host is complete once nobody holds its node: SGLang keeps it locked until then.
+    """
+
+    def __init__(self, params: Any, server_args: Any):
+        hicache.DEFAULT_BLOCK_QUOTA = BLOCK_QUOTA
+        super().__init__(params, server_args)
+        self.load_back_threshold = 0  # a chunk is loaded whole, however short
+
+    def reset(self) -> None:
+        self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
+        self._on_device: set[int] = set()
+        self._num_children_on_device: dict[int, int] = {}
+        num_nodes = TreeNode.counter
+        super().reset()
+        TreeNode.counter += num_nodes  # SGLang starts anew, although other caches of the process may have these ids
+
+    def attach_storage_backend(self, *_args: Any, **_kwargs: Any) -> tuple[bool, str]:
+        return False, "sglang-lazy connects storage at the start alone: --hicache-storage-backend"
+
+    # Leaves: SGLang looks for a child with KV among all children; there may be as many as the host has chunks.
+
+    def _update_leaf_status(self, node: TreeNode) -> None:
+        self._count(node)
+        super()._update_leaf_status(node)
+
+    def _count(self, node: TreeNode) -> None:
+        """Tell the parent of a node that has come to the device or has left it."""
+        if node is self.root_node or node.evicted == (node.id not in self._on_device):
+            return
+        (self._on_device.discard if node.evicted else self._on_device.add)(node.id)
+        parent = node.parent
+        count = self._num_children_on_device.pop(parent.id, 0) + (-1 if node.evicted else 1)
+        if count:
+            self._num_children_on_device[parent.id] = count
+        super()._update_leaf_status(parent)
+
+    def _is_leaf(self, node: TreeNode) -> bool:
+        return not node.evicted and node.id not in self._num_children_on_device
+
+    def _update_host_leaf_status(self, node: TreeNode) -> None:
+        super()._update_host_leaf_status(node)
+        if node in self.evictable_host_leaves:
+            self._host_heap.push(node)
+
+    def _split_node(self, key: RadixKey, child: TreeNode, split_len: int) -> TreeNode:
+        node = super()._split_node(key, child, split_len)
+        if not node.evicted:
+            self._on_device.add(node.id)
+            self._num_children_on_device[node.id] = 1
+        return node
+
+    # Eviction
+
+    def remove(self, leaf: TreeNode) -> torch.Tensor:
+        slots = leaf.value
+        if leaf.backuped:
+            self._detach_backuped(leaf)
+        else:
+            super().remove(leaf)
+            self._count(leaf)
+        return slots
+
+    def evict_host(self, num_tokens: int) -> None:
+        """Take leaves that are on the host alone out of the tree until they held `num_tokens`, or none is left."""
+        num_evicted, protected = 0, []
+        while num_evicted < num_tokens and (leaf := self._host_heap.pop(self.evictable_host_leaves)) is not None:
+            if leaf.host_ref_counter:
+                protected.append(leaf)
+                continue
+            num_evicted += self.cache_controller.evict_host(leaf.host_value)
+            self._record_remove_event(leaf, medium=StorageMedium.CPU)
+            leaf.host_value = None
+            self.evictable_host_leaves.remove(leaf)
+            del leaf.parent.children[leaf.key.child_key(self.page_size)]
+            self._update_host_leaf_status(leaf.parent)
+            self.store.forget(leaf)
+        for leaf in protected:
+            self._host_heap.push(leaf)
+
+    # Copies to the host
+
+    def back_up(self, nodes: Iterable[TreeNode]) -> None:
+        selective = self.write_through_threshold > 1
+        with self._one_copy():
+            for node in nodes:
+                path = []
+                while node is not self.root_node and not node.backuped:
+                    path.append(node)
+                    node = node.parent
+                for node in reversed(path):  # none has a copy whose parent has none
+                    if selective and node.hit_count < self.write_through_threshold or not self.write_backup(node):
+                        break
+
+    @contextlib.contextmanager
+    def _one_copy(self) -> Iterator[None]:
+        """What is written in here is copied at once: SGLang starts one copy for each node."""
+        controller = self.cache_controller
+        start, controller.start_writing = controller.start_writing, lambda: None
+        try:
+            yield
+        finally:
+            controller.start_writing = start
+        start()
+
+    def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
+        """Text behind chunks has no copy: a linked request finds it on the device alone."""
+        namespace = node.key.extra_key
+        if isinstance(namespace, Namespace) and namespace.kind == "text":
+            return 0
+        self._after_passes()
+        return super().write_backup(node, write_back)
+
+    def _after_passes(self) -> None:
+        """Order copies that start next behind all forward passes that are launched, which SGLang does not.
+
+        What is copied to the host may have been published ahead of its computation, and a decode step still writes a
+        last token for each request that has ended, into a slot that is free by now.
+        """
+        if self.forward_stream is not None:
+            torch.get_device_module(self.device).current_stream().wait_stream(self.forward_stream)
+
+    # Copies from the host
+
+    def load(self, node: TreeNode) -> bool:
+        path, num_tokens = node, 0
+        while path.evicted:
+            num_tokens += len(path.key)
+            path = path.parent
+        # Checked here, since eviction would take the locks of waiting requests before it gave up.
+        self.lock(path)
+        fits = num_tokens <= self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
+        loads = fits and self.load_back(node) is not None
+        self.unlock(path)
+        return loads
+
+    def loading(self, node: TreeNode) -> bool:
+        for end in self.ongoing_load_back.values():
+            while end is not node and end is not self.root_node:
+                end = end.parent
+            if end is node:
+                return True
+        return False
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start what is queued, with the batch that SGLang forms."""
+        if self.has_queued_loads:
+            self._after_passes()
+        return super().ready_to_load_host_cache()
+
+    @property
+    def has_queued_loads(self) -> bool:
+        return bool(self.cache_controller.load_queue)
+
+    def finish_loads(self) -> None:
+        if self.ready_to_load_host_cache() >= 0:
+            self.cache_controller.ack_load_queue[-1].finish_event.synchronize()

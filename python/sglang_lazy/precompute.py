@@ -1,0 +1,82 @@
+"""Command: compute a corpus of chunks into storage, so that servers started later find them there.
+
+The chunks file has one JSON object per line, with the text of a chunk, or its input_ids, as in the segments of
+/generate. Flags for SGLang and for us follow after --, a storage backend among them. What storage has already is not
+computed again: a run that was interrupted goes on where it was.
+
+    python -m sglang_lazy.precompute --model-path meta-llama/Llama-3.1-8B-Instruct --chunks corpus.jsonl \\
+        -- --hicache-storage-backend file
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sglang_lazy.verify.__main__ import started
+from sglang_lazy.verify.prompts import read_json_lines
+
+BATCH_SIZE = 32
+"""Chunks that are computed before all of them must be stored."""
+
+
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags, and those after -- for the engine. Exits on bad ones."""
+    parser = argparse.ArgumentParser(
+        prog="python -m sglang_lazy.precompute",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="%(prog)s --model-path PATH --chunks FILE -- --hicache-storage-backend BACKEND [flags of the engine]",
+    )
+    parser.add_argument("--model-path", required=True, help="model to start")
+    parser.add_argument("--chunks", type=Path, required=True, help="JSON Lines file")
+    argv = list(argv)
+    split = argv.index("--") if "--" in argv else len(argv)
+    args, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    if not any(flag.partition("=")[0] == "--hicache-storage-backend" for flag in flags):
+        parser.error("--hicache-storage-backend is missing after --")
+    return args, ["--enable-hierarchical-cache", *flags]
+
+
+def read_chunks(path: Path) -> Iterator[dict[str, Any]]:
+    """The segments of a chunks file. Raises ValueError that names the file and the line."""
+    for number, line in read_json_lines(path):
+        if len(line.keys() & {"text", "input_ids"}) != 1:
+            raise ValueError(f"{path}, line {number}: expected either text or input_ids, got {', '.join(line)}")
+        yield {"type": "chunk", **line}
+
+
+def precompute(engine: Any, chunks: Sequence[dict[str, Any]]) -> int:
+    """Have all chunks in storage; returns how many were there before. Raises RuntimeError if one cannot be stored."""
+    num_found = 0
+    with tqdm(total=len(chunks), desc="chunks", disable=None) as bar:
+        for start in range(0, len(chunks), BATCH_SIZE):
+            prompts = [[chunk, "\n"] for chunk in chunks[start : start + BATCH_SIZE]]
+            outputs = engine.generate(segments=prompts, sampling_params={"max_new_tokens": 1, "temperature": 0})
+            num_found += sum(output["meta_info"]["chunks"][0]["hit"] for output in outputs)
+            # A flush waits until all is stored.
+            flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
+            if not flushed.success:
+                raise RuntimeError("the engine did not store its chunks within ten minutes")
+            bar.update(len(prompts))
+    return num_found
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compute, and say how much of it was new."""
+    args, flags = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        chunks = list(read_chunks(args.chunks))
+        with started(args.model_path, flags) as engine:
+            num_found = precompute(engine, chunks)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(f"{len(chunks)} chunks are stored; {num_found} of them had been before.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A model served by the engine and known to the oracle of policies, which says what its answers must be."""
+
+import math
+from pathlib import Path
+
+import torch
+
+from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best, without_best_of_each
+from oracle.segments import Segment
+from sglang_lazy.testing import CPU_OPTIONS
+
+TOLERANCE = 1e-4  # of a log-probability
+NUM_TOKENS = 6
+PREAMBLE = "These lines stand alone."
+
+
+class Served:
+    """The model in a folder.  options: of the engine, beside those for a CPU."""
+
+    def __init__(self, path: Path, **options):
+        from transformers import AutoTokenizer
+
+        from sglang_lazy import Engine
+
+        self.oracle = PolicyOracle(path)
+        self.tokenizer = AutoTokenizer.from_pretrained(path)
+        self.preamble = self.tokenizer.encode(PREAMBLE)
+        self.engine = Engine(model_path=str(path), **CPU_OPTIONS, log_level="error", lazy_preamble=PREAMBLE, **options)
+
+    def kept(self, prompt: list[Segment], link: str):
+        """What the oracle keeps of each chunk under `link`, and what it computes chunks behind."""
+        base, _, policy = link.rpartition("+")
+        preamble = {"": (), "base": self.preamble, "base:preamble=lead": leading_text(prompt)}[base]
+        name, _, parameter = policy.partition(":")
+        value = parameter.partition("=")[2]
+        if name == "block":
+            return keep_all_but(prompt, ()), preamble
+        if name == "epic":
+            return epic(prompt, int(value)), preamble
+        ratio = float(value)
+        if name == "static":
+            return without_best_of_each(prompt, -self.oracle.key_sizes(prompt, preamble), ratio), preamble
+        scores = self.scores(prompt, name, preamble)
+        best, edge = scores.sort(descending=True).values, math.ceil(ratio * len(scores))
+        assert edge == len(best) or best[edge - 1] - best[edge] > 1e-6, "the choice is too close: draw anew"
+        return without_best(prompt, scores, ratio), preamble
+
+    def scores(self, prompt: list[Segment], name: str, preamble) -> torch.Tensor:
+        """What `query` or `blend` chooses by."""
+        if name == "blend":
+            return self.oracle.blend_scores(prompt, preamble)
+        assert name == "query"
+        num_layers = self.oracle.model.config.num_hidden_layers
+        last_third = range(num_layers - math.ceil(num_layers / 3), num_layers)
+        return self.oracle.query_scores(prompt, last_third, preamble)
+
+    def ask(self, prompts: list[list[Segment]], links: list[str]) -> list[dict]:
+        return self.engine.generate(
+            segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
+            link=links,
+            sampling_params={"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True},
+            return_logprob=True,
+        )
+
+    def check(self, prompt: list[Segment], output: dict, kept, preamble) -> None:
+        """Each token is the oracle's best after those before it, and the log-probabilities are its."""
+        tokens = output["output_ids"]
+        expected = self.oracle.logprobs(prompt, tokens[:-1], kept, preamble)
+        chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+        assert (chosen - reported).abs().max() <= TOLERANCE
+        assert (expected.amax(-1) - chosen).max() <= TOLERANCE
+
+    def answer(self, prompts: list[list[Segment]], links: list[str]) -> list[dict]:
+        """Serve the prompts as one batch and hold every answer against the oracle."""
+        outputs = self.ask(prompts, links)
+        for prompt, link, output in zip(prompts, links, outputs, strict=True):
+            self.check(prompt, output, *self.kept(prompt, link))
+        return outputs

@@ -1,0 +1,38 @@
+"""Servers one after the other over one storage directory, against the oracle."""
+
+import gc
+
+import pytest
+from test_oracle_matrix import Served, hits
+
+from oracle.scenarios import build_scenario
+from sglang_lazy.precompute import precompute
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_storage_backend": "file"}
+
+
+def test_a_server_answers_its_first_request_over_chunks_that_another_has_stored(model_dir, tmp_path, monkeypatch):
+    """A corpus is computed into a directory. Another server computes what is damaged there, and nothing else."""
+    monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
+    prompt = build_scenario("retrieval")[0].segments
+    chunks = [segment for segment in prompt if segment.kind == "chunk"]
+    corpus = [segment.to_request() for segment in chunks]
+
+    offline = Served("llama", model_dir, **TIERS)
+    assert precompute(offline.engine, corpus) == 0
+    assert len(list(tmp_path.glob("*.bin"))) == len(chunks)
+    assert precompute(offline.engine, corpus) == len(chunks)
+    offline.engine.shutdown()
+
+    served = Served("llama", model_dir, **TIERS)
+    (output,) = served.answer(prompt)
+    assert hits(output) == [True] * len(chunks)
+    assert output["meta_info"]["cached_tokens_details"]["storage"] == sum(len(segment.ids) for segment in chunks)
+    served.flush()
+    damaged = sorted(tmp_path.glob("*.bin"))[0]
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (output,) = served.answer(prompt)
+    assert sorted(hits(output)) == [False] + [True] * (len(chunks) - 1)
+    served.engine.shutdown()
+    gc.collect()

@@ -1,0 +1,55 @@
+"""Answers over chunks from the host's memory against the oracle: the device never holds what the next prompt needs."""
+
+import gc
+
+import pytest
+from test_oracle_matrix import SHORT, Served, chunk_tokens_reused, hits
+
+from oracle.scenarios import Dice
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+POOL = 1024
+
+
+@pytest.fixture(scope="module")
+def served(model_dir):
+    served = Served("llama", model_dir, max_total_tokens=POOL, enable_hierarchical_cache=True, hicache_ratio=20.0)
+    yield served
+    served.engine.shutdown()
+    gc.collect()
+
+
+def displace(served, number):
+    """Have the device evict everything else."""
+    served.answer([Dice(f"displace {number}").text(POOL - 20)])
+
+
+def test_every_request_loads(served):
+    """Each scenario twice: the second time, all its chunks come from the host, those of later steps perhaps too."""
+    for name in SHORT:
+        served.play([name])
+    for number, name in enumerate(SHORT):
+        displace(served, number)
+        (prompt, output), *_ = (answer for wave in served.play([name]) for answer in wave)
+        if any(segment.kind == "chunk" for segment in prompt):
+            details = output["meta_info"]["cached_tokens_details"]
+            assert all(hits(output)) and details["host"] >= chunk_tokens_reused(output) > 0
+            assert details["device"] + details["host"] == output["meta_info"]["cached_tokens"]
+
+
+def test_loads_within_batches(served):
+    """All scenarios side by side, in turns that load what the turn before has displaced."""
+    loaded = 0
+    for _ in range(2):
+        for names in (SHORT[::3], SHORT[1::3], SHORT[2::3]):
+            for wave in served.play(names):
+                loaded += sum((out["meta_info"].get("cached_tokens_details") or {}).get("host", 0) for _, out in wave)
+    assert loaded > POOL
+
+
+def test_flushing_empties_both_tiers(served):
+    name = "retrieval"
+    served.play([name])
+    served.flush()
+    (_, output), *_ = (answer for wave in served.play([name]) for answer in wave)
+    assert output["meta_info"]["cached_tokens"] == 0

@@ -1,0 +1,154 @@
+"""Chunks in storage: who asks for them, what is waited for, and what is not believed."""
+
+import numpy as np
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from fakes.loop import QUESTION, A, B, C, Loop
+from fakes.requests import CHUNK, TEXT
+from fakes.storage import Storage
+from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.core.state import linked
+from sglang_lazy.port import scheduler as hooks
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+FETCHING, HOST = ChunkState.FETCHING, ChunkState.HOST
+
+
+def new_server(storage, **options):
+    return Loop(**{"pool_size": 60, "host_size": 120, "storage": storage, **options})
+
+
+@pytest.fixture
+def storage():
+    """Storage that an earlier server left chunks A and B in."""
+    storage = Storage()
+    server = new_server(storage)
+    server.warm(A, B)
+    server.step()
+    server.pools.flush()
+    return storage
+
+
+def served(server, *parts, **options):
+    req = server.submit([*parts, QUESTION], "r", **options)
+    server.run()
+    return req
+
+
+def details(req):
+    reported = hooks.cached_tokens_details(req, linked(req))
+    return reported["device"], reported["host"], reported.get("storage", 0), reported["chunk"]
+
+
+def test_one_object_for_each_chunk_and_none_for_text(storage):
+    assert len(storage.objects) == 2
+    served(new_server(storage), (TEXT, (9, 9, 9)), A, (TEXT, (8, 8)))
+    assert len(storage.objects) == 2
+
+
+def test_a_server_finds_what_another_has_stored(storage):
+    server = new_server(storage)
+    req = server.submit([B, A, C, QUESTION], "r")
+    assert server.states(req) == [FETCHING, FETCHING, FETCHING], "none is known to be missing"
+    server.run()
+    assert details(req) == (0, 0, 8, 8) and server.counts(req)[2] == 0b011
+    assert [tokens for rids in server.log for tokens in rids if "fill" in tokens] == ["\0fill-0"]
+
+
+def test_requests_wait_for_storage_and_others_do_not(storage):
+    server = new_server(storage)
+    server.pools.slow = True
+    storage.open.clear()
+    req = server.submit([A, QUESTION], "waits")
+    other = server.submit([(TEXT, (7, 7, 7))], "other", max_new_tokens=1)
+    for _ in range(3):
+        server.step()
+    assert other.finished() and req in server.waiting_queue and not server.fills()
+    storage.open.set()
+    server.pools.slow = False
+    server.run()
+    assert details(req) == (0, 0, 4, 4)
+
+
+def test_an_abort_while_fetching_loses_nothing(storage):
+    server = new_server(storage)
+    req = server.submit([A, QUESTION], "r")
+    server.abort(req)
+    server.step()
+    assert server.states(req) == [HOST]
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "another", "empty", "raises"])
+def test_a_wrong_object_is_a_miss(storage, damage):
+    """It is computed; `RecordingPools` compares what every slot holds with what it should."""
+    (name, data), (_, other) = storage.objects.items()
+    if damage == "truncated":
+        storage.objects[name] = data[:-1]
+    elif damage == "flipped":
+        data[np.random.default_rng(0).integers(len(data))] ^= 1
+    elif damage == "another":
+        storage.objects[name] = other
+    elif damage == "empty":
+        storage.objects[name] = data[:0]
+    else:
+        storage.exists = None
+    req = served(new_server(storage), A, B)
+    assert details(req) == ((0, 0, 0, 0) if damage == "raises" else (0, 0, 4, 4))
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": "a"}, {"extra_key": "a"}, {"link": "base"}])
+def test_namespaces_are_kept_apart(storage, other):
+    assert details(served(new_server(storage), A, **other))[2] == 0
+
+
+def test_models_are_kept_apart(storage):
+    server = new_server(storage)
+    server.tree_cache.connect(storage, lambda: b"another model")
+    assert details(served(server, A, B))[2] == 0
+
+
+def test_without_room_on_the_host_nothing_is_fetched(storage):
+    server = new_server(storage, host_size=3)
+    assert details(served(server, A)) == (0, 0, 0, 0)
+
+
+def test_the_host_gives_up_what_storage_has(storage):
+    """A server with little memory: what the host evicts comes back from storage."""
+    server = new_server(storage, host_size=8)
+    for _ in range(3):
+        for chunk in (A, B, C):
+            served(server, chunk)
+            server.tree_cache.evict(EvictParams(num_tokens=server.tree_cache.evictable_size()))
+            server.pools.check()
+    req = served(server, A)
+    assert details(req)[1] + details(req)[2] == 4
+
+
+def test_a_flush_waits_for_storage(storage):
+    """The slots of the host that are being stored do not get other contents; what was stored is found again."""
+    server = new_server(storage)
+    server.warm(C)
+    server.pools.flush()
+    assert len(storage.objects) == 3
+    req = served(server, C)
+    assert details(req) == (0, 0, 4, 4)
+
+
+def test_storage_that_cannot_write(storage):
+    """Chunks stay on the host; nothing is held."""
+    server = new_server(storage)
+    storage.batch_set = None
+    server.warm(C)
+    server.step()
+    assert len(storage.objects) == 2 and all(not node.host_ref_counter for node, _, _ in server.pools.nodes())
+
+
+def test_a_chunk_whose_beginning_has_no_copy():
+    """Its beginning is on the device alone, so what was fetched has no place in the tree: it is computed."""
+    long, storage = (CHUNK, (*A[1], 9, 9)), Storage()
+    new_server(storage).warm(long)
+    server = new_server(storage, write_policy="write_through_selective")
+    server.warm(A)
+    assert details(served(server, long)) == (0, 0, 0, 0) and not server.store.fetching

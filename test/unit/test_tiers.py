@@ -1,0 +1,236 @@
+"""Chunks in the host's memory: when they are copied there, who has them loaded, and that nothing is lost on the way."""
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
+from fakes.requests import TEXT
+from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.core.state import linked
+from sglang_lazy.port import scheduler as hooks
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+HOST, LOADING, MISSING, RESIDENT = ChunkState.HOST, ChunkState.LOADING, ChunkState.MISSING, ChunkState.RESIDENT
+
+
+def demote(scheduler):
+    """Evict everything from the device."""
+    scheduler.tree_cache.evict(EvictParams(num_tokens=scheduler.tree_cache.evictable_size()))
+
+
+def with_chunks_on_host(*chunks, **options):
+    """A scheduler that has these chunks on the host and nothing on the device."""
+    scheduler = Loop(**{"pool_size": 40, "host_size": 80, **options})
+    scheduler.warm(*chunks)
+    demote(scheduler)
+    return scheduler
+
+
+def details(req):
+    reported = hooks.cached_tokens_details(req, linked(req))
+    return reported["device"], reported["host"], reported["chunk"]
+
+
+def host_used(scheduler):
+    pool = scheduler.tree_cache.token_to_kv_pool_host
+    return pool.size - pool.available_size()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_evicted_chunk_is_loaded_rather_than_computed(overlap):
+    scheduler = with_chunks_on_host(A, B, overlap=overlap)
+    req = scheduler.submit([B, A, C, QUESTION], "r")
+    assert scheduler.states(req) == [HOST, HOST, MISSING]
+    scheduler.visible()
+    assert scheduler.states(req) == [LOADING, LOADING, ChunkState.PENDING]
+    assert fill_tokens(scheduler.fills()) == [[C[1]]]
+    scheduler.run()
+    assert scheduler.states(req) == [RESIDENT] * 3
+    assert details(req) == (0, 8, 8) and scheduler.counts(req)[2] == 0b011
+
+
+def test_a_second_request_finds_them_on_the_device():
+    scheduler = with_chunks_on_host(A)
+    first, second = (scheduler.submit([A, QUESTION, (TEXT, (i,))], f"r{i}") for i in range(2))
+    scheduler.run()
+    assert details(first) == (0, 4, 4) and details(second)[1:] == (0, 4)
+
+
+def test_the_beginning_of_a_chunk_is_loaded_alone():
+    """A prompt that ends in a chunk keeps all but the last token of it."""
+    scheduler = with_chunks_on_host(A)
+    req = scheduler.submit([QUESTION, A], "r")
+    scheduler.run()
+    assert details(req) == (0, 3, 3)
+    assert scheduler.states(scheduler.submit([A, QUESTION], "whole")) == [HOST], "its last token is still there alone"
+    scheduler.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_copied_before_it_is_computed(overlap):
+    """A fill publishes its chunks when its batch is formed; `HostSlots` would find what is copied then."""
+    scheduler = Loop(40, host_size=80, overlap=overlap)
+    scheduler.submit([A, QUESTION], "r")
+    copied = []
+    write_backup = scheduler.tree_cache.write_backup
+
+    def record(node, *args):
+        copied.append((len(scheduler.log), tuple(node.key.token_ids)))
+        return write_backup(node, *args)
+
+    scheduler.tree_cache.write_backup = record
+    scheduler.run()
+    launched = next(step for step, rids in enumerate(scheduler.log, 1) if any("fill" in rid for rid in rids))
+    assert [step for step, tokens in copied if tokens == A[1]] == [launched + overlap]
+
+
+def test_chunks_of_one_fill_are_copied_at_once():
+    scheduler = Loop(40, host_size=80)
+    host_pool, lens = scheduler.tree_cache.token_to_kv_pool_host, []
+    copy = host_pool.backup_from_device_all_layer
+
+    def record(device_pool, host_indices, *args):
+        lens.append(len(host_indices))
+        copy(device_pool, host_indices, *args)
+
+    host_pool.backup_from_device_all_layer = record
+    scheduler.submit([A, B, C, QUESTION], "r", max_new_tokens=1)
+    scheduler.run()
+    assert lens == [12]
+
+
+def test_text_behind_chunks_is_not_copied():
+    scheduler = Loop(60, host_size=80)
+    scheduler.submit([(TEXT, (9, 9)), A, (TEXT, (8, 8)), QUESTION], "r")
+    scheduler.run()
+    assert host_used(scheduler) == 4 + 2, "the chunk and the leading text"
+
+
+def test_selective_policy_copies_what_is_used_twice():
+    scheduler = Loop(60, host_size=80, write_policy="write_through_selective")
+    scheduler.warm(A, B)
+    assert host_used(scheduler) == 0
+    scheduler.warm(B)
+    assert host_used(scheduler) == 4
+    demote(scheduler)
+    assert scheduler.states(scheduler.submit([A, B, QUESTION], "r")) == [MISSING, HOST]
+    scheduler.run()
+
+
+def test_plain_prefixes_are_loaded_as_on_stock():
+    scheduler = Loop(60, host_size=80)
+    for rid in ("cold", "warm"):
+        req = scheduler.submit([(TEXT, (1, 2, 3, 4, 5, 6))], rid, max_new_tokens=1)
+        scheduler.run()
+        demote(scheduler)
+    assert (req.cached_tokens_device, req.cached_tokens_host) == (0, 5)
+
+
+def test_an_abort_while_loading_loses_nothing():
+    """The request goes before a batch is formed; nothing else comes."""
+    scheduler = with_chunks_on_host(A, B)
+    req = scheduler.submit([A, B, QUESTION], "r")
+    scheduler.visible()
+    assert scheduler.states(req) == [LOADING, LOADING]
+    scheduler.abort(req)
+    scheduler.run()
+    assert scheduler.states(req) == [RESIDENT, RESIDENT] and scheduler.tree_cache.protected_size() == 0
+
+
+def test_a_revoked_request_finds_what_was_loaded_for_it():
+    scheduler = with_chunks_on_host(A)
+    req = scheduler.submit([A, QUESTION], "r")
+    scheduler.visible()
+    assert scheduler.admission.revoke_newest() and not scheduler.admission.holders
+    scheduler.pools.check()
+    scheduler.run()
+    assert details(req) == (0, 4, 4)
+
+
+def test_no_flush_while_loading():
+    scheduler = with_chunks_on_host(A)
+    req = scheduler.submit([A, QUESTION], "r")
+    scheduler.visible()
+    scheduler.abort(req)
+    assert not scheduler.is_fully_idle()
+    scheduler.run()
+    scheduler.tree_cache.reset()
+    assert host_used(scheduler) == 0 and scheduler.states(req) == [MISSING]
+
+
+def test_a_full_host_gives_up_what_was_used_least_recently():
+    """Room for three chunks: the copies leave in the order of eviction, and what has left is computed again."""
+    scheduler = Loop(40, host_size=12)
+    scheduler.warm(A, B, C)
+    demote(scheduler)
+    scheduler.warm(A)
+    demote(scheduler)
+    scheduler.warm(D)
+    demote(scheduler)
+    req = scheduler.submit([A, B, C, D, QUESTION], "r")
+    assert scheduler.states(req) == [HOST, MISSING, HOST, HOST]
+    scheduler.run()
+    assert details(req) == (0, 12, 12)
+
+
+def test_without_room_on_the_host_chunks_are_computed_again():
+    """All copies belong to chunks on the device: the host cannot give any of them up."""
+    scheduler = Loop(40, host_size=4)
+    scheduler.warm(A)
+    scheduler.warm(B)
+    demote(scheduler)
+    req = scheduler.submit([A, B, QUESTION], "r")
+    assert scheduler.states(req) == [HOST, MISSING]
+    scheduler.run()
+    assert details(req) == (0, 4, 4)
+
+
+def test_loads_wait_for_memory_like_fills():
+    """What runs fills the pool: a request whose chunks are on the host stays in the queue, then is served."""
+    scheduler = with_chunks_on_host(A, B, pool_size=24)
+    scheduler.submit([(TEXT, tuple(range(1, 9)))], "running", max_new_tokens=8)
+    scheduler.step()
+    req = scheduler.submit([A, B, QUESTION], "r", max_new_tokens=2)
+    scheduler.step()
+    assert req in scheduler.waiting_queue and scheduler.states(req) == [HOST, HOST]
+    scheduler.run()
+    assert details(req) == (0, 8, 8)
+
+
+def test_a_load_never_takes_what_waiting_requests_hold():
+    """The pool is full of locked chunks: the load gives up, and no lock is revoked for it."""
+    scheduler = with_chunks_on_host(A, B, pool_size=12)
+    cache = scheduler.tree_cache
+    req = scheduler.submit([B, QUESTION], "holds", max_new_tokens=1)
+    scheduler.visible()
+    node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
+    taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
+    assert not cache.load(node) and node.evicted and req in scheduler.admission.holders
+    scheduler.admission.rows.free(taken)
+    scheduler.run()
+
+
+@pytest.mark.parametrize(
+    "link", ["copy", "query:ratio=0.5", "blend:ratio=0.5", "static:ratio=0.5", "base", "epic:tokens=2"]
+)
+def test_every_policy_has_its_chunks_loaded(link):
+    scheduler = Loop(100, host_size=200, link=link)
+    for rid in ("cold", "loads"):
+        req = scheduler.submit([(TEXT, (9,)), A, B, QUESTION], rid)
+        scheduler.run()
+        demote(scheduler)
+    assert details(req)[1] == details(req)[2] > 0
+
+
+def test_leaves_of_the_device_where_children_are_on_the_host():
+    """Chunks that begin alike leave one by one, then their beginning; `check` searches children, the cache counts."""
+    chunks = [(True, (1, 2, i, i)) for i in range(3, 9)]
+    scheduler = with_chunks_on_host(*chunks, pool_size=60)
+    req = scheduler.submit([*chunks, QUESTION], "r")
+    scheduler.run()
+    assert details(req) == (0, 24, 24)
+    while scheduler.tree_cache.evictable_size():
+        scheduler.tree_cache.evict(EvictParams(num_tokens=1))
+        scheduler.pools.check()
+    assert scheduler.states(req) == [HOST] * 6
