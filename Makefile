@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo demo-exact test test-all lint format bench-smoke wheels wheels-smoke setup key
+.PHONY: demo demo-exact test test-all lint format bench-smoke examples-smoke wheels wheels-smoke setup key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -45,6 +45,17 @@ bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of 
 	$(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,lazy@base+query:ratio=0.2,stock \
 		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
 	$(BIN)/python -m benchmark.serving.plots $(SMOKE) --out $(SMOKE)
+
+FRAMEWORKS := $(VENV)/frameworks
+FRAMEWORKS_READY := $(FRAMEWORKS)/.ready-$(shell sha256sum examples/frameworks/requirements.txt | cut -c1-12)
+
+examples-smoke: $(FRAMEWORKS_READY) # the clients of examples/frameworks against a tiny server
+	$(BIN)/python .ci/clients.py $(FRAMEWORKS)/bin/python
+
+$(FRAMEWORKS_READY): $(READY)
+	$(PYTHON) -m venv --clear $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -r examples/frameworks/requirements.txt
+	@touch $@
 
 wheels: $(READY) # both distributions, in dist/
 	rm -rf dist build sgl-kernel-lazy/build # setuptools would pack what an earlier build left there

@@ -17,12 +17,16 @@ from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, LazyConfig
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import POLICIES, get_policy
-from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.cpu import CPU_SETTINGS
 from sglang_lazy.port.http import GenerateRequest
+from sglang_lazy.port.messages import MessagesRequest
 from sglang_lazy.port.protocol import extend_protocol
+from sglang_lazy.port.responses import ResponsesRequest
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
+from sglang_lazy.serving.blocks import BLOCKS
+from sglang_lazy.serving.requests import SALT_HEADER
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import COUNTERS
 
@@ -77,9 +81,14 @@ def test_fields_of_requests():
     (rows,) = tables("`/generate` and `/v1/completions`")
     check(rows, ours)
     assert {name for name in vars(CompletionsRequest)["__annotations__"] if name[0] != "_"} == ours
-    (rows,) = tables("`/v1/chat/completions`")
-    check(rows, {name for name in vars(ChatRequest)["__annotations__"] if name[0] != "_"} | {"cache_salt"})
-    assert set(names(rows)) <= ChatRequest.model_fields.keys()
+    (rows,) = tables("`/v1/chat/completions`, `/v1/responses` and `/v1/messages`")
+    check(rows, MessagesWithChunks.model_fields.keys() | {"cache_salt"})
+    for model in (ChatRequest, ResponsesRequest, MessagesRequest):
+        assert set(names(rows)) <= model.model_fields.keys()
+    assert all(
+        f"`{block}`" in section("`/v1/chat/completions`, `/v1/responses` and `/v1/messages`") for block in BLOCKS
+    )
+    assert f"## The header `{SALT_HEADER}`" in PAGE
     assert f"## `{INFO_ROUTE}`" in PAGE
 
 

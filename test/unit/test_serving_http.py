@@ -3,10 +3,9 @@
 import asyncio
 import json
 
-from fastapi.responses import StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 
-from sglang_lazy.port.http import fail_before_stream
-from sglang_lazy.port.tokenizer_manager import REQUEST_SENT
+from sglang_lazy.port.streams import REQUEST_SENT, fail_before_stream
 
 ERROR = 'data: {"error": {"message": "the reason", "code": 413}}\n\n'
 
@@ -67,3 +66,46 @@ def test_without_a_sign_the_first_event_decides():
 
 def test_a_client_that_went_away():
     assert asyncio.run(fail_before_stream(streamed())).status_code == 499
+
+
+CREATED = 'event: response.created\ndata: {"type": "response.created"}\n\n'
+
+
+def refused(error, *later):
+    """The answer to a stream whose first event says nothing, and whose request is then refused with `error`."""
+
+    async def events():
+        yield CREATED
+        REQUEST_SENT.get().set_result(error)
+        for event in later:
+            yield event
+
+    async def ask():
+        response = await fail_before_stream(StreamingResponse(events()), refuse=PlainTextResponse)
+        return response.body if not isinstance(response, StreamingResponse) else await rest_of(response)
+
+    return asyncio.run(asyncio.wait_for(ask(), timeout=60))
+
+
+def test_an_opening_event_is_held_back_until_the_request_is_sent():
+    assert refused(ValueError("too long"), "failed") == b"too long"
+    assert refused(ValueError("too long")) == b"too long"
+    assert refused(None, "a", "b") == [CREATED, "a", "b"]
+
+
+def test_the_event_of_a_refused_request_is_waited_for():
+    async def events():
+        REQUEST_SENT.get().set_result(ValueError("the reason"))
+        await asyncio.sleep(0.01)
+        yield ERROR
+
+    response = asyncio.run(fail_before_stream(StreamingResponse(events())))
+    assert response.status_code == 413
+
+
+def test_a_stream_that_ends_without_a_word_is_passed_on():
+    async def ask():
+        response = await fail_before_stream(streamed("a", "b"), refuse=PlainTextResponse)
+        return await rest_of(response)
+
+    assert asyncio.run(ask()) == ["a", "b"]

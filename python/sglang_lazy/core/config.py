@@ -30,6 +30,8 @@ class LazyConfig:
     fallback: serve without chunk reuse where it does not fit the model or the flags.
     default_link: policy of requests that name none.
     preamble: text behind which the policies with `base` compute chunks; none of it is ever part of a prompt.
+    chunk_separator: what stands between two of these in plain text is a chunk; none if it is empty.
+    chunk_roles: in messages of these roles, separated by commas, all text is a chunk.
     shadow_rate: fraction of the greedy answers over chunks that shadow mode repeats, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """
@@ -39,6 +41,8 @@ class LazyConfig:
     fallback: bool = False
     default_link: str = "block"
     preamble: str = PREAMBLE
+    chunk_separator: str = ""
+    chunk_roles: str = ""
     shadow_rate: float = 0.0
     shadow_min_agreement: float = 0.0
 
@@ -111,6 +115,19 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=LazyConfig.preamble,
         metavar="TEXT",
         help="Neutral text behind which chunks are computed under policies with 'base'; prompts never contain it.",
+    )
+    group.add_argument(
+        "--lazy-chunk-separator",
+        default=LazyConfig.chunk_separator,
+        metavar="TEXT",
+        help="What stands between two of these in the text of a prompt or message is a chunk, for clients that cannot "
+        "send chunks otherwise. The separators themselves are left out.",
+    )
+    group.add_argument(
+        "--lazy-chunk-roles",
+        default=LazyConfig.chunk_roles,
+        metavar="ROLE[,ROLE]",
+        help="In messages of these roles all text is a chunk, for example 'tool'.",
     )
     group.add_argument(
         "--lazy-shadow-rate",

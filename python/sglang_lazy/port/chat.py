@@ -1,12 +1,14 @@
-"""Chunk parts in SGLang's OpenAI chat: the request model, and its conversion to SGLang's internal request."""
+"""Chunks in SGLang's OpenAI chat, and what the Responses and Messages APIs share with it."""
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import BaseModel, ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.requests import (
     check_cache_salt,
@@ -18,28 +20,61 @@ from sglang_lazy.serving.requests import (
 )
 
 
-class ChatRequest(ChatCompletionRequest):
-    """SGLang's chat request with chunk parts and their link."""
+class MessagesWithChunks(BaseModel):
+    """A request for messages whose chunks are taken out before SGLang sees them."""
 
     link: str | None = None
+    chunk_separator: str | None = None
+    chunk_roles: list[str] | None = None
+
+    blocks: ClassVar[dict[str, Callable]] = {}
+    """Types of content blocks, beside chunk parts, that are chunks in this API: what reads their text."""
+
     _chunk_parts: ChunkParts = PrivateAttr(default_factory=ChunkParts)
     _given: frozenset[str] = PrivateAttr(default=frozenset())
 
     @model_validator(mode="wrap")
     @classmethod
-    def _take_chunk_parts(cls, data: Any, handler: ModelWrapValidatorHandler) -> "ChatRequest":
-        chunk_parts = ChunkParts()
-        given: frozenset[str] = frozenset()
-        if isinstance(data, dict):
-            given = frozenset(data)
-            data = {**data, "messages": chunk_parts.take_from(data.get("messages"))}
-        request = handler(data)
-        request._chunk_parts, request._given = chunk_parts, given
+    def _take_chunks(cls, data: Any, handler: ModelWrapValidatorHandler) -> "MessagesWithChunks":
+        if not isinstance(data, dict):
+            return handler(data)
+        config, separator, roles = LazyConfig.current(), data.get("chunk_separator"), data.get("chunk_roles")
+        chunk_parts = ChunkParts(
+            separator if isinstance(separator, str) else config.chunk_separator,
+            roles if isinstance(roles, list) else [role for role in config.chunk_roles.split(",") if role],
+            cls.blocks,
+        )
+        request = handler(cls.take_chunks(data, chunk_parts))
+        request._chunk_parts, request._given = chunk_parts, frozenset(data)
         return request
+
+    @classmethod
+    def take_chunks(cls, data: dict[str, Any], chunk_parts: ChunkParts) -> dict[str, Any]:
+        """A copy of the request's body in which placeholders replace the chunks."""
+        return {**data, "messages": chunk_parts.take_from(data.get("messages"))}
 
     @property
     def has_chunks(self) -> bool:
         return bool(self._chunk_parts.parts)
+
+    def refuse_without_chunks(self) -> None:
+        """Raise ValueError if fields that belong to chunks come without any."""
+        if self.link is not None and not self._chunk_parts.of_text:
+            raise ValueError("link needs a prompt with chunk parts")
+
+    def refuse_misplaced(self) -> None:
+        """Raise ValueError for fields of other surfaces, which SGLang would drop."""
+        if "segments" in self._given:
+            raise ValueError(
+                "segments are for /generate and /v1/completions: in a chat, chunks are content parts "
+                '{"type": "chunk", "text": "..."}'
+            )
+
+
+class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
+    """SGLang's chat request with chunk parts and their link."""
+
+    _refusal: type[BaseException] = PrivateAttr(default=ValueError)
 
 
 class _View:
@@ -52,45 +87,61 @@ class _View:
         return getattr(self._target, name)
 
 
-def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
-    """Around `OpenAIServingChat._convert_to_internal_request`: render with placeholders, then put the chunks in.
-
-    SGLang's conversion runs on a copy of `serving` whose tokenizer keeps the placeholders apart.
-    """
-    if not isinstance(request, ChatRequest):
-        return convert(serving, request, raw_request)
-    if "segments" in request._given:
-        raise ValueError(
-            "segments are for /generate and /v1/completions: in a chat, chunks are content parts "
-            '{"type": "chunk", "text": "..."}'
-        )
-    if not request.has_chunks:
-        if request.link is not None:
-            raise ValueError("link needs a prompt with chunk parts")
-        return convert(serving, request, raw_request)
-    manager, chunk_parts = serving.tokenizer_manager, request._chunk_parts
-    _check(manager, request)
-    chunks = chunk_parts.parse(manager.model_config.vocab_size)
-    tokenizer = segment_tokenizer(manager)
+def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
+    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart."""
+    manager = serving.tokenizer_manager
     view = copy.copy(serving)
-    view.tokenizer_manager = _View(manager, tokenizer=PlaceholderTokenizer(tokenizer, chunk_parts))
-    adapted, request = convert(view, request, raw_request)
-    link = choose_link(request.link)
-    prompt = fill_placeholders(adapted.input_ids, tokenizer.tokens(chunks), chunk_parts.names)
+    tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
+    view.tokenizer_manager = _View(manager, tokenizer=tokenizer)
+    return view
+
+
+def put_chunks(
+    manager: Any, request: Any, rendered: Any, chunk_parts: ChunkParts
+) -> tuple[list[int], PromptLayout | None]:
+    """The token ids and the layout of a prompt that was rendered with placeholders.
+
+    request: gives `link` and `cache_salt`. Raises ValueError, naming the part, on bad chunks.
+    """
+    tokenizer, link = segment_tokenizer(manager), choose_link(request.link)
+    chunks = chunk_parts.parse(manager.model_config.vocab_size)
+    prompt = fill_placeholders(rendered, tokenizer.tokens(chunks), chunk_parts.names)
     prompt = with_trained_tokens(manager, prompt, link)
-    adapted.input_ids = prompt.input_ids
-    adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
-    layout = prompt.layout(link, check_cache_salt(request.cache_salt))
-    adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
-    return adapted, request
+    return prompt.input_ids, prompt.layout(link, check_cache_salt(request.cache_salt))
 
 
-def _check(manager: Any, request: ChatRequest) -> None:
+def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkParts) -> None:
+    """Raise ValueError for what can be refused before the template is rendered."""
     refuse_salt(request._given)
     if manager.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
     if manager.model_config.is_multimodal:
         raise ValueError("chunk parts are not supported on multimodal models")
+    chunk_parts.parse(manager.model_config.vocab_size)
+
+
+def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
+    """Around `OpenAIServingChat._convert_to_internal_request`: render with placeholders, then put the chunks in."""
+    if not isinstance(request, ChatRequest):
+        return convert(serving, request, raw_request)
+    try:
+        return _convert(convert, serving, request, raw_request)
+    except ValueError as error:
+        raise request._refusal(str(error)) from None
+
+
+def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request: Any) -> tuple[Any, Any]:
+    request.refuse_misplaced()
+    if not request.has_chunks:
+        request.refuse_without_chunks()
+        return convert(serving, request, raw_request)
+    manager, chunk_parts = serving.tokenizer_manager, request._chunk_parts
+    check_chunks(manager, request, chunk_parts)
+    check_cache_salt(request.cache_salt)
     if request.input_ids is not None:
         raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
-    check_cache_salt(request.cache_salt)
+    adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
+    adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
+    adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
+    adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
+    return adapted, request

@@ -7,6 +7,7 @@ from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
 from sglang_lazy.serving.requests import refuse_salt, to_generate_args
+from sglang_lazy.serving.text import chosen_separator, segments_in
 
 _STAND_IN = "segments"
 """The prompt that SGLang sees while it checks a request whose prompt is given as segments."""
@@ -18,6 +19,7 @@ class CompletionsRequest(CompletionRequest):
     segments: Any = None
     cache_salt: list[str | None] | str | None = None
     link: Any = None
+    chunk_separator: str | None = None
 
     _given: frozenset[str] = PrivateAttr(default=frozenset())
 
@@ -26,6 +28,10 @@ class CompletionsRequest(CompletionRequest):
     def _take_segments(cls, data: Any, handler: ModelWrapValidatorHandler) -> "CompletionsRequest":
         given: frozenset[str] = frozenset()
         if isinstance(data, dict):
+            separator = data.get("chunk_separator")
+            if data.get("segments") is None and isinstance(separator, str | None):
+                segments = segments_in(data.get("prompt"), separator)
+                data = data if segments is None else {**data, "segments": segments, "prompt": None}
             given = frozenset(name for name, value in data.items() if value is not None)
             if "segments" in given and "prompt" not in given:
                 data = {**data, "prompt": _STAND_IN}
@@ -39,7 +45,7 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     if not isinstance(request, CompletionsRequest):
         return convert(serving, request, raw_request)
     if request.segments is None:
-        if request.link is not None:
+        if request.link is not None and not chosen_separator(request.chunk_separator):
             raise ValueError("link needs a prompt given as segments")
         return convert(serving, request, raw_request)
     _check(serving, request)

@@ -1,24 +1,32 @@
-"""HTTP: `segments` in `/generate` and `/v1/completions`, chunk parts in `/v1/chat/completions`, and `/lazy_info`."""
+"""HTTP: prompts with chunks on SGLang's routes, and `/lazy_info`."""
 
-import asyncio
 import dataclasses
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
-from fastapi.responses import ORJSONResponse, StreamingResponse
+from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.completions import CompletionsRequest
+from sglang_lazy.port.messages import MessagesRequest, Refused
 from sglang_lazy.port.protocol import extend_protocol
+from sglang_lazy.port.responses import ResponsesRequest
 from sglang_lazy.port.sampling import check_sampling_params
-from sglang_lazy.port.tokenizer_manager import REQUEST_SENT
-from sglang_lazy.serving.requests import refuse_salt, refuse_without_segments, to_generate_args
+from sglang_lazy.port.streams import fail_before_stream
+from sglang_lazy.serving.requests import (
+    SALT_HEADER,
+    join_extra_key,
+    refuse_salt,
+    refuse_without_segments,
+    salt_of,
+    to_generate_args,
+)
+from sglang_lazy.serving.text import chosen_separator, segments_in
 
 
 @dataclasses.dataclass
@@ -28,6 +36,7 @@ class GenerateRequest(GenerateReqInput):
     segments: Any = None
     cache_salt: Any = None
     link: Any = None
+    chunk_separator: str | None = None
 
 
 _OURS = tuple(field.name for field in dataclasses.fields(GenerateRequest)[len(dataclasses.fields(GenerateReqInput)) :])
@@ -38,10 +47,18 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
     plain = _plain(obj)
     try:
         check_sampling_params(obj.sampling_params)
+        salt = salt_of(obj.cache_salt, request.headers.get(SALT_HEADER))
         if obj.segments is None:
-            refuse_without_segments(obj.cache_salt, obj.link)
+            obj.segments = segments_in(obj.text, obj.chunk_separator)
+            plain.text = plain.text if obj.segments is None else None
+        elif obj.text is not None:
+            raise ValueError("both segments and text are given: a prompt is one or the other")
+        if obj.segments is None:
+            refuse_without_segments(obj.cache_salt, None if chosen_separator(obj.chunk_separator) else obj.link)
+            plain.extra_key = join_extra_key(salt, obj.extra_key)
         else:
             refuse_salt(await request.json())
+            obj.cache_salt = salt
             _take_segments(plain, obj)
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
@@ -59,7 +76,7 @@ def _plain(obj: GenerateRequest) -> GenerateReqInput:
 
 
 def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
-    for field in ("text", "input_ids", "input_embeds"):
+    for field in ("input_ids", "input_embeds"):
         if getattr(obj, field) is not None:
             raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
     manager = http_server.get_global_state().tokenizer_manager
@@ -68,66 +85,65 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
         setattr(plain, field, value)
 
 
+def _take_salt(request: Any, raw_request: Request) -> None:
+    """Put the salt of the header into the request. Raises ValueError if its body names another."""
+    request.cache_salt = salt_of(request.cache_salt, raw_request.headers.get(SALT_HEADER))
+
+
 async def chat(request: ChatRequest, raw_request: Request) -> Any:
     """OpenAI-compatible chat completion endpoint."""
-    response = await raw_request.app.state.openai_serving_chat.handle_request(request, raw_request)
+    serving = raw_request.app.state.openai_serving_chat
+    try:
+        _take_salt(request, raw_request)
+    except ValueError as error:
+        return serving.create_error_response(str(error))
+    response = await serving.handle_request(request, raw_request)
     return await fail_before_stream(response) if request.has_chunks else response
 
 
 async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
     """OpenAI-compatible text completion endpoint."""
-    return await raw_request.app.state.openai_serving_completion.handle_request(request, raw_request)
+    serving = raw_request.app.state.openai_serving_completion
+    try:
+        _take_salt(request, raw_request)
+    except ValueError as error:
+        return serving.create_error_response(str(error))
+    return await serving.handle_request(request, raw_request)
+
+
+async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
+    """Endpoint for the responses API with reasoning support."""
+    serving = raw_request.app.state.openai_serving_responses
+    try:
+        _take_salt(request, raw_request)
+        if request.has_chunks and serving.use_harmony:
+            raise ValueError("this model's chat encoding does not support chunk parts")
+    except ValueError as error:
+        return serving.create_error_response(str(error))
+    response = await http_server.v1_responses_request(request, raw_request)
+    return await fail_before_stream(response, serving.create_error_response) if request.has_chunks else response
+
+
+async def messages(request: MessagesRequest, raw_request: Request) -> Any:
+    """Anthropic-compatible Messages API endpoint."""
+    serving = raw_request.app.state.anthropic_serving
+
+    def refuse(reason: str) -> Response:
+        return serving._error_response(
+            status_code=HTTPStatus.BAD_REQUEST, error_type="invalid_request_error", message=reason
+        )
+
+    try:
+        _take_salt(request, raw_request)
+        response = await http_server.anthropic_v1_messages(request, raw_request)
+    except (ValueError, Refused) as error:
+        return refuse(str(error))
+    return await fail_before_stream(response, refuse) if request.has_chunks else response
 
 
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
     return {"config": dataclasses.asdict(LazyConfig.current())}
-
-
-async def fail_before_stream(response: Any) -> Any:
-    """`response`, or an error with its HTTP status for a stream that fails before its request reaches the scheduler.
-
-    Streams of batches and of several samples are watched up to their first event. The head of any other stream goes out
-    as soon as the request has been sent: a client takes half a millisecond to read it.
-    """
-    if not isinstance(response, StreamingResponse):
-        return response
-    events: Any = response.body_iterator
-    sent = asyncio.get_running_loop().create_future()
-    REQUEST_SENT.set(sent)
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        await asyncio.wait((first, sent), return_when=asyncio.FIRST_COMPLETED)
-    except asyncio.CancelledError:
-        first.cancel()
-        raise
-    if first.done():
-        if first.result() is None:  # the client went away
-            return Response(status_code=499)
-        error = _error_in(first.result())
-        if error is not None:
-            await events.aclose()
-            code = error.get("code")
-            status = code if isinstance(code, int) else HTTPStatus.BAD_REQUEST
-            return ORJSONResponse({"error": error}, status_code=status)
-    response.body_iterator = _resume(first, events)
-    return response
-
-
-def _error_in(event: Any) -> dict[str, Any] | None:
-    payload = event.decode() if isinstance(event, bytes) else event
-    payload = payload.removeprefix("data:").strip()
-    if not payload.startswith('{"error"'):
-        return None
-    return json.loads(payload)["error"]
-
-
-async def _resume(first: asyncio.Future, events: AsyncIterator) -> AsyncIterator:
-    event = await first
-    if event is not None:
-        yield event
-    async for event in events:
-        yield event
 
 
 def install_routes(result: Any = None, global_state: Any = None) -> None:
@@ -138,6 +154,8 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     _replace_route(app, "/v1/completions", completions)
     for path in ("/v1/chat/completions", "/invocations"):
         _replace_route(app, path, chat)
+    _replace_route(app, "/v1/responses", responses)
+    _replace_route(app, "/v1/messages", messages)
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     app.openapi_schema = None

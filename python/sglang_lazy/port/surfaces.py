@@ -1,6 +1,6 @@
 """Hooks on SGLang's HTTP process: where requests with chunks come in, and where results leave."""
 
-from sglang_lazy.port import chat, completions, cpu, http, protocol, shadow, tokenizer_manager
+from sglang_lazy.port import chat, completions, cpu, http, messages, protocol, responses, shadow, tokenizer_manager
 from sglang_lazy.port.hooks import Hook
 
 _OPENAI = "sglang.srt.entrypoints.openai"
@@ -19,6 +19,7 @@ HOOKS = (
     Hook("sglang.srt.entrypoints.http_server.set_global_state", shadow.attach, "AFTER"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", tokenizer_manager.prepare_request, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", shadow.give_way, "BEFORE"),
+    Hook(f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenizer_manager.tokenize_request, "AROUND"),
     Hook(f"{_TOKENIZER_MANAGER}._wait_one_response", tokenizer_manager.report_chunks, "AROUND"),
     Hook(f"{_TOKENIZER_MANAGER}.abort_request", shadow.abort_with_all, "BEFORE"),
     *(Hook(f"{_TOKENIZER_MANAGER}.{control}", shadow.make_idle, "AROUND") for control in _NEED_IDLE),
@@ -26,6 +27,12 @@ HOOKS = (
     Hook(
         f"{_OPENAI}.serving_completions.OpenAIServingCompletion._convert_to_internal_request",
         completions.convert_request,
+        "AROUND",
+    ),
+    Hook(f"{_OPENAI}.serving_responses.OpenAIServingResponses._make_request", responses.make_request, "AROUND"),
+    Hook(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
+        messages.convert_messages,
         "AROUND",
     ),
     Hook(f"{_OPENAI}.usage_processor.UsageProcessor._details_if_cached", protocol.usage_details, "AFTER"),

@@ -1,19 +1,24 @@
 """Hooks on SGLang's tokenizer manager: checks before a request is sent, reports on its results."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextvars import ContextVar
 from typing import Any
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.shadow import shadow_of
+from sglang_lazy.port.streams import announce
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
 
-REQUEST_SENT: ContextVar[asyncio.Future | None] = ContextVar("REQUEST_SENT", default=None)
-"""Done when the one request that is being served in this context has been sent to the scheduler."""
+
+async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
+    """Around `TokenizerManager._tokenize_one_request`, which checks every request: tell streams of a refusal."""
+    try:
+        return await tokenize(manager, obj)
+    except ValueError as error:
+        announce(error)
+        raise
 
 
 def prepare_request(manager: Any, obj: Any, input_ids: list[int]) -> None:
@@ -49,9 +54,8 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     SGLang calls it once the request has been sent to the scheduler. If the scheduler refuses it, ValueError is raised
     in a stream too, so that surfaces can answer with an error.
     """
-    sent = REQUEST_SENT.get()
-    if sent is not None and not sent.done() and getattr(obj, "is_single", False):
-        sent.set_result(None)
+    if getattr(obj, "is_single", False):
+        announce(None)
     outputs = wait(manager, obj, request)
     layout = layout_of(obj)
     if layout is None:

@@ -1,51 +1,118 @@
-"""OpenAI chat: `{"type": "chunk"}` content parts beside ordinary ones, in any message."""
+"""Messages of every chat API: `{"type": "chunk"}` content parts beside ordinary ones, and text that is a chunk."""
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.segments import Segment, parse_segment
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt
 
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of text parts: the first in every API, the others in the Responses API."""
+
 
 class ChunkParts:
-    """The chunk parts of one chat request, and the placeholders that replace them while its template is rendered.
+    """The chunks in the messages of one request, and the placeholders that replace them while its template is rendered.
 
     Documents never reach the template. A placeholder holds a nonce drawn for this request, so no text can forge one,
     and only letters, digits and underscores, so templates pass it on unchanged.
+
+    separator: text between two of these is a chunk; none if it is empty.
+    roles: in messages of these roles all text is a chunk.
+    blocks: for further types of content parts the function that gives their text, which is a chunk.
     """
 
-    def __init__(self):
-        self.parts: list[dict[str, Any]] = []
+    def __init__(
+        self,
+        separator: str = "",
+        roles: Collection[str] = (),
+        blocks: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None,
+    ):
+        self.parts: list[Mapping[str, Any]] = []
         self.names: list[str] = []
+        self._separator, self._roles, self._blocks = separator, roles, blocks or {}
         self._nonce = secrets.token_hex(16)
-        self._pattern = re.compile(f"{self._nonce}_([0-9]+)_")
+        self._indices: dict[str, int] = {}
 
-    def take_from(self, messages: Any) -> Any:
-        """A copy of `messages` in which text parts with placeholders replace the chunk parts."""
+    @property
+    def of_text(self) -> bool:
+        """Whether text may be a chunk; then the first turns of a conversation may have none yet."""
+        return bool(self._separator or self._roles)
+
+    def take_from(self, messages: Any, field: str = "messages") -> Any:
+        """A copy of `messages` in which placeholders replace the chunks. field: their name in the request's body."""
         if not isinstance(messages, list):
             return messages
-        return [self._take_from_message(index, message) for index, message in enumerate(messages)]
+        return [self._take_from_message(f"{field}[{index}]", message) for index, message in enumerate(messages)]
 
-    def _take_from_message(self, index: int, message: Any) -> Any:
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, list) or not any(map(_is_chunk, content)):
+    def _take_from_message(self, name: str, message: Any) -> Any:
+        if not isinstance(message, dict):
             return message
-        taken = []
-        for position, part in enumerate(content):
-            if _is_chunk(part):
-                taken.append({"type": "text", "text": f"{self._nonce}_{len(self.parts)}_"})
-                self.parts.append(part)
-                self.names.append(f"messages[{index}].content[{position}]")
-            else:
-                taken.append(part)
-        return {**message, "content": taken}
+        if message.get("type") == "function_call_output":  # the Responses API's message of role tool
+            return {**message, "output": self.take_from_content(message.get("output"), f"{name}.output", "tool")}
+        if "content" not in message:
+            return message
+        return {
+            **message,
+            "content": self.take_from_content(message["content"], f"{name}.content", message.get("role")),
+        }
+
+    def take_from_content(self, content: Any, name: str, role: Any = None) -> Any:
+        """A copy of one message's content, a text or a list of parts, in which placeholders replace the chunks."""
+        if isinstance(content, str):
+            return self._take_from_text(content, name, role)
+        if not isinstance(content, list):
+            return content
+        return [self._take_from_part(part, f"{name}[{index}]", role) for index, part in enumerate(content)]
+
+    def _take_from_part(self, part: Any, name: str, role: Any) -> Any:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "chunk":
+            return {"type": "text", "text": self._take(part, name)}
+        if kind in self._blocks:
+            return {"type": "text", "text": self._take({"type": "chunk", "text": self._read(part, name)}, name)}
+        if kind in _TEXTS and isinstance(part.get("text"), str):
+            return {**part, "text": self._take_from_text(part["text"], name, role)}
+        if kind == "tool_result":  # the Messages API's message of role tool
+            return {**part, "content": self.take_from_content(part.get("content"), f"{name}.content", "tool")}
+        return part
+
+    def _read(self, part: Mapping[str, Any], name: str) -> str:
+        try:
+            return self._blocks[part["type"]](part)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    def _take_from_text(self, text: str, name: str, role: Any) -> str:
+        pieces = text.split(self._separator) if self._separator else [text]
+        between = range(len(pieces)) if role in self._roles else range(1, len(pieces) - 1)
+        for index in between:
+            if pieces[index]:
+                pieces[index] = self._take({"type": "chunk", "text": pieces[index]}, name)
+        return "".join(pieces)
+
+    def _take(self, part: Mapping[str, Any], name: str) -> str:
+        placeholder = f"{self._nonce}_{len(self.parts)}_"
+        self._indices[placeholder] = len(self.parts)
+        self.parts.append(part)
+        self.names.append(name)
+        return placeholder
+
+    def continuing(self, earlier: "ChunkParts") -> "ChunkParts":
+        """These parts behind those of an earlier request, whose messages this one's follow."""
+        both = ChunkParts()
+        both.parts, both.names = earlier.parts + self.parts, earlier.names + self.names
+        later = {placeholder: len(earlier.parts) + index for placeholder, index in self._indices.items()}
+        both._indices = {**earlier._indices, **later}
+        return both
 
     def split(self, text: str) -> tuple[list[str], list[int]]:
         """`text` cut at its placeholders: n + 1 texts, and the indices of the n parts between them."""
-        pieces = self._pattern.split(text)
-        return pieces[::2], [int(index) for index in pieces[1::2]]
+        if not self._indices:
+            return [text], []
+        pieces = re.split(f"({'|'.join(self._indices)})", text)
+        return pieces[::2], [self._indices[placeholder] for placeholder in pieces[1::2]]
 
     def parse(self, vocab_size: int) -> list[Segment]:
         """The parts as segments. Raises ValueError, naming the part, on a malformed one."""
@@ -56,10 +123,6 @@ class ChunkParts:
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         return segments
-
-
-def _is_chunk(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "chunk"
 
 
 class PlaceholderTokenizer:

@@ -11,6 +11,9 @@ from sglang_lazy.serving.trained_tokens import put_around, take_away, tokens_for
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
 
+SALT_HEADER = "X-Cache-Salt"
+"""The HTTP header that sets the salt, for gateways that cannot change bodies."""
+
 _REFUSED = {
     "input_embeds": "input embeddings",
     "positional_embed_overrides": "input embeddings",
@@ -119,6 +122,30 @@ def check_cache_salt(cache_salt: Any) -> str | None:
     if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
         raise ValueError(f"cache_salt must be a non-empty string, got {cache_salt!r:.50}")
     return cache_salt
+
+
+def salt_of(cache_salt: Any, header: str | None) -> Any:
+    """The salt of a request, or the salts of a batch: what its body says, or the header that a gateway has set.
+
+    Raises ValueError if they disagree, or if the header is empty or not ASCII.
+    """
+    if header is None:
+        return cache_salt
+    if not header or not header.isascii():
+        raise ValueError(f"{SALT_HEADER} must be a non-empty ASCII string")
+    salts = cache_salt if isinstance(cache_salt, list) else [cache_salt]
+    if any(salt is not None and salt != header for salt in salts):
+        raise ValueError(f"cache_salt and {SALT_HEADER} disagree")
+    return header
+
+
+def join_extra_key(cache_salt: str | None, extra_key: Any) -> Any:
+    """SGLang's `extra_key`, or that of each prompt of a batch, joined by a salt as SGLang joins them."""
+    if cache_salt is None:
+        return extra_key
+    if isinstance(extra_key, list):
+        return [cache_salt + (key or "") for key in extra_key]
+    return cache_salt + (extra_key or "")
 
 
 def choose_link(link: Any) -> str:

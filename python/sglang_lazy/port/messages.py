@@ -1,0 +1,44 @@
+"""Chunks in SGLang's Messages API, which is Anthropic's: the request model, and its conversion to a chat."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+
+from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
+from sglang_lazy.serving.blocks import BLOCKS
+from sglang_lazy.serving.chat import ChunkParts
+
+
+class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
+    """SGLang's request to `/v1/messages` in which documents and search results are chunks, as chunk parts are."""
+
+    cache_salt: str | None = None
+
+    blocks = BLOCKS
+
+    @classmethod
+    def take_chunks(cls, data: dict[str, Any], chunk_parts: ChunkParts) -> dict[str, Any]:
+        data = super().take_chunks(data, chunk_parts)
+        if "system" in data:
+            data["system"] = chunk_parts.take_from_content(data["system"], "system", "system")
+        return data
+
+
+class Refused(BaseException):
+    """A request that is not valid. SGLang answers any Exception of the conversion with a 500, so this is none."""
+
+
+def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
+    """Around `AnthropicServing._convert_to_chat_completion_request`: the chat has the request's chunks and salt."""
+    if not isinstance(request, MessagesRequest):
+        return convert(serving, request)
+    request.refuse_misplaced()
+    chat = convert(serving, request)
+    chat.cache_salt = request.cache_salt
+    if not request.has_chunks and request.link is None:
+        return chat
+    # As SGLang left it: validated again, fields that it has set meanwhile might be taken for the user's.
+    ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
+    ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused
+    return ours

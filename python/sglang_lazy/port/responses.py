@@ -1,0 +1,64 @@
+"""Chunks in SGLang's Responses API: the request model, and its conversion to a prompt."""
+
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import PrivateAttr
+from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
+
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.chat import MessagesWithChunks, check_chunks, put_chunks, with_placeholders
+from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.requests import check_cache_salt, with_layout
+
+
+class ResponsesRequest(MessagesWithChunks, StockRequest):
+    """SGLang's request to `/v1/responses` with chunk parts and their link."""
+
+    _layout: PromptLayout | None = PrivateAttr(default=None)
+    _manager: Any = PrivateAttr(default=None)
+
+    @classmethod
+    def take_chunks(cls, data: dict[str, Any], chunk_parts: ChunkParts) -> dict[str, Any]:
+        """Chunks stand in messages, in outputs of functions, and in text that a separator divides."""
+        given = data.get("input")
+        if isinstance(given, str):
+            return {**data, "input": chunk_parts.take_from_content(given, "input", "user")}
+        return {**data, "input": chunk_parts.take_from(given, "input")}
+
+    def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """SGLang's, which carry the layout."""
+        return with_layout(super().to_sampling_params(*args, **kwargs), self._layout, self._manager)
+
+
+class _Messages(list):
+    """Messages as SGLang stores them for the next turn, with placeholders, and the chunks that these stand for."""
+
+    def __init__(self, messages: Any, chunk_parts: ChunkParts):
+        super().__init__(messages)
+        self.chunk_parts = chunk_parts
+
+
+async def make_request(make: Callable, serving: Any, request: Any, earlier: Any, tokenizer: Any) -> tuple:
+    """Around `OpenAIServingResponses._make_request`: render with placeholders, then put the chunks in.
+
+    earlier: the response that the request follows, or None.
+    """
+    if not isinstance(request, ResponsesRequest):
+        return await make(serving, request, earlier, tokenizer)
+    request.refuse_misplaced()
+    chunk_parts = request._chunk_parts
+    stored = None if earlier is None else serving.msg_store.get(earlier.id)
+    if isinstance(stored, _Messages):
+        chunk_parts = chunk_parts.continuing(stored.chunk_parts)
+    if not chunk_parts.parts:
+        request.refuse_without_chunks()
+        return await make(serving, request, earlier, tokenizer)
+    manager = serving.tokenizer_manager
+    check_chunks(manager, request, chunk_parts)
+    check_cache_salt(request.cache_salt)
+    view = with_placeholders(serving, chunk_parts)
+    messages, _, _, processed = await make(view, request, earlier, view.tokenizer_manager.tokenizer)
+    input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
+    request._manager, request.cache_salt = manager, None  # the cache salt travels in the layout
+    return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed

@@ -1,0 +1,84 @@
+"""Streams that fail before they begin: an error with its HTTP status, in the format of each API."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextvars import ContextVar
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import Response
+from fastapi.responses import ORJSONResponse, StreamingResponse
+
+REQUEST_SENT: ContextVar[asyncio.Future | None] = ContextVar("REQUEST_SENT", default=None)
+"""Done when the one request that is being served in this context has been sent to the scheduler, with None, or has been
+refused before, with the error."""
+
+
+def announce(error: ValueError | None) -> None:
+    """Say that this context's request has been sent, or why it has not."""
+    sent = REQUEST_SENT.get()
+    if sent is not None and not sent.done():
+        sent.set_result(error)
+
+
+async def fail_before_stream(response: Any, refuse: Callable[[str], Response] | None = None) -> Any:
+    """`response`, or an error with its HTTP status for a stream that fails before its request reaches the scheduler.
+
+    refuse: makes an error of its reason, for APIs whose streams begin with events that say nothing of success. They
+        are held back until the request has been sent.
+
+    Otherwise streams of batches and of several samples are watched up to their first event. The head of any other
+    stream goes out as soon as the request has been sent: a client takes half a millisecond to read it.
+    """
+    if not isinstance(response, StreamingResponse):
+        return response
+    events: Any = response.body_iterator
+    sent = asyncio.get_running_loop().create_future()
+    REQUEST_SENT.set(sent)
+    opening: list[Any] = []
+    while True:
+        first = asyncio.ensure_future(anext(events, None))
+        try:
+            await asyncio.wait((first, sent), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
+        if refuse is None or sent.done() or first.result() is None:
+            break
+        opening.append(first.result())
+    refused = sent.result() if sent.done() else None
+    if refused is not None:
+        await asyncio.wait((first,))  # the event that says so follows; a generator that runs cannot be closed
+        if refuse is not None:
+            await events.aclose()
+            return refuse(str(refused))
+    if first.done():
+        if first.result() is None and not opening:  # the client went away
+            return Response(status_code=499)
+        error = None if first.result() is None else _error_in(first.result())
+        if error is not None:
+            await events.aclose()
+            code = error.get("code")
+            status = code if isinstance(code, int) else HTTPStatus.BAD_REQUEST
+            return ORJSONResponse({"error": error}, status_code=status)
+    response.body_iterator = _resume(opening, first, events)
+    return response
+
+
+def _error_in(event: Any) -> dict[str, Any] | None:
+    payload = event.decode() if isinstance(event, bytes) else event
+    payload = payload.removeprefix("data:").strip()
+    if not payload.startswith('{"error"'):
+        return None
+    return json.loads(payload)["error"]
+
+
+async def _resume(opening: list[Any], first: asyncio.Future, events: AsyncIterator) -> AsyncIterator:
+    for event in opening:
+        yield event
+    event = await first
+    if event is not None:
+        yield event
+    async for event in events:
+        yield event

@@ -1,0 +1,28 @@
+"""Chunks in plain text, for clients that can send nothing else: what stands between two separators."""
+
+from typing import Any
+
+from sglang_lazy.core.config import LazyConfig
+
+
+def segments_in(prompt: Any, separator: str | None) -> list[Any] | None:
+    """The segments of a prompt, a text, or of each of a list of texts; None where no text has the separator.
+
+    separator: the request's; None for the server's, empty for none.
+    """
+    separator = chosen_separator(separator)
+    texts = prompt if isinstance(prompt, list) else [prompt]
+    if not separator or not all(isinstance(text, str) for text in texts) or separator not in "".join(texts):
+        return None
+    return [_split(text, separator) for text in texts] if isinstance(prompt, list) else _split(prompt, separator)
+
+
+def chosen_separator(separator: str | None) -> str:
+    """The request's separator, or the server's if it names none; empty for none."""
+    return LazyConfig.current().chunk_separator if separator is None else separator
+
+
+def _split(text: str, separator: str) -> list[dict[str, str]]:
+    pieces = text.split(separator)
+    between = range(1, len(pieces) - 1)
+    return [{"type": "chunk" if i in between else "text", "text": piece} for i, piece in enumerate(pieces) if piece]

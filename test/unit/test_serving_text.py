@@ -1,0 +1,132 @@
+"""Text that is a chunk: what separators, roles and Anthropic's blocks make of it, and which salt a request has."""
+
+import json
+import random
+
+import pytest
+
+from sglang_lazy.core.config import ENV_VAR
+from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.serving.blocks import BLOCKS
+from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.requests import join_extra_key, salt_of
+from sglang_lazy.serving.text import segments_in
+
+
+def spelled(parts, content):
+    """A message's content with its chunks in braces, read back from the placeholders."""
+    texts, indices = parts.split(content if isinstance(content, str) else "".join(part["text"] for part in content))
+    chunks = [parts.parts[index]["text"] for index in indices]
+    return texts[0] + "".join(f"{{{chunk}}}{text}" for chunk, text in zip(chunks, texts[1:], strict=True))
+
+
+@pytest.mark.parametrize(
+    "given, as_text, as_role",
+    [
+        ("a", "a", "{a}"),
+        ("a##b", "ab", "{a}{b}"),
+        ("a##b##c", "a{b}c", "{a}{b}{c}"),
+        ("##b####c##", "{b}{c}", "{b}{c}"),
+        ("a##b##c##d", "a{b}{c}d", "{a}{b}{c}{d}"),
+        ("", "", ""),
+    ],
+)
+def test_separators_and_roles(given, as_text, as_role):
+    parts = ChunkParts("##", ["tool"])
+    (message,) = parts.take_from([{"role": "user", "content": given}])
+    assert spelled(parts, message["content"]) == as_text
+    (message,) = parts.take_from([{"role": "tool", "content": [{"type": "text", "text": given}]}])
+    assert spelled(parts, message["content"]) == as_role
+    (message,) = parts.take_from([{"type": "function_call_output", "output": given}], "input")
+    assert spelled(parts, message["output"]) == as_role
+    content = [{"type": "tool_result", "content": given}]
+    (message,) = parts.take_from([{"role": "user", "content": content}])
+    assert spelled(parts, message["content"][0]["content"]) == as_role
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_joined_is_found_again(seed):
+    """Random texts and chunks, joined by separators: the chunks are found, and nothing of the text is lost."""
+    rng = random.Random(seed)
+
+    def word():
+        return "".join(rng.choices("ab c#\n", k=rng.randint(1, 6))).strip("#") or "x"
+
+    first, *chunks, last = (word() for _ in range(rng.randint(2, 6)))
+    segments = segments_in("<|>".join([first, *chunks, last]), "<|>")
+    assert [segment["text"] for segment in segments] == [first, *chunks, last]
+    assert [segment["type"] for segment in segments] == ["text", *["chunk"] * len(chunks), "text"]
+    parts = ChunkParts("<|>")
+    content = parts.take_from_content("<|>".join([first, *chunks, last]), "input")
+    assert spelled(parts, content) == first + "".join(f"{{{chunk}}}" for chunk in chunks) + last
+
+
+def test_without_a_separator_plain_text_stays_text(monkeypatch):
+    assert (
+        segments_in("a##b", None)
+        is segments_in("a b", "##")
+        is segments_in(None, "##")
+        is segments_in([5], "#")
+        is None
+    )
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##"}))
+    assert segments_in(["a##b##", "c"], None) == [
+        [{"type": "text", "text": "a"}, {"type": "chunk", "text": "b"}],
+        [{"type": "text", "text": "c"}],
+    ]
+    assert segments_in("a##b##", "") is None, "the request's own comes first"
+
+
+def test_a_request_comes_before_the_flags(monkeypatch):
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool,function"}))
+
+    def chunks(role, **fields):
+        message = {"role": role, "content": "a##b##c", "tool_call_id": "1"}
+        request = ChatRequest.model_validate({"messages": [message], **fields})
+        return [part["text"] for part in request._chunk_parts.parts]
+
+    assert chunks("user") == ["b"] and chunks("tool") == ["a", "b", "c"]
+    assert chunks("user", chunk_roles=["user"]) == ["a", "b", "c"] and chunks("tool", chunk_roles=[]) == ["b"]
+    assert chunks("tool", chunk_separator="") == ["a##b##c"] and chunks("user", chunk_separator="") == []
+
+
+def test_chunks_of_an_earlier_turn():
+    earlier, later = ChunkParts(), ChunkParts()
+    first = earlier.take_from([{"role": "user", "content": [{"type": "chunk", "text": "a"}]}])
+    second = later.take_from([{"role": "user", "content": [{"type": "chunk", "text": text} for text in "bc"]}])
+    both = later.continuing(earlier)
+    assert spelled(both, second[0]["content"] + first[0]["content"]) == "{b}{c}{a}"
+    third = both.continuing(both)
+    assert spelled(third, first[0]["content"]) == "{a}"
+
+
+def test_blocks_that_hold_a_document():
+    read = lambda **block: BLOCKS[block["type"]](block)  # noqa: E731
+    texts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    result = dict(type="search_result", title="T", source="S", content=texts)
+    assert read(**result) == "Title: T\nSource: S\nContent: a\nb"
+    assert read(**{**result, "title": None, "source": {"url": "U"}}) == "Source: U\nContent: a\nb"
+    assert (
+        read(type="document", context="C", source={"type": "content", "content": texts}) == "Context: C\nContent: a\nb"
+    )
+    assert read(type="document", source={"type": "content", "content": "a"}) == "Content: a"
+    assert read(type="document", source={"type": "text", "data": "a"}) == "Content: a"
+    for source in (None, "x", {"type": "url", "url": "x"}, {"type": "text", "data": 3}, {"type": "content"}):
+        with pytest.raises(ValueError, match="document"):
+            read(type="document", source=source)
+
+
+def test_the_salt_of_body_and_header():
+    assert salt_of("a", None) == "a" and salt_of(None, None) is None and salt_of(3, None) == 3
+    assert salt_of(None, "a") == salt_of("a", "a") == salt_of([None, "a"], "a") == "a"
+    for body, header in (("b", "a"), (["a", "b"], "a"), ("", "a"), (3, "a")):
+        with pytest.raises(ValueError, match="cache_salt and X-Cache-Salt disagree"):
+            salt_of(body, header)
+    for header in ("", "ä"):
+        with pytest.raises(ValueError, match="X-Cache-Salt must be a non-empty ASCII string"):
+            salt_of(None, header)
+
+
+def test_the_salt_joins_the_extra_key_as_sglang_does():
+    assert join_extra_key(None, "k") == "k" and join_extra_key("s", None) == "s" and join_extra_key("s", "k") == "sk"
+    assert join_extra_key("s", ["k", None]) == ["sk", "s"]
