@@ -42,6 +42,7 @@ def engine(tiny_model, tmp_path, monkeypatch):
     del POLICIES[EverySecond.name]
 
 
+@pytest.mark.slow
 def test_a_new_policy_is_one_class(engine, tiny_model):
     """Cold, warm and in another order, its answers are the oracle's, in a batch with other policies."""
     oracle = Oracle(tiny_model)
