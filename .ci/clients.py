@@ -17,6 +17,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 FRAMEWORKS = EXAMPLES / "frameworks"
 sys.path[:0] = [str(EXAMPLES), str(FRAMEWORKS)]
 
+# Behind the line that makes them importable.
 from documents import DOCUMENTS  # noqa: E402
 from tiny_model import tiny_model, tiny_server  # noqa: E402
 

@@ -24,20 +24,8 @@ from oracle.segments import Segment
 from sglang_lazy import Engine
 from sglang_lazy.core.config import PREAMBLE
 
-POLICIES = [
-    "full",
-    "block",
-    "base",
-    "base:preamble=lead",
-    "epic:tokens=16",
-    "base+epic:tokens=16",
-    "query:ratio=0.15",
-    "base+query:ratio=0.15",
-    "blend:ratio=0.15",
-    "base+blend:ratio=0.15",
-    "static:ratio=0.15",
-    "base+static:ratio=0.15",
-]
+KINDS = ["block", "epic:tokens=16", "query:ratio=0.15", "blend:ratio=0.15", "static:ratio=0.15"]
+POLICIES = ["full", "base:preamble=lead", *(base + kind for base in ("", "base+") for kind in KINDS)]
 
 
 def main() -> None:

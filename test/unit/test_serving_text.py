@@ -101,7 +101,9 @@ def test_chunks_of_an_earlier_turn():
 
 
 def test_blocks_that_hold_a_document():
-    read = lambda **block: BLOCKS[block["type"]](block)  # noqa: E731
+    def read(**block):
+        return BLOCKS[block["type"]](block)
+
     texts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
     result = dict(type="search_result", title="T", source="S", content=texts)
     assert read(**result) == "Title: T\nSource: S\nContent: a\nb"

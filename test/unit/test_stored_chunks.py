@@ -1,7 +1,10 @@
 """Chunks in storage: who asks for them, what is waited for, and what is not believed."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, Loop
@@ -10,6 +13,7 @@ from fakes.storage import Storage
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.storage import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -152,3 +156,29 @@ def test_a_chunk_whose_beginning_has_no_copy():
     server = new_server(storage, write_policy="write_through_selective")
     server.warm(A)
     assert details(served(server, long)) == (0, 0, 0, 0) and not server.store.fetching
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
+    """Down to one element of one weight: trained tokens change a few rows of an embedding, and nothing else."""
+    torch.manual_seed(0)
+    weights = {"embedding": torch.randn(500, 16), "norm": torch.randn(16), "experts": torch.randn(2, 8, 16)}
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+
+    def identity(changed=None, place=None, rank=0, cache="bf16", path="here"):
+        tensors = {name: weight.clone() for name, weight in weights.items()}
+        if changed is not None:
+            tensors[changed].view(-1)[place] += 0.5
+        return model_identity(
+            SimpleNamespace(
+                model=SimpleNamespace(named_parameters=lambda: tensors.items()),
+                model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"_name_or_path": path})),
+                kv_cache_dtype=cache,
+                ps=SimpleNamespace(tp_rank=rank, tp_size=2),
+            )
+        )
+
+    assert identity() == identity(path="elsewhere")
+    places = [(name, place) for name, weight in weights.items() for place in range(0, weight.numel(), 7)]
+    others = [identity(*changed) for changed in places] + [identity(rank=1), identity(cache="fp8")]
+    assert len({identity(), *others}) == 1 + len(others)
