@@ -3,12 +3,14 @@
 from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 from test_serving_tokenization import byte_level, metaspace
 
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.chat import ChatRequest, convert_request
+from sglang_lazy.serving.chat import ChunkParts
 
 TEMPLATES = {
     "joined": lambda parts: " ".join(parts),
@@ -120,6 +122,14 @@ def test_the_assistants_own_beginning_may_hold_a_chunk(tokenizer):
 def test_bad_parts_are_named(tokenizer, bad, reason):
     with pytest.raises(ValueError, match=reason):
         convert(Serving(tokenizer), chat(part("text", "See"), bad))
+
+
+@pytest.mark.parametrize("kind", [None, 3, [], {}])
+def test_a_type_that_is_no_text_is_left_to_sglang(kind):
+    content = [{"type": kind, "text": "a"}]
+    with pytest.raises(ValidationError):
+        ChatRequest(model="m", messages=[{"role": "user", "content": content}])
+    assert ChunkParts(blocks={"document": str}).take_from_content(content, "content") == content
 
 
 def test_a_chunk_that_the_template_leaves_out_is_an_error(tokenizer):

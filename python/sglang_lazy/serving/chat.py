@@ -68,6 +68,8 @@ class ChunkParts:
 
     def _take_from_part(self, part: Any, name: str, role: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(kind, str):  # for SGLang to refuse
+            return part
         if kind == "chunk":
             return {"type": "text", "text": self._take(part, name)}
         if kind in self._blocks:
