@@ -168,7 +168,7 @@ KEPT = {
 def test_policies_on_cuda(served):
     """Every policy, plain and behind both preambles, cold and warm, in batches of all: no further from fp32 than twice
     plain PyTorch in bf16, which chooses for itself what it computes again."""
-    engine, path, cache_dtype = served
+    engine, path, cache_dtype, _ = served
     if cache_dtype != torch.bfloat16:
         pytest.skip("the oracle of policies does not round keys as a narrower cache does")
     dice = Dice(6)
