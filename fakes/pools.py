@@ -22,9 +22,10 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.host_pool import CpuHostPool
 from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.port.storage import ChunkObjects, StoredHiRadixCache
+from sglang_lazy.port.storage import StoredHiRadixCache
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""

@@ -1,5 +1,4 @@
-"""Chunks in one of SGLang's storage backends, beyond the host tier: one object for each, named by all that its KV
-depends on.
+"""Chunks in one of SGLang's storage backends, beyond the host tier, named by all that their KV depends on.
 
 SGLang's own storage of the tree is left off. At a page size of 1 it keeps an object for each token, and names them by
 tokens alone, so that weights, types and namespaces are confused.
@@ -7,11 +6,6 @@ tokens alone, so that weights, types and namespaces are confused.
 
 import hashlib
 import json
-import logging
-import queue
-import struct
-import threading
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,91 +15,8 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.port.chunk_objects import ChunkObjects, InOrder
 from sglang_lazy.port.hiradix import LazyHiRadixCache
-
-logger = logging.getLogger(__name__)
-
-_HEADER = struct.Struct("<8s32sQI12x")
-_MAGIC = b"lazy-kv1"
-
-
-class ChunkObjects:
-    """Moves chunks between a host pool and a backend, in order, on one thread for each direction.
-
-    An object is a header with the chunk's name, length and checksum, then keys and values, [2, layers, tokens, heads,
-    head_dim], in the type of the cache. Whatever is not such an object of that name counts as missing.
-
-    written, read_back: for each call of `write` and `read` that has ended its `what`, and whether it succeeded.
-    """
-
-    def __init__(self, backend: Any, pool: Any):
-        self.backend, self.pool = backend, pool
-        self.written: queue.SimpleQueue = queue.SimpleQueue()
-        self.read_back: queue.SimpleQueue = queue.SimpleQueue()
-        self._writes: queue.Queue = queue.Queue()
-        self._reads: queue.Queue = queue.Queue()
-        for asked, act, done in (
-            (self._writes, self._write, self.written),
-            (self._reads, self._read, self.read_back),
-        ):
-            threading.Thread(target=self._work, args=(asked, act, done), daemon=True).start()
-
-    def write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Store the KV in these slots of the host, int64; they must not change before it is done."""
-        self._writes.put((name, slots, what))
-
-    def read(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Fetch KV into these slots of the host, int64."""
-        self._reads.put((name, slots, what))
-
-    def settle(self) -> None:
-        """Wait until all is done that was asked for."""
-        self._writes.join()
-        self._reads.join()
-
-    def _work(self, asked: queue.Queue, act: Callable, done: queue.SimpleQueue) -> None:
-        while True:
-            name, slots, what = asked.get()
-            try:
-                succeeded = act(name, slots)
-            except Exception:  # of the backend: whatever it raises, the server goes on
-                logger.exception("sglang-lazy: the storage backend failed")
-                succeeded = False
-            done.put((what, succeeded))
-            asked.task_done()
-
-    def _write(self, name: bytes, slots: torch.Tensor) -> bool:
-        stored, parts = self._new_object(len(slots))
-        for layer, part in parts:
-            torch.index_select(layer, 0, slots, out=part)
-        stored[: _HEADER.size] = torch.frombuffer(bytearray(_header(name, stored)), dtype=torch.uint8)
-        return bool(self.backend.batch_set([name.hex()], [stored]))
-
-    def _read(self, name: bytes, slots: torch.Tensor) -> bool:
-        if not self.backend.exists(name.hex()):
-            return False
-        stored, parts = self._new_object(len(slots))
-        found = self.backend.batch_get([name.hex()], [stored])
-        if not found or found[0] is None:
-            return False
-        if stored[: _HEADER.size].numpy().tobytes() != _header(name, stored):
-            logger.warning("sglang-lazy: stored object %s is damaged", name.hex())
-            return False
-        for layer, part in parts:
-            layer[slots] = part
-        return True
-
-    def _new_object(self, num_tokens: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Memory for an object, uint8; and each layer of the host, [slots, heads, head_dim], with its part of that."""
-        layers = [*self.pool.k_data_refs, *self.pool.v_data_refs]
-        stored = torch.empty(_HEADER.size + num_tokens * self.pool.get_size_per_token(), dtype=torch.uint8)
-        parts = stored[_HEADER.size :].view(self.pool.dtype).view(len(layers), num_tokens, *layers[0].shape[1:])
-        return stored, list(zip(layers, parts, strict=True))
-
-
-def _header(name: bytes, stored: torch.Tensor) -> bytes:
-    payload = stored[_HEADER.size :]
-    return _HEADER.pack(_MAGIC, name, len(payload), zlib.crc32(payload.numpy()))
 
 
 class StoredHiRadixCache(LazyHiRadixCache):
@@ -136,7 +47,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
             if slots is None:
                 return False
             self.store.fetching[chunk.key] = chunk, slots
-            self.objects.read(self._name(chunk.key), slots, chunk.key)
+            self.objects.start_read(self._name(chunk.key), slots, chunk.key)
         return True
 
     def check_hicache_events(self) -> None:
@@ -149,7 +60,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
                 for node in path:
                     node.release_host()
         if self.store.fetching:
-            for key, found in self._ended(self.objects.read_back):
+            for key, found in self._ended(self.objects.read):
                 chunk, slots = self.store.fetching.pop(key)
                 if not found or not self._adopt(chunk, slots):
                     self.token_to_kv_pool_host.free(slots)
@@ -164,18 +75,18 @@ class StoredHiRadixCache(LazyHiRadixCache):
                 for above in path:
                     above.protect_host()
                 slots = torch.cat([above.host_value for above in path])
-                self.objects.write(self._name(key), slots, path)
+                self.objects.start_write(self._name(key), slots, path)
                 self._num_writing += 1
 
-    def _ended(self, done: queue.SimpleQueue) -> Iterator[tuple[Any, bool]]:
+    def _ended(self, asked: InOrder) -> Iterator[tuple[Any, bool]]:
         """What has ended on all tensor-parallel ranks; it succeeded if it did on all of them. They ask for the same in
         the same order.
         """
-        ended = torch.tensor(done.qsize(), dtype=torch.int64)
+        ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
         self._all_reduce_attn_groups(ended, torch.distributed.ReduceOp.MIN)
         if not ended:
             return
-        results = [done.get() for _ in range(int(ended))]
+        results = [asked.take() for _ in range(int(ended))]
         succeeded = torch.tensor([ok for _, ok in results], dtype=torch.int64)
         self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
         yield from ((what, bool(ok)) for (what, _), ok in zip(results, succeeded.tolist(), strict=True))
