@@ -5,7 +5,17 @@ import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-ORDER = ("lazy", "lazy-plain", "copy", "stock", "stock-again", "stock-no-cache", "stock-flashinfer")
+ORDER = (
+    "lazy",
+    "lazy-host",
+    "lazy-plain",
+    "copy",
+    "stock",
+    "stock-host",
+    "stock-again",
+    "stock-no-cache",
+    "stock-flashinfer",
+)
 
 
 def table(header: list[str], body: Iterable[list[str]]) -> str:

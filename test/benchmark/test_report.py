@@ -10,6 +10,7 @@ from benchmark.report.cells import number
 from benchmark.report.host_time import references
 from benchmark.report.policies import policies, policies_by_group, policies_matches
 from benchmark.report.serving import chat, latency, load, policy_costs
+from benchmark.report.tiers import tiers, transfers
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -120,6 +121,41 @@ def test_host_time(tmp_path):
     file = tmp_path / "host_time.jsonl"
     file.write_text("".join(json.dumps({**row, "us_per_further_chunk": time}) + "\n" for time in (9, 11, 30)))
     assert cells(references([file])) == [["128", "100", "11.0 (9.00 to 30.0)", "", "", "", ""]]
+
+
+def test_tiers(tmp_path):
+    """A line for each contender; latencies whose chunks stay on the device are left to `latency`."""
+    row = {**LATENCY, "parameters": {**LATENCY["parameters"], "apart": True}, "hit_rate": 0.5}
+    rows = [
+        {**row, "contender": name, "phase": phase, "ttft_ms_p50": time}
+        for name, times in (("stock", (90, 91, 92)), ("lazy-host", (80, 30, 31)))
+        for phase, time in zip(("cold", "same order", "reordered"), times, strict=True)
+    ]
+    folder = write(tmp_path / "run", [*rows, {**LATENCY, "contender": "lazy", "phase": "cold", "ttft_ms_p50": 1}])
+    assert cells(tiers([folder])) == [
+        ["2 x 1,024", "2", "lazy-host", "80.0 (50%)", "30.0 (50%)", "31.0 (50%)"],
+        ["2 x 1,024", "2", "stock", "90.0 (50%)", "91.0 (50%)", "92.0 (50%)"],
+    ]
+
+
+def test_transfers(tmp_path):
+    rows = [{"gpu": "x"}, {"copy": "plain load", "gb_per_s": 55}, {"copy": "plain back_up", "gb_per_s": 54}]
+    rows += [
+        {"copy": copy, "block_quota": 4, "scattered": scattered, "gb_per_s": speed}
+        for copy, scattered, speed in (
+            ("load", False, 51),
+            ("back_up", False, 50),
+            ("load", True, 49),
+            ("back_up", True, 48),
+        )
+    ]
+    file = tmp_path / "transfers.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert cells(transfers([file])) == [
+        ["one plain copy", "consecutive", "55.0", "54.0"],
+        ["kernel, 4 blocks", "consecutive", "51.0", "50.0"],
+        ["kernel, 4 blocks", "scattered", "49.0", "48.0"],
+    ]
 
 
 def test_policies(tmp_path):

@@ -1,0 +1,58 @@
+"""Tables of what the host tier and storage are measured by: requests one at a time, host time, and plain copies."""
+
+import collections
+from pathlib import Path
+
+from benchmark.report.cells import in_order, lines, number, only, spread, table
+from benchmark.report.host_time import values
+from benchmark.report.serving import differing, run_name, serving_rows
+
+WAYS = ("load", "back_up")
+PHASES = {"new": "cold", "same order": "same order", "new order": "reordered"}
+
+
+def tiers(sources: list[Path]) -> str:
+    """One request at a time, whose chunks have left the device: milliseconds to the first token, median, and the share
+    of its prompt that was cached."""
+    rows = [row for row in serving_rows(sources) if row["workload"] == "latency" and row["parameters"].get("apart")]
+    extra = differing(rows, {"run": run_name})
+    cases = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in rows:
+        given = row["parameters"]
+        cases[row["folder"], given["chunks"], given["chunk_len"]][row["contender"], row["phase"]].append(row)
+    body = []
+    for (_, chunks, chunk_len), found in sorted(cases.items(), key=lambda case: (case[0][2], case[0][1], case[0][0])):
+        for name in in_order(name for name, _ in found):
+            of = {title: only(found[name, phase]) for title, phase in PHASES.items()}
+            first = of["new"]
+            times = [f"{number(row['ttft_ms_p50'])} ({row['hit_rate']:.0%})" for row in of.values()]
+            shape = f"{chunks} x {chunk_len:,}"
+            body.append([*(value(first) for value in extra.values()), shape, str(first["requests"]), name, *times])
+    return table([*extra, "chunks", "requests", "contender", *PHASES], body)
+
+
+def loads(sources: list[Path]) -> str:
+    """Microseconds that one more chunk adds to a request with and without a host tier, by what is resident."""
+    found = values(sources)
+    columns = [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-tiers")]
+    body = []
+    for chunk_len, resident in sorted({(key[1], key[3]) for key in found if isinstance(key[1], int)}):
+        cells = [spread(found[name, chunk_len, mode, resident]["us_on_average"]) for name, mode in columns]
+        body.append([f"{chunk_len:,}", f"{resident:,}", *cells])
+    titles = [f"{'resident' if mode == 'warm' else 'full pool'}: {name}" for name, mode in columns]
+    return table(["chunk", "on the device", *titles], body)
+
+
+def transfers(sources: list[Path]) -> str:
+    """GB/s between host and device."""
+    rows = [row for source in sources for row in lines(source) if "copy" in row]
+    plain = {row["copy"]: row for row in rows if "block_quota" not in row}
+    body = [["one plain copy", "consecutive", *(number(plain[f"plain {way}"]["gb_per_s"]) for way in WAYS)]]
+    for quota in sorted({row["block_quota"] for row in rows if "block_quota" in row}):
+        for scattered in (False, True):
+            of = {
+                row["copy"]: row for row in rows if (row.get("block_quota"), row.get("scattered")) == (quota, scattered)
+            }
+            slots = "scattered" if scattered else "consecutive"
+            body.append([f"kernel, {quota} blocks", slots, *(number(of[way]["gb_per_s"]) for way in WAYS)])
+    return table(["copy", "slots", "to the device", "to the host"], body)
