@@ -175,15 +175,51 @@ def test_a_full_host_gives_up_what_was_used_least_recently():
 
 
 def test_without_room_on_the_host_chunks_are_computed_again():
-    """All copies belong to chunks on the device: the host cannot give any of them up."""
+    """The host gives up the copy of what the device has; then the device has to evict everything at once."""
     scheduler = Loop(40, host_size=4)
     scheduler.warm(A)
     scheduler.warm(B)
     demote(scheduler)
     req = scheduler.submit([A, B, QUESTION], "r")
-    assert scheduler.states(req) == [HOST, MISSING]
+    assert scheduler.states(req) == [MISSING, HOST]
     scheduler.run()
     assert details(req) == (0, 4, 4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_device_and_host_together_hold_as_many_chunks_as_they_have_room_for(overlap):
+    """Seven chunks in turn are found again and again, although the host has room for six. Were all that the device has
+    on the host too, the one that is asked for next would always be gone."""
+    chunks = [(True, (i, i + 1, 2 * i + 1, 3)) for i in range(1, 8)]
+    scheduler = Loop(6 * 4 + 3, host_size=6 * 4, overlap=overlap)
+    reqs = []
+    for turn in range(5):
+        for i, chunk in enumerate(chunks):
+            reqs.append(scheduler.submit([chunk, QUESTION], f"{turn}-{i}", max_new_tokens=1))
+            scheduler.run()
+            scheduler.pools.check()
+    assert {details(req)[1:] for req in reqs[14:]} == {(4, 4)}, "each of them from the host"
+
+
+def test_a_copy_is_not_given_up_while_it_is_made_or_read():
+    """The host is full of copies of what the device has."""
+    scheduler = Loop(60, host_size=8)
+    cache = scheduler.tree_cache
+    scheduler.submit([A, B, QUESTION], "copied", max_new_tokens=1)
+    while not cache.ongoing_write_through:
+        scheduler.step()
+    cache.evict_host(8)
+    assert host_used(scheduler) == 8, "they are being made"
+    scheduler.run()
+    demote(scheduler)
+    req = scheduler.submit([A, B, QUESTION], "loads", max_new_tokens=1)
+    scheduler.visible()
+    assert scheduler.states(req) == [LOADING, LOADING]
+    cache.evict_host(8)
+    assert host_used(scheduler) == 8, "they are being read"
+    scheduler.run()
+    cache.evict_host(8)
+    assert host_used(scheduler) == 0 and scheduler.states(req) == [RESIDENT, RESIDENT]
 
 
 def test_loads_wait_for_memory_like_fills():

@@ -260,6 +260,16 @@ class ChunkStore:
         self.num_evicted_leaves += len(slots)
         return slots
 
+    def next_to_leave(self, num_tokens: int) -> list[Node]:
+        """The leaves that eviction of as many tokens would take, in that order."""
+        leaves: list[Node] = []
+        while num_tokens > 0 and (leaf := self._heap.pop(self.tree.evictable_leaves)) is not None:
+            leaves.append(leaf)
+            num_tokens -= len(leaf.key)
+        for leaf in leaves:
+            self._heap.push(leaf)
+        return leaves
+
     def forget(self, leaf: Node) -> None:
         """`leaf` has left the tree."""
         key = self._keys_by_node.pop(leaf.id, None)

@@ -2,6 +2,10 @@
 
 SGLang's `HiRadixCache` keeps the copies and moves KV with its cache controller, on streams of their own. Here are the
 differences that chunks make: what is backed up and when, and eviction without sorting all leaves.
+
+A chunk is copied when it has been computed. Once the host is full, it gives up the copies of chunks that the device has
+and is not about to evict, before any chunk that it alone has: the two together hold as many chunks as they have room
+for. A chunk that has lost its copy is copied again before its turn to be evicted.
 """
 
 import contextlib
@@ -11,7 +15,7 @@ from typing import Any
 import torch
 from sglang.kernels.ops.kvcache import hicache
 from sglang.srt.disaggregation.kv_events import StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
@@ -21,6 +25,8 @@ from sglang_lazy.port.radix import LazyRadixCache
 
 BLOCK_QUOTA = 4
 """Thread blocks of SGLang's transfer kernels. On an H200 they move 51 GB/s over PCIe; with SGLang's two, 40."""
+AHEAD = 2
+"""Chunks that have copies before their turn to be evicted hold so many times the tokens of the last eviction."""
 
 
 class _HiRadixCache(HiRadixCache):
@@ -36,6 +42,10 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     """A node is on the device, on the host, or on both. What is on the host alone lies below what is on the device.
 
     A copy on the host is complete once nobody holds its node: SGLang keeps it locked until then.
+
+    _spare: chunks on the device whose copies the host may give up, by node id.
+    _leaving: those that the device evicts next, whose copies it must not.
+    _num_leaving: how many tokens the next ones have; 0 if nothing was evicted since they were copied.
     """
 
     def __init__(self, params: Any, server_args: Any):
@@ -47,6 +57,9 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
         self._num_children_on_device: dict[int, int] = {}
+        self._spare: dict[int, TreeNode] = {}
+        self._leaving: dict[int, TreeNode] = {}
+        self._num_leaving = 0
         num_nodes = TreeNode.counter
         super().reset()
         TreeNode.counter += num_nodes  # SGLang starts anew, although other caches of the process may have these ids
@@ -88,6 +101,11 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
 
     # Eviction
 
+    def evict(self, params: EvictParams) -> EvictResult:
+        result = super().evict(params)
+        self._num_leaving = max(self._num_leaving, AHEAD * result.num_tokens_evicted)
+        return result
+
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
         if leaf.backuped:
@@ -98,8 +116,9 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return slots
 
     def evict_host(self, num_tokens: int) -> None:
-        """Take leaves that are on the host alone out of the tree until they held `num_tokens`, or none is left."""
-        num_evicted, protected = 0, []
+        """Give up copies until they held `num_tokens`, or none is left: first spare ones, then, taking them out of the
+        tree, leaves that are on the host alone."""
+        num_evicted, protected = self._give_up_spare(num_tokens), []
         while num_evicted < num_tokens and (leaf := self._host_heap.pop(self.evictable_host_leaves)) is not None:
             if leaf.host_ref_counter:
                 protected.append(leaf)
@@ -114,9 +133,48 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         for leaf in protected:
             self._host_heap.push(leaf)
 
+    def _give_up_spare(self, num_tokens: int) -> int:
+        num_evicted, in_use = 0, {}
+        while num_evicted < num_tokens and self._spare:
+            node_id = next(iter(self._spare))
+            node = self._spare.pop(node_id)
+            if node.evicted or not node.backuped or node.children or self.store.key_at(node) is None:
+                continue
+            if node.host_ref_counter or node.write_through_pending_id is not None or self.loading(node):
+                in_use[node_id] = node
+                continue
+            num_evicted += self.cache_controller.evict_host(node.host_value)
+            self._record_remove_event(node, medium=StorageMedium.CPU)
+            node.host_value = None
+        self._spare.update(in_use)
+        return num_evicted
+
     # Copies to the host
 
     def back_up(self, nodes: Iterable[TreeNode]) -> None:
+        nodes = list(nodes)
+        self._copy(nodes)
+        self._spare.update((node.id, node) for node in nodes)
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        if self._num_leaving:  # not in `evict`: what is being copied cannot be evicted, and a batch may count on it
+            self._copy_what_leaves_next()
+
+    def _copy_what_leaves_next(self) -> None:
+        leaving = {leaf.id: leaf for leaf in self.store.next_to_leave(self._num_leaving)}
+        for node_id, node in self._leaving.items():
+            if node.write_through_pending_id is not None:
+                leaving[node_id] = node
+            elif node_id not in leaving:
+                self._spare[node_id] = node
+        for node_id in leaving:
+            self._spare.pop(node_id, None)
+        self._leaving, self._num_leaving = leaving, 0
+        self._copy(leaving.values())
+
+    def _copy(self, nodes: Iterable[TreeNode]) -> None:
+        """Copy to the host what the write policy wants there, and what is above."""
         selective = self.write_through_threshold > 1
         with self._one_copy():
             for node in nodes:
@@ -168,6 +226,8 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         fits = num_tokens <= self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
         loads = fits and self.load_back(node) is not None
         self.unlock(path)
+        if loads:
+            self._spare[node.id] = node
         return loads
 
     def loading(self, node: TreeNode) -> bool:
