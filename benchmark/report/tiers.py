@@ -8,6 +8,7 @@ from benchmark.report.host_time import values
 from benchmark.report.serving import differing, run_name, serving_rows
 
 WAYS = ("load", "back_up")
+WHICH = ("mean", "p50", "p99")
 PHASES = {"new": "cold", "same order": "same order", "new order": "reordered"}
 
 
@@ -29,6 +30,19 @@ def tiers(sources: list[Path]) -> str:
             shape = f"{chunks} x {chunk_len:,}"
             body.append([*(value(first) for value in extra.values()), shape, str(first["requests"]), name, *times])
     return table([*extra, "chunks", "requests", "contender", *PHASES], body)
+
+
+def backups(sources: list[Path]) -> str:
+    """Milliseconds between the tokens of an answer while other requests bring new chunks."""
+    rows = [row for row in serving_rows(sources) if row["phase"] == "steady" and row["parameters"]["output_len"] >= 64]
+    body = [
+        [
+            name,
+            *(number(only([row for row in rows if row["contender"] == name])[f"tpot_ms_{which}"]) for which in WHICH),
+        ]
+        for name in in_order(row["contender"] for row in rows)
+    ]
+    return table(["contender", *(f"TPOT {which}" for which in WHICH)], body)
 
 
 def loads(sources: list[Path]) -> str:
