@@ -34,14 +34,9 @@ def tiers(sources: list[Path]) -> str:
 
 def backups(sources: list[Path]) -> str:
     """Milliseconds between the tokens of an answer while other requests bring new chunks."""
-    rows = [row for row in serving_rows(sources) if row["phase"] == "steady" and row["parameters"]["output_len"] >= 64]
-    body = [
-        [
-            name,
-            *(number(only([row for row in rows if row["contender"] == name])[f"tpot_ms_{which}"]) for which in WHICH),
-        ]
-        for name in in_order(row["contender"] for row in rows)
-    ]
+    steady = (row for row in serving_rows(sources) if row["phase"] == "steady")
+    of = {row["contender"]: row for row in steady if row["parameters"]["output_len"] >= 64}
+    body = [[name, *(number(of[name][f"tpot_ms_{which}"]) for which in WHICH)] for name in in_order(of)]
     return table(["contender", *(f"TPOT {which}" for which in WHICH)], body)
 
 
