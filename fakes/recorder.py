@@ -22,7 +22,7 @@ from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.host_pool import CpuHostPool
-from sglang_lazy.port.storage import ChunkObjects
+from sglang_lazy.port.objects import Calls, ChunkObjects
 
 NOT_COMPUTED = "not computed"
 
@@ -91,13 +91,15 @@ class RecordingObjects(ChunkObjects):
 
     contents: ClassVar[dict[bytes, list]] = {}
 
-    def _write(self, name: bytes, slots: torch.Tensor) -> bool:
+    def _write(self, name: bytes, slots: torch.Tensor, calls: Calls) -> bool:
+        if calls.abandoned:
+            return False
         self.contents[name] = [self.pool.contents[slot] for slot in slots.tolist()]
         assert NOT_COMPUTED not in self.contents[name], "stored before it is computed"
-        return super()._write(name, slots)
+        return super()._write(name, slots, calls)
 
-    def _read(self, name: bytes, slots: torch.Tensor) -> bool:
-        found = super()._read(name, slots)
+    def _read(self, name: bytes, slots: torch.Tensor, calls: Calls) -> bool:
+        found = super()._read(name, slots, calls)
         if found:
             self.pool.contents.update(zip(slots.tolist(), self.contents[name], strict=True))
         return found
@@ -233,7 +235,7 @@ class RecordingPools(Pools):
         """Every slot of the host is free or in one tree node; what is above a copy has one, and the same of slots."""
         pool, root = self.cache.token_to_kv_pool_host, self.cache.root_node
         places = torch.cat([pool.free_slots, *pool.release_slots]).tolist()
-        places += [slot for _, slots in self.cache.store.fetching.values() for slot in slots.tolist()]
+        places += [slot for fetch in self.cache.fetches for slot in fetch.slots.tolist()]
         leaves = set()
         for node, _, _ in self.nodes():
             assert not (node.evicted and not node.backuped), "a node without KV is in the tree"

@@ -7,12 +7,11 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from fakes.loop import QUESTION, A, B, C, Loop
+from fakes.loop import QUESTION, A, B, C
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
+from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.store import ChunkState
-from sglang_lazy.core.state import linked
-from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.storage import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -20,30 +19,9 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 FETCHING, HOST = ChunkState.FETCHING, ChunkState.HOST
 
 
-def new_server(storage, **options):
-    return Loop(**{"pool_size": 60, "host_size": 120, "storage": storage, **options})
-
-
 @pytest.fixture
 def storage():
-    """Storage that an earlier server left chunks A and B in."""
-    storage = Storage()
-    server = new_server(storage)
-    server.warm(A, B)
-    server.step()
-    server.pools.flush()
-    return storage
-
-
-def served(server, *parts, **options):
-    req = server.submit([*parts, QUESTION], "r", **options)
-    server.run()
-    return req
-
-
-def details(req):
-    reported = hooks.cached_tokens_details(req, linked(req))
-    return reported["device"], reported["host"], reported.get("storage", 0), reported["chunk"]
+    return storage_with(A, B)
 
 
 def test_one_object_for_each_chunk_and_none_for_text(storage):
@@ -109,7 +87,7 @@ def test_namespaces_are_kept_apart(storage, other):
 
 def test_models_are_kept_apart(storage):
     server = new_server(storage)
-    server.tree_cache.connect(storage, lambda: b"another model")
+    server.pools.connect(storage, b"another model")
     assert details(served(server, A, B))[2] == 0
 
 

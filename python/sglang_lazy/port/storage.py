@@ -8,12 +8,10 @@ tokens alone, so that weights, types and namespaces are confused.
 import hashlib
 import json
 import logging
-import queue
-import struct
-import threading
-import zlib
+import math
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -22,166 +20,138 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.hiradix import LazyHiRadixCache
+from sglang_lazy.port.objects import AddressBackend, Calls, ChunkObjects, Ended, TensorBackend
+from sglang_lazy.port.storage_report import StorageReport, new_report
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct("<8s32sQI12x")
-_MAGIC = b"lazy-kv1"
 
+class Fetch(NamedTuple):
+    """A chunk that has been asked of storage, the slots of the host for it, and when it was asked for."""
 
-class ChunkObjects:
-    """Moves chunks between a host pool and a backend, in order, on one thread for each direction.
-
-    An object is a header with the chunk's name, length and checksum, then keys and values, [2, layers, tokens, heads,
-    head_dim], in the type of the cache. Whatever is not such an object of that name counts as missing.
-
-    written, read_back: for each call of `write` and `read` that has ended its `what`, and whether it succeeded.
-    """
-
-    def __init__(self, backend: Any, pool: Any):
-        self.backend, self.pool = backend, pool
-        self.written: queue.SimpleQueue = queue.SimpleQueue()
-        self.read_back: queue.SimpleQueue = queue.SimpleQueue()
-        self._writes: queue.Queue = queue.Queue()
-        self._reads: queue.Queue = queue.Queue()
-        for asked, act, done in (
-            (self._writes, self._write, self.written),
-            (self._reads, self._read, self.read_back),
-        ):
-            threading.Thread(target=self._work, args=(asked, act, done), daemon=True).start()
-
-    def write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Store the KV in these slots of the host, int64; they must not change before it is done."""
-        self._writes.put((name, slots, what))
-
-    def read(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Fetch KV into these slots of the host, int64."""
-        self._reads.put((name, slots, what))
-
-    def settle(self) -> None:
-        """Wait until all is done that was asked for."""
-        self._writes.join()
-        self._reads.join()
-
-    def _work(self, asked: queue.Queue, act: Callable, done: queue.SimpleQueue) -> None:
-        while True:
-            name, slots, what = asked.get()
-            try:
-                succeeded = act(name, slots)
-            except Exception:  # of the backend: whatever it raises, the server goes on
-                logger.exception("sglang-lazy: the storage backend failed")
-                succeeded = False
-            done.put((what, succeeded))
-            asked.task_done()
-
-    def _write(self, name: bytes, slots: torch.Tensor) -> bool:
-        stored, parts = self._new_object(len(slots))
-        for layer, part in parts:
-            torch.index_select(layer, 0, slots, out=part)
-        stored[: _HEADER.size] = torch.frombuffer(bytearray(_header(name, stored)), dtype=torch.uint8)
-        return bool(self.backend.batch_set([name.hex()], [stored]))
-
-    def _read(self, name: bytes, slots: torch.Tensor) -> bool:
-        if not self.backend.exists(name.hex()):
-            return False
-        stored, parts = self._new_object(len(slots))
-        found = self.backend.batch_get([name.hex()], [stored])
-        if not found or found[0] is None:
-            return False
-        if stored[: _HEADER.size].numpy().tobytes() != _header(name, stored):
-            logger.warning("sglang-lazy: stored object %s is damaged", name.hex())
-            return False
-        for layer, part in parts:
-            layer[slots] = part
-        return True
-
-    def _new_object(self, num_tokens: int) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Memory for an object, uint8; and each layer of the host, [slots, heads, head_dim], with its part of that."""
-        layers = [*self.pool.k_data_refs, *self.pool.v_data_refs]
-        stored = torch.empty(_HEADER.size + num_tokens * self.pool.get_size_per_token(), dtype=torch.uint8)
-        parts = stored[_HEADER.size :].view(self.pool.dtype).view(len(layers), num_tokens, *layers[0].shape[1:])
-        return stored, list(zip(layers, parts, strict=True))
-
-
-def _header(name: bytes, stored: torch.Tensor) -> bytes:
-    payload = stored[_HEADER.size :]
-    return _HEADER.pack(_MAGIC, name, len(payload), zlib.crc32(payload.numpy()))
+    chunk: ChunkSlice
+    slots: torch.Tensor
+    asked_at: float
 
 
 class StoredHiRadixCache(LazyHiRadixCache):
     """The host tier with a storage behind it: chunks that have a copy on the host are stored as well, and what is found
-    nowhere else is asked for there."""
+    nowhere else is asked for there.
+
+    How long requests wait for it says `--hicache-storage-prefetch-policy`, as in SGLang. Whatever arrives later is put
+    on the host if it is still missing there.
+
+    clock: in seconds.
+    """
 
     objects_class = ChunkObjects
     objects: ChunkObjects | None = None
+    report: StorageReport
+    clock = staticmethod(time.monotonic)
 
-    def connect(self, backend: Any, identity: Callable[[], bytes]) -> None:
-        """backend: SGLang's.  identity: names what all KV of this server depends on; asked anew after each flush."""
-        self._identity = identity
+    def connect(self, backend: TensorBackend, identity: Callable[[], bytes], report: StorageReport) -> None:
+        """identity: names what all KV of this server depends on; asked anew after each flush."""
+        self._backend, self._identity, self.report = backend, identity, report
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
 
     def reset(self) -> None:
         if self.objects is not None:
-            self.objects.settle()  # what is being written must not be overwritten
-            self.check_hicache_events()
-        self._num_writing = 0
+            self._settle(self.objects)
+        self.store.fetching.clear()
+        self._late: dict[ChunkKey, Fetch] = {}
+        self._num_writing = self._num_fetching = 0  # tokens
         self._identified: bytes | None = None
         super().reset()
+
+    def _settle(self, objects: ChunkObjects) -> None:
+        """Have all written that is to be, for as long as the backend makes progress: slots are about to be reused."""
+        settled = torch.tensor(objects.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
+        self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
+        if settled:
+            self.check_hicache_events()
+            return
+        num_lost = objects.writes.abandon()
+        objects.reads.abandon()
+        self.report.unstored(num_lost)
+        logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", num_lost)
+        self.objects = self.objects_class(self._backend, self.token_to_kv_pool_host)
+
+    @property
+    def storage_name(self) -> str:
+        """As SGLang calls it in reports."""
+        return type(self._backend.backend).__name__
+
+    # From storage
 
     def fetch(self, chunk: ChunkSlice) -> bool:
         if self.objects is None:
             return False
-        if chunk.key not in self.store.fetching:
-            slots = self._host_slots(chunk.num_tokens)
-            if slots is None:
-                return False
-            self.store.fetching[chunk.key] = chunk, slots
-            self.objects.read(self._name(chunk.key), slots, chunk.key)
+        if chunk.key in self.store.fetching or chunk.key in self._late:
+            return True
+        if self._late and self.prefetch_stop_policy == "timeout":
+            return False  # storage has fallen behind: nobody waits for more of it until it has caught up
+        slots = self._host_slots(chunk.num_tokens)
+        if slots is None:
+            return False
+        self._num_fetching += len(slots)
+        self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock())
+        self.objects.reads.ask(self._name(chunk.key), slots, chunk.key)
         return True
+
+    def _patience(self, num_tokens: int) -> float:
+        """For how many seconds a request waits for a chunk."""
+        limits = self.prefetch_timeout_config
+        linear = min(limits.max, limits.base + limits.per_ki_token * num_tokens / 1024)
+        return {"best_effort": 0.0, "timeout": linear, "wait_complete": math.inf}[self.prefetch_stop_policy]
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         if self.objects is None:
             return
         if self._num_writing:
-            for path, _ in self._ended(self.objects.written):
-                self._num_writing -= 1
+            for call in self._ended(self.objects.writes):
+                path, num_tokens = call.what
                 for node in path:
                     node.release_host()
+                self._num_writing -= num_tokens
+                if call.succeeded:
+                    self.report.stored(num_tokens, call.seconds)
+                else:
+                    self.report.unstored()
+        if self.store.fetching or self._late:
+            for call in self._ended(self.objects.reads):
+                fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
+                self._end_fetch(fetch, call)
         if self.store.fetching:
-            for key, found in self._ended(self.objects.read_back):
-                chunk, slots = self.store.fetching.pop(key)
-                if not found or not self._adopt(chunk, slots):
-                    self.token_to_kv_pool_host.free(slots)
+            self._stop_waiting()
 
-    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
-        _, _, nodes = self.ongoing_write_through[ack_id]
-        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
-        for node in nodes:
-            key = self.store.key_at(node)
-            if key is not None and self.objects is not None:
-                path = self._path(node)
-                for above in path:
-                    above.protect_host()
-                slots = torch.cat([above.host_value for above in path])
-                self.objects.write(self._name(key), slots, path)
-                self._num_writing += 1
+    def _end_fetch(self, fetch: Fetch, call: Ended) -> None:
+        self._num_fetching -= len(fetch.slots)
+        wait = self.clock() - fetch.asked_at
+        if call.succeeded:
+            self.report.fetched(len(fetch.slots), call.seconds, wait)
+        else:
+            self.report.missed(wait)
+        if not call.succeeded or not self._adopt(fetch.chunk, fetch.slots):
+            self.token_to_kv_pool_host.free(fetch.slots)
 
-    def _ended(self, done: queue.SimpleQueue) -> Iterator[tuple[Any, bool]]:
-        """What has ended on all tensor-parallel ranks; it succeeded if it did on all of them. They ask for the same in
-        the same order.
-        """
-        ended = torch.tensor(done.qsize(), dtype=torch.int64)
-        self._all_reduce_attn_groups(ended, torch.distributed.ReduceOp.MIN)
-        if not ended:
-            return
-        results = [done.get() for _ in range(int(ended))]
-        succeeded = torch.tensor([ok for _, ok in results], dtype=torch.int64)
-        self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
-        yield from ((what, bool(ok)) for (what, _), ok in zip(results, succeeded.tolist(), strict=True))
+    def _stop_waiting(self) -> None:
+        """Let requests that have waited for long enough, on any tensor-parallel rank, compute their chunks."""
+        now, fetches = self.clock(), list(self.store.fetching.items())
+        waits = torch.tensor(
+            [now - fetch.asked_at < self._patience(len(fetch.slots)) for _, fetch in fetches], dtype=torch.int64
+        )
+        self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
+        for (key, fetch), still in zip(fetches, waits.tolist(), strict=True):
+            if not still:
+                self._late[key] = fetch
+                del self.store.fetching[key]
+                self.report.late()
 
     def _host_slots(self, num_tokens: int) -> torch.Tensor | None:
         pool = self.token_to_kv_pool_host
+        if self._num_fetching + num_tokens > self._most_under_way:
+            return None
         if pool.available_size() < num_tokens:
             self.evict_host(num_tokens - pool.available_size())
         return pool.alloc(num_tokens)
@@ -202,6 +172,52 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self.store.adopt(chunk, node)
         return True
 
+    # To storage
+
+    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
+        _, _, nodes = self.ongoing_write_through[ack_id]
+        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
+        for node in nodes:
+            key = self.store.key_at(node)
+            if key is not None and self.objects is not None:
+                self._store(key, self._path(node), self.objects)
+
+    def _store(self, key: ChunkKey, path: list[TreeNode], objects: ChunkObjects) -> None:
+        slots = torch.cat([node.host_value for node in path])
+        if self._num_writing + len(slots) > self._most_under_way:
+            self.report.unstored()
+            return
+        for node in path:
+            node.protect_host()
+        self._num_writing += len(slots)
+        objects.writes.ask(self._name(key), slots, (path, len(slots)))
+
+    # Both
+
+    @property
+    def fetches(self) -> list[Fetch]:
+        """Those that have not ended."""
+        return [*self._late.values(), *self.store.fetching.values()]
+
+    @property
+    def _most_under_way(self) -> int:
+        """Tokens of the host that reads may hold at most, and as many for writes: half of it, as in SGLang. A backend
+        that hangs must not take it all."""
+        return self.token_to_kv_pool_host.size // 2
+
+    def _ended(self, calls: Calls) -> Iterator[Ended]:
+        """The calls that have ended on all tensor-parallel ranks; one succeeded if it did on all of them. They ask for
+        the same in the same order.
+        """
+        num_ended = torch.tensor(calls.ended.qsize(), dtype=torch.int64)
+        self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
+        if not num_ended:
+            return
+        ended = [calls.ended.get() for _ in range(int(num_ended))]
+        succeeded = torch.tensor([call.succeeded for call in ended], dtype=torch.int64)
+        self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
+        yield from (call._replace(succeeded=bool(ok)) for call, ok in zip(ended, succeeded.tolist(), strict=True))
+
     def _path(self, node: TreeNode) -> list[TreeNode]:
         path = []
         while node is not self.root_node:
@@ -216,14 +232,23 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return hashlib.sha256(self._identified + repr(tuple(key.namespace)).encode() + key.tokens).digest()
 
 
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
+def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
     """Put the storage that SGLang's flags ask for behind a cache that was made without."""
+    name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
     config = cache.cache_controller._generate_storage_config(args.served_model_name, extra_config)
-    pool = cache.token_to_kv_pool_host
-    backend = StorageBackendFactory.create_backend(args.hicache_storage_backend, config, pool)
-    backend.register_mem_pool_host(pool)
-    cache.connect(backend, lambda: model_identity(runner))
+    backend = StorageBackendFactory.create_backend(name, config, pool)
+    if name == "mooncake":
+        objects: TensorBackend = AddressBackend(backend)
+    else:
+        backend.register_mem_pool_host(pool)
+        objects = TensorBackend(backend)
+    labels = None
+    if has_metrics:
+        labels = {"storage_backend": name, "tp_rank": config.tp_rank, "dp_rank": cache.cache_controller.dp_rank}
+        labels.update(args.extra_metric_labels or {})
+    report = new_report(pool.get_size_per_token(), labels, args)
+    cache.connect(objects, lambda: model_identity(runner), report)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
