@@ -22,8 +22,9 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.backends import TensorBackend
+from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.host_pool import CpuHostPool
-from sglang_lazy.port.objects import ChunkObjects, TensorBackend
 from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.port.storage import StoredHiRadixCache
 from sglang_lazy.port.storage_report import StorageReport

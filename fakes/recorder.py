@@ -21,8 +21,8 @@ from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.host_pool import CpuHostPool
-from sglang_lazy.port.objects import Calls, ChunkObjects
 
 NOT_COMPUTED = "not computed"
 
@@ -89,19 +89,18 @@ class HostSlots(CpuHostPool):
 class RecordingObjects(ChunkObjects):
     """Stored chunks, with what was computed into them."""
 
-    contents: ClassVar[dict[bytes, list]] = {}
+    contents: ClassVar[dict[tuple[bytes, int], list]] = {}
 
-    def _write(self, name: bytes, slots: torch.Tensor, calls: Calls) -> bool:
-        if calls.abandoned:
-            return False
-        self.contents[name] = [self.pool.contents[slot] for slot in slots.tolist()]
-        assert NOT_COMPUTED not in self.contents[name], "stored before it is computed"
-        return super()._write(name, slots, calls)
+    def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+        if not self._given_up:
+            self.contents[name, index] = [self.pool.contents[slot] for slot in slots.tolist()]
+            assert NOT_COMPUTED not in self.contents[name, index], "stored before it is computed"
+        return super()._write(name, index, slots)
 
-    def _read(self, name: bytes, slots: torch.Tensor, calls: Calls) -> bool:
-        found = super()._read(name, slots, calls)
+    def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+        found = super()._read(name, index, slots)
         if found:
-            self.pool.contents.update(zip(slots.tolist(), self.contents[name], strict=True))
+            self.pool.contents.update(zip(slots.tolist(), self.contents[name, index], strict=True))
         return found
 
 

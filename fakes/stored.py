@@ -14,9 +14,9 @@ def new_server(storage: Storage, **options: Any) -> Loop:
     return Loop(**{"pool_size": 60, "host_size": 120, "storage": storage, **options})
 
 
-def storage_with(*chunks: tuple) -> Storage:
-    """Storage that an earlier server left these chunks in."""
-    storage = Storage()
+def storage_with(*chunks: tuple, storage: Storage | None = None) -> Storage:
+    """Storage, an empty one unless given, that an earlier server has left these chunks in."""
+    storage = storage or Storage()
     server = new_server(storage)
     server.warm(*chunks)
     server.step()

@@ -15,6 +15,8 @@ from sglang_lazy.testing import running_server
 
 STOCK = "sglang.launch_server"
 LAZY = "sglang_lazy.launch_server"
+HOST_TIER = ("--enable-hierarchical-cache",)
+"""Its size, `--hicache-size` in GB, is given with the flags for every server: those without the tier ignore it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +42,11 @@ class Contender:
 CONTENDERS = {
     "stock": Contender(Server(STOCK), as_plain),
     "stock-again": Contender(Server(STOCK, number=1), as_plain),
+    "stock-host": Contender(Server(STOCK, HOST_TIER), as_plain),
     "stock-flashinfer": Contender(Server(STOCK, ("--attention-backend", "flashinfer")), as_plain),
     "stock-no-cache": Contender(Server(STOCK, ("--disable-radix-cache",)), as_plain),
     "lazy": Contender(Server(LAZY), as_chunks),
+    "lazy-host": Contender(Server(LAZY, HOST_TIER), as_chunks),
     "lazy-triton": Contender(Server(LAZY, ("--lazy-kernels", "triton")), as_chunks),
     "copy": Contender(Server(LAZY, ("--lazy-default-link", "copy")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),

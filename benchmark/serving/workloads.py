@@ -231,6 +231,9 @@ def log_normal(rng: random.Random, median: float, sigma: float, most: int) -> in
     return min(most, max(4, round(median * rng.lognormvariate(0, sigma))))
 
 
+PHASES = ("cold", "same order", "reordered")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latency(Workload):
     """One request at a time: chunks not seen before (`cold`), the same again (`same order`), and in another order
@@ -241,6 +244,7 @@ class Latency(Workload):
     question_len: int = option("tokens after the chunks", 32, least=1)
     output_len: int = option("tokens of the answer", 8, least=1)
     num_prompts: int = option("samples of each phase", 10, least=1)
+    apart: bool = option("one phase after another: a pool smaller than all prompts has lost a prompt's chunks", False)
 
     def stages(self, seed: int, encode: Encode) -> list[Stage]:
         rng = random.Random(seed)
@@ -251,10 +255,10 @@ class Latency(Workload):
             start = rng.randrange(1, self.chunks)
             rest = first[:start] + first[start + 1 :]
             other = [first[start], *rng.sample(rest, len(rest))]
-            for phase, chunks in (("cold", first), ("same order", first), ("reordered", other)):
+            for phase, chunks in zip(PHASES, (first, first, other), strict=True):
                 turn = Turn([*chunks, text(random_tokens(rng, self.question_len))], self.output_len)
                 stages.append(Stage(phase, [[turn]]))
-        return stages
+        return sorted(stages, key=lambda stage: PHASES.index(stage.phase)) if self.apart else stages
 
 
 WORKLOADS: dict[str, type[Workload]] = {

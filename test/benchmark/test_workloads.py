@@ -10,6 +10,7 @@ import pytest
 
 from benchmark.serving.case import parse_case, read_plan
 from benchmark.serving.workloads import (
+    PHASES,
     Agent,
     Chat,
     Latency,
@@ -141,6 +142,15 @@ def test_latency():
         assert other[0] != first[0] and sorted(other) == sorted(first)
     assert len({tuple(turn.segments[-1]["input_ids"]) for turn in turns}) == len(turns)
     assert len({tuple(chunk) for turn in turns for chunk in chunks_of(turn.segments)}) == 20
+
+
+def test_latency_apart():
+    """The same requests, one phase after another."""
+    mixed = Latency(chunks=3, chunk_len=2, num_prompts=4).stages(0, encode)
+    apart = Latency(chunks=3, chunk_len=2, num_prompts=4, apart=True).stages(0, encode)
+    assert [stage.phase for stage in apart] == [phase for phase in PHASES for _ in range(4)]
+    for phase in PHASES:
+        assert [stage for stage in apart if stage.phase == phase] == [stage for stage in mixed if stage.phase == phase]
 
 
 def test_chat():

@@ -20,7 +20,7 @@ NUM_TOKENS = 12
 # SGLang's fused rotation-and-store, which Qwen3-MoE takes on CUDA, has no kernel for the small heads of the CPU tests.
 # With this width batches of some 750 tokens are attended to in two parts, and those of some 500 go without a graph.
 WIDE = {"head_dim": 128, "hidden_size": 8192}
-TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "max_total_tokens": 1500}
+TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "max_total_tokens": 2800}
 WAYS = {
     "": {},
     # With batches that end within a fill, and within its chunks.
@@ -29,7 +29,7 @@ WAYS = {
     "triton": {"lazy_kernels": "triton"},
     "copies": {"lazy_default_link": "copy"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    # The device holds little more than one prompt: most of what a prompt reuses is loaded from the host.
+    # The device holds little more than a prompt and a probe of it: much of what prompts reuse is loaded from the host.
     "tiers": TIERS,
     "tiers fp8": {**TIERS, "kv_cache_dtype": "fp8_e4m3"},
     "tiers fa3": {**TIERS, "attention_backend": "fa3", "chunked_prefill_size": 1024},

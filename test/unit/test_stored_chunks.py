@@ -7,11 +7,12 @@ import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-from fakes.loop import QUESTION, A, B, C
+from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.port import chunk_objects
 from sglang_lazy.port.storage import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -78,6 +79,41 @@ def test_a_wrong_object_is_a_miss(storage, damage):
         storage.exists = None
     req = served(new_server(storage), A, B)
     assert details(req) == ((0, 0, 0, 0) if damage == "raises" else (0, 0, 4, 4))
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Objects hold one or two tokens."""
+    size = Loop(pool_size=60, host_size=60).tree_cache.token_to_kv_pool_host.get_size_per_token()
+    monkeypatch.setattr(chunk_objects, "PIECE_BYTES", 2 * size)
+
+
+def test_large_chunks_are_stored_in_pieces(small_pieces):
+    long = (CHUNK, (1, 2, 3, 4, 5))
+    storage = storage_with(long)
+    assert len(storage.objects) == 3
+    assert details(served(new_server(storage), long)) == (0, 0, 5, 5)
+
+
+@pytest.mark.parametrize("damage", ["missing", "flipped", "two places exchanged", "of another chunk"])
+def test_a_wrong_piece_is_a_miss(small_pieces, damage):
+    """Whichever it is: the chunk is computed."""
+    long, other = (CHUNK, (1, 2, 3, 4, 5)), (CHUNK, (6, 7, 8, 9, 10))
+    for place in range(3):
+        storage = storage_with(long)
+        mine = sorted(storage.objects)
+        storage_with(other, storage=storage)
+        if damage == "missing":
+            del storage.objects[mine[place]]
+        elif damage == "flipped":
+            storage.objects[mine[place]][-1] ^= 1
+        elif damage == "two places exchanged":
+            a, b = mine[place], mine[(place + 1) % 3]
+            storage.objects[a], storage.objects[b] = storage.objects[b], storage.objects[a]
+        else:
+            (its,) = [key for key in storage.objects if key not in mine and key.endswith(mine[place][-2:])]
+            storage.objects[mine[place]] = storage.objects[its]
+        assert details(served(new_server(storage), long)) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("other", [{"cache_salt": "a"}, {"extra_key": "a"}, {"link": "base"}])

@@ -188,7 +188,7 @@ def on_idle(_result: Any, scheduler: Any) -> None:
         admission.check_idle()
 
 
-def report_reuse(accumulator: Any, *, get_cached_tokens_details: Callable, **kwargs: Any) -> tuple[tuple, dict]:
+def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """Before `_GenerationStreamAccumulator.__init__`, once a step: where it asks for details, give those of chunks too.
 
     It asks with every token of every request, so a hook on what it asks would be the dearest of all to plain traffic.

@@ -1,5 +1,4 @@
-"""Chunks in one of SGLang's storage backends, beyond the host tier: one object for each, named by all that its KV
-depends on.
+"""Chunks in one of SGLang's storage backends, beyond the host tier, named by all that their KV depends on.
 
 SGLang's own storage of the tree is left off. At a page size of 1 it keeps an object for each token, and names them by
 tokens alone, so that weights, types and namespaces are confused.
@@ -19,8 +18,10 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.port.backends import AddressBackend, TensorBackend
+from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.hiradix import LazyHiRadixCache
-from sglang_lazy.port.objects import AddressBackend, Calls, ChunkObjects, Ended, TensorBackend
+from sglang_lazy.port.in_order import Ended, InOrder
 from sglang_lazy.port.storage_report import StorageReport, new_report
 
 logger = logging.getLogger(__name__)
@@ -70,8 +71,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if settled:
             self.check_hicache_events()
             return
-        num_lost = objects.writes.abandon()
-        objects.reads.abandon()
+        objects.give_up()
+        num_lost = len(objects.written)
         self.report.unstored(num_lost)
         logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", num_lost)
         self.objects = self.objects_class(self._backend, self.token_to_kv_pool_host)
@@ -95,7 +96,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return False
         self._num_fetching += len(slots)
         self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock())
-        self.objects.reads.ask(self._name(chunk.key), slots, chunk.key)
+        self.objects.start_read(self._name(chunk.key), slots, chunk.key)
         return True
 
     def _patience(self, num_tokens: int) -> float:
@@ -109,7 +110,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if self.objects is None:
             return
         if self._num_writing:
-            for call in self._ended(self.objects.writes):
+            for call in self._ended(self.objects.written):
                 path, num_tokens = call.what
                 for node in path:
                     node.release_host()
@@ -119,7 +120,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
                 else:
                     self.report.unstored()
         if self.store.fetching or self._late:
-            for call in self._ended(self.objects.reads):
+            for call in self._ended(self.objects.read):
                 fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
                 self._end_fetch(fetch, call)
         if self.store.fetching:
@@ -190,7 +191,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         for node in path:
             node.protect_host()
         self._num_writing += len(slots)
-        objects.writes.ask(self._name(key), slots, (path, len(slots)))
+        objects.start_write(self._name(key), slots, (path, len(slots)))
 
     # Both
 
@@ -205,15 +206,15 @@ class StoredHiRadixCache(LazyHiRadixCache):
         that hangs must not take it all."""
         return self.token_to_kv_pool_host.size // 2
 
-    def _ended(self, calls: Calls) -> Iterator[Ended]:
+    def _ended(self, asked: InOrder) -> Iterator[Ended]:
         """The calls that have ended on all tensor-parallel ranks; one succeeded if it did on all of them. They ask for
         the same in the same order.
         """
-        num_ended = torch.tensor(calls.ended.qsize(), dtype=torch.int64)
+        num_ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
         self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
         if not num_ended:
             return
-        ended = [calls.ended.get() for _ in range(int(num_ended))]
+        ended = [asked.take() for _ in range(int(num_ended))]
         succeeded = torch.tensor([call.succeeded for call in ended], dtype=torch.int64)
         self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
         yield from (call._replace(succeeded=bool(ok)) for call, ok in zip(ended, succeeded.tolist(), strict=True))

@@ -1,0 +1,127 @@
+"""Chunks as objects of one of SGLang's storage backends: what an object holds, and what moves objects.
+
+A chunk of an 8B model has hundreds of megabytes. It is kept in pieces, which several threads move at once.
+"""
+
+import contextlib
+import functools
+import logging
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from sglang_lazy.port.backends import TensorBackend
+from sglang_lazy.port.in_order import InOrder
+
+logger = logging.getLogger(__name__)
+
+PIECE_BYTES = 32 << 20
+"""Of keys and values in one object, at most, unless a single token has more."""
+_HEADER = struct.Struct("<8s32sII16s")
+_MAGIC = b"lazy-kv1"
+
+
+class ChunkObjects:
+    """Moves chunks between a host pool and a backend. `written` and `read` hold what was asked for, in that order.
+
+    An object is a header with the chunk's name, the piece's place and length in tokens and its XXH3, then keys and
+    values, [2, layers, tokens, heads, head_dim], in the type of the cache. Whatever is not such an object of that name
+    and place counts as missing.
+    """
+
+    def __init__(self, backend: TensorBackend, pool: Any):
+        self.backend, self.pool = backend, pool
+        self.written, self.read = InOrder(), InOrder()
+        self._given_up, self._num_touching, self._touched = False, 0, threading.Condition()
+        self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
+        self._layers = [_rows(layer) for layer in (*pool.k_data_refs, *pool.v_data_refs)]
+        self._buffers = threading.local()
+
+    def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
+        """Store the KV in these slots of the host, int64; they must not change before it has ended."""
+        self.written.ask(what, self._each_piece(self._write, name, slots))
+
+    def start_read(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
+        """Fetch KV into these slots of the host, int64."""
+        self.read.ask(what, self._each_piece(self._read, name, slots))
+
+    def settle(self, patience: float) -> bool:
+        """Wait until all is done that was asked for. False if the backend ends no call for `patience` seconds."""
+        return self.written.settle(patience) and self.read.settle(patience)
+
+    def give_up(self) -> None:
+        """From now on, whatever is still under way leaves the host's memory alone."""
+        with self._touched:
+            self._given_up = True
+            self._touched.wait_for(lambda: not self._num_touching)
+        self.written.stop()
+        self.read.stop()
+
+    @contextlib.contextmanager
+    def _memory(self) -> Iterator[bool]:
+        """Entered to touch the host's memory: gives whether that is allowed."""
+        with self._touched:
+            allowed = not self._given_up
+            self._num_touching += allowed
+        try:
+            yield allowed
+        finally:
+            with self._touched:
+                self._num_touching -= allowed
+                self._touched.notify_all()
+
+    def _each_piece(self, act: Callable, name: bytes, slots: torch.Tensor) -> Iterator[Callable[[], bool]]:
+        for index, piece in enumerate(slots.split(self._tokens)):
+            yield functools.partial(act, name, index, piece.numpy())
+
+    def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+        stored, parts = self._new_object(len(slots))
+        with self._memory() as allowed:
+            if not allowed:
+                return False
+            for layer, part in zip(self._layers, parts, strict=True):
+                np.take(layer, slots, axis=0, out=part, mode="clip")  # other modes copy once more
+        stored[: _HEADER.size] = np.frombuffer(_header(name, index, len(slots), stored), np.uint8)
+        return self.backend.put(_key(name, index), torch.from_numpy(stored))
+
+    def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+        stored, parts = self._new_object(len(slots))
+        stored[: _HEADER.size] = 0  # what was there before must not be believed
+        if self._given_up or not self.backend.get(_key(name, index), torch.from_numpy(stored)):
+            return False
+        if stored[: _HEADER.size].tobytes() != _header(name, index, len(slots), stored):
+            logger.warning("sglang-lazy: stored object %s is damaged", _key(name, index))
+            return False
+        with self._memory() as allowed:
+            if allowed:
+                for layer, part in zip(self._layers, parts, strict=True):
+                    layer[slots] = part
+            return allowed
+
+    def _new_object(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        """Memory for an object, uint8, and what each layer has of it, [layers, tokens, bytes]. The thread's next object
+        has the same."""
+        row_bytes = self._layers[0].shape[1]
+        if not hasattr(self._buffers, "bytes"):
+            size = _HEADER.size + self._tokens * len(self._layers) * row_bytes
+            self._buffers.bytes = self.backend.new_memory(size).numpy()
+        stored = self._buffers.bytes[: _HEADER.size + num_tokens * len(self._layers) * row_bytes]
+        return stored, stored[_HEADER.size :].reshape(len(self._layers), num_tokens, row_bytes)
+
+
+def _rows(layer: torch.Tensor) -> np.ndarray:
+    """The memory of a layer of the host, as [slots, bytes]."""
+    return layer.flatten(1).view(torch.uint8).numpy()
+
+
+def _key(name: bytes, index: int) -> str:
+    return f"{name.hex()}-{index}"
+
+
+def _header(name: bytes, index: int, num_tokens: int, stored: np.ndarray) -> bytes:
+    return _HEADER.pack(_MAGIC, name, index, num_tokens, xxhash.xxh3_128_digest(stored[_HEADER.size :].data))
