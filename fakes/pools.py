@@ -22,10 +22,12 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.backends import TensorBackend
 from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.host_pool import CpuHostPool
 from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.port.storage import StoredHiRadixCache
+from sglang_lazy.port.storage_report import StorageReport
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
@@ -76,7 +78,7 @@ class Pools:
                 self.cache = StoredHiRadixCache(params, flags)
             self.cache.objects_class = self.objects_class
             if storage is not None:
-                self.cache.connect(storage, lambda: b"model")
+                self.connect(storage)
         else:
             self.cache = cache_class(params)
         if isinstance(self.cache, LazyRadixCache):
@@ -99,6 +101,10 @@ class Pools:
         )
         self.runner.model.layers, self.runner.model.end_layer = range(2), 2
 
+    def connect(self, storage: Any, model: bytes = b"model") -> None:
+        """Put storage behind the host."""
+        self.cache.connect(TensorBackend(storage), lambda: model, StorageReport(token_size=1))
+
     def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> TokenToKVPoolAllocator:
         return TokenToKVPoolAllocator(size, torch.float32, device, kv, need_sort=False)
 
@@ -119,7 +125,7 @@ class Pools:
         """What was copied or stored has arrived, unless storage is `slow`."""
         if self.has_tiers:
             if self.cache.objects is not None and not self.slow:
-                self.cache.objects.settle()
+                assert self.cache.objects.settle(patience=60)
             self.cache.check_hicache_events()
 
     def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:

@@ -92,8 +92,9 @@ class RecordingObjects(ChunkObjects):
     contents: ClassVar[dict[tuple[bytes, int], list]] = {}
 
     def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        self.contents[name, index] = [self.pool.contents[slot] for slot in slots.tolist()]
-        assert NOT_COMPUTED not in self.contents[name, index], "stored before it is computed"
+        if not self._given_up:
+            self.contents[name, index] = [self.pool.contents[slot] for slot in slots.tolist()]
+            assert NOT_COMPUTED not in self.contents[name, index], "stored before it is computed"
         return super()._write(name, index, slots)
 
     def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
@@ -233,7 +234,7 @@ class RecordingPools(Pools):
         """Every slot of the host is free or in one tree node; what is above a copy has one, and the same of slots."""
         pool, root = self.cache.token_to_kv_pool_host, self.cache.root_node
         places = torch.cat([pool.free_slots, *pool.release_slots]).tolist()
-        places += [slot for _, slots in self.cache.store.fetching.values() for slot in slots.tolist()]
+        places += [slot for fetch in self.cache.fetches for slot in fetch.slots.tolist()]
         leaves = set()
         for node, _, _ in self.nodes():
             assert not (node.evicted and not node.backuped), "a node without KV is in the tree"

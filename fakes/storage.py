@@ -4,7 +4,7 @@ import threading
 
 
 class Storage:
-    """Objects in this process, by key.  open: reading waits until it is set."""
+    """Objects in this process, by key.  open: calls hang until it is set."""
 
     def __init__(self):
         self.objects, self.open = {}, threading.Event()
@@ -23,5 +23,6 @@ class Storage:
         return targets
 
     def batch_set(self, keys, values):
+        self.open.wait()
         self.objects.update((key, value.clone()) for key, value in zip(keys, values, strict=True))
         return True

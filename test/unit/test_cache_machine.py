@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.hicache_storage import PrefetchTimeoutConfig
 
 from fakes.attention import most_attended
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
@@ -85,8 +86,10 @@ class CacheHistories(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        storage = Storage() if self.has_storage else None
-        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=storage, **self.options)
+        self.storage = Storage() if self.has_storage else None
+        self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=self.storage, **self.options)
+        if self.has_storage:  # nobody waits for storage that hangs, in requests and flushes
+            self.pools.cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
         self.retracted = []
         self.ended = []
 
@@ -226,6 +229,13 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.take_acknowledgements()
         self.pools.cache.evict(EvictParams(num_tokens=self.pools.cache.evictable_size()))
 
+    @precondition(lambda self: self.has_storage)
+    @rule(hangs=st.booleans())
+    def hang_storage(self, hangs):
+        """From now on storage answers nothing, or what it was asked meanwhile."""
+        self.pools.slow = hangs
+        (self.storage.open.clear if hangs else self.storage.open.set)()
+
     @precondition(lambda self: self.pools.has_tiers and self.pools.cache.evictable_host_leaves)
     @rule(num_tokens=st.integers(1, 6))
     def evict_host(self, num_tokens):
@@ -278,6 +288,8 @@ class CacheHistories(RuleBasedStateMachine):
 
     def teardown(self):
         """Everything can be given back: nothing is lost."""
+        if self.has_storage:
+            self.hang_storage(False)
         for req in list(self.pools.running):
             self.pools.release(req, is_insert=False)
         while self.pools.revoke():
@@ -338,7 +350,7 @@ class TierHistories(CacheHistories):
 
 
 class StoredHistories(TierHistories):
-    """The same with storage behind the host."""
+    """The same with storage behind the host, which hangs at times."""
 
     has_storage = True
 

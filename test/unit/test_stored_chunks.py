@@ -10,10 +10,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
+from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.store import ChunkState
-from sglang_lazy.core.state import linked
 from sglang_lazy.port import chunk_objects
-from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.storage import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -21,35 +20,9 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 FETCHING, HOST = ChunkState.FETCHING, ChunkState.HOST
 
 
-def new_server(storage, **options):
-    return Loop(**{"pool_size": 60, "host_size": 120, "storage": storage, **options})
-
-
 @pytest.fixture
 def storage():
-    """Storage that an earlier server left chunks A and B in."""
-    storage = Storage()
-    store(storage, A, B)
-    return storage
-
-
-def store(storage, *chunks):
-    """Serve the chunks, and wait until they are stored."""
-    server = new_server(storage)
-    server.warm(*chunks)
-    server.step()
-    server.pools.flush()
-
-
-def served(server, *parts, **options):
-    req = server.submit([*parts, QUESTION], "r", **options)
-    server.run()
-    return req
-
-
-def details(req):
-    reported = hooks.cached_tokens_details(req, linked(req))
-    return reported["device"], reported["host"], reported.get("storage", 0), reported["chunk"]
+    return storage_with(A, B)
 
 
 def test_one_object_for_each_chunk_and_none_for_text(storage):
@@ -116,9 +89,8 @@ def small_pieces(monkeypatch):
 
 
 def test_large_chunks_are_stored_in_pieces(small_pieces):
-    storage = Storage()
     long = (CHUNK, (1, 2, 3, 4, 5))
-    store(storage, long)
+    storage = storage_with(long)
     assert len(storage.objects) == 3
     assert details(served(new_server(storage), long)) == (0, 0, 5, 5)
 
@@ -128,10 +100,9 @@ def test_a_wrong_piece_is_a_miss(small_pieces, damage):
     """Whichever it is: the chunk is computed."""
     long, other = (CHUNK, (1, 2, 3, 4, 5)), (CHUNK, (6, 7, 8, 9, 10))
     for place in range(3):
-        storage = Storage()
-        store(storage, long)
+        storage = storage_with(long)
         mine = sorted(storage.objects)
-        store(storage, other)
+        storage_with(other, storage=storage)
         if damage == "missing":
             del storage.objects[mine[place]]
         elif damage == "flipped":
@@ -152,7 +123,7 @@ def test_namespaces_are_kept_apart(storage, other):
 
 def test_models_are_kept_apart(storage):
     server = new_server(storage)
-    server.tree_cache.connect(storage, lambda: b"another model")
+    server.pools.connect(storage, b"another model")
     assert details(served(server, A, B))[2] == 0
 
 

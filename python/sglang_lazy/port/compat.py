@@ -17,8 +17,8 @@ from sglang_lazy.port.rope import INV_FREQ, attention_layers
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
-STORAGE_BACKENDS = ("file", "dynamic")
-"""Those that store tensors of any length."""
+STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
+"""Those that store objects of any length."""
 
 ARCHITECTURES = frozenset(
     {
@@ -98,7 +98,7 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
             args.hicache_write_policy == "write_back"
         ),
         f"--hicache-storage-backend {args.hicache_storage_backend}: it takes pages of the host's memory only (use "
-        f"{' or '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
+        f"{', '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
         f"--hicache-mem-layout {args.hicache_mem_layout}: use layer_first or page_first": (
             args.hicache_mem_layout not in ("layer_first", "page_first")
         ),

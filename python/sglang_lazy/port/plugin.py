@@ -102,7 +102,8 @@ def create_cache(context: Any) -> Any:
         args = types.SimpleNamespace(**{**vars(context.server_args), "hicache_storage_backend": None})
         cache = StoredHiRadixCache(context.params, args)
         if context.server_args.hicache_storage_backend is not None:
-            connect_storage(cache, context.server_args, context.tp_worker.model_runner)
+            runner = context.tp_worker.model_runner
+            connect_storage(cache, context.server_args, runner, context.params.enable_metrics)
         context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
         return cache
     if LazyConfig.current().fallback:

@@ -188,7 +188,7 @@ def on_idle(_result: Any, scheduler: Any) -> None:
         admission.check_idle()
 
 
-def report_reuse(accumulator: Any, *, get_cached_tokens_details: Callable, **kwargs: Any) -> tuple[tuple, dict]:
+def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
     """Before `_GenerationStreamAccumulator.__init__`, once a step: where it asks for details, give those of chunks too.
 
     It asks with every token of every request, so a hook on what it asks would be the dearest of all to plain traffic.
@@ -196,7 +196,12 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Callable, **kwa
 
     def details(req: Req) -> dict | None:
         state = linked(req)
-        return get_cached_tokens_details(req) if state is None else cached_tokens_details(req, state)
+        if state is None:
+            return get_cached_tokens_details(req)
+        reported = cached_tokens_details(req, state)
+        if "storage" in reported:  # SGLang's metrics have the name in a label
+            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.storage_name
+        return reported
 
     return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
 
@@ -214,8 +219,17 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
     }
 
 
+def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
+    """After `Scheduler.get_internal_state`: what storage has done."""
+    report = getattr(scheduler.tree_cache, "report", None)
+    if report is not None:
+        result.internal_state["lazy_storage"] = report.numbers()
+    return result
+
+
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
+    Hook(f"{_SCHEDULER}.get_internal_state", get_internal_state, "AFTER"),
     Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
     Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
     Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),

@@ -6,8 +6,11 @@ tokens alone, so that weights, types and namespaces are confused.
 
 import hashlib
 import json
+import logging
+import math
+import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
@@ -15,84 +18,141 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.chunk_objects import ChunkObjects, InOrder
+from sglang_lazy.port.backends import AddressBackend, TensorBackend
+from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.hiradix import LazyHiRadixCache
+from sglang_lazy.port.in_order import Ended, InOrder
+from sglang_lazy.port.storage_report import StorageReport, new_report
+
+logger = logging.getLogger(__name__)
+
+
+class Fetch(NamedTuple):
+    """A chunk that has been asked of storage, the slots of the host for it, and when it was asked for."""
+
+    chunk: ChunkSlice
+    slots: torch.Tensor
+    asked_at: float
 
 
 class StoredHiRadixCache(LazyHiRadixCache):
     """The host tier with a storage behind it: chunks that have a copy on the host are stored as well, and what is found
-    nowhere else is asked for there."""
+    nowhere else is asked for there.
+
+    How long requests wait for it says `--hicache-storage-prefetch-policy`, as in SGLang. Whatever arrives later is put
+    on the host if it is still missing there.
+
+    clock: in seconds.
+    """
 
     objects_class = ChunkObjects
     objects: ChunkObjects | None = None
+    report: StorageReport
+    clock = staticmethod(time.monotonic)
 
-    def connect(self, backend: Any, identity: Callable[[], bytes]) -> None:
-        """backend: SGLang's.  identity: names what all KV of this server depends on; asked anew after each flush."""
-        self._identity = identity
+    def connect(self, backend: TensorBackend, identity: Callable[[], bytes], report: StorageReport) -> None:
+        """identity: names what all KV of this server depends on; asked anew after each flush."""
+        self._backend, self._identity, self.report = backend, identity, report
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
 
     def reset(self) -> None:
         if self.objects is not None:
-            self.objects.settle()  # what is being written must not be overwritten
-            self.check_hicache_events()
-        self._num_writing = 0
+            self._settle(self.objects)
+        self.store.fetching.clear()
+        self._late: dict[ChunkKey, Fetch] = {}
+        self._num_writing = self._num_fetching = 0  # tokens
         self._identified: bytes | None = None
         super().reset()
+
+    def _settle(self, objects: ChunkObjects) -> None:
+        """Have all written that is to be, for as long as the backend makes progress: slots are about to be reused."""
+        settled = torch.tensor(objects.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
+        self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
+        if settled:
+            self.check_hicache_events()
+            return
+        objects.give_up()
+        num_lost = len(objects.written)
+        self.report.unstored(num_lost)
+        logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", num_lost)
+        self.objects = self.objects_class(self._backend, self.token_to_kv_pool_host)
+
+    @property
+    def storage_name(self) -> str:
+        """As SGLang calls it in reports."""
+        return type(self._backend.backend).__name__
+
+    # From storage
 
     def fetch(self, chunk: ChunkSlice) -> bool:
         if self.objects is None:
             return False
-        if chunk.key not in self.store.fetching:
-            slots = self._host_slots(chunk.num_tokens)
-            if slots is None:
-                return False
-            self.store.fetching[chunk.key] = chunk, slots
-            self.objects.start_read(self._name(chunk.key), slots, chunk.key)
+        if chunk.key in self.store.fetching or chunk.key in self._late:
+            return True
+        if self._late and self.prefetch_stop_policy == "timeout":
+            return False  # storage has fallen behind: nobody waits for more of it until it has caught up
+        slots = self._host_slots(chunk.num_tokens)
+        if slots is None:
+            return False
+        self._num_fetching += len(slots)
+        self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock())
+        self.objects.start_read(self._name(chunk.key), slots, chunk.key)
         return True
+
+    def _patience(self, num_tokens: int) -> float:
+        """For how many seconds a request waits for a chunk."""
+        limits = self.prefetch_timeout_config
+        linear = min(limits.max, limits.base + limits.per_ki_token * num_tokens / 1024)
+        return {"best_effort": 0.0, "timeout": linear, "wait_complete": math.inf}[self.prefetch_stop_policy]
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         if self.objects is None:
             return
         if self._num_writing:
-            for path, _ in self._ended(self.objects.written):
-                self._num_writing -= 1
+            for call in self._ended(self.objects.written):
+                path, num_tokens = call.what
                 for node in path:
                     node.release_host()
+                self._num_writing -= num_tokens
+                if call.succeeded:
+                    self.report.stored(num_tokens, call.seconds)
+                else:
+                    self.report.unstored()
+        if self.store.fetching or self._late:
+            for call in self._ended(self.objects.read):
+                fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
+                self._end_fetch(fetch, call)
         if self.store.fetching:
-            for key, found in self._ended(self.objects.read):
-                chunk, slots = self.store.fetching.pop(key)
-                if not found or not self._adopt(chunk, slots):
-                    self.token_to_kv_pool_host.free(slots)
+            self._stop_waiting()
 
-    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
-        _, _, nodes = self.ongoing_write_through[ack_id]
-        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
-        for node in nodes:
-            key = self.store.key_at(node)
-            if key is not None and self.objects is not None:
-                path = self._path(node)
-                for above in path:
-                    above.protect_host()
-                slots = torch.cat([above.host_value for above in path])
-                self.objects.start_write(self._name(key), slots, path)
-                self._num_writing += 1
+    def _end_fetch(self, fetch: Fetch, call: Ended) -> None:
+        self._num_fetching -= len(fetch.slots)
+        wait = self.clock() - fetch.asked_at
+        if call.succeeded:
+            self.report.fetched(len(fetch.slots), call.seconds, wait)
+        else:
+            self.report.missed(wait)
+        if not call.succeeded or not self._adopt(fetch.chunk, fetch.slots):
+            self.token_to_kv_pool_host.free(fetch.slots)
 
-    def _ended(self, asked: InOrder) -> Iterator[tuple[Any, bool]]:
-        """What has ended on all tensor-parallel ranks; it succeeded if it did on all of them. They ask for the same in
-        the same order.
-        """
-        ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
-        self._all_reduce_attn_groups(ended, torch.distributed.ReduceOp.MIN)
-        if not ended:
-            return
-        results = [asked.take() for _ in range(int(ended))]
-        succeeded = torch.tensor([ok for _, ok in results], dtype=torch.int64)
-        self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
-        yield from ((what, bool(ok)) for (what, _), ok in zip(results, succeeded.tolist(), strict=True))
+    def _stop_waiting(self) -> None:
+        """Let requests that have waited for long enough, on any tensor-parallel rank, compute their chunks."""
+        now, fetches = self.clock(), list(self.store.fetching.items())
+        waits = torch.tensor(
+            [now - fetch.asked_at < self._patience(len(fetch.slots)) for _, fetch in fetches], dtype=torch.int64
+        )
+        self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
+        for (key, fetch), still in zip(fetches, waits.tolist(), strict=True):
+            if not still:
+                self._late[key] = fetch
+                del self.store.fetching[key]
+                self.report.late()
 
     def _host_slots(self, num_tokens: int) -> torch.Tensor | None:
         pool = self.token_to_kv_pool_host
+        if self._num_fetching + num_tokens > self._most_under_way:
+            return None
         if pool.available_size() < num_tokens:
             self.evict_host(num_tokens - pool.available_size())
         return pool.alloc(num_tokens)
@@ -113,6 +173,52 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self.store.adopt(chunk, node)
         return True
 
+    # To storage
+
+    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
+        _, _, nodes = self.ongoing_write_through[ack_id]
+        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
+        for node in nodes:
+            key = self.store.key_at(node)
+            if key is not None and self.objects is not None:
+                self._store(key, self._path(node), self.objects)
+
+    def _store(self, key: ChunkKey, path: list[TreeNode], objects: ChunkObjects) -> None:
+        slots = torch.cat([node.host_value for node in path])
+        if self._num_writing + len(slots) > self._most_under_way:
+            self.report.unstored()
+            return
+        for node in path:
+            node.protect_host()
+        self._num_writing += len(slots)
+        objects.start_write(self._name(key), slots, (path, len(slots)))
+
+    # Both
+
+    @property
+    def fetches(self) -> list[Fetch]:
+        """Those that have not ended."""
+        return [*self._late.values(), *self.store.fetching.values()]
+
+    @property
+    def _most_under_way(self) -> int:
+        """Tokens of the host that reads may hold at most, and as many for writes: half of it, as in SGLang. A backend
+        that hangs must not take it all."""
+        return self.token_to_kv_pool_host.size // 2
+
+    def _ended(self, asked: InOrder) -> Iterator[Ended]:
+        """The calls that have ended on all tensor-parallel ranks; one succeeded if it did on all of them. They ask for
+        the same in the same order.
+        """
+        num_ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
+        self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
+        if not num_ended:
+            return
+        ended = [asked.take() for _ in range(int(num_ended))]
+        succeeded = torch.tensor([call.succeeded for call in ended], dtype=torch.int64)
+        self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
+        yield from (call._replace(succeeded=bool(ok)) for call, ok in zip(ended, succeeded.tolist(), strict=True))
+
     def _path(self, node: TreeNode) -> list[TreeNode]:
         path = []
         while node is not self.root_node:
@@ -127,14 +233,23 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return hashlib.sha256(self._identified + repr(tuple(key.namespace)).encode() + key.tokens).digest()
 
 
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
+def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
     """Put the storage that SGLang's flags ask for behind a cache that was made without."""
+    name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
     config = cache.cache_controller._generate_storage_config(args.served_model_name, extra_config)
-    pool = cache.token_to_kv_pool_host
-    backend = StorageBackendFactory.create_backend(args.hicache_storage_backend, config, pool)
-    backend.register_mem_pool_host(pool)
-    cache.connect(backend, lambda: model_identity(runner))
+    backend = StorageBackendFactory.create_backend(name, config, pool)
+    if name == "mooncake":
+        objects: TensorBackend = AddressBackend(backend)
+    else:
+        backend.register_mem_pool_host(pool)
+        objects = TensorBackend(backend)
+    labels = None
+    if has_metrics:
+        labels = {"storage_backend": name, "tp_rank": config.tp_rank, "dp_rank": cache.cache_controller.dp_rank}
+        labels.update(args.extra_metric_labels or {})
+    report = new_report(pool.get_size_per_token(), labels, args)
+    cache.connect(objects, lambda: model_identity(runner), report)
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

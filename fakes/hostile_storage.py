@@ -1,0 +1,50 @@
+"""A storage backend for real servers (`dynamic` in SGLang's words): files, with faults that a test switches on."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
+
+FAULTS = ("", "hang", "half", "full", "reset")
+
+
+class HostileFile(HiCacheFile):
+    """SGLang's file backend, with the fault that the file `fault` in its directory names.
+
+    hang: calls do not return, ever.  half: half of what is written gets to its place, then the same.
+    full: the disk is full.  reset: reading fails halfway.
+    """
+
+    def __init__(self, storage_config, _kwargs):
+        super().__init__(storage_config)
+
+    @property
+    def fault(self):
+        path = Path(self.file_path) / "fault"
+        return path.read_text() if path.exists() else ""
+
+    def exists(self, key):
+        if self.fault == "hang":
+            hang()
+        return super().exists(key)
+
+    def get(self, key, target_location, target_sizes=None):
+        if self.fault == "reset":
+            target_location[: len(target_location) // 2] = 0
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+        return super().get(key, target_location, target_sizes)
+
+    def set(self, key, value=None, target_location=None, target_sizes=None):
+        if self.fault == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.fault == "half":
+            path = Path(self.file_path) / f"{self._get_suffixed_key(key)}.bin"
+            path.write_bytes(value[: len(value) // 2].numpy().tobytes())
+            hang()
+        return super().set(key, value, target_location, target_sizes)
+
+
+def hang():
+    threading.Event().wait()

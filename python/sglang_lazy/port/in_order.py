@@ -1,0 +1,85 @@
+"""Threads whose results are taken in the order in which these were asked for."""
+
+import collections
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, NamedTuple
+
+logger = logging.getLogger(__name__)
+
+NUM_THREADS = 8
+
+
+class Ended(NamedTuple):
+    """What calls were asked for, whether all succeeded, and how many seconds they took once the first had begun."""
+
+    what: Any
+    succeeded: bool
+    seconds: float
+
+
+class InOrder:
+    """What threads do, with its results in the order in which it was asked for."""
+
+    def __init__(self) -> None:
+        self._asked: collections.deque[tuple[Any, list[Future]]] = collections.deque()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], bool], Future] | None] = queue.SimpleQueue()
+        for _ in range(NUM_THREADS):
+            threading.Thread(target=self._work, daemon=True).start()
+
+    def ask(self, what: Any, calls: Iterable[Callable[[], bool]]) -> None:
+        """Have all `calls` made; `what` succeeds if they all return True. One that raises is logged and fails."""
+        futures: list[Future] = []
+        for call in calls:
+            futures.append(Future())
+            self._calls.put((call, futures[-1]))
+        self._asked.append((what, futures))
+
+    def __len__(self) -> int:
+        """How many have not been taken."""
+        return len(self._asked)
+
+    def num_ended(self) -> int:
+        """How many can be taken."""
+        ended = itertools.takewhile(lambda each: all(future.done() for future in each[1]), self._asked)
+        return sum(1 for _ in ended)
+
+    def take(self) -> Ended:
+        """The oldest, once it has ended."""
+        what, futures = self._asked.popleft()
+        succeeded, begun, ended = zip(*(future.result() for future in futures), strict=True)
+        return Ended(what, all(succeeded), max(ended) - min(begun))
+
+    def settle(self, patience: float) -> bool:
+        """Wait until all has ended. False if no call ends for `patience` seconds."""
+        pending = collections.deque(future for _, futures in self._asked for future in futures)
+        while pending:
+            if pending[0].done():
+                pending.popleft()
+                continue
+            # Those that are under way; to watch all of them each time would take too long.
+            first = [future for future in itertools.islice(pending, 2 * NUM_THREADS) if not future.done()]
+            if first and not wait(first, patience, FIRST_COMPLETED).done:
+                return False
+        return True
+
+    def stop(self) -> None:
+        """Have the threads end once they have made all calls."""
+        for _ in range(NUM_THREADS):
+            self._calls.put(None)
+
+    def _work(self) -> None:
+        while (asked := self._calls.get()) is not None:
+            call, future = asked
+            begun = time.perf_counter()
+            try:
+                succeeded = call()
+            except Exception:  # of the backend: whatever it raises, the server goes on
+                logger.exception("sglang-lazy: the storage backend failed")
+                succeeded = False
+            future.set_result((succeeded, begun, time.perf_counter()))

@@ -1,0 +1,102 @@
+"""What storage does, in numbers: on /metrics, under SGLang's names where it has them, and in the server's state."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang.srt.observability.metrics_collector import (
+    STAT_LOGGER_ROLE_STORAGE,
+    StorageMetrics,
+    StorageMetricsCollector,
+    resolve_collector_class,
+)
+
+COUNTERS = {
+    "fetch_timeouts": "chunks that requests stopped waiting for",
+    "fetch_misses": "chunks that storage did not have, or not whole",
+    "unstored": "chunks that storage did not take, or not in time",
+}
+WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
+"""Seconds, the bounds of the histogram of fetches."""
+
+
+@dataclasses.dataclass
+class StorageReport:
+    """Counts chunks since the start.
+
+    token_size: bytes.
+    collector: SGLang's, of the metrics of storage; None where metrics are off, and then the next two are empty.
+    counters: by the names in COUNTERS.
+    waits: takes how many seconds each fetch took, from being asked to its end.
+    """
+
+    token_size: int
+    collector: StorageMetricsCollector | None = None
+    counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    waits: Callable[[float], None] = lambda _seconds: None
+    num_stored: int = 0
+    num_unstored: int = 0
+    num_fetched: int = 0
+    num_missed: int = 0
+    num_late: int = 0
+
+    def stored(self, num_tokens: int, seconds: float) -> None:
+        """A chunk has been written within `seconds`."""
+        self.num_stored += 1
+        if self.collector is not None:
+            self.collector.log_backuped_tokens(num_tokens)
+            speed = self._speed(num_tokens, seconds)
+            self.collector.log_storage_metrics(StorageMetrics(backup_pgs=[num_tokens], backup_bandwidth=[speed]))
+
+    def unstored(self, count: int = 1) -> None:
+        """Chunks have not been written, and will not be."""
+        self.num_unstored += count
+        self._count("unstored", count)
+
+    def fetched(self, num_tokens: int, seconds: float, wait: float) -> None:
+        """A chunk has been read within `seconds`, `wait` seconds after it was asked for."""
+        self.num_fetched += 1
+        self.waits(wait)
+        if self.collector is not None:
+            self.collector.log_prefetched_tokens(num_tokens)
+            speed = self._speed(num_tokens, seconds)
+            self.collector.log_storage_metrics(StorageMetrics(prefetch_pgs=[num_tokens], prefetch_bandwidth=[speed]))
+
+    def missed(self, wait: float) -> None:
+        """A chunk was not there, which took `wait` seconds."""
+        self.num_missed += 1
+        self.waits(wait)
+        self._count("fetch_misses")
+
+    def late(self) -> None:
+        """Requests stopped waiting for a chunk."""
+        self.num_late += 1
+        self._count("fetch_timeouts")
+
+    def _speed(self, num_tokens: int, seconds: float) -> float:
+        """In GB/s."""
+        return num_tokens * self.token_size / max(seconds, 1e-9) / 1e9
+
+    def _count(self, name: str, count: int = 1) -> None:
+        if name in self.counters:
+            self.counters[name].inc(count)
+
+    def numbers(self) -> dict[str, int]:
+        """Chunks since the start."""
+        return {name.removeprefix("num_"): value for name, value in vars(self).items() if name.startswith("num_")}
+
+
+def new_report(token_size: int, labels: Mapping[str, Any] | None, args: Any) -> StorageReport:
+    """labels: of the metrics; None where metrics are off."""
+    if labels is None:
+        return StorageReport(token_size)
+    from prometheus_client import Counter, Histogram  # not before SGLang has set up its directory of metrics
+
+    collector = resolve_collector_class(args, STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))
+    counters = {
+        name: Counter(f"sglang_lazy:storage_{name}_total", text, list(labels)).labels(**labels)
+        for name, text in COUNTERS.items()
+    }
+    text = "seconds from asking storage for a chunk to its answer"
+    waits = Histogram("sglang_lazy:storage_fetch_seconds", text, list(labels), buckets=WAITS).labels(**labels)
+    return StorageReport(token_size, collector, counters, waits.observe)
