@@ -78,7 +78,7 @@ def main() -> None:
             print(row, flush=True)
 
         environment = describe_environment(commit=args.commit, seed=0, server_flags=[])
-        note(**environment, model=args.model, tokens=args.tokens, bytes=num_bytes)
+        note(environment=environment, model=args.model, tokens=args.tokens, bytes=num_bytes)
 
         def speed(copy: Callable[[], object]) -> float:
             return round(num_bytes / milliseconds(copy) / 1e6, 2)
