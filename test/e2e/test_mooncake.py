@@ -40,8 +40,8 @@ def running(command, log):
 
 
 @pytest.fixture
-def storage_flags(tmp_path):
-    """The flags of servers over a new store."""
+def storage(tmp_path):
+    """The flags of servers over a new store, and its processes."""
     port, metrics_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     master = [str(Path(mooncake.__file__).parent / "mooncake_master"), f"--rpc_port={port}"]
@@ -55,14 +55,17 @@ def storage_flags(tmp_path):
     }
     log = tmp_path / "segment.txt"
     with (
-        running([*master, f"--metrics_port={metrics_port}"], tmp_path / "master.txt"),
-        running([sys.executable, "-c", LEND, address], log),
+        running([*master, f"--metrics_port={metrics_port}"], tmp_path / "master.txt") as server,
+        running([sys.executable, "-c", LEND, address], log) as lender,
     ):
         assert wait_for(lambda: "ready" in log.read_text(errors="replace"), timeout=60), log.read_text()
-        yield ["--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", json.dumps(config)]
+        flags = ["--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", json.dumps(config)]
+        yield flags, (lender, server)
 
 
-def test_two_servers_share_what_they_store(storage_flags, tiny_model, tmp_path):
+def test_two_servers_share_what_they_store(storage, tiny_model, tmp_path):
+    """Then one of them is killed, and at last the store."""
+    storage_flags, processes = storage
     dice = Dice("mooncake")
     first, second = ([dice.chunk(length) for length in LENS] for _ in range(2))
     with started(tiny_model, tmp_path, tmp_path, *storage_flags) as survivor:
@@ -77,3 +80,8 @@ def test_two_servers_share_what_they_store(storage_flags, tiny_model, tmp_path):
         survivor.flush()
         assert survivor.hits(prompt_of(dice, second)) == [True] * len(LENS)
         assert survivor.hits(prompt_of(dice, first)) == [True] * len(LENS)
+        for process in processes:
+            process.kill()
+        survivor.flush()
+        assert survivor.hits(prompt_of(dice, second)) == [False] * len(LENS)
+        assert survivor.hits(prompt_of(dice, second[::-1])) == [True] * len(LENS)
