@@ -223,6 +223,18 @@ def test_every_policy_has_its_chunks_loaded(link):
     assert details(req)[1] == details(req)[2] > 0
 
 
+def test_no_decode_step_reads_what_nobody_has_begun_to_load():
+    scheduler = with_chunks_on_host(A, B)
+    req = scheduler.submit([A, QUESTION], "r")
+    scheduler.submit([B, QUESTION], "loads")
+    scheduler.visible()
+    for _ in range(2):
+        scheduler.step()
+    scheduler.tree_cache._queued.add(req.last_node.chunks.nodes[0].id)
+    with pytest.raises(AssertionError, match="would read what is loading"):
+        scheduler.step()
+
+
 def test_leaves_of_the_device_where_children_are_on_the_host():
     """Chunks that begin alike leave one by one, then their beginning; `check` searches children, the cache counts."""
     chunks = [(True, (1, 2, i, i)) for i in range(3, 9)]

@@ -46,6 +46,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def reset(self) -> None:
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
+        self._queued: set[int] = set()  # nodes whose load no batch has started yet
         self._num_children_on_device: dict[int, int] = {}
         num_nodes = TreeNode.counter
         super().reset()
@@ -84,6 +85,8 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         if not node.evicted:
             self._on_device.add(node.id)
             self._num_children_on_device[node.id] = 1
+            if child.id in self._queued:
+                self._queued.add(node.id)
         return node
 
     # Eviction
@@ -159,14 +162,17 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     # Copies from the host
 
     def load(self, node: TreeNode) -> bool:
-        path, num_tokens = node, 0
+        path, num_tokens, nodes = node, 0, []
         while path.evicted:
+            nodes.append(path.id)
             num_tokens += len(path.key)
             path = path.parent
         # Checked here, since eviction would take the locks of waiting requests before it gave up.
         self.lock(path)
         fits = num_tokens <= self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
         loads = fits and self.load_back(node) is not None
+        if loads:
+            self._queued.update(nodes)
         self.unlock(path)
         return loads
 
@@ -182,11 +188,15 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         """Start what is queued, with the batch that SGLang forms."""
         if self.has_queued_loads:
             self._after_passes()
+        self._queued.clear()
         return super().ready_to_load_host_cache()
 
     @property
     def has_queued_loads(self) -> bool:
         return bool(self.cache_controller.load_queue)
+
+    def started(self, nodes: Iterable[TreeNode]) -> bool:
+        return not self._queued or self._queued.isdisjoint(node.id for node in nodes)
 
     def finish_loads(self) -> None:
         if self.ready_to_load_host_cache() >= 0:
