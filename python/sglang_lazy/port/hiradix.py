@@ -5,6 +5,7 @@ differences that chunks make: what is backed up and when, and eviction without s
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.port.copies import Copies
 from sglang_lazy.port.radix import LazyRadixCache
 
 BLOCK_QUOTA = 4
@@ -46,6 +48,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def reset(self) -> None:
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
+        self._copies = Copies(self.store.next_leaves, self.token_to_kv_pool_allocator.size)
         self._queued: set[int] = set()  # nodes whose load no batch has started yet
         self._num_children_on_device: dict[int, int] = {}
         num_nodes = TreeNode.counter
@@ -87,12 +90,14 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             self._num_children_on_device[node.id] = 1
             if child.id in self._queued:
                 self._queued.add(node.id)
+            self._copies.split(node, child)
         return node
 
     # Eviction
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
+        self._copies.left(leaf, len(slots))
         if leaf.backuped:
             self._detach_backuped(leaf)
         else:
@@ -101,8 +106,13 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return slots
 
     def evict_host(self, num_tokens: int) -> None:
-        """Take leaves that are on the host alone out of the tree until they held `num_tokens`, or none is left."""
+        """Free `num_tokens`: copies of what the device has as well, then leaves that are on the host alone, which leave
+        the tree. Less if that is all."""
         num_evicted, protected = 0, []
+        for node in self._copies.give_up(num_tokens):
+            num_evicted += self.cache_controller.evict_host(node.host_value)
+            self._record_remove_event(node, medium=StorageMedium.CPU)
+            node.host_value = None
         while num_evicted < num_tokens and (leaf := self._host_heap.pop(self.evictable_host_leaves)) is not None:
             if leaf.host_ref_counter:
                 protected.append(leaf)
@@ -122,7 +132,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def back_up(self, nodes: Iterable[TreeNode]) -> None:
         selective = self.write_through_threshold > 1
         with self._one_copy():
-            for node in nodes:
+            for node in itertools.chain(filter(self._copies.wanted, nodes), self._copies.to_copy()):
                 path = []
                 while node is not self.root_node and not node.backuped:
                     path.append(node)
@@ -148,7 +158,18 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         if isinstance(namespace, Namespace) and namespace.kind == "text":
             return 0
         self._after_passes()
-        return super().write_backup(node, write_back)
+        node.parent.protect_host()  # making room must not take its copy
+        num_copied = super().write_backup(node, write_back)
+        node.parent.release_host()
+        if num_copied:
+            self._copies.copied(node)
+        return num_copied
+
+    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
+        _, _, nodes = self.ongoing_write_through[ack_id]
+        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
+        for node in nodes:
+            self._copies.came(node)
 
     def _after_passes(self) -> None:
         """Order copies that start next behind all forward passes that are launched, which SGLang does not.
@@ -175,6 +196,13 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             self._queued.update(nodes)
         self.unlock(path)
         return loads
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        before = dict(self.ongoing_load_back)
+        super().loading_check(finish_count)
+        for ack_id, node in before.items():
+            if ack_id not in self.ongoing_load_back:
+                self._copies.came(node)
 
     def loading(self, node: TreeNode) -> bool:
         for end in self.ongoing_load_back.values():

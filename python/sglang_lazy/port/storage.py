@@ -16,6 +16,7 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.backends import AddressBackend, TensorBackend
@@ -111,7 +112,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return
         if self._num_writing:
             for call in self._ended(self.objects.written):
-                path, num_tokens = call.what
+                chunk, path, num_tokens = call.what
+                chunk.stored = call.succeeded
                 for node in path:
                     node.release_host()
                 self._num_writing -= num_tokens
@@ -170,7 +172,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self.token_to_kv_pool_host.free(slots[:num_present])
         node = self.end_of(chunk.tokens, chunk.key.namespace)
         self._stamp(node)
-        self.store.adopt(chunk, node)
+        self.store.adopt(chunk, node).stored = True
         return True
 
     # To storage
@@ -179,11 +181,11 @@ class StoredHiRadixCache(LazyHiRadixCache):
         _, _, nodes = self.ongoing_write_through[ack_id]
         super()._finish_write_through_ack(ack_id, release_lock=release_lock)
         for node in nodes:
-            key = self.store.key_at(node)
-            if key is not None and self.objects is not None:
-                self._store(key, self._path(node), self.objects)
+            found = self.store.chunk_at(node)
+            if found is not None and not found[1].stored and self.objects is not None:
+                self._store(*found, self._path(node), self.objects)
 
-    def _store(self, key: ChunkKey, path: list[TreeNode], objects: ChunkObjects) -> None:
+    def _store(self, key: ChunkKey, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
         slots = torch.cat([node.host_value for node in path])
         if self._num_writing + len(slots) > self._most_under_way:
             self.report.unstored()
@@ -191,7 +193,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         for node in path:
             node.protect_host()
         self._num_writing += len(slots)
-        objects.start_write(self._name(key), slots, (path, len(slots)))
+        objects.start_write(self._name(key), slots, (chunk, path, len(slots)))
 
     # Both
 
