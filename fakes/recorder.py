@@ -149,9 +149,6 @@ class RecordingPools(Pools):
     # Forward passes
 
     def forward(self, batch: ScheduleBatch) -> None:
-        if self.has_tiers and batch.forward_mode.is_extend() and batch.hicache_consumer_index >= 0:
-            counter = self.cache.cache_controller.layer_done_counter
-            counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
         for req in batch.reqs:
             if req not in self._seen:
                 self._seen.append(req)
