@@ -96,6 +96,7 @@ def test_metrics_of_the_tiers(healthy):
         "loaded": ("sglang:load_back_tokens_total", {}),
         "host": ("sglang:cached_tokens_total", {"cache_source": "host"}),
         "storage": ("sglang:cached_tokens_total", {"cache_source": "storage_HostileFile"}),
+        "backed up": ("sglang_lazy:host_backup_tokens_total", {}),
         "late": ("sglang_lazy:storage_fetch_timeouts_total", {}),
         "missed": ("sglang_lazy:storage_fetch_misses_total", {}),
         "waits": ("sglang_lazy:storage_fetch_seconds_count", {}),
@@ -117,6 +118,7 @@ def test_metrics_of_the_tiers(healthy):
     expected = {"stored": tokens, "fetched": tokens, "loaded": 2 * tokens, "host": tokens, "storage": tokens}
     expected |= {"late": count, "missed": count, "waits": 2 * count}
     grown = {name: value - before[name] for name, value in values().items()}
+    assert grown.pop("backed up") >= tokens  # and text before chunks
     assert grown == expected
 
 

@@ -20,6 +20,7 @@ from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.copies import Copies
 from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.tier_report import HostReport
 
 BLOCK_QUOTA = 4
 """Thread blocks of SGLang's transfer kernels. On an H200 they move 51 GB/s over PCIe; with SGLang's two, 40."""
@@ -43,6 +44,8 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def __init__(self, params: Any, server_args: Any):
         hicache.DEFAULT_BLOCK_QUOTA = BLOCK_QUOTA
         super().__init__(params, server_args)
+        collector = self.metrics_collector
+        self.host_report = HostReport() if collector is None else HostReport.measured(collector.labels)
         self.load_back_threshold = 0  # a chunk is loaded whole, however short
 
     def reset(self) -> None:
@@ -110,6 +113,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         the tree. Less if that is all."""
         num_evicted, protected = 0, []
         for node in self._copies.give_up(num_tokens):
+            self.host_report.gave_up(len(node.key))
             num_evicted += self.cache_controller.evict_host(node.host_value)
             self._record_remove_event(node, medium=StorageMedium.CPU)
             node.host_value = None
@@ -163,6 +167,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         node.parent.release_host()
         if num_copied:
             self._copies.copied(node)
+            self.host_report.backed_up(num_copied)
         return num_copied
 
     def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:

@@ -23,7 +23,7 @@ from sglang_lazy.port.backends import AddressBackend, TensorBackend
 from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.hiradix import LazyHiRadixCache
 from sglang_lazy.port.in_order import Ended, InOrder
-from sglang_lazy.port.storage_report import StorageReport, new_report
+from sglang_lazy.port.tier_report import StorageReport, measured
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +235,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return hashlib.sha256(self._identified + repr(tuple(key.namespace)).encode() + key.tokens).digest()
 
 
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
+def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
     """Put the storage that SGLang's flags ask for behind a cache that was made without."""
     name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
@@ -246,11 +246,12 @@ def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metri
     else:
         backend.register_mem_pool_host(pool)
         objects = TensorBackend(backend)
-    labels = None
-    if has_metrics:
-        labels = {"storage_backend": name, "tp_rank": config.tp_rank, "dp_rank": cache.cache_controller.dp_rank}
-        labels.update(args.extra_metric_labels or {})
-    report = new_report(pool.get_size_per_token(), labels, args)
+    report = StorageReport(pool.get_size_per_token())
+    if cache.metrics_collector is not None:
+        ranks = ("tp_rank", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
+        labels = {"storage_backend": name, "dp_rank": cache.cache_controller.dp_rank}
+        labels |= {rank: getattr(config, rank) for rank in ranks} | (args.extra_metric_labels or {})
+        report = measured(pool.get_size_per_token(), labels, args)
     cache.connect(objects, lambda: model_identity(runner), report)
 
 
