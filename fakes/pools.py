@@ -27,7 +27,7 @@ from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.host_pool import CpuHostPool
 from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.port.storage import StoredHiRadixCache
-from sglang_lazy.port.storage_report import StorageReport
+from sglang_lazy.port.tier_report import StorageReport
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
@@ -150,7 +150,14 @@ class Pools:
         if batch.forward_mode.is_extend():
             hooks.prepare_for_extend(None, batch)
         worker = types.SimpleNamespace(model_runner=self.runner)
-        model_runner.forward_batch_generation(lambda _worker, batch: self.forward(batch), worker, batch)
+        model_runner.forward_batch_generation(lambda _worker, batch: self.wait_and_forward(batch), worker, batch)
+
+    def wait_and_forward(self, batch: ScheduleBatch) -> None:
+        """Prefill batches wait for what is loaded with them, as attention does."""
+        if self.has_tiers and batch.forward_mode.is_extend() and batch.hicache_consumer_index >= 0:
+            counter = self.cache.cache_controller.layer_done_counter
+            counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
+        self.forward(batch)
 
     # What a recorder overrides
 

@@ -17,12 +17,12 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 from fakes.attention import attend
 from fakes.pools import NUM_ROTATIONS, Pools
 from fakes.requests import contents_of, contents_of_fill, kept_in, positions_of
+from fakes.streams import LatePool, current_stream
 from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.chunk_objects import ChunkObjects
-from sglang_lazy.port.host_pool import CpuHostPool
 
 NOT_COMPUTED = "not computed"
 
@@ -55,7 +55,7 @@ class Slots(TokenToKVPoolAllocator):
         self.contents[slot] = content
 
 
-class HostSlots(CpuHostPool):
+class HostSlots(LatePool):
     """The host's memory, with what was copied into each slot."""
 
     def clear(self) -> None:
@@ -74,16 +74,26 @@ class HostSlots(CpuHostPool):
         return super().free(indices)
 
     def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
-        for host_slot, slot in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
-            self.contents[host_slot] = device_pool.slots.contents[slot]
-            assert self.contents[host_slot] != NOT_COMPUTED, f"slot {slot} is copied to the host before it is computed"
+        pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
+        copied = [device_pool.slots.contents[slot] for _, slot in pairs]
+        assert NOT_COMPUTED not in copied, "copied to the host before it is computed"
+        current_stream().do(lambda: self._back_up(device_pool, pairs, copied))
         super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
 
     def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
         if layer_id == self.layer_num - 1:
-            for host_slot, slot in zip(host_indices.tolist(), device_indices.tolist(), strict=True):
-                device_pool.slots.compute(slot, self.contents[host_slot])
+            pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
+            current_stream().do(lambda: self._load(device_pool, pairs))
         super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
+
+    def _back_up(self, device_pool, pairs, copied) -> None:
+        assert [device_pool.slots.contents[slot] for _, slot in pairs] == copied, "changed while it is copied"
+        self.contents.update((host_slot, content) for (host_slot, _), content in zip(pairs, copied, strict=True))
+
+    def _load(self, device_pool, pairs) -> None:
+        for host_slot, slot in pairs:
+            assert self.contents[host_slot] != NOT_COMPUTED, "loaded before it is on the host"
+            device_pool.slots.compute(slot, self.contents[host_slot])
 
 
 class RecordingObjects(ChunkObjects):
@@ -296,8 +306,10 @@ class RecordingPools(Pools):
                     set(contents) == {NOT_COMPUTED} and self.cache.loading(node)
                 )
             if node.backuped:
-                copies = self.cache.token_to_kv_pool_host.contents
-                assert [copies[slot] for slot in node.host_value.tolist()] == promises
+                copies = [self.cache.token_to_kv_pool_host.contents[slot] for slot in node.host_value.tolist()]
+                assert copies == promises or (
+                    set(copies) == {NOT_COMPUTED} and node.write_through_pending_id is not None
+                )
         for key, chunk in self.cache.store._cached.items():
             assert ends[key.namespace, key.tokens] is chunk.node
 

@@ -9,14 +9,16 @@ computed again: a run that was interrupted goes on where it was.
 """
 
 import argparse
+import itertools
+import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from sglang_lazy.verify.__main__ import started
+from sglang_lazy.command import cut, started
 from sglang_lazy.verify.prompts import read_json_lines
 
 BATCH_SIZE = 32
@@ -33,9 +35,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--model-path", required=True, help="model to start")
     parser.add_argument("--chunks", type=Path, required=True, help="JSON Lines file")
-    argv = list(argv)
-    split = argv.index("--") if "--" in argv else len(argv)
-    args, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    own, flags = cut(argv)
+    args = parser.parse_args(own)
     if not any(flag.partition("=")[0] == "--hicache-storage-backend" for flag in flags):
         parser.error("--hicache-storage-backend is missing after --")
     return args, ["--enable-hierarchical-cache", *flags]
@@ -49,33 +50,58 @@ def read_chunks(path: Path) -> Iterator[dict[str, Any]]:
         yield {"type": "chunk", **line}
 
 
-def precompute(engine: Any, chunks: Sequence[dict[str, Any]]) -> int:
-    """Have all chunks in storage; returns how many were there before. Raises RuntimeError if one cannot be stored."""
-    num_found = 0
-    with tqdm(total=len(chunks), desc="chunks", disable=None) as bar:
-        for start in range(0, len(chunks), BATCH_SIZE):
-            prompts = [[chunk, "\n"] for chunk in chunks[start : start + BATCH_SIZE]]
-            outputs = engine.generate(segments=prompts, sampling_params={"max_new_tokens": 1, "temperature": 0})
-            num_found += sum(output["meta_info"]["chunks"][0]["hit"] for output in outputs)
-            # A flush waits until all is stored.
-            flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
-            if not flushed.success:
-                raise RuntimeError("the engine did not store its chunks within ten minutes")
-            bar.update(len(prompts))
+def precompute(engine: Any, chunks: Iterable[dict[str, Any]], total: int | None = None) -> int:
+    """Have all chunks in storage; returns how many were there before. Raises RuntimeError if one cannot be stored.
+
+    total: how many they are, for the progress bar.
+    """
+    num_found, chunks = 0, iter(chunks)
+    with tqdm(total=total, desc="chunks", disable=None) as bar:
+        while batch := list(itertools.islice(chunks, BATCH_SIZE)):
+            before = _num_stored(engine)
+            hits = _compute(engine, batch)
+            num_found += sum(hits)
+            new = {json.dumps(chunk) for chunk, hit in zip(batch, hits, strict=True) if not hit}
+            if _num_stored(engine) - before < len(new):
+                _store_each(engine, batch)
+            bar.update(len(batch))
     return num_found
+
+
+def _compute(engine: Any, chunks: list[dict[str, Any]]) -> list[bool]:
+    """Have chunks computed that storage does not have, and written to it; returns which it had."""
+    prompts = [[chunk, "\n"] for chunk in chunks]
+    outputs = engine.generate(segments=prompts, sampling_params={"max_new_tokens": 1, "temperature": 0})
+    # A flush waits until all is stored.
+    flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
+    if not flushed.success:
+        raise RuntimeError("the engine did not store its chunks within ten minutes")
+    return [output["meta_info"]["chunks"][0]["hit"] for output in outputs]
+
+
+def _num_stored(engine: Any) -> int:
+    """Chunks that the engine has written to storage since its start."""
+    return sum(state["lazy_storage"]["stored"] for state in engine.get_server_info()["internal_states"])
+
+
+def _store_each(engine: Any, chunks: list[dict[str, Any]]) -> None:
+    """One by one, should they be too much for the host at once, and read back."""
+    for chunk in chunks:
+        if not any(_compute(engine, [chunk])[0] for _ in range(2)):
+            raise RuntimeError(f"storage does not take this chunk: {json.dumps(chunk)[:80]}…; the log may say why")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Compute, and say how much of it was new."""
     args, flags = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        chunks = list(read_chunks(args.chunks))
+        num_chunks = sum(1 for _ in read_chunks(args.chunks))  # before a model is started, all lines are checked
         with started(args.model_path, flags) as engine:
-            num_found = precompute(engine, chunks)
+            num_found = precompute(engine, read_chunks(args.chunks), num_chunks)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    print(f"{len(chunks)} chunks are stored; {num_found} of them had been before.")
+    print(f"{num_chunks} chunks are stored; {num_found} of them had been before.")
 
 
 if __name__ == "__main__":

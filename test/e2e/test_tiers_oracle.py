@@ -1,4 +1,7 @@
-"""Answers over chunks from the host's memory against the oracle: the device never holds what the next prompt needs."""
+"""Answers over chunks from the host's memory against the oracle: the device never holds what the next prompt needs.
+
+Transfers are as late as a GPU allows, and what is on its way is NaN, on the device and on the host.
+"""
 
 import gc
 
@@ -12,7 +15,20 @@ POOL = 1024
 
 
 @pytest.fixture(scope="module")
-def served(model_dir):
+def late_transfers(tmp_path_factory):
+    """A plugin of SGLang's, found as an installed distribution's would be."""
+    folder = tmp_path_factory.mktemp("plugin")
+    plugin = folder / "late_transfers-1.dist-info"
+    plugin.mkdir()
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: late-transfers\nVersion: 1\n")
+    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nlate-transfers = fakes.streams:load\n")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.syspath_prepend(folder)  # spawned processes inherit sys.path
+        yield
+
+
+@pytest.fixture(scope="module")
+def served(model_dir, late_transfers):
     served = Served("llama", model_dir, max_total_tokens=POOL, enable_hierarchical_cache=True, hicache_ratio=20.0)
     yield served
     served.engine.shutdown()

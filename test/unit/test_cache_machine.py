@@ -283,8 +283,9 @@ class CacheHistories(RuleBasedStateMachine):
     def settle(self):
         """All copies that are under way arrive; then those that are on the host are stored."""
         self.pools.cache.finish_loads()
-        for _ in range(2):
+        while self.pools.copying:
             self.pools.take_acknowledgements()
+        self.pools.take_acknowledgements()
 
     def teardown(self):
         """Everything can be given back: nothing is lost."""

@@ -10,10 +10,14 @@ from sglang_lazy import precompute
 
 
 class Engine:
-    """Stores chunks when it is flushed.  stores: whether that succeeds."""
+    """Stores chunks when it is flushed.
 
-    def __init__(self, stores=True):
+    stores: whether that succeeds.  at_once: how many it can store with one flush.  refused: what storage never takes.
+    """
+
+    def __init__(self, stores=True, at_once=100, refused=()):
         self.stored, self.computed, self.stores = set(), [], stores
+        self.at_once, self.refused, self.num_stored = at_once, refused, 0
         self.loop, self.tokenizer_manager = asyncio.new_event_loop(), self
 
     def generate(self, segments, sampling_params):
@@ -22,8 +26,13 @@ class Engine:
         return [{"meta_info": {"chunks": [{"hit": text in self.stored}]}} for text in texts]
 
     async def flush_cache(self, timeout_s):
-        self.stored.update(self.computed[-1])
+        new = set([text for text in self.computed[-1] if text not in self.refused][: self.at_once])
+        self.stored |= new
+        self.num_stored += len(new)
         return types.SimpleNamespace(success=self.stores)
+
+    def get_server_info(self):
+        return {"internal_states": [{"lazy_storage": {"stored": self.num_stored}}]}
 
 
 def chunks(count):
@@ -48,6 +57,34 @@ def test_an_interrupted_run_goes_on():
 def test_storage_that_fails_is_an_error():
     with pytest.raises(RuntimeError, match="did not store"):
         precompute.precompute(Engine(stores=False), chunks(1))
+    with pytest.raises(RuntimeError, match="does not take this chunk: .*chunk 3"):
+        precompute.precompute(Engine(refused=["chunk 3"]), chunks(5))
+
+
+def test_more_than_the_host_takes_at_once_is_stored_one_by_one():
+    engine = Engine(at_once=2)
+    assert precompute.precompute(engine, chunks(5)) == 0
+    assert engine.stored == {f"chunk {i}" for i in range(5)}
+
+
+def test_a_chunk_twice_in_a_batch_is_stored_once():
+    engine = Engine()
+    assert precompute.precompute(engine, chunks(3) * 2) == 0
+    assert engine.stored == {f"chunk {i}" for i in range(3)} and len(engine.computed) == 1
+
+
+def test_a_corpus_is_read_while_it_is_computed(monkeypatch):
+    monkeypatch.setattr(precompute, "BATCH_SIZE", 3)
+    engine, read = Engine(), []
+
+    def corpus():
+        for i, chunk in enumerate(chunks(7)):
+            assert i <= len(engine.stored) + 3
+            read.append(i)
+            yield chunk
+
+    precompute.precompute(engine, corpus())
+    assert len(read) == 7
 
 
 def test_chunks_file(tmp_path):

@@ -175,30 +175,30 @@ def test_a_full_host_gives_up_what_was_used_least_recently():
 
 
 def test_without_room_on_the_host_chunks_are_computed_again():
-    """The host gives up the copy of what the device has; then the device has to evict everything at once."""
+    """All copies belong to chunks on the device: the host cannot give any of them up."""
     scheduler = Loop(40, host_size=4)
     scheduler.warm(A)
     scheduler.warm(B)
     demote(scheduler)
     req = scheduler.submit([A, B, QUESTION], "r")
-    assert scheduler.states(req) == [MISSING, HOST]
+    assert scheduler.states(req) == [HOST, MISSING]
     scheduler.run()
     assert details(req) == (0, 4, 4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_device_and_host_together_hold_as_many_chunks_as_they_have_room_for(overlap):
-    """Seven chunks in turn are found again and again, although the host has room for six. Were all that the device has
-    on the host too, the one that is asked for next would always be gone."""
-    chunks = [(True, (i, i + 1, 2 * i + 1, 3)) for i in range(1, 8)]
-    scheduler = Loop(6 * 4 + 3, host_size=6 * 4, overlap=overlap)
+    """More chunks in turn than either has room for are found again and again. Were all that the device has on the host
+    too, the one that is asked for next would always be gone."""
+    chunks = [(True, (i, i // 6, i % 6, 3)) for i in range(1, 37)]
+    scheduler = Loop(24 * 4 + 6, host_size=24 * 4, overlap=overlap, vocab_size=100)
     reqs = []
-    for turn in range(5):
+    for turn in range(4):
         for i, chunk in enumerate(chunks):
             reqs.append(scheduler.submit([chunk, QUESTION], f"{turn}-{i}", max_new_tokens=1))
             scheduler.run()
             scheduler.pools.check()
-    assert {details(req)[1:] for req in reqs[14:]} == {(4, 4)}, "each of them from the host"
+    assert {details(req)[1:] for req in reqs[72:]} == {(4, 4)}, "each of them from the host"
 
 
 def test_a_copy_is_not_given_up_while_it_is_made_or_read():
@@ -257,6 +257,18 @@ def test_every_policy_has_its_chunks_loaded(link):
         scheduler.run()
         demote(scheduler)
     assert details(req)[1] == details(req)[2] > 0
+
+
+def test_no_decode_step_reads_what_nobody_has_begun_to_load():
+    scheduler = with_chunks_on_host(A, B)
+    req = scheduler.submit([A, QUESTION], "r")
+    scheduler.submit([B, QUESTION], "loads")
+    scheduler.visible()
+    for _ in range(2):
+        scheduler.step()
+    scheduler.tree_cache._queued.add(req.last_node.chunks.nodes[0].id)
+    with pytest.raises(AssertionError, match="would read what is loading"):
+        scheduler.step()
 
 
 def test_leaves_of_the_device_where_children_are_on_the_host():

@@ -42,11 +42,13 @@ class CachedChunk:
     """node: where the chunk ends in the tree.
     segment_ids: by the ranges of it that prompts keep.
     scores: float32 [num_tokens], what a policy has measured of its tokens.
+    stored: whether storage has it; kept by the tree.
     """
 
     node: Node
     segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
     scores: np.ndarray | None = None
+    stored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,15 +122,17 @@ class ChunkStore:
         self.adopt(chunk, inserted.node)
         return inserted
 
-    def adopt(self, chunk: ChunkSlice, node: Node) -> None:
+    def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
         """All of `chunk` is in the tree; it ends at `node`."""
         if chunk.key not in self._cached:
             self._cached[chunk.key] = CachedChunk(node)
             self._keys_by_node[node.id] = chunk.key
+        return self._cached[chunk.key]
 
-    def key_at(self, node: Node) -> ChunkKey | None:
+    def chunk_at(self, node: Node) -> tuple[ChunkKey, CachedChunk] | None:
         """The chunk that ends at `node`, None if none does."""
-        return self._keys_by_node.get(node.id)
+        key = self._keys_by_node.get(node.id)
+        return None if key is None else (key, self._cached[key])
 
     def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
         """The slots of the kept ranges of `chunk`, whose needed part ends at a locked `node`, in pieces."""
@@ -260,8 +264,8 @@ class ChunkStore:
         self.num_evicted_leaves += len(slots)
         return slots
 
-    def next_to_leave(self, num_tokens: int) -> list[Node]:
-        """The leaves that eviction of as many tokens would take, in that order."""
+    def next_leaves(self, num_tokens: int) -> list[Node]:
+        """The evictable leaves that would leave the device next, in that order, until they hold `num_tokens`."""
         leaves: list[Node] = []
         while num_tokens > 0 and (leaf := self._heap.pop(self.tree.evictable_leaves)) is not None:
             leaves.append(leaf)

@@ -2,31 +2,28 @@
 
 SGLang's `HiRadixCache` keeps the copies and moves KV with its cache controller, on streams of their own. Here are the
 differences that chunks make: what is backed up and when, and eviction without sorting all leaves.
-
-A chunk is copied when it has been computed. Once the host is full, it gives up the copies of chunks that the device has
-and is not about to evict, before any chunk that it alone has: the two together hold as many chunks as they have room
-for. A chunk that has lost its copy is copied again before its turn to be evicted.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from sglang.kernels.ops.kvcache import hicache
 from sglang.srt.disaggregation.kv_events import StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.core.keys import Namespace
+from sglang_lazy.port.copies import Copies
 from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.tier_report import HostReport
 
 BLOCK_QUOTA = 4
 """Thread blocks of SGLang's transfer kernels. On an H200 they move 51 GB/s over PCIe; with SGLang's two, 40."""
-AHEAD = 2
-"""Chunks that have copies before their turn to be evicted hold so many times the tokens of the last eviction."""
 
 
 class _HiRadixCache(HiRadixCache):
@@ -42,24 +39,21 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     """A node is on the device, on the host, or on both. What is on the host alone lies below what is on the device.
 
     A copy on the host is complete once nobody holds its node: SGLang keeps it locked until then.
-
-    _spare: chunks on the device whose copies the host may give up, by node id.
-    _leaving: those that the device evicts next, whose copies it must not.
-    _num_leaving: how many tokens the next ones have; 0 if nothing was evicted since they were copied.
     """
 
     def __init__(self, params: Any, server_args: Any):
         hicache.DEFAULT_BLOCK_QUOTA = BLOCK_QUOTA
         super().__init__(params, server_args)
+        collector = self.metrics_collector
+        self.host_report = HostReport() if collector is None else HostReport.measured(collector.labels)
         self.load_back_threshold = 0  # a chunk is loaded whole, however short
 
     def reset(self) -> None:
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
+        self._copies = Copies(self.store.next_leaves, self.token_to_kv_pool_allocator.size)
+        self._queued: set[int] = set()  # nodes whose load no batch has started yet
         self._num_children_on_device: dict[int, int] = {}
-        self._spare: dict[int, TreeNode] = {}
-        self._leaving: dict[int, TreeNode] = {}
-        self._num_leaving = 0
         num_nodes = TreeNode.counter
         super().reset()
         TreeNode.counter += num_nodes  # SGLang starts anew, although other caches of the process may have these ids
@@ -97,17 +91,16 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         if not node.evicted:
             self._on_device.add(node.id)
             self._num_children_on_device[node.id] = 1
+            if child.id in self._queued:
+                self._queued.add(node.id)
+            self._copies.split(node, child)
         return node
 
     # Eviction
 
-    def evict(self, params: EvictParams) -> EvictResult:
-        result = super().evict(params)
-        self._num_leaving = max(self._num_leaving, AHEAD * result.num_tokens_evicted)
-        return result
-
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
+        self._copies.left(leaf, len(slots))
         if leaf.backuped:
             self._detach_backuped(leaf)
         else:
@@ -116,9 +109,14 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return slots
 
     def evict_host(self, num_tokens: int) -> None:
-        """Give up copies until they held `num_tokens`, or none is left: first spare ones, then, taking them out of the
-        tree, leaves that are on the host alone."""
-        num_evicted, protected = self._give_up_spare(num_tokens), []
+        """Free `num_tokens`: copies of what the device has as well, then leaves that are on the host alone, which leave
+        the tree. Less if that is all."""
+        num_evicted, protected = 0, []
+        for node in self._copies.give_up(num_tokens):
+            self.host_report.gave_up(len(node.key))
+            num_evicted += self.cache_controller.evict_host(node.host_value)
+            self._record_remove_event(node, medium=StorageMedium.CPU)
+            node.host_value = None
         while num_evicted < num_tokens and (leaf := self._host_heap.pop(self.evictable_host_leaves)) is not None:
             if leaf.host_ref_counter:
                 protected.append(leaf)
@@ -133,51 +131,12 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         for leaf in protected:
             self._host_heap.push(leaf)
 
-    def _give_up_spare(self, num_tokens: int) -> int:
-        num_evicted, in_use = 0, {}
-        while num_evicted < num_tokens and self._spare:
-            node_id = next(iter(self._spare))
-            node = self._spare.pop(node_id)
-            if node.evicted or not node.backuped or node.children or self.store.key_at(node) is None:
-                continue
-            if node.host_ref_counter or node.write_through_pending_id is not None or self.loading(node):
-                in_use[node_id] = node
-                continue
-            num_evicted += self.cache_controller.evict_host(node.host_value)
-            self._record_remove_event(node, medium=StorageMedium.CPU)
-            node.host_value = None
-        self._spare.update(in_use)
-        return num_evicted
-
     # Copies to the host
 
     def back_up(self, nodes: Iterable[TreeNode]) -> None:
-        nodes = list(nodes)
-        self._copy(nodes)
-        self._spare.update((node.id, node) for node in nodes)
-
-    def check_hicache_events(self) -> None:
-        super().check_hicache_events()
-        if self._num_leaving:  # not in `evict`: what is being copied cannot be evicted, and a batch may count on it
-            self._copy_what_leaves_next()
-
-    def _copy_what_leaves_next(self) -> None:
-        leaving = {leaf.id: leaf for leaf in self.store.next_to_leave(self._num_leaving)}
-        for node_id, node in self._leaving.items():
-            if node.write_through_pending_id is not None:
-                leaving[node_id] = node
-            elif node_id not in leaving:
-                self._spare[node_id] = node
-        for node_id in leaving:
-            self._spare.pop(node_id, None)
-        self._leaving, self._num_leaving = leaving, 0
-        self._copy(leaving.values())
-
-    def _copy(self, nodes: Iterable[TreeNode]) -> None:
-        """Copy to the host what the write policy wants there, and what is above."""
         selective = self.write_through_threshold > 1
         with self._one_copy():
-            for node in nodes:
+            for node in itertools.chain(filter(self._copies.wanted, nodes), self._copies.to_copy()):
                 path = []
                 while node is not self.root_node and not node.backuped:
                     path.append(node)
@@ -203,7 +162,19 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         if isinstance(namespace, Namespace) and namespace.kind == "text":
             return 0
         self._after_passes()
-        return super().write_backup(node, write_back)
+        node.parent.protect_host()  # making room must not take its copy
+        num_copied = super().write_backup(node, write_back)
+        node.parent.release_host()
+        if num_copied:
+            self._copies.copied(node)
+            self.host_report.backed_up(num_copied)
+        return num_copied
+
+    def _finish_write_through_ack(self, ack_id: int, *, release_lock: bool) -> None:
+        _, _, nodes = self.ongoing_write_through[ack_id]
+        super()._finish_write_through_ack(ack_id, release_lock=release_lock)
+        for node in nodes:
+            self._copies.came(node)
 
     def _after_passes(self) -> None:
         """Order copies that start next behind all forward passes that are launched, which SGLang does not.
@@ -217,18 +188,26 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     # Copies from the host
 
     def load(self, node: TreeNode) -> bool:
-        path, num_tokens = node, 0
+        path, num_tokens, nodes = node, 0, []
         while path.evicted:
+            nodes.append(path.id)
             num_tokens += len(path.key)
             path = path.parent
         # Checked here, since eviction would take the locks of waiting requests before it gave up.
         self.lock(path)
         fits = num_tokens <= self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
         loads = fits and self.load_back(node) is not None
-        self.unlock(path)
         if loads:
-            self._spare[node.id] = node
+            self._queued.update(nodes)
+        self.unlock(path)
         return loads
+
+    def loading_check(self, finish_count: int | None = None) -> None:
+        before = dict(self.ongoing_load_back)
+        super().loading_check(finish_count)
+        for ack_id, node in before.items():
+            if ack_id not in self.ongoing_load_back:
+                self._copies.came(node)
 
     def loading(self, node: TreeNode) -> bool:
         for end in self.ongoing_load_back.values():
@@ -242,11 +221,15 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         """Start what is queued, with the batch that SGLang forms."""
         if self.has_queued_loads:
             self._after_passes()
+        self._queued.clear()
         return super().ready_to_load_host_cache()
 
     @property
     def has_queued_loads(self) -> bool:
         return bool(self.cache_controller.load_queue)
+
+    def started(self, nodes: Iterable[TreeNode]) -> bool:
+        return not self._queued or self._queued.isdisjoint(node.id for node in nodes)
 
     def finish_loads(self) -> None:
         if self.ready_to_load_host_cache() >= 0:

@@ -100,6 +100,10 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     table = table_of(runner.req_to_token_pool)
     if table is None or batch is None or not involves_chunks(batch, table):
         return original(worker, batch, *args, **kwargs)
+    if batch.forward_mode.is_decode():
+        # Decode steps wait for no load. Their rows began with an extend, which did: they run behind it.
+        nodes = (node for req in batch.reqs if linked(req) is not None for node in req.last_node.chunks.nodes)
+        assert batch.tree_cache.started(nodes), "a decode step would read what is loading"
     if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
         wait_for_loads(batch, runner)
     for policy, reqs in by_policy(batch.reqs).items():

@@ -102,8 +102,7 @@ def create_cache(context: Any) -> Any:
         args = types.SimpleNamespace(**{**vars(context.server_args), "hicache_storage_backend": None})
         cache = StoredHiRadixCache(context.params, args)
         if context.server_args.hicache_storage_backend is not None:
-            runner = context.tp_worker.model_runner
-            connect_storage(cache, context.server_args, runner, context.params.enable_metrics)
+            connect_storage(cache, context.server_args, context.tp_worker.model_runner)
         context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
         return cache
     if LazyConfig.current().fallback:

@@ -138,6 +138,10 @@ class LazyRadixCache(RadixCache):
     def has_queued_loads(self) -> bool:
         return False
 
+    def started(self, nodes: Iterable[TreeNode]) -> bool:
+        """Whether the loads of all these nodes, if any, have been started: by a batch that waits for them."""
+        return True
+
     def finish_loads(self) -> None:
         """Start loads that are queued, if any, and wait for them."""
 

@@ -220,10 +220,10 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
 
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
-    """After `Scheduler.get_internal_state`: what storage has done."""
-    report = getattr(scheduler.tree_cache, "report", None)
-    if report is not None:
-        result.internal_state["lazy_storage"] = report.numbers()
+    """After `Scheduler.get_internal_state`: what the host tier and storage have done."""
+    for name, report in (("lazy_host", "host_report"), ("lazy_storage", "report")):
+        if hasattr(scheduler.tree_cache, report):
+            result.internal_state[name] = getattr(scheduler.tree_cache, report).numbers()
     return result
 
 

@@ -16,13 +16,14 @@ import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
+from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.backends import AddressBackend, TensorBackend
 from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.hiradix import LazyHiRadixCache
 from sglang_lazy.port.in_order import Ended, InOrder
-from sglang_lazy.port.storage_report import StorageReport, new_report
+from sglang_lazy.port.tier_report import StorageReport, measured
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return
         if self._num_writing:
             for call in self._ended(self.objects.written):
-                path, num_tokens = call.what
+                chunk, path, num_tokens = call.what
+                chunk.stored = call.succeeded
                 for node in path:
                     node.release_host()
                 self._num_writing -= num_tokens
@@ -170,7 +172,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self.token_to_kv_pool_host.free(slots[:num_present])
         node = self.end_of(chunk.tokens, chunk.key.namespace)
         self._stamp(node)
-        self.store.adopt(chunk, node)
+        self.store.adopt(chunk, node).stored = True
         return True
 
     # To storage
@@ -179,11 +181,11 @@ class StoredHiRadixCache(LazyHiRadixCache):
         _, _, nodes = self.ongoing_write_through[ack_id]
         super()._finish_write_through_ack(ack_id, release_lock=release_lock)
         for node in nodes:
-            key = self.store.key_at(node)
-            if key is not None and self.objects is not None:
-                self._store(key, self._path(node), self.objects)
+            found = self.store.chunk_at(node)
+            if found is not None and not found[1].stored and self.objects is not None:
+                self._store(*found, self._path(node), self.objects)
 
-    def _store(self, key: ChunkKey, path: list[TreeNode], objects: ChunkObjects) -> None:
+    def _store(self, key: ChunkKey, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
         slots = torch.cat([node.host_value for node in path])
         if self._num_writing + len(slots) > self._most_under_way:
             self.report.unstored()
@@ -191,7 +193,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         for node in path:
             node.protect_host()
         self._num_writing += len(slots)
-        objects.start_write(self._name(key), slots, (path, len(slots)))
+        objects.start_write(self._name(key), slots, (chunk, path, len(slots)))
 
     # Both
 
@@ -233,7 +235,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return hashlib.sha256(self._identified + repr(tuple(key.namespace)).encode() + key.tokens).digest()
 
 
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
+def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
     """Put the storage that SGLang's flags ask for behind a cache that was made without."""
     name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
@@ -244,11 +246,12 @@ def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metri
     else:
         backend.register_mem_pool_host(pool)
         objects = TensorBackend(backend)
-    labels = None
-    if has_metrics:
-        labels = {"storage_backend": name, "tp_rank": config.tp_rank, "dp_rank": cache.cache_controller.dp_rank}
-        labels.update(args.extra_metric_labels or {})
-    report = new_report(pool.get_size_per_token(), labels, args)
+    report = StorageReport(pool.get_size_per_token())
+    if cache.metrics_collector is not None:
+        ranks = ("tp_rank", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
+        labels = {"storage_backend": name, "dp_rank": cache.cache_controller.dp_rank}
+        labels |= {rank: getattr(config, rank) for rank in ranks} | (args.extra_metric_labels or {})
+        report = measured(pool.get_size_per_token(), labels, args)
     cache.connect(objects, lambda: model_identity(runner), report)
 
 

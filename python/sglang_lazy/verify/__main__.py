@@ -12,10 +12,10 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from sglang_lazy.command import cut, started
 from sglang_lazy.verify import Report, Thresholds, connect, verify
 from sglang_lazy.verify.cases import parse_prompt, read_prompts
 from sglang_lazy.verify.policies import ALL, parse_policies
@@ -46,9 +46,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     for field in dataclasses.fields(Thresholds):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=float, metavar="X", help=_HELP[field.name])
-    argv = list(argv)
-    split = argv.index("--") if "--" in argv else len(argv)
-    args, flags = parser.parse_args(argv[:split]), argv[split + 1 :]
+    own, flags = cut(argv)
+    args = parser.parse_args(own)
     if args.url and flags:
         parser.error("flags after -- are for an engine started with --model-path")
     if args.model_path and args.api_key:
@@ -66,32 +65,6 @@ _HELP = {
     "max_f1_drop": "most points of F1 (of 100) that a policy may lose",
     "budget_ms": "most milliseconds to the first token with the documents cached, median over the prompts",
 }
-
-
-@contextlib.contextmanager
-def started(model_path: str, flags: Sequence[str], policies: Sequence[str] = ()) -> Iterator[Any]:
-    """An engine with the flags of `sglang_lazy.launch_server`.
-
-    Raises ValueError, before the model is loaded, if one of `policies` does not exist.
-    """
-    from sglang_lazy.launch_server import parse_args as parse_server_args
-    from sglang_lazy.policies import get_policy
-    from sglang_lazy.port import plugin
-
-    config, rest = parse_server_args(["--model-path", model_path, "--log-level", "error", *flags])
-    plugin.activate(config)
-
-    from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
-
-    from sglang_lazy.entrypoints.engine import Engine
-
-    load_plugins()
-    for policy in policies:
-        get_policy(policy)  # which a plugin of SGLang's may have added
-    options = {f"lazy_{name}": value for name, value in dataclasses.asdict(config).items()}
-    with Engine(server_args=prepare_server_args(rest), **options) as engine:
-        yield engine
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:

@@ -11,17 +11,18 @@ INSTRUCTION = "Answer the question from the documents.\n\n"
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Line numbers from 1, and the objects on these lines. Raises ValueError that names the file and the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        file = path.open(encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}, line {number}: expected an object, got {type(value).__name__}")
-        yield number, value
+    with file:
+        for number, line in enumerate(file, start=1):
+            try:
+                value = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}, line {number}: expected an object, got {type(value).__name__}")
+            yield number, value
 
 
 def document_text(doc: Mapping[str, str]) -> str:

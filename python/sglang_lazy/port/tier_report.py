@@ -1,4 +1,4 @@
-"""What storage does, in numbers: on /metrics, under SGLang's names where it has them, and in the server's state."""
+"""What host tier and storage do, in numbers: on /metrics, beside what SGLang has there, and in the server's state."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -11,6 +11,10 @@ from sglang.srt.observability.metrics_collector import (
     resolve_collector_class,
 )
 
+HOST_COUNTERS = {
+    "backup_tokens": "tokens copied from the device to the host",
+    "given_up_tokens": "tokens whose copies a full host gave up while the device had them",
+}
 COUNTERS = {
     "fetch_timeouts": "chunks that requests stopped waiting for",
     "fetch_misses": "chunks that storage did not have, or not whole",
@@ -18,6 +22,34 @@ COUNTERS = {
 }
 WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 """Seconds, the bounds of the histogram of fetches."""
+
+
+@dataclasses.dataclass
+class HostReport:
+    """Counts tokens since the start.  counters: by the names in HOST_COUNTERS, empty where metrics are off."""
+
+    counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    num_backup_tokens: int = 0
+    num_given_up_tokens: int = 0
+
+    @classmethod
+    def measured(cls, labels: Mapping[str, Any]) -> "HostReport":
+        """One that is on /metrics, with these labels."""
+        return cls(_counters("host", HOST_COUNTERS, labels))
+
+    def backed_up(self, num_tokens: int) -> None:
+        """Tokens are being copied to the host."""
+        self.num_backup_tokens += num_tokens
+        _count(self.counters, "backup_tokens", num_tokens)
+
+    def gave_up(self, num_tokens: int) -> None:
+        """Copies on the host have been freed."""
+        self.num_given_up_tokens += num_tokens
+        _count(self.counters, "given_up_tokens", num_tokens)
+
+    def numbers(self) -> dict[str, int]:
+        """Tokens since the start."""
+        return _numbers(self)
 
 
 @dataclasses.dataclass
@@ -51,7 +83,7 @@ class StorageReport:
     def unstored(self, count: int = 1) -> None:
         """Chunks have not been written, and will not be."""
         self.num_unstored += count
-        self._count("unstored", count)
+        _count(self.counters, "unstored", count)
 
     def fetched(self, num_tokens: int, seconds: float, wait: float) -> None:
         """A chunk has been read within `seconds`, `wait` seconds after it was asked for."""
@@ -66,37 +98,45 @@ class StorageReport:
         """A chunk was not there, which took `wait` seconds."""
         self.num_missed += 1
         self.waits(wait)
-        self._count("fetch_misses")
+        _count(self.counters, "fetch_misses")
 
     def late(self) -> None:
         """Requests stopped waiting for a chunk."""
         self.num_late += 1
-        self._count("fetch_timeouts")
+        _count(self.counters, "fetch_timeouts")
 
     def _speed(self, num_tokens: int, seconds: float) -> float:
         """In GB/s."""
         return num_tokens * self.token_size / max(seconds, 1e-9) / 1e9
 
-    def _count(self, name: str, count: int = 1) -> None:
-        if name in self.counters:
-            self.counters[name].inc(count)
-
     def numbers(self) -> dict[str, int]:
         """Chunks since the start."""
-        return {name.removeprefix("num_"): value for name, value in vars(self).items() if name.startswith("num_")}
+        return _numbers(self)
 
 
-def new_report(token_size: int, labels: Mapping[str, Any] | None, args: Any) -> StorageReport:
-    """labels: of the metrics; None where metrics are off."""
-    if labels is None:
-        return StorageReport(token_size)
-    from prometheus_client import Counter, Histogram  # not before SGLang has set up its directory of metrics
+def _count(counters: Mapping[str, Any], name: str, count: int = 1) -> None:
+    if name in counters:
+        counters[name].inc(count)
+
+
+def _numbers(report: Any) -> dict[str, int]:
+    return {name.removeprefix("num_"): value for name, value in vars(report).items() if name.startswith("num_")}
+
+
+def measured(token_size: int, labels: Mapping[str, Any], args: Any) -> StorageReport:
+    """A report that is on /metrics, with these labels.  args: SGLang's."""
+    from prometheus_client import Histogram  # not before SGLang has set up its directory of metrics
 
     collector = resolve_collector_class(args, STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))
-    counters = {
-        name: Counter(f"sglang_lazy:storage_{name}_total", text, list(labels)).labels(**labels)
-        for name, text in COUNTERS.items()
-    }
     text = "seconds from asking storage for a chunk to its answer"
     waits = Histogram("sglang_lazy:storage_fetch_seconds", text, list(labels), buckets=WAITS).labels(**labels)
-    return StorageReport(token_size, collector, counters, waits.observe)
+    return StorageReport(token_size, collector, _counters("storage", COUNTERS, labels), waits.observe)
+
+
+def _counters(tier: str, counters: Mapping[str, str], labels: Mapping[str, Any]) -> dict[str, Any]:
+    from prometheus_client import Counter
+
+    return {
+        name: Counter(f"sglang_lazy:{tier}_{name}_total", text, list(labels)).labels(**labels)
+        for name, text in counters.items()
+    }

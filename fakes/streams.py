@@ -1,0 +1,116 @@
+"""Streams on a CPU, where transfers are as late as a GPU allows: what is queued on one is done when somebody waits."""
+
+import collections
+import contextlib
+import multiprocessing
+import types
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+from sglang.srt.managers import cache_controller
+
+from sglang_lazy.port.host_pool import CpuHostPool
+
+
+class Stream:
+    """What was queued on it, in order. The stream of the program itself does everything at once."""
+
+    def __init__(self):
+        self.queued: collections.deque[Callable[[], None]] = collections.deque()
+
+    def do(self, work: Callable[[], None]) -> None:
+        if self is MAIN:
+            work()
+        else:
+            self.queued.append(work)
+
+    def advance(self) -> None:
+        self.queued.popleft()()
+
+    def wait_event(self, event: "Event") -> None:
+        self.do(event.synchronize)
+
+
+MAIN = Stream()
+_current = MAIN
+
+
+class Event:
+    """Asked whether it has come, it lets its stream go on by one step: what nobody waits for comes at some time."""
+
+    def __init__(self, enable_timing: bool = False):
+        self._stream, self._done = MAIN, True
+
+    def record(self) -> None:
+        self._stream, self._done = _current, False
+        _current.do(self._come)
+
+    def _come(self) -> None:
+        self._done = True
+
+    def query(self) -> bool:
+        if not self._done:
+            self._stream.advance()
+        return self._done
+
+    def synchronize(self) -> None:
+        while not self._done:
+            self._stream.advance()
+
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
+    def elapsed_time(self, _end: "Event") -> float:
+        return 0.0
+
+
+@contextlib.contextmanager
+def stream(entered: Stream) -> Iterator[None]:
+    global _current
+    before, _current = _current, entered
+    try:
+        yield
+    finally:
+        _current = before
+
+
+def current_stream() -> Stream:
+    return _current
+
+
+class LatePool(CpuHostPool):
+    """A host pool whose transfers are queued on the current stream. Until they are done, their targets are NaN."""
+
+    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
+        _poison((device_pool.k_buffer[layer_id], device_pool.v_buffer[layer_id]), device_indices)
+        load = super().load_to_device_per_layer
+        _current.do(lambda: load(device_pool, host_indices, device_indices, layer_id, io_backend))
+
+    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
+        _poison((*self.k_data_refs, *self.v_data_refs), host_indices)
+        back_up = super().backup_from_device_all_layer
+        _current.do(lambda: back_up(device_pool, host_indices, device_indices, io_backend))
+
+
+def _poison(layers: tuple[torch.Tensor, ...], slots: torch.Tensor) -> None:
+    for layer in layers:
+        layer[slots] = float("nan")
+
+
+def late_transfers() -> contextlib.AbstractContextManager:
+    """SGLang's cache controllers use these streams, from now on."""
+    stand_in = types.SimpleNamespace(
+        Stream=Stream, Event=Event, stream=stream, current_stream=current_stream, __name__="fakes.streams"
+    )
+    return mock.patch.object(cache_controller, "device_module", stand_in)
+
+
+def load() -> None:
+    """As a plugin of SGLang's, in each of the processes that it starts: late transfers to the end."""
+    if multiprocessing.parent_process() is None:
+        return
+    from sglang_lazy.port import host_pool
+
+    host_pool.CpuHostPool = LatePool
+    late_transfers().start()

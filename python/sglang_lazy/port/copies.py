@@ -1,0 +1,93 @@
+"""Which chunks on the device need no copy on the host, where room there is scarce.
+
+A copy of what is on the device is of use only once that has left the device. So when the host is full, it gives up
+copies of chunks that came to the device last, before it gives up what it alone has: device and host then hold different
+chunks. A chunk without a copy is copied again while it is among the next to leave.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_lazy.core.keys import Namespace
+
+NEXT_SHARE = 10
+"""Of the device's slots, one in so many belongs to what counts as next to leave."""
+MAX_LOOKS = 64
+"""At copies that cannot be given up, for one that can."""
+
+
+class Copies:
+    """Bookkeeping beside a tree.
+
+    next_leaves: gives the evictable leaves that hold the next so many tokens to be evicted, in that order.
+    size: slots of the device.
+    """
+
+    def __init__(self, next_leaves: Callable[[int], list[Any]], size: int):
+        self._next_leaves, self._num_next = next_leaves, max(1, size // NEXT_SHARE)
+        self._redundant: dict[int, Any] = {}  # by node id, in the order in which they came
+        self._without: set[int] = set()  # ids of nodes whose copy was given up
+        self._next: set[int] = set()
+        self._again: list[Any] = []  # of those, the ones without a copy
+        self._num_evicted = self._num_next
+
+    def came(self, node: Any) -> None:
+        """`node` is on the device, and its copy is complete."""
+        namespace = node.key.extra_key
+        if not node.evicted and node.backuped and isinstance(namespace, Namespace) and namespace.kind == "chunk":
+            self._redundant.pop(node.id, None)
+            self._redundant[node.id] = node
+
+    def left(self, node: Any, num_tokens: int) -> None:
+        """`node` has left the device."""
+        self._redundant.pop(node.id, None)
+        self._without.discard(node.id)
+        self._num_evicted += num_tokens
+
+    def split(self, above: Any, node: Any) -> None:
+        """`above` holds what was the beginning of `node`."""
+        if node.id in self._without:
+            self._without.add(above.id)
+
+    def wanted(self, node: Any) -> bool:
+        """Whether `node`, which has no copy, shall have one now."""
+        return node.id not in self._without
+
+    def copied(self, node: Any) -> None:
+        """`node` gets a copy."""
+        self._without.discard(node.id)
+
+    def give_up(self, num_tokens: int) -> list[Any]:
+        """Nodes whose copies are to be freed now: of `num_tokens`, or less."""
+        self._look()
+        given_up: list[Any] = []
+        looks = 0
+        for node in reversed(self._redundant.values()):
+            if num_tokens <= 0 or looks == MAX_LOOKS:
+                break
+            if node.id in self._next or node.host_ref_counter or any(c.backuped for c in node.children.values()):
+                looks += 1
+                continue
+            num_tokens -= len(node.key)
+            given_up.append(node)
+        for node in given_up:
+            del self._redundant[node.id]
+            self._without.add(node.id)
+        return given_up
+
+    def to_copy(self) -> list[Any]:
+        """Nodes that have no copy and are about to leave the device."""
+        if self._without:
+            self._look()
+        again, self._again = [leaf for leaf in self._again if leaf.id in self._without], []
+        self._without.difference_update(leaf.id for leaf in again)
+        return again
+
+    def _look(self) -> None:
+        """Find out what is next to leave, unless little has left since that was done last."""
+        if self._num_evicted < max(1, self._num_next // 4):
+            return
+        self._num_evicted = 0
+        leaves = self._next_leaves(self._num_next)
+        self._next = {leaf.id for leaf in leaves}
+        self._again += [leaf for leaf in leaves if leaf.id in self._without]
