@@ -15,7 +15,7 @@ from oracle.models import MODELS, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS
-from sglang_lazy.testing import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
@@ -43,17 +43,13 @@ class Served:
     """One model, served by the engine and known to the oracle."""
 
     def __init__(self, name: str, folder, **options):
-        from sglang_lazy import Engine
-
         self.path = build(name, folder)
         oracle = Oracle(self.path)
         self.expected = functools.cache(lambda prompt, tokens: oracle.logprobs(list(prompt), list(tokens)))
-        self.engine = Engine(model_path=self.path, **{**SERVER, **options})
+        self.engine = EngineProcess(model_path=self.path, **{**SERVER, **options})
 
     def flush(self) -> None:
-        """Empty the cache, as soon as the last batch has wound up."""
-        flushed = self.engine.tokenizer_manager.flush_cache(timeout_s=30)
-        assert self.engine.loop.run_until_complete(flushed).success
+        self.engine.flush_cache()
 
     def answer(self, *prompts: list[Segment]) -> list[dict]:
         """Serve the prompts as one batch and hold every answer against the oracle."""
