@@ -1,6 +1,6 @@
 """The whole path on a CPU against the oracle: every model, every way of reusing chunks, in fp32.
 
-LAZY_ALL_MODELS=1 adds the models whose attention is that of another one.
+Core models play everything, the others each scenario once; LAZY_ALL_MODELS=1 makes all of them core.
 """
 
 import functools
@@ -19,7 +19,8 @@ from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
-NAMES = [name for name, spec in MODELS.items() if spec.core or os.environ.get("LAZY_ALL_MODELS")]
+SERVABLE = [name for name, spec in MODELS.items() if spec.needs is None]
+NAMES = [name for name in SERVABLE if MODELS[name].core or os.environ.get("LAZY_ALL_MODELS")]
 
 SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, log_level="error")
 # The pool holds the prompts of one group, and never those of the others as well.
@@ -216,6 +217,17 @@ def test_prompts_given_as_text(served):
     ):  # fmt: skip
         params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         served.check(expected, served.engine.generate(segments=given, sampling_params=params, return_logprob=True))
+
+
+@pytest.mark.parametrize("name", [on_one_worker(name) for name in SERVABLE if name not in NAMES])
+def test_other_models(name, model_dir):
+    """Each scenario once: cold, and warm where it repeats itself."""
+    served = Served(name, model_dir)
+    try:
+        for names in GROUPS:
+            check_counts(served.play(names))
+    finally:
+        served.engine.shutdown()
 
 
 @pytest.mark.parametrize("served", [on_one_worker("llama")], indirect=True)
