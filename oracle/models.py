@@ -138,9 +138,9 @@ _SPECS = [
         "minimax-m2",
         "MiniMaxM2Config",
         {
-            **_shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope(partial_rotary_factor=0.5)),
+            **_shape(128, 2, 4, 2, head_dim=128, rope_parameters=_rope(partial_rotary_factor=0.5)),
             **dict(num_local_experts=4, num_experts_per_tok=2),
-            **dict(rotary_dim=16, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
+            **dict(rotary_dim=64, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
         },
         seed=1,
         needs="a GPU: SGLang's norm of queries and keys is a Triton kernel",

@@ -34,7 +34,7 @@ def test_minimax_m2(monkeypatch):
     norm = minimax_m2.MiniMaxM2QKRMSNorm
     monkeypatch.setattr(norm, "_forward_naive", norm._forward_cpu)
     layer = minimax_m2.MiniMaxM2Attention(MODELS["minimax-m2"].config())
-    assert layer.rotary_emb.rotary_dim == 16 and layer.use_qk_norm
+    assert layer.rotary_emb.rotary_dim == 64 and layer.use_qk_norm
     check(layer)
 
 

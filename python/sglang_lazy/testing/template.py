@@ -6,6 +6,7 @@ it was given. Processes that SGLang spawns there are forks, too, made before any
 multiprocessing has new interpreters do.
 """
 
+import contextlib
 import fcntl
 import multiprocessing.util
 import os
@@ -45,7 +46,7 @@ def main() -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork for each job and report its process id, then its status, as integers; at the end of `control`, kill all."""
+    """Fork for each job. Its report is two integers: its process id, and its status. At the end of `control`, kill all."""
     running: dict[int, tuple[int, int]] = {}  # by pidfd
     while True:
         for ready in select.select([control.fileno(), *running], [], [])[0]:
@@ -58,7 +59,8 @@ def serve(control: socket.socket) -> None:
             message, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
             if not message:
                 for pid, _ in running.values():
-                    os.killpg(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
                 return
             pid = os.fork()
             if not pid:
@@ -70,13 +72,13 @@ def serve(control: socket.socket) -> None:
             report, *others = files
             for fd in others:
                 os.close(fd)
-            os.write(report, struct.pack("i", pid))
             running[os.pidfd_open(pid)] = pid, report
 
 
 def run(job: Job, report: int, source: int, output: int) -> NoReturn:
     """Be the process that `job` describes."""
     os.setsid()
+    os.write(report, struct.pack("i", os.getpid()))  # not before: it is to name a process group
     for fd, number in ((source, 0), (output, 1), (output, 2)):
         os.dup2(fd, number)
     for fd in (report, source, output):
