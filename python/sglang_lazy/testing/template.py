@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def serve(control: socket.socket) -> None:
-    """Fork for each job. Its report is two integers: its process id, and its status. At the end of `control`, kill all."""
+    """Fork for each job, whose report is two integers: process id and status. At the end of `control`, kill all."""
     running: dict[int, tuple[int, int]] = {}  # by pidfd
     while True:
         for ready in select.select([control.fileno(), *running], [], [])[0]:
