@@ -59,7 +59,7 @@ def start(
         return subprocess.Popen(command, **files, env=variables, start_new_session=True)  # type: ignore[call-overload]
     job = module, list(arguments), variables, os.getcwd()
     with open(os.devnull, "rb") as nothing:
-        return _template(environment, variables).fork(job, (source or nothing).fileno(), output.fileno())
+        return _template(variables).fork(job, (source or nothing).fileno(), output.fileno())
 
 
 class Template:
@@ -116,14 +116,18 @@ class Forked:
         return struct.unpack("i", data)[0]
 
 
+ALWAYS_NEW = {"PYTEST_CURRENT_TEST", "SGLANG_RUN_ID"}
+"""Variables that differ from test to test and from engine to engine, and decide nothing."""
+
 _current: tuple[dict[str, str], Template] | None = None
 
 
-def _template(environment: Mapping[str, str], variables: Mapping[str, str]) -> Template:
-    """The template for servers with this environment, which may decide what is imported. The last one is kept."""
+def _template(variables: Mapping[str, str]) -> Template:
+    """The template of servers with these variables: modules read some when they are imported. The last one is kept."""
     global _current
-    if _current is None or _current[0] != dict(environment):
-        _current = dict(environment), Template(variables)
+    key = {name: value for name, value in variables.items() if name not in ALWAYS_NEW}
+    if _current is None or _current[0] != key:
+        _current = key, Template(variables)
     return _current[1]
 
 
