@@ -15,7 +15,8 @@ HIDDEN = 128
 
 @pytest.fixture(autouse=True)
 def one_rank(sglang_context):
-    with runtime_context.get_parallel().override(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1):
+    one = runtime_context.get_parallel().override(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1)
+    with one, torch.compiler.set_stance("force_eager"):  # compilation would take half a minute
         yield
 
 
