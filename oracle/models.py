@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -25,8 +26,11 @@ class ModelSpec:
     config_class: str
     settings: Mapping[str, object]
     add_bos: bool = False
+    needs: str | None = None  # what to serve it, where a CPU does not do
+    seed: int = 0  # of the weights, such that no two tokens of the tests are equally likely
     chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
-    core: bool = True  # False: its attention is that of a core model, so tests may leave it out
+    architecture: str | None = None  # in config.json, where SGLang's class is not the one that transformers has
+    core: bool = True  # False: its attention resembles that of a core model, so tests may try less
 
     def config(self):
         """The Hugging Face configuration."""
@@ -118,6 +122,89 @@ _SPECS = [
         _shape(128, 2, 4, 4, rope_parameters=_rope(), shared_expert_intermediate_size=64, **_EXPERTS),
         core=False,
     ),
+    # qk-norm by head, then NeoX pairing over half of the head
+    ModelSpec(
+        "glm4-moe",
+        "Glm4MoeConfig",
+        {
+            **_shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope(partial_rotary_factor=0.5), attention_bias=True),
+            **dict(use_qk_norm=True, n_routed_experts=4, n_shared_experts=1),
+            **dict(num_experts_per_tok=2, moe_intermediate_size=64),
+        },
+        core=False,
+    ),
+    # qk-norm over all heads, then NeoX pairing over half of the head; SGLang reads `rotary_dim` and what follows it
+    ModelSpec(
+        "minimax-m2",
+        "MiniMaxM2Config",
+        {
+            **_shape(128, 2, 4, 2, head_dim=128, rope_parameters=_rope(partial_rotary_factor=0.5)),
+            **dict(num_local_experts=4, num_experts_per_tok=2),
+            **dict(rotary_dim=64, use_qk_norm=True, scoring_func="sigmoid", use_routing_bias=True),
+        },
+        seed=1,
+        needs="a GPU: SGLang's norm of queries and keys is a Triton kernel",
+        core=False,
+    ),
+    # GPT-J pairing over the whole head
+    ModelSpec(
+        "ernie4.5",
+        "Ernie4_5Config",
+        _shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope()),
+        architecture="Ernie4_5_ForCausalLM",
+        seed=3,
+        core=False,
+    ),
+    ModelSpec(
+        "ernie4.5-moe",
+        "Ernie4_5_MoeConfig",
+        {
+            **_shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope()),
+            **dict(moe_num_experts=4, moe_k=2, moe_intermediate_size=64, moe_layer_end_index=1),
+        },
+        seed=1,
+        needs="a GPU: off GPUs, SGLang's choice of experts takes no bias of this shape",
+        core=False,
+    ),
+    # qk-norm over all heads
+    ModelSpec("olmo2", "Olmo2Config", _shape(128, 2, 4, 2, rope_parameters=_rope()), core=False),
+    # a scale of its own
+    ModelSpec(
+        "granite",
+        "GraniteConfig",
+        {
+            **_shape(128, 2, 4, 2, rope_parameters=_rope(), attention_multiplier=0.2),
+            **dict(residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=0.5),
+        },
+        seed=3,
+        core=False,
+    ),
+    ModelSpec("arcee", "ArceeConfig", _shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope()), seed=1, core=False),
+    ModelSpec(
+        "gemma",
+        "GemmaConfig",
+        # SGLang computes the exact GELU whatever the configuration says.
+        _shape(128, 2, 4, 1, head_dim=48, rope_parameters=_rope(), tie_word_embeddings=True, hidden_act="gelu"),
+        core=False,
+    ),
+    # NeoX pairing over 0.4 of the head; its attention takes `position_ids`
+    ModelSpec(
+        "phi2",
+        "PhiConfig",
+        {
+            **_shape(160, 2, 4, 4, rope_parameters=_rope(partial_rotary_factor=0.4)),
+            **dict(partial_rotary_factor=0.4, intermediate_size=640),  # SGLang takes four times the hidden size
+        },
+        core=False,
+    ),
+    # A class of SGLang's over a Llama's configuration; transformers has none.
+    ModelSpec(
+        "internlm3",
+        "LlamaConfig",
+        _shape(128, 2, 4, 2, head_dim=32, rope_parameters=_rope("dynamic", factor=6.0), qkv_bias=False, bias=False),
+        architecture="InternLM3ForCausalLM",
+        core=False,
+    ),
 ]
 MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
 
@@ -136,6 +223,9 @@ def build(name: str, cache_dir: str | Path) -> str:
     work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=path.parent))
     try:
         random_model(spec).save_pretrained(work)
+        if spec.architecture:
+            file = work / "config.json"
+            file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [spec.architecture]}))
         build_tokenizer(work, add_bos=spec.add_bos, chat_parts=spec.chat_parts, max_length=MAX_POSITION)
         os.rename(work, path)
     except OSError:
@@ -146,13 +236,15 @@ def build(name: str, cache_dir: str | Path) -> str:
     return str(path)
 
 
-def random_model(spec: ModelSpec, seed: int = 0) -> transformers.PreTrainedModel:
+def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
     """The model in fp32 with seeded weights under which the next token depends strongly on the far context."""
     model = transformers.AutoModelForCausalLM.from_config(spec.config(), dtype=torch.float32)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             _init(name, weight, generator, tied=model.config.tie_word_embeddings)
+            if spec.name == "gemma":  # scales embeddings up, and adds one to the weights of norms
+                weight.sub_(0.6) if weight.dim() == 1 else weight.mul_(0.5 if "embed" in name else 1)
     return model.eval()
 
 
@@ -163,7 +255,9 @@ def _init(name: str, weight: torch.Tensor, generator: torch.Generator, tied: boo
     tokens at any distance take most of the weight, and `o` makes what they say outweigh the residual stream. Tied
     embeddings are small: otherwise every token predicts itself.
     """
-    if name.endswith("bias"):
+    if name == "lm_head.bias":
+        weight.zero_()  # SGLang adds none
+    elif name.endswith("bias"):
         weight.normal_(0, 0.3, generator=generator)
     elif weight.dim() == 1:  # norms; those of q and k set the size of the scores
         low, high = (1.1, 1.7) if "q_norm" in name or "k_norm" in name else (0.6, 1.4)

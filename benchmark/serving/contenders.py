@@ -86,7 +86,8 @@ def running(server: Server, flags: list[str], log: Path, timeout: float) -> Iter
     """Run `server` with `flags` for the length of a `with` block; yields its URL. timeout: seconds to wait for it."""
     on_gpu = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as scratch:
-        environment = {} if on_gpu else _with_rotary_stand_in(Path(scratch))
+        lacks_stand_in = server.module == STOCK and not on_gpu
+        environment = _with_rotary_stand_in(Path(scratch)) if lacks_stand_in else {}
         how = dict(module=server.module, timeout=timeout, usual=90 if on_gpu else 25, environment=environment)
         with running_server([*flags, *server.flags], log, **how) as url:
             yield url

@@ -7,7 +7,7 @@ import torch
 
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best, without_best_of_each
 from oracle.segments import Segment
-from sglang_lazy.testing import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
@@ -20,12 +20,11 @@ class Served:
     def __init__(self, path: Path, **options):
         from transformers import AutoTokenizer
 
-        from sglang_lazy import Engine
-
         self.oracle = PolicyOracle(path)
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.preamble = self.tokenizer.encode(PREAMBLE)
-        self.engine = Engine(model_path=str(path), **CPU_OPTIONS, log_level="error", lazy_preamble=PREAMBLE, **options)
+        options = {**CPU_OPTIONS, "log_level": "error", "lazy_preamble": PREAMBLE, **options}
+        self.engine = EngineProcess(model_path=str(path), **options)
 
     def kept(self, prompt: list[Segment], link: str):
         """What the oracle keeps of each chunk under `link`, and what it computes chunks behind."""

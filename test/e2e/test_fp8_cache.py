@@ -6,7 +6,7 @@ import torch
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
-from sglang_lazy.testing import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
 pytestmark = pytest.mark.slow
 
@@ -19,9 +19,7 @@ TOLERANCE = 2e-2
 @pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2"])
 def served(request, tiny_model):
     """An engine, and the type of its cache."""
-    from sglang_lazy import Engine
-
-    engine = Engine(model_path=tiny_model, kv_cache_dtype=request.param, **SERVER)
+    engine = EngineProcess(model_path=tiny_model, kv_cache_dtype=request.param, **SERVER)
     try:
         yield engine, {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[request.param]
     finally:

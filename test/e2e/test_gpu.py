@@ -49,6 +49,9 @@ WAYS = {
         "llama",
         "qwen3-moe",
         "glm4",
+        "glm4-moe",
+        "minimax-m2",
+        "ernie4.5-moe",
         "llama fa3",
         "llama flashinfer",
         "llama triton",
@@ -76,7 +79,7 @@ def served(request, model_dir):
     path = build(wide.name, model_dir)
     engine = Engine(
         model_path=path, dtype="bfloat16", mem_fraction_static=0.2, cuda_graph_max_bs_decode=16, log_level="error",
-        **options,
+        lazy_untested_model=spec.needs is not None, **options,
     )  # fmt: skip
     try:
         yield engine, path, torch.float8_e4m3fn if "fp8" in way else torch.bfloat16, "tiers" in way

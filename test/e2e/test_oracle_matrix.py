@@ -1,6 +1,6 @@
 """The whole path on a CPU against the oracle: every model, every way of reusing chunks, in fp32.
 
-LAZY_ALL_MODELS=1 adds the models whose attention is that of another one.
+Core models play everything, the others each scenario once; LAZY_ALL_MODELS=1 makes all of them core.
 """
 
 import functools
@@ -15,11 +15,12 @@ from oracle.models import MODELS, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS
-from sglang_lazy.testing import CPU_OPTIONS
+from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
-NAMES = [name for name, spec in MODELS.items() if spec.core or os.environ.get("LAZY_ALL_MODELS")]
+SERVABLE = [name for name, spec in MODELS.items() if spec.needs is None]
+NAMES = [name for name in SERVABLE if MODELS[name].core or os.environ.get("LAZY_ALL_MODELS")]
 
 SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, log_level="error")
 # The pool holds the prompts of one group, and never those of the others as well.
@@ -43,17 +44,13 @@ class Served:
     """One model, served by the engine and known to the oracle."""
 
     def __init__(self, name: str, folder, **options):
-        from sglang_lazy import Engine
-
         self.path = build(name, folder)
         oracle = Oracle(self.path)
         self.expected = functools.cache(lambda prompt, tokens: oracle.logprobs(list(prompt), list(tokens)))
-        self.engine = Engine(model_path=self.path, **{**SERVER, **options})
+        self.engine = EngineProcess(model_path=self.path, **{**SERVER, **options})
 
     def flush(self) -> None:
-        """Empty the cache, as soon as the last batch has wound up."""
-        flushed = self.engine.tokenizer_manager.flush_cache(timeout_s=30)
-        assert self.engine.loop.run_until_complete(flushed).success
+        self.engine.flush_cache()
 
     def answer(self, *prompts: list[Segment]) -> list[dict]:
         """Serve the prompts as one batch and hold every answer against the oracle."""
@@ -220,6 +217,17 @@ def test_prompts_given_as_text(served):
     ):  # fmt: skip
         params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         served.check(expected, served.engine.generate(segments=given, sampling_params=params, return_logprob=True))
+
+
+@pytest.mark.parametrize("name", [on_one_worker(name) for name in SERVABLE if name not in NAMES])
+def test_other_models(name, model_dir):
+    """Each scenario once: cold, and warm where it repeats itself."""
+    served = Served(name, model_dir)
+    try:
+        for names in GROUPS:
+            check_counts(served.play(names))
+    finally:
+        served.engine.shutdown()
 
 
 @pytest.mark.parametrize("served", [on_one_worker("llama")], indirect=True)

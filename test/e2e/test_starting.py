@@ -1,7 +1,6 @@
 """What starts a server: the local runtime of the frontend language, and the command."""
 
-import subprocess
-import sys
+import tempfile
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from http_prompts import RIVER
 import sglang_lazy as sgl
 from sglang_lazy import launch_server
 from sglang_lazy.testing import device_options
+from sglang_lazy.testing.processes import start
 
 
 @sgl.function
@@ -39,22 +39,23 @@ def test_help_shows_both_kinds_of_flags(capsys):
     assert "--lazy-max-chunks" in shown and "--model-path" in shown
 
 
-def refused(*flags):
-    command = [sys.executable, "-m", "sglang_lazy.launch_server", *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert result.returncode != 0
-    return result.stderr
+def refused(*flags, status):
+    """What the command printed."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = start("sglang_lazy.launch_server", flags, environment={}, source=None, output=output)
+        assert process.wait() == status
+        output.seek(0)
+        return output.read()
 
 
 def test_bad_flags_of_ours_are_refused(tiny_model):
-    assert "max_chunks must be at least 1" in refused("--model-path", "x", "--lazy-max-chunks", "0")
-    assert "link must be one of" in refused(
-        "--model-path", tiny_model, "--device", "cpu", "--lazy-default-link", "half"
-    )
+    shown = refused("--model-path", "x", "--lazy-max-chunks", "0", status=2)
+    assert "max_chunks must be at least 1" in shown
+    shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-default-link", "half", status=1)
+    assert "link must be one of" in shown
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may fit")
 def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_model):
-    shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda")
+    shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda", status=1)
     assert "--lazy-kernels cuda: the kernels need a Hopper GPU" in shown and "Load weight" not in shown

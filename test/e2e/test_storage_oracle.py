@@ -3,9 +3,11 @@
 import gc
 
 import pytest
-from test_oracle_matrix import Served, hits
+from test_oracle_matrix import SERVER, Served, hits
 
+from oracle.models import build
 from oracle.scenarios import build_scenario
+from sglang_lazy import Engine
 from sglang_lazy.precompute import precompute
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
@@ -19,11 +21,11 @@ def test_a_server_answers_its_first_request_over_chunks_that_another_has_stored(
     chunks = [segment for segment in prompt if segment.kind == "chunk"]
     corpus = [segment.to_request() for segment in chunks]
 
-    offline = Served("llama", model_dir, **TIERS)
-    assert precompute(offline.engine, corpus) == 0
+    offline = Engine(model_path=build("llama", model_dir), **{**SERVER, **TIERS})
+    assert precompute(offline, corpus) == 0
     assert len(list(tmp_path.glob("*.bin"))) == len(chunks)
-    assert precompute(offline.engine, corpus) == len(chunks)
-    offline.engine.shutdown()
+    assert precompute(offline, corpus) == len(chunks)
+    offline.shutdown()
 
     served = Served("llama", model_dir, **TIERS)
     (output,) = served.answer(prompt)

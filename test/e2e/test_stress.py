@@ -54,7 +54,7 @@ def small_server(request, tiny_model, tmp_path_factory):
             environment.setenv("SGLANG_TEST_RETRACT", "true")
             environment.setenv("SGLANG_TEST_RETRACT_INTERVAL", "3")
         with running_server(flags, log) as url:
-            yield url, log
+            yield url, log, request.param in ("retraction", "copies")
 
 
 async def ask(session, url, prompt, disconnect_after=None):
@@ -90,7 +90,7 @@ async def storm(url, prompts, rng):
 
 def test_every_request_is_answered_right_or_refused(small_server, tiny_model):
     """No 500, no hang, no wrong token; afterwards the server is idle with nothing leaked or locked, and serves on."""
-    url, log = small_server
+    url, log, takes_back = small_server
     rng = random.Random(0)
     prompts = make_prompts(rng)
     oracle = Oracle(tiny_model)
@@ -112,6 +112,7 @@ def test_every_request_is_answered_right_or_refused(small_server, tiny_model):
         assert body["meta_info"]["prompt_tokens"] == len(token_ids(prompt))
         served += 1
     assert served >= NUM_REQUESTS // 2
+    assert ("Testing retraction" in log.read_text()) == takes_back
     # An idle server checks its own accounts, ours included, and dies of a leak or a forgotten lock.
     assert flushed == 200, log.read_text()[-2000:]
     assert again[0] == 200 and again[1]["output_ids"] == expected[token_key(prompts[1])]

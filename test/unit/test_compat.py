@@ -131,6 +131,7 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
         "is_hybrid_swa": False,
         "is_multimodal": False,
         "is_generation": True,
+        "num_hidden_layers": len(layers),
         **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is"))},
     }
     fields = {
@@ -255,11 +256,28 @@ def test_a_query_scale_that_depends_on_the_position():
 
 
 def test_unfit_rotary_embeddings():
-    """No rotary embedding, and one whose angles a rotation cannot take back."""
+    """None, and one whose angles a rotation cannot take back."""
     mrope = MRotaryEmbedding(32, 32, 128, 10000, True, torch.float32, mrope_section=[4, 6, 6])
-    for rope in (None, mrope):
+    for rope, reason in ((None, "layers without a rotary embedding"), (mrope, "MRotaryEmbedding")):
         (given,) = compat.unfit_model(runner(Layer(rope)))
-        assert type(rope).__name__ in given
+        assert reason in given
+
+
+def test_an_architecture_that_was_not_tested():
+    """It is refused unless the user wants to try it; whatever else does not fit is refused all the same."""
+    given = runner(Layer(plain_rope()), architecture="NewForCausalLM")
+    (reason,) = compat.unfit_model(given)
+    assert "NewForCausalLM" in reason and "--lazy-untested-model" in reason
+    assert compat.unfit_model(given, untested=True) == []
+    (reason,) = compat.unfit_model(runner(Layer(None), architecture="NewForCausalLM"), untested=True)
+    assert "rotary" in reason
+
+
+def test_layers_with_another_state():
+    """A model of which some layers, or all, keep something else than the keys and values of an attention layer."""
+    layers = (Layer(plain_rope()), torch.nn.Linear(1, 1))
+    (reason,) = compat.unfit_model(runner(*layers))
+    assert "attention in 1 of 2 layers" in reason
 
 
 def test_the_message_says_what_to_do():

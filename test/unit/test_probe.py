@@ -16,44 +16,94 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 class Attention(torch.nn.Module):
     """Projects, rotates, and then does to q and k what `after` says."""
 
-    def __init__(self, is_neox, rotary_dim, after):
+    def __init__(self, is_neox, rotary_dim, after, layer_id=0, **more):
         super().__init__()
         self.proj = torch.nn.Linear(HIDDEN, (HEADS + 2 * KV_HEADS) * HEAD_DIM)
         self.rotary_emb = RotaryEmbedding(HEAD_DIM, rotary_dim, 2048, 10000, is_neox, torch.float32)
-        self.attn = RadixAttention(HEADS, HEAD_DIM, 1.0, KV_HEADS, 0)
+        self.attn = RadixAttention(HEADS, HEAD_DIM, 1.0, KV_HEADS, layer_id)
         self.after = after
+        self.more = more
 
     def forward(self, positions, hidden_states, forward_batch):
         sizes = [HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM]
         q, k, v = self.proj(hidden_states).split(sizes, dim=-1)
         q, k = self.rotary_emb.forward_native(positions, q.contiguous(), k.contiguous())
-        return self.attn(self.after(q, positions), self.after(k, positions), v, forward_batch)
+        return self.attn(self.after(q, positions), self.after(k, positions), v, forward_batch, **self.more)
+
+
+class AttentionOfOtherNames(Attention):
+    """As Phi's: other names of arguments, in another order."""
+
+    def forward(self, position_ids, forward_batch, hidden_states):
+        return super().forward(position_ids, hidden_states, forward_batch)
+
+
+def unchanged(x, _positions):
+    return x
+
+
+def check_layers(*layers):
+    model = torch.nn.ModuleList(layers)
+    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
 
 
 def check(after, is_neox=True, rotary_dim=HEAD_DIM):
     torch.manual_seed(0)
-    model = torch.nn.ModuleList([Attention(is_neox, rotary_dim, after)])
-    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
+    check_layers(Attention(is_neox, rotary_dim, after))
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, HEAD_DIM // 2])
 def test_a_model_that_leaves_the_rotation_alone(is_neox, rotary_dim):
     """Both pairings, full and partial."""
-    check(lambda x, _: x, is_neox, rotary_dim)
+    check(unchanged, is_neox, rotary_dim)
 
 
 def test_a_norm_after_the_rotation():
     """A weight per dimension after the rotation does not commute with it."""
     weight = torch.linspace(0.5, 1.5, HEAD_DIM)
-    with pytest.raises(ValueError, match="Attention: rotating a query back"):
-        check(lambda x, _: (x.view(2, -1, HEAD_DIM) * weight).flatten(1))
+    with pytest.raises(ValueError, match="Attention of layer 0: rotating a query or key back"):
+        check(lambda x, _: (x.view(len(x), -1, HEAD_DIM) * weight).flatten(1))
 
 
 def test_a_scale_that_depends_on_the_position():
     """What the query is multiplied by must be the same at every position."""
     with pytest.raises(ValueError, match="relative error"):
         check(lambda x, positions: x * (1 + positions[:, None] / 1000))
+
+
+def test_a_scale_that_changes_far_away():
+    """The end of the context is looked at, too."""
+    with pytest.raises(ValueError, match="position 2047"):
+        check(lambda x, positions: x * (1 + 0.1 * (positions[:, None] > 2000)))
+
+
+def test_every_layer_is_looked_at():
+    """One that leaves the rotation out, as some models do in every fourth."""
+
+    class Unrotated(Attention):
+        def forward(self, positions, hidden_states, forward_batch):
+            return super().forward(positions * 0, hidden_states, forward_batch)
+
+    with pytest.raises(ValueError, match="Unrotated of layer 1"):
+        check_layers(Attention(True, HEAD_DIM, unchanged), Unrotated(True, HEAD_DIM, unchanged, layer_id=1))
+
+
+def test_other_names_of_arguments():
+    check_layers(AttentionOfOtherNames(True, HEAD_DIM, unchanged))
+
+
+def test_attention_that_is_given_more():
+    """Sinks, for instance, which would be left out of the answers over chunks."""
+    with pytest.raises(ValueError, match="attention takes sinks"):
+        check_layers(Attention(True, HEAD_DIM, unchanged, sinks=torch.zeros(HEADS)))
+    check_layers(Attention(True, HEAD_DIM, unchanged, sinks=None))
+
+
+def test_a_layer_that_cannot_be_run():
+    """It is no reason to die with its own error: the server says what it cannot serve."""
+    with pytest.raises(ValueError, match="Attention of layer 0 cannot be probed: no such kernel"):
+        check(lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
 
 
 def test_angles_that_are_not_position_times_frequency():

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -136,6 +137,12 @@ def test_usage_tells_chunks_apart():
     usage = protocol.UsageInfo(prompt_tokens_details=details_of(total))
     assert json.loads(usage.model_dump_json())["prompt_tokens_details"] == {"cached_tokens": 12, "chunk_tokens": 6}
     assert details_of(CachedTokens(0, 0)) is None
+
+
+def test_counts_survive_pickling():
+    """As in an answer that an engine's user sends to another process, or copies deeply."""
+    count = pickle.loads(pickle.dumps(CachedTokens(7, 6)))
+    assert (count, count.chunk) == (7, 6)
 
 
 def test_usage_of_ordinary_requests_keeps_its_shape():

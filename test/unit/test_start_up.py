@@ -11,6 +11,7 @@ from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.port import compat, hooks, model_runner, plugin
 
+TESTED = ["LlamaForCausalLM"]
 WITHOUT = "something is not as expected"
 
 
@@ -18,7 +19,7 @@ WITHOUT = "something is not as expected"
 def fits(monkeypatch):
     """A runner that everything fits, but for what a test changes."""
     monkeypatch.setattr(model_runner, "unfit_flags", lambda _args: [])
-    monkeypatch.setattr(model_runner, "unfit_model", lambda _runner: [])
+    monkeypatch.setattr(model_runner, "unfit_model", lambda _runner, untested: [])
     monkeypatch.setattr(model_runner, "layer_ropes", lambda *_: {})
     monkeypatch.setattr(model_runner, "check_rotation", lambda *_: None)
     pool = SimpleNamespace(req_to_token=[None] * 3)
@@ -26,7 +27,7 @@ def fits(monkeypatch):
         req_to_token_pool=pool,
         server_args=SimpleNamespace(enable_mixed_chunk=False),
         model=torch.nn.Module(),
-        model_config=SimpleNamespace(context_len=8, hidden_size=8),
+        model_config=SimpleNamespace(context_len=8, hidden_size=8, hf_config=SimpleNamespace(architectures=TESTED)),
         device="cpu",
         dtype=None,
         kv_cache_dtype=None,
@@ -43,6 +44,15 @@ def start(runner, monkeypatch, **config):
 def test_a_model_that_fits_is_linked(fits, monkeypatch):
     assert start(fits, monkeypatch) == "linked stock"
     assert table_of(fits.req_to_token_pool).max_segments == LazyConfig.max_chunks
+
+
+def test_an_untested_model_is_served_with_a_warning(fits, monkeypatch, caplog):
+    start(fits, monkeypatch)
+    assert not caplog.text
+    fits.model_config.hf_config.architectures = ["NewForCausalLM"]
+    del fits.req_to_token_pool.segment_table
+    start(fits, monkeypatch, untested_model=True)
+    assert "NewForCausalLM passed the start-up probe, but no test" in caplog.text
 
 
 def fail(*_):

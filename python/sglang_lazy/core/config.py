@@ -28,6 +28,7 @@ class LazyConfig:
     kernels: implementation of attention over cached chunks.
     max_chunks: most chunks of one prompt.
     fallback: serve without chunk reuse where it does not fit the model or the flags.
+    untested_model: serve a model that passes the start-up probe, though no test has.
     default_link: policy of requests that name none.
     preamble: text behind which the policies with `base` compute chunks; none of it is ever part of a prompt.
     chunk_separator: what stands between two of these in plain text is a chunk; none if it is empty.
@@ -39,6 +40,7 @@ class LazyConfig:
     kernels: Kernels = "auto"
     max_chunks: int = 256
     fallback: bool = False
+    untested_model: bool = False
     default_link: str = "block"
     preamble: str = PREAMBLE
     chunk_separator: str = ""
@@ -99,6 +101,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="If chunk reuse does not fit the model or the flags, serve without it instead of refusing to start. "
         "Prompts with chunks then get a 400 unless their link is full.",
+    )
+    group.add_argument(
+        "--lazy-untested-model",
+        action="store_true",
+        help="Reuse chunks with a model of an architecture that no test has served, if it passes the start-up probe.",
     )
     group.add_argument(
         "--lazy-default-link",

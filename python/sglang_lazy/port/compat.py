@@ -20,14 +20,22 @@ ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
 """Those that store objects of any length."""
 
-ARCHITECTURES = frozenset(
+TESTED = frozenset(
     {
+        "ArceeForCausalLM",
         "CohereForCausalLM",
+        "Ernie4_5_ForCausalLM",
+        "GemmaForCausalLM",
         "Glm4ForCausalLM",
+        "Glm4MoeForCausalLM",
+        "GraniteForCausalLM",
+        "InternLM3ForCausalLM",
         "LlamaForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
+        "Olmo2ForCausalLM",
         "Phi3ForCausalLM",
+        "PhiForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
@@ -35,7 +43,7 @@ ARCHITECTURES = frozenset(
         "StableLmForCausalLM",
     }
 )
-"""Models whose queries and keys enter attention exactly as the rotation left them: those tested against the oracle."""
+"""Models tested against the oracle. Whether another one fits is for the probe to say, if the user wants to try."""
 
 
 class Unfit(ValueError):
@@ -109,10 +117,17 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
     return {reason: args.enable_hierarchical_cache and applies for reason, applies in wanted.items()}
 
 
-def unfit_model(runner: Any) -> list[str]:
-    """Reasons in the model that a `ModelRunner` has loaded, and in how it runs it."""
+def architecture(runner: Any) -> str:
+    """What the model that a `ModelRunner` has loaded calls itself."""
+    return (runner.model_config.hf_config.architectures or ["unknown"])[0]
+
+
+def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
+    """Reasons in the model that a `ModelRunner` has loaded, and in how it runs it.
+
+    untested: whether it may be one that no test has served.
+    """
     config, args = runner.model_config, runner.server_args
-    architecture = (config.hf_config.architectures or ["unknown"])[0]
     reasons = []
     backends = {args.attention_backend, *args.get_attention_backends()}
     if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
@@ -130,8 +145,13 @@ def unfit_model(runner: Any) -> list[str]:
         reasons.append("multimodal model: image tokens cannot stand in chunks")
     if not config.is_generation:
         reasons.append("embedding or reward model: nothing is generated")
-    if architecture not in ARCHITECTURES:
-        reasons.append(f"architecture {architecture}: not among {', '.join(sorted(ARCHITECTURES))}")
+    if architecture(runner) not in TESTED and not untested:
+        reasons.append(
+            f"architecture {architecture(runner)}: not among those tested, which are {', '.join(sorted(TESTED))} "
+            "(--lazy-untested-model serves it if it passes the start-up probe)"
+        )
+    if (num_layers := len(list(attention_layers(runner.model)))) != config.num_hidden_layers:
+        reasons.append(f"attention in {num_layers} of {config.num_hidden_layers} layers: chunks hold no other state")
     # The blocks of mxfp8 have scales of their own.
     if runner.kv_cache_dtype not in (runner.dtype, *FP8) or runner.kv_cache_dtype_str == "mxfp8":
         reasons.append(
@@ -175,8 +195,9 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
     for attn, rope in attention_layers(model):
         shapes.add((attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim))
         properties = {
+            "layers without a rotary embedding: linked attention rotates the queries of all": rope is None,
             f"rotary embedding {type(rope).__name__}: its angles are not position times a fixed frequency": (
-                type(rope) not in INV_FREQ
+                rope is not None and type(rope) not in INV_FREQ
             ),
             f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: keys and values must have the same": (
                 attn.qk_head_dim != attn.v_head_dim

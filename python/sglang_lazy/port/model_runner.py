@@ -18,7 +18,7 @@ from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import layer_range
 from sglang_lazy.port.attention import with_link_path
-from sglang_lazy.port.compat import Unfit, unfit_flags, unfit_kernels, unfit_model
+from sglang_lazy.port.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.probe import check_rotation
 from sglang_lazy.port.probing import probing
@@ -52,7 +52,7 @@ def wrap_backend(factory: Callable) -> Callable:
 
 def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
     """The segment table of a `ModelRunner` whose model is loaded. Raises Unfit if chunks cannot be linked here."""
-    if reasons := unfit_flags(runner.server_args) + unfit_model(runner):
+    if reasons := unfit_flags(runner.server_args) + unfit_model(runner, untested=config.untested_model):
         raise Unfit(reasons)
     name = choose_kernels(config, runner)
     if reason := get_policy(config.default_link).unfit(server_traits(runner)):
@@ -62,6 +62,12 @@ def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
         check_rotation(runner.model, ropes, runner.model_config.hidden_size, runner.dtype)
     except ValueError as error:
         raise Unfit([str(error)]) from error
+    if architecture(runner) not in TESTED:
+        logger.warning(
+            "%s passed the start-up probe, but no test of sglang-lazy has served it: compare its answers with those "
+            "under link full (python -m sglang_lazy.verify)",
+            architecture(runner),
+        )
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in ropes}
     model = ServedModel(kv_buffers, ropes, get_implementation(name))
     get_policy(config.default_link).warm_up(model)

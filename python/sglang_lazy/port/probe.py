@@ -1,62 +1,80 @@
 """Start-up check that a model's queries and keys enter attention exactly as the rotation left them."""
 
+import inspect
 from types import SimpleNamespace
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sgl_kernel_lazy import rotate_queries
-from sglang_lazy.core.model import LayerRope
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN, LayerRope
+from sglang_lazy.port.rope import attention_modules
 
-POSITION = 1000
+POSITIONS = (1, 1000, 1 << 62)
+"""Where a layer is compared with itself at position 0; the last stands for the end of the context."""
 
 
 @torch.inference_mode()
-def rotation_error(module: torch.nn.Module, rope: LayerRope, hidden_size: int, dtype: torch.dtype) -> float:
-    """How far R(-m) is from taking q and k at position m back to position 0; relative, the worse of the two.
+def rotation_errors(
+    module: torch.nn.Module, rope: LayerRope, hidden_size: int, dtype: torch.dtype
+) -> list[tuple[int, float]]:
+    """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error.
 
-    module: an attention module of the model, run on one random hidden state at positions 0 and m, up to the call of
+    module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
         its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
+    Raises ValueError if more than q, k and v is given to attention.
     """
-    attn: RadixAttention = module.attn
-    device = rope.cos_sin_cache.device
+    attn, device = module.attn, rope.cos_sin_cache.device
     seen = {}
+    last = min(len(rope.cos_sin_cache) - MAX_PREAMBLE_LEN, len(module.rotary_emb.cos_sin_cache)) - 1
+    places = sorted({min(position, last) for position in POSITIONS})
 
-    def capture(q, k, v, *_args, **_kwargs):
-        seen["q"] = q.reshape(2, -1, attn.qk_head_dim).clone()
-        seen["k"] = k.reshape(2, -1, attn.qk_head_dim).clone()
-        return q.new_zeros(2, attn.tp_q_head_num * attn.v_head_dim)
+    def capture(q, k, v, forward_batch, save_kv_cache=True, **more):
+        if given := [name for name, value in more.items() if value is not None]:
+            raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
+        seen["q"] = q.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
+        seen["k"] = k.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
+        return q.new_zeros(len(q), attn.tp_q_head_num * attn.v_head_dim)
 
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(2, 1)
-    position = min(POSITION, len(rope.cos_sin_cache) - 1)
-    positions = torch.tensor([0, position], device=device)
+    hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(len(places) + 1, 1)
+    positions = torch.tensor([0, *places], device=device)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
+    arguments = dict(positions=positions, position_ids=positions, hidden_states=hidden, forward_batch=batch)
+    names = inspect.signature(module.forward).parameters
     # Without a KV pool of a known dtype, models store nothing while they rotate.
     pools = SimpleNamespace(token_to_kv_pool=SimpleNamespace(dtype=None), req_to_token_pool=None)
     attn.forward = capture
     try:
         with forward_context(ForwardContext(attn_backend=pools)):
-            module(positions=positions, hidden_states=hidden, forward_batch=batch)
+            module(**{name: value for name, value in arguments.items() if name in names})
     finally:
         del attn.forward
     errors = []
-    for rotated in seen.values():
-        back = rotate_queries(rotated[1], position, rope.cos_sin_cache, is_neox=rope.is_neox, inverse=True).double()
-        reference = rotated[0].double()
-        errors.append(((back - reference).norm() / reference.norm()).item())
-    return max(errors)
+    for row, position in enumerate(places, 1):
+        worst = 0.0
+        for rotated in seen.values():
+            back = rotate_queries(rotated[row], position, rope.cos_sin_cache, is_neox=rope.is_neox, inverse=True)
+            reference = rotated[0].double()
+            worst = max(worst, ((back.double() - reference).norm() / reference.norm()).item())
+        errors.append((position, worst))
+    return errors
 
 
 def check_rotation(model: torch.nn.Module, ropes: dict[int, LayerRope], hidden_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if something stands between the rotation and attention in the first layer of `model`."""
-    module = next(module for module in model.modules() if isinstance(getattr(module, "attn", None), RadixAttention))
-    error = rotation_error(module, ropes[module.attn.layer_id], hidden_size, dtype)
-    bound = 4 * torch.finfo(dtype).eps + 1e-4
-    if not error <= bound:
-        raise ValueError(
-            f"{type(module).__name__}: rotating a query back by its position does not give the query at position 0 "
-            f"(relative error {error:.2g}, at most {bound:.2g} expected)"
-        )
+    """Raise ValueError if something stands between the rotation and attention in a layer of `model`."""
+    for module in attention_modules(model):
+        name = f"{type(module).__name__} of layer {module.attn.layer_id}"
+        try:
+            errors = rotation_errors(module, ropes[module.attn.layer_id], hidden_size, dtype)
+        except Exception as error:
+            raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
+        for position, off in errors:
+            # The model's angles are products in fp32.
+            bound = 4 * torch.finfo(dtype).eps + 1e-4 + position * torch.finfo(torch.float32).eps
+            if not off <= bound:
+                raise ValueError(
+                    f"{name}: rotating a query or key back from position {position} does not give that of position 0 "
+                    f"(relative error {off:.2g}, at most {bound:.2g} expected)"
+                )

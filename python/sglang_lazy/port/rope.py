@@ -57,14 +57,17 @@ def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> Laye
     return ours
 
 
+def attention_modules(model: torch.nn.Module) -> Iterator[Any]:
+    """Each module of `model` that prepares queries and keys for an attention layer of its own."""
+    return (module for module in model.modules() if isinstance(getattr(module, "attn", None), RadixAttention))
+
+
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.nn.Module | None]]:
     """Each attention layer of `model` with the rotary embedding beside it, or None."""
     found = set()
-    for module in model.modules():
-        attn = getattr(module, "attn", None)
-        if isinstance(attn, RadixAttention):
-            found.add(attn)
-            yield attn, getattr(module, "rotary_emb", None)
+    for module in attention_modules(model):
+        found.add(module.attn)
+        yield module.attn, getattr(module, "rotary_emb", None)
     for module in model.modules():
         if isinstance(module, RadixAttention) and module not in found:
             yield module, None

@@ -22,6 +22,9 @@ class CachedTokens(int):
         self.chunk = chunk
         return self
 
+    def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
+        return int(self), self.chunk
+
     def __add__(self, other: int) -> "CachedTokens":
         return CachedTokens(int(self) + int(other), self.chunk + getattr(other, "chunk", 0))
 

@@ -1,12 +1,13 @@
-"""Tools for programs that start a server to try it out: a launcher, a client and a tiny model.
+"""Tools for programs that start a server to try it out: launchers, a client and a tiny model.
 
 The examples, the tests and the benchmarks use them. They need no file of the repository.
 """
 
 from sglang_lazy.testing.client import Client, Generation
+from sglang_lazy.testing.engine import EngineProcess
+from sglang_lazy.testing.processes import ServerError
 from sglang_lazy.testing.server import (
     CPU_OPTIONS,
-    ServerError,
     device_flags,
     device_options,
     log_tail,
@@ -16,6 +17,7 @@ from sglang_lazy.testing.server import (
 __all__ = [
     "CPU_OPTIONS",
     "Client",
+    "EngineProcess",
     "Generation",
     "ServerError",
     "device_flags",

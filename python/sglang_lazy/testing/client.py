@@ -6,7 +6,8 @@ import time
 
 import requests
 
-from sglang_lazy.testing.server import ServerError, wait_for
+from sglang_lazy.testing.processes import ServerError
+from sglang_lazy.testing.server import wait_for
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,9 +4,7 @@ import collections
 import contextlib
 import os
 import random
-import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +15,7 @@ import requests
 import torch
 from tqdm import tqdm
 
-from sglang_lazy.core.config import ENV_VAR
-
-
-class ServerError(RuntimeError):
-    """The server did not start, died or answered with an error."""
-
+from sglang_lazy.testing.processes import Process, ServerError, end, start
 
 CPU_OPTIONS: dict[str, Any] = {
     "device": "cpu",
@@ -73,30 +66,21 @@ def running_server(
     timeout: float = 300,
     usual: float = 30,
     environment: Mapping[str, str] | None = None,
+    as_command: bool = False,
 ) -> Iterator[str]:
     """Start a server on a free loopback port, yield its URL once it is healthy, stop it on the way out.
 
     log: file for the server's output.
     timeout, usual: seconds to wait at most, and seconds the progress bar expects.
     environment: variables for the server, over those of this process.
+    as_command: start it as a user would. Off GPUs it is otherwise forked, for speed, from a process that has imported
+        SGLang.
     """
     port, nccl_port = free_ports(2)
-    address = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port)]
-    command = [sys.executable, "-m", module, *address, *flags]
-    # Threads that spin while they wait would take a small machine's cores from the server's other processes.
-    variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **(environment or {})}
-    # An engine of ours asks for the plugin in all that its process starts; for a server its own module decides.
-    variables.pop(ENV_VAR, None)
+    arguments = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port), *flags]
+    environment = environment or {}
     with open(log, "wb") as output:
-        # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            start_new_session=True,
-        )
+        process = start(module, arguments, environment=environment, source=None, output=output, as_command=as_command)
     url = f"http://127.0.0.1:{port}"
     try:
         _wait_until_healthy(url, process, timeout, usual)
@@ -105,7 +89,7 @@ def running_server(
         _stop(process)
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen, timeout: float, usual: float) -> None:
+def _wait_until_healthy(url: str, process: Process, timeout: float, usual: float) -> None:
     start = time.monotonic()
     layout = "{desc} {bar:30} {n:.0f} s, usually about {total:.0f} s"
     with tqdm(total=usual, desc="starting the server", bar_format=layout, leave=False, disable=None) as bar:
@@ -121,17 +105,13 @@ def _wait_until_healthy(url: str, process: subprocess.Popen, timeout: float, usu
     raise ServerError(f"the server was not ready within {timeout:.0f} s")
 
 
-def _stop(process: subprocess.Popen) -> None:
-    """Kill the server's process group. Asked to end, SGLang takes ten seconds and more, to drain requests: nobody who
-    tried the server out has any left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _stop(process: Process) -> None:
+    end(process)
     if not wait_for(lambda: not _group_alive(process), timeout=5):
         print(f"the server's processes are still there: end them with `kill -9 -{process.pid}`", file=sys.stderr)
 
 
-def _group_alive(process: subprocess.Popen) -> bool:
+def _group_alive(process: Process) -> bool:
     try:
         os.killpg(process.pid, 0)
     except ProcessLookupError:

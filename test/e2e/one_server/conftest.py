@@ -20,8 +20,8 @@ def server_log(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def server(server_flags, server_log):
-    """URL of a server with chunk reuse."""
-    with running_server(server_flags, server_log) as url:
+    """URL of a server with chunk reuse, started as users start it."""
+    with running_server(server_flags, server_log, as_command=True) as url:
         yield url
 
 

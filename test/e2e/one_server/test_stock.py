@@ -10,15 +10,16 @@ from sglang_lazy.testing import Client, running_server
 
 
 @pytest.fixture
-def stock(server_flags, tmp_path, monkeypatch):
+def stock(server_flags, tmp_path):
     """URL of SGLang's own server."""
     # Off CUDA, stock SGLang imports a vLLM kernel that it never calls.
     package = tmp_path / "stand-in" / "vllm"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
     (package / "_custom_ops.py").write_text("rotary_embedding = None\n")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]))
-    with running_server(server_flags, tmp_path / "stock.log", module="sglang.launch_server") as url:
+    path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
+    how = dict(module="sglang.launch_server", environment={"PYTHONPATH": path})
+    with running_server(server_flags, tmp_path / "stock.log", **how) as url:
         assert "segments" not in requests.get(f"{url}/openapi.json", timeout=60).text, "the plugin is there"
         yield url
 

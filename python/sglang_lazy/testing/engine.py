@@ -1,0 +1,49 @@
+"""An `Engine` in a process of its own, which starts quicker than one in this process where that can be forked."""
+
+import socket
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sglang_lazy.testing.processes import ServerError, end, start
+
+HOST = "sglang_lazy.testing.engine_host"
+
+
+class EngineProcess:
+    """An engine, by the calls that tests make of it.  options: the arguments of `Engine`."""
+
+    def __init__(self, **options: Any):
+        ours, theirs = socket.socketpair()
+        with theirs:
+            assert sys.__stderr__ is not None
+            self.process = start(HOST, [], environment={}, source=theirs, output=sys.__stderr__)
+        self.calls = Connection(ours.detach())
+        try:
+            self._call("start", options)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def generate(self, **prompt: Any) -> Any:
+        """`Engine.generate`, without streams."""
+        return self._call("generate", prompt)
+
+    def flush_cache(self) -> None:
+        """Empty the cache, as soon as the last batch has wound up."""
+        self._call("flush_cache", {})
+
+    def shutdown(self) -> None:
+        self.calls.close()
+        end(self.process)
+
+    def _call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Raises what the call raised in the engine's process."""
+        try:
+            self.calls.send((name, arguments))
+            result = self.calls.recv()
+        except (EOFError, OSError) as error:
+            raise ServerError(f"the engine's process ended during {name}") from error
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -1,0 +1,148 @@
+"""A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET`.
+
+Importing SGLang takes each of a server's three processes about ten seconds of a core; forks of this one have done it.
+Otherwise a fork is what the command would be: its module runs as `__main__`, with the variables, folder and files that
+it was given. Processes that SGLang spawns there are forks, too, made before anything else ran, which then do what
+multiprocessing has new interpreters do.
+"""
+
+import contextlib
+import fcntl
+import multiprocessing.util
+import os
+import pickle
+import runpy
+import select
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from sglang_lazy.port.preload import preload
+
+MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
+NUM_SPARES = 2  # a server's scheduler and detokenizer; more are spawned
+MAX_FDS = 64
+
+
+class Job(NamedTuple):
+    """What a fork is to run. With it come three files: for its report, its input and its output."""
+
+    module: str
+    arguments: Sequence[str]
+    environment: dict[str, str]
+    folder: str
+
+
+def main() -> None:
+    if os.fork():
+        os._exit(0)  # Nobody's child: an engine that shuts down kills all descendants of its process.
+    control = socket.socket(fileno=int(sys.argv[1]))
+    preload()
+    control.send(b"ready")
+    serve(control)
+
+
+def serve(control: socket.socket) -> None:
+    """Fork for each job, whose report is two integers: process id and status. At the end of `control`, kill all."""
+    running: dict[int, tuple[int, int]] = {}  # by pidfd
+    while True:
+        for ready in select.select([control.fileno(), *running], [], [])[0]:
+            if ready in running:
+                pid, report = running.pop(ready)
+                os.write(report, struct.pack("i", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+                os.close(ready)
+                os.close(report)
+                continue
+            message, files, _, _ = socket.recv_fds(control, MESSAGE_BYTES, 3)
+            if not message:
+                for pid, _ in running.values():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                return
+            pid = os.fork()
+            if not pid:
+                control.close()
+                for pidfd, (_, report) in running.items():
+                    os.close(pidfd)
+                    os.close(report)
+                run(Job(*pickle.loads(message)), *files)
+            report, *others = files
+            for fd in others:
+                os.close(fd)
+            running[os.pidfd_open(pid)] = pid, report
+
+
+def run(job: Job, report: int, source: int, output: int) -> NoReturn:
+    """Be the process that `job` describes."""
+    os.setsid()
+    os.write(report, struct.pack("i", os.getpid()))  # not before: it is to name a process group
+    for fd, number in ((source, 0), (output, 1), (output, 2)):
+        os.dup2(fd, number)
+    for fd in (report, source, output):
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.chdir(job.folder)
+    sys.argv = [job.module, *job.arguments]
+    _spawn_from([Spare() for _ in range(NUM_SPARES)])
+    runpy.run_module(job.module, run_name="__main__", alter_sys=True)
+    sys.exit()
+
+
+class Spare:
+    """A fork of this process, for multiprocessing to use in place of a new interpreter."""
+
+    def __init__(self) -> None:
+        self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            self.socket.close()
+            _become_spawned(theirs)
+        theirs.close()
+
+    def start(self, code: str, fds: Sequence[int]) -> None:
+        """Have it run `code`, as `python -c` would, with copies of these files under the same numbers."""
+        socket.send_fds(self.socket, [pickle.dumps((code, list(fds), dict(os.environ)))], list(fds))
+        self.socket.close()
+
+
+def _become_spawned(server: socket.socket) -> NoReturn:
+    message, files, _, _ = socket.recv_fds(server, MESSAGE_BYTES, MAX_FDS)
+    server.close()
+    if not message:
+        os._exit(0)  # the server has ended
+    code, numbers, environment = pickle.loads(message)
+    # Out of the way first: the number that one came with may be the one that another has to have.
+    aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, 256) for fd in files]
+    for fd in files:
+        os.close(fd)
+    for fd, number in zip(aside, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["-c", "--multiprocessing-fork"]
+    exec(code, {})
+    sys.exit()
+
+
+def _spawn_from(spares: list[Spare]) -> None:
+    """Have multiprocessing use these when it spawns, while there are any."""
+    spawn = multiprocessing.util.spawnv_passfds
+
+    def spawnv_passfds(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
+        # Not where it would start something else: its resource tracker, or a tool that sets memory or cores.
+        if not spares or arguments[-1] != "--multiprocessing-fork" or os.fsdecode(path) != sys.executable:
+            return spawn(path, arguments, fds)
+        spare = spares.pop()
+        spare.start(arguments[-2], sorted(set(fds)))
+        return spare.pid
+
+    multiprocessing.util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Servers that are forked, not started as commands: forks are what the commands would be.
+
+`timeit` runs what it is given, once, and is a module that no server needs. `os._exit`, as an interpreter that has
+imported SGLang takes seconds to end.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+
+from sglang_lazy.testing import ServerError, running_server
+from sglang_lazy.testing.processes import start
+from sglang_lazy.testing.server import wait_for
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, nothing is forked")
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a program in a fork."""
+
+    def run(program, **environment):
+        with open(tmp_path / "output", "w+") as output:
+            arguments = ["-n", "1", "-r", "1", program]
+            process = start("timeit", arguments, environment=environment, source=None, output=output)
+            process.wait()
+            output.seek(0)
+            return process, output.read()
+
+    return run
+
+
+def test_a_fork_is_a_process_of_its_own(run, monkeypatch):
+    """With its own session and status. SGLang is imported, under the variables that are set now."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
+    told = "os.getpid(), os.getsid(0), sys.modules['sglang.srt.managers.scheduler'].TEST_RETRACT"
+    process, printed = run(f"import os, sys; print({told}, flush=True); os._exit(3)")
+    assert printed.split() == [str(process.pid), str(process.pid), "True"]
+    assert process.poll() == 3
+    assert run("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")[0].returncode == -signal.SIGTERM
+
+
+def test_a_fork_spawns_forks_and_then_interpreters(run, tmp_path):
+    """Two of the three have SGLang at once; all are children of the fork, with its variables and with their pipes."""
+    told = "import os, sys; sender.send((os.getpid(), os.getppid(), os.environ['LATE'], 'sglang' in sys.modules))"
+    program = f"""
+import multiprocessing, os
+spawn = multiprocessing.get_context("spawn")
+os.environ["LATE"] = "yes"
+for _ in range(3):
+    receiver, sender = spawn.Pipe(duplex=False)
+    child = spawn.Process(target=exec, args=({told!r} + "; os._exit(5)", dict(sender=sender)))
+    child.start()
+    pid, *others = receiver.recv()
+    child.join()
+    print(pid == child.pid, *others, child.exitcode, flush=True)
+os._exit(0)
+"""
+    process, printed = run(program)
+    lines = [line for line in printed.splitlines() if line.startswith("True")]
+    assert lines == [f"True {process.pid} yes {imported} 5" for imported in (True, True, False)], printed
+
+
+def test_a_server_that_does_not_start_is_reported(tmp_path):
+    with pytest.raises(ServerError, match="exited with status 2"), running_server([], tmp_path / "log"):
+        raise AssertionError("it has no model")
+    assert "--model-path" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_forks_end_with_the_process_that_asked_for_them():
+    """Even if that is killed: then their template, which is nobody's child, kills them."""
+    program = """
+import sys, time
+from sglang_lazy.testing.processes import start
+print(start("timeit", ["import time; time.sleep(600)"], environment={}, source=None, output=sys.stderr).pid, flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as starter:
+        fork = psutil.Process(int(starter.stdout.readline()))
+        os.kill(starter.pid, signal.SIGKILL)
+        assert wait_for(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE, timeout=60)

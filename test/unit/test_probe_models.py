@@ -1,0 +1,65 @@
+"""The start-up probe on attention layers of SGLang's own, of models that no CPU can serve."""
+
+import pytest
+import torch
+import transformers
+from sglang.srt import runtime_context
+from sglang.srt.models import bailing_moe, hunyuan, minimax_m2
+
+from oracle.models import MODELS
+from sglang_lazy.port.probe import check_rotation
+from sglang_lazy.port.rope import layer_ropes
+
+HIDDEN = 128
+
+
+@pytest.fixture(autouse=True)
+def one_rank(sglang_context):
+    one = runtime_context.get_parallel().override(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1)
+    with one, torch.compiler.set_stance("force_eager"):  # compilation would take half a minute
+        yield
+
+
+def check(layer):
+    """Probe the layer with random weights."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.uniform_(0.5, 1.5, generator=generator) if weight.dim() == 1 else weight.normal_(generator=generator)
+    model = torch.nn.ModuleList([layer])
+    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
+
+
+def test_minimax_m2(monkeypatch):
+    """Off GPUs only some CPUs have its norm over all heads."""
+    norm = minimax_m2.MiniMaxM2QKRMSNorm
+    monkeypatch.setattr(norm, "_forward_naive", norm._forward_cpu)
+    layer = minimax_m2.MiniMaxM2Attention(MODELS["minimax-m2"].config())
+    assert layer.rotary_emb.rotary_dim == 64 and layer.use_qk_norm
+    check(layer)
+
+
+@pytest.mark.parametrize("partial", [0.5, 1.0])
+@pytest.mark.parametrize("use_qk_norm", [True, False])
+def test_bailing_moe(partial, use_qk_norm):
+    """Ling 1 and 2; transformers has no such model."""
+    config = transformers.PretrainedConfig(
+        hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, head_dim=32, use_qk_norm=use_qk_norm,
+        use_bias=False, use_qkv_bias=False, rms_norm_eps=1e-6, max_position_embeddings=2048,
+        partial_rotary_factor=partial, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )  # fmt: skip
+    check(bailing_moe.BailingMoEAttention(config))
+
+
+@pytest.mark.parametrize("use_qk_norm", [True, False])
+def test_hunyuan(use_qk_norm):
+    """Its norms stand behind the rotation."""
+    config = transformers.PretrainedConfig(
+        hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, head_dim=32, use_qk_norm=use_qk_norm,
+        rms_norm_eps=1e-6,
+    )  # fmt: skip
+    layer = hunyuan.HunYuanAttention(config, HIDDEN, 4, 2, layer_id=0)
+    if not use_qk_norm:
+        return check(layer)
+    with pytest.raises(ValueError, match="HunYuanAttention of layer 0: rotating a query or key back"):
+        check(layer)
