@@ -27,7 +27,7 @@ from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.host_pool import CpuHostPool
 from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.port.storage import StoredHiRadixCache
-from sglang_lazy.port.storage_report import StorageReport
+from sglang_lazy.port.tier_report import StorageReport
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
