@@ -10,7 +10,6 @@ from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
 from sglang.srt.server_args import ServerArgs
 
-from fakes.streams import late_transfers
 from sglang_lazy.port import plugin
 
 
@@ -27,7 +26,6 @@ def published(device: str = "cpu") -> Iterator[None]:
             mock.patch.object(parallel_state, "_TP", group),
             mock.patch.object(torch.distributed, "get_world_size", lambda group=None: 1),
             runtime_context.get_parallel().override(tp_rank=0, attn_cp_size=1),
-            late_transfers(),
         ):
             yield
     finally:

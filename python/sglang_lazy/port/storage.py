@@ -29,11 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class Fetch(NamedTuple):
-    """A chunk that has been asked of storage, the slots of the host for it, and when it was asked for."""
+    """A chunk that has been asked of storage, the slots of the host for it, when it was asked for, and for how many
+    seconds requests wait for it."""
 
     chunk: ChunkSlice
     slots: torch.Tensor
     asked_at: float
+    patience: float
 
 
 class StoredHiRadixCache(LazyHiRadixCache):
@@ -96,14 +98,14 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if slots is None:
             return False
         self._num_fetching += len(slots)
-        self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock())
+        self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock(), self._patience())
         self.objects.start_read(self._name(chunk.key), slots, chunk.key)
         return True
 
-    def _patience(self, num_tokens: int) -> float:
-        """For how many seconds a request waits for a chunk."""
+    def _patience(self) -> float:
+        """For how many seconds requests wait for a chunk that is being asked for. Others are read before it."""
         limits = self.prefetch_timeout_config
-        linear = min(limits.max, limits.base + limits.per_ki_token * num_tokens / 1024)
+        linear = min(limits.max, limits.base + limits.per_ki_token * self._num_fetching / 1024)
         return {"best_effort": 0.0, "timeout": linear, "wait_complete": math.inf}[self.prefetch_stop_policy]
 
     def check_hicache_events(self) -> None:
@@ -141,9 +143,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
     def _stop_waiting(self) -> None:
         """Let requests that have waited for long enough, on any tensor-parallel rank, compute their chunks."""
         now, fetches = self.clock(), list(self.store.fetching.items())
-        waits = torch.tensor(
-            [now - fetch.asked_at < self._patience(len(fetch.slots)) for _, fetch in fetches], dtype=torch.int64
-        )
+        waits = torch.tensor([now - fetch.asked_at < fetch.patience for _, fetch in fetches], dtype=torch.int64)
         self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
         for (key, fetch), still in zip(fetches, waits.tolist(), strict=True):
             if not still:
