@@ -20,6 +20,12 @@ from sglang_lazy.testing.server import wait_for
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, nothing is forked")
 
 
+@pytest.fixture(autouse=True)
+def variable(monkeypatch):
+    """One that SGLang reads when it is imported."""
+    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
+
+
 @pytest.fixture
 def run(tmp_path):
     """Runs a program in a fork."""
@@ -35,9 +41,8 @@ def run(tmp_path):
     return run
 
 
-def test_a_fork_is_a_process_of_its_own(run, monkeypatch):
+def test_a_fork_is_a_process_of_its_own(run):
     """With its own session and status. SGLang is imported, under the variables that are set now."""
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
     told = "os.getpid(), os.getsid(0), sys.modules['sglang.srt.managers.scheduler'].TEST_RETRACT"
     process, printed = run(f"import os, sys; print({told}, flush=True); os._exit(3)")
     assert printed.split() == [str(process.pid), str(process.pid), "True"]

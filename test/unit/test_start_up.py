@@ -47,11 +47,12 @@ def test_a_model_that_fits_is_linked(fits, monkeypatch):
 
 
 def test_an_untested_model_is_served_with_a_warning(fits, monkeypatch, caplog):
-    start(fits, monkeypatch)
-    assert not caplog.text
-    fits.model_config.hf_config.architectures = ["NewForCausalLM"]
-    del fits.req_to_token_pool.segment_table
-    start(fits, monkeypatch, untested_model=True)
+    with caplog.at_level(logging.WARNING):
+        start(fits, monkeypatch)
+        assert not caplog.text
+        fits.model_config.hf_config.architectures = ["NewForCausalLM"]
+        del fits.req_to_token_pool.segment_table
+        start(fits, monkeypatch, untested_model=True)
     assert "NewForCausalLM passed the start-up probe, but no test" in caplog.text
 
 
