@@ -39,7 +39,7 @@ _current = MAIN
 class Event:
     """Asked whether it has come, it lets its stream go on by one step: what nobody waits for comes at some time."""
 
-    def __init__(self, enable_timing: bool = False):
+    def __init__(self):
         self._stream, self._done = MAIN, True
 
     def record(self) -> None:
@@ -60,9 +60,6 @@ class Event:
 
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)
-
-    def elapsed_time(self, _end: "Event") -> float:
-        return 0.0
 
 
 @contextlib.contextmanager
