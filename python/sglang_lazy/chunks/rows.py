@@ -109,6 +109,8 @@ class RowCache:
             row.used = True
             for node in (*row.chunks.nodes, *row.spans):
                 self.tree.use(node, req.priority or 0)
+            if state.probe is None:
+                self.store.count_use(state.prompt.chunks, state.reused)
 
     def publish(self, req: Any, row_len: int, chunked: bool) -> None:
         """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.

@@ -3,16 +3,18 @@
 import dataclasses
 import enum
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_lazy.chunks.catalog import CachedChunk, Catalog
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.keys import ChunkKey, chunk_id
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
@@ -35,18 +37,6 @@ class ChunkState(enum.Enum):
     HOST = enum.auto()
     LOADING = enum.auto()
     RESIDENT = enum.auto()
-
-
-@dataclasses.dataclass
-class CachedChunk:
-    """node: where the chunk ends in the tree.
-    segment_ids: by the ranges of it that prompts keep.
-    scores: float32 [num_tokens], what a policy has measured of its tokens.
-    """
-
-    node: Node
-    segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
-    scores: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +72,7 @@ class ChunkStore:
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
+        self.catalog = Catalog(self._state_of)
 
     # Chunks
 
@@ -92,9 +83,19 @@ class ChunkStore:
             return ChunkState.FETCHING
         if node is None:
             return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
+        return self._state_at(node)
+
+    def _state_at(self, node: Node) -> ChunkState:
         if node.evicted:
             return ChunkState.HOST
         return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
+
+    def _state_of(self, chunk: CachedChunk) -> str:
+        if chunk.node is not None:
+            return self._state_at(chunk.node).name.lower()
+        if chunk.key in self.fetching:
+            return "fetching"
+        return "pending" if chunk.key in self.pending else "missing"
 
     def find(self, chunk: ChunkSlice) -> Node | None:
         """The node where the needed part of `chunk` ends, None if that is not cached. Makes it recent.
@@ -123,8 +124,10 @@ class ChunkStore:
     def adopt(self, chunk: ChunkSlice, node: Node) -> None:
         """All of `chunk` is in the tree; it ends at `node`."""
         if chunk.key not in self._cached:
-            self._cached[chunk.key] = CachedChunk(node)
+            cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
+            self._cached[chunk.key] = cached
             self._keys_by_node[node.id] = chunk.key
+            self.catalog.add(cached)
 
     def key_at(self, node: Node) -> ChunkKey | None:
         """The chunk that ends at `node`, None if none does."""
@@ -168,6 +171,52 @@ class ChunkStore:
         if cached is None or cached.scores is None:
             return None
         return cached.scores[chunk.indices]
+
+    # Reports
+
+    def count_use(self, chunks: Sequence[ChunkSlice], reused: Sequence[bool]) -> None:
+        """A prompt with these chunks begins to run; `reused`: which of them it found cached."""
+        now = time.time()
+        for chunk, hit in zip(chunks, reused, strict=True):
+            cached = self._cached.get(chunk.key)
+            if cached is not None:
+                cached.hits += hit
+                cached.last_use = now
+
+    def under_way(self) -> list[CachedChunk]:
+        """The chunks that are not cached yet: those that fills compute, and those that storage is asked for."""
+        filled = (
+            (key, chunk) for req in set(self.pending.values()) for chunk in req.lazy.chunks for key in [chunk.key]
+        )
+        chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in self.fetching.items()))}
+        return [
+            CachedChunk(key, None, chunk.num_tokens, -1 - i, 0.0)
+            for i, (key, chunk) in enumerate(chunks.items())
+            if key not in self._cached
+        ]
+
+    def described(self, chunk: CachedChunk) -> dict[str, Any]:
+        """What a list says of a chunk, but for its namespace: see `docs/chunks.md`."""
+        node = chunk.node
+        return {
+            "id": chunk_id(chunk.key.tokens),
+            "digest": chunk.key.tokens.hex(),
+            "tokens": chunk.num_tokens,
+            "state": self._state_of(chunk),
+            "tiers": [
+                tier
+                for tier, held in (
+                    ("device", node is not None and not node.evicted),
+                    ("host", node is not None and node.backuped),
+                )
+                if held
+            ],
+            "hits": chunk.hits,
+            "users": 0 if node is None else node.lock_ref - chunk.pinned,
+            "pinned": chunk.pinned,
+            "last_use": chunk.last_use or None,
+            "preamble": chunk.key.namespace.variant is not None,
+        }
 
     # Locks
 
@@ -264,7 +313,7 @@ class ChunkStore:
         """`leaf` has left the tree."""
         key = self._keys_by_node.pop(leaf.id, None)
         if key is not None:
-            del self._cached[key]
+            self.catalog.remove(self._cached.pop(key))
 
     def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
         """The numbers now. num_locked_tokens: the tree's own count."""

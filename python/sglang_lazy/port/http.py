@@ -12,6 +12,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.port.chunk_routes import add_routes
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.messages import MessagesRequest, Refused
 from sglang_lazy.port.protocol import extend_protocol
@@ -158,6 +159,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     _replace_route(app, "/v1/messages", messages)
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
+    add_routes(app)
     app.openapi_schema = None
 
 

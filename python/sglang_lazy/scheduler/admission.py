@@ -28,6 +28,7 @@ from sglang_lazy.core.state import (
     stand_in,
 )
 from sglang_lazy.scheduler.arrival import Arrival
+from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.producer import Producer
 
 
@@ -53,6 +54,7 @@ class ChunkAdmission:
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
         self.max_growth = max_growth
+        self.control = ChunkControl(self.store)
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False

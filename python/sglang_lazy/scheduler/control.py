@@ -1,0 +1,49 @@
+"""What the scheduler answers to the routes about chunks."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.store import ChunkStore
+
+
+class ChunkControl:
+    """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message."""
+
+    def __init__(self, store: ChunkStore):
+        self.store = store
+
+    def handle(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one message. `arguments` have been checked by the process that sent it."""
+        return {"page": self.page, "get": self.get}[verb](**arguments)
+
+    def page(
+        self,
+        tenant: str | None,
+        everybody: bool,
+        sort: str,
+        descending: bool,
+        limit: int,
+        after: tuple[float, int] | None,
+        filters: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """One page of chunks, each with what it is sorted by, and the number of all of them."""
+        more = self.store.under_way()
+        total, chunks, values = self.store.catalog.page(
+            tenant, everybody, sort, descending, limit, after, filters, more
+        )
+        places = [(value, chunk.serial) for value, chunk in zip(values, chunks, strict=True)]
+        return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
+
+    def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
+        """The chunks of a tenant with this id."""
+        chunks = self.store.catalog.find(tenant, prefix, self.store.under_way())
+        return {"chunks": [self._described(chunk) for chunk in chunks]}
+
+    def _described(self, chunk: CachedChunk) -> dict[str, Any]:
+        described = self.store.described(chunk)
+        described["cache_salt"] = chunk.key.namespace.cache_salt
+        if chunk.last_use:
+            described["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
+        return described

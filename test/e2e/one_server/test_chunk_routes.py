@@ -1,0 +1,49 @@
+"""`/chunks` on a running server: what it lists, to whom, and what it refuses."""
+
+import requests
+from http_prompts import chunk, generate, text
+
+DOCUMENT = "A mill stood where the two rivers meet, until the flood of 1784 carried it away."
+
+
+def get(url, path="", salt=None, **query):
+    headers = {} if salt is None else {"X-Cache-Salt": salt}
+    return requests.get(f"{url}/chunks{path}", params=query, headers=headers, timeout=60)
+
+
+def ask(url, document, **body):
+    answer = generate(url, segments=[text("Read: "), chunk(document), text(" When?")], **body)
+    return answer["meta_info"]["chunks"][0]
+
+
+def test_a_prompt_s_chunk_is_listed(server):
+    first = ask(server, DOCUMENT, cache_salt="listing")
+    assert not first["hit"] and ask(server, DOCUMENT, cache_salt="listing")["hit"]
+    page = get(server, cache_salt="listing").json()
+    assert page["total"] == 1 and page["next"] is None
+    (listed,) = page["chunks"]
+    assert (listed["id"], listed["tokens"], listed["hits"]) == (first["id"], first["tokens"], 1)
+    assert (listed["state"], listed["tiers"], listed["cache_salt"]) == ("resident", ["device"], "listing")
+    assert get(server, salt="listing").json()["total"] == 1
+    (same,) = get(server, f"/{first['id']}", salt="listing").json()["chunks"]
+    assert same["digest"] == listed["digest"]
+
+
+def test_others_do_not_see_it(server):
+    mine = ask(server, DOCUMENT, cache_salt="mine")
+    for salt in (None, "other", "min", "mine2"):
+        ids = [c["id"] for c in get(server, salt=salt, limit=1000).json()["chunks"]]
+        assert salt is None or ids == []
+        response = get(server, f"/{mine['id']}", salt=salt)
+        if salt is not None:
+            assert response.status_code == 404 and mine["id"] in response.text
+    unknown = get(server, "/" + "0" * 16, salt="other")
+    assert unknown.status_code == 404
+
+
+def test_what_is_refused(server):
+    assert get(server, sort="size").status_code == 400
+    assert get(server, limit=0).status_code == 400
+    assert get(server, "/short").status_code == 400
+    assert get(server, salt="a", cache_salt="b").status_code == 400
+    assert get(server, all="true").status_code == 403
