@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from fakes.loop import QUESTION, A, B, C, Loop
-from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.keys import ChunkKey, chunk_id, tokens_digest
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, merged_page
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -137,3 +137,83 @@ def test_a_flush_empties_the_list():
     loop.warm(A)
     loop.pools.flush()
     assert listed(loop)["total"] == 0
+
+
+def deleted(loop, *ids, tenant=None):
+    answer = loop.admission.control.handle("delete", {"tenant": tenant, "ids": list(ids)})
+    return [(one["id"], one["state"]) for one in answer["affected"]], [one["id"] for one in answer["skipped"]]
+
+
+@pytest.mark.parametrize("host_size", [0, 60])
+def test_a_deleted_chunk_is_computed_anew(host_size):
+    loop = Loop(host_size=host_size)
+    loop.warm(A, B)
+    free = loop.pools.slots.available_size()
+    assert deleted(loop, id_of(A), "0" * 16) == ([(id_of(A), "deleted")], ["0" * 16])
+    loop.pools.check()
+    assert loop.pools.slots.available_size() == free + 4
+    assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(B)]
+    req = loop.submit([A, B, QUESTION], "after")
+    loop.run()
+    assert loop.counts(req)[1:] == (4, 0b10)
+
+
+def test_a_deleted_chunk_on_the_host_leaves_it():
+    loop = Loop(pool_size=14, host_size=60)
+    loop.warm(A, B, C)
+    assert {c["id"]: c["state"] for c in listed(loop)["chunks"]}[id_of(A)] == "host"
+    free = loop.tree_cache.token_to_kv_pool_host.available_size()
+    assert deleted(loop, id_of(A)) == ([(id_of(A), "deleted")], [])
+    assert loop.tree_cache.token_to_kv_pool_host.available_size() == free + 4
+    loop.pools.check()
+
+
+def test_what_a_request_holds_is_gone_when_it_ends():
+    loop = Loop()
+    req = loop.submit([A, QUESTION], "running", max_new_tokens=3)
+    while not loop.running_batch.reqs:
+        loop.step()
+    assert deleted(loop, id_of(A)) == ([(id_of(A), "in use")], [])
+    assert loop.resident(req) == [True]
+    loop.run()
+    loop.step()
+    assert listed(loop)["total"] == 0 and loop.resident(req) == [False]
+
+
+def test_a_longer_chunk_keeps_its_beginning():
+    longer = (True, (*A[1], 7, 7))
+    loop = Loop()
+    loop.warm(A, longer)
+    assert deleted(loop, id_of(A))[0] == [(id_of(A), "deleted")]
+    assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(longer)]
+    assert deleted(loop, id_of(longer))[0] == [(id_of(longer), "deleted")]
+    assert not [key for _, key, _ in loop.pools.nodes() if getattr(key, "kind", None) == "chunk"]
+
+
+def test_nobody_deletes_what_is_another_tenant_s():
+    loop = Loop()
+    loop.warm(A)
+    assert deleted(loop, id_of(A), tenant="a") == ([], [id_of(A)])
+    assert listed(loop)["total"] == 1
+
+
+def test_an_ambiguous_id_is_left_alone():
+    """Two texts whose digests begin alike: the id that they share names neither, all digits do."""
+    loop = Loop()
+    digests = {tuple(A[1]): b"same id." + b"a" * 24, tuple(B[1]): b"same id." + b"b" * 24}
+    nodes = {}
+    for chunk in (A, B):
+        loop.warm(chunk)
+    for key, cached in list(loop.store._cached.items()):
+        tokens = next(tuple(node.key.token_ids) for node, _, _ in loop.pools.nodes() if node is cached.node)
+        nodes[tokens] = cached.node
+        loop.store.forget(cached.node)
+        forged = ChunkKey(digests[tokens], key.namespace)
+        other = loop.store.catalog.new(forged, nodes[tokens], 4, 0.0)
+        loop.store._cached[forged] = other
+        loop.store._keys_by_node[nodes[tokens].id] = forged
+        loop.store.catalog.add(other)
+    shared = b"same id.".hex()
+    assert deleted(loop, shared) == ([], [shared])
+    assert deleted(loop, shared + "61") == ([(shared + "61", "deleted")], [])
+    assert [chunk["digest"] for chunk in listed(loop)["chunks"]] == [digests[tuple(B[1])].hex()]

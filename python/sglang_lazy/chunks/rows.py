@@ -42,6 +42,11 @@ class RowCache:
         """Give slots that no node owns back to the pool."""
         self.allocator.free(slots)
 
+    def sweep(self) -> None:
+        """Free what has been deleted and is not held any more."""
+        if slots := self.store.sweep():
+            self.free(torch.cat(slots))
+
     # Linked requests
 
     def match(self, req: Any, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:

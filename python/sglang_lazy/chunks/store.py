@@ -73,6 +73,7 @@ class ChunkStore:
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
         self.catalog = Catalog(self._state_of)
+        self._deleted: dict[ChunkKey, CachedChunk] = {}
 
     # Chunks
 
@@ -309,11 +310,39 @@ class ChunkStore:
         self.num_evicted_leaves += len(slots)
         return slots
 
-    def forget(self, leaf: Node) -> None:
-        """`leaf` has left the tree."""
-        key = self._keys_by_node.pop(leaf.id, None)
+    def forget(self, node: Node) -> None:
+        """`node` has left the tree, or the chunk that ended there is not known any more."""
+        key = self._keys_by_node.pop(node.id, None)
         if key is not None:
-            self.catalog.remove(self._cached.pop(key))
+            chunk = self._cached.pop(key)
+            chunk.node = None
+            self.catalog.remove(chunk)
+
+    # Deletion
+
+    def delete(self, chunk: CachedChunk) -> None:
+        """Have the next sweep take a chunk out of the tree, or the first one after nobody holds it any more."""
+        self._deleted[chunk.key] = chunk
+
+    def sweep(self) -> list[torch.Tensor]:
+        """Take deleted chunks that nobody holds off the device and the host; returns their slots, to be freed.
+
+        What other chunks begin with stays, as part of those.
+        """
+        slots: list[torch.Tensor] = []
+        for key, chunk in list(self._deleted.items()):
+            node = chunk.node
+            if node is not None and (node.lock_ref or node.host_ref_counter):
+                continue
+            del self._deleted[key]
+            if node is None:
+                continue
+            self.forget(node)
+            while self.tree.discardable(node) and node.id not in self._keys_by_node:
+                parent = node.parent
+                slots += self.tree.discard(node)
+                node = parent
+        return slots
 
     def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
         """The numbers now. num_locked_tokens: the tree's own count."""

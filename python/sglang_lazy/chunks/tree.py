@@ -9,9 +9,9 @@ import torch
 from sglang_lazy.core.prompt import ChunkSlice
 
 Node = Any
-"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, and where its KV is:
-`evicted` means that it has no slots of the device, `backuped` that the host has a copy. With neither it has left the
-tree.
+"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, `host_ref_counter`
+(what reads its copy on the host), and where its KV is: `evicted` means that it has no slots of the device, `backuped`
+that the host has a copy. With neither it has left the tree.
 """
 
 
@@ -69,6 +69,13 @@ class Tree(Protocol):
 
         It leaves the tree unless the host has a copy.
         """
+
+    def discardable(self, node: Node) -> bool:
+        """Whether nothing depends on `node`: it is a leaf in all tiers, and neither locked nor being copied."""
+
+    def discard(self, node: Node) -> list[torch.Tensor]:
+        """Take a discardable node out of the tree and off the host; returns the slots of the device that it had, which
+        are the caller's to free."""
 
     def load(self, node: Node) -> bool:
         """Give `node`, and nodes above it that have none, slots, and have their KV copied from the host before the next

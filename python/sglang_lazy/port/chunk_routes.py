@@ -80,8 +80,32 @@ async def get_chunk(request: Request, chunk_id: str, cache_salt: str | None = No
     return {"chunks": chunks}
 
 
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete_chunk(request: Request, chunk_id: str, cache_salt: str | None = None) -> dict[str, Any]:
+    """Take the KV of a chunk out of the cache; if requests hold it, when they have ended ("state": "in use").
+
+        {"requested": 1, "affected": [{"id": "9f0c…", "state": "deleted"}], "skipped": []}
+
+    What a longer chunk begins with stays with that one, and so does what has been written to storage.
+    """
+    try:
+        tenant = check_cache_salt(salt_of(cache_salt, request.headers.get(SALT_HEADER)))
+        answers = await ask(_manager(), "delete", tenant=tenant, ids=[check_id(chunk_id)])
+    except ValueError as error:
+        raise _refused(error) from None
+    affected = [state for answer in answers for state in answer["affected"]]
+    skipped = [skip for answer in answers for skip in answer["skipped"]]
+    if ambiguous := [skip for skip in skipped if skip["reason"] != "unknown"]:
+        raise _refused(ValueError(f"chunk {chunk_id}: {ambiguous[0]['reason']}"), HTTPStatus.CONFLICT)
+    if not affected:
+        raise _refused(ValueError(f"chunk {chunk_id} is unknown"), HTTPStatus.NOT_FOUND)
+    in_use = [state for state in affected if state["state"] == "in use"]
+    return {"requested": 1, "affected": (in_use or affected)[:1], "skipped": []}
+
+
 def add_routes(app: Any) -> None:
     """Serve them, once."""
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
         app.get(CHUNKS_ROUTE)(list_chunks)
         app.get(CHUNKS_ROUTE + "/{chunk_id}")(get_chunk)
+        app.delete(CHUNKS_ROUTE + "/{chunk_id}")(delete_chunk)

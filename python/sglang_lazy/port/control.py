@@ -14,14 +14,14 @@ from sglang_lazy.port.hooks import Hook
 _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 
-class ChunksReqInput(BaseReq, kw_only=True):
+class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """verb: a method of `ChunkControl`.  arguments: its keywords."""
 
     verb: str
     arguments: PickleWrapper | dict[str, Any]
 
 
-class ChunksReqOutput(BaseReq, kw_only=True):
+class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """answer: None from a scheduler that serves without chunk reuse."""
 
     answer: PickleWrapper | dict[str, Any] | None

@@ -54,7 +54,7 @@ class ChunkAdmission:
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
         self.max_growth = max_growth
-        self.control = ChunkControl(self.store)
+        self.control = ChunkControl(rows)
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False
@@ -216,6 +216,7 @@ class ChunkAdmission:
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
         self.producer.reconcile()
+        self.rows.sweep()
 
     def revoke_newest(self) -> bool:
         """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""

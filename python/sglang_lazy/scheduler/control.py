@@ -1,22 +1,23 @@
 """What the scheduler answers to the routes about chunks."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
-from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.chunks.rows import RowCache
 
 
 class ChunkControl:
     """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message."""
 
-    def __init__(self, store: ChunkStore):
-        self.store = store
+    def __init__(self, rows: RowCache):
+        self.rows, self.store = rows, rows.store
 
     def handle(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one message. `arguments` have been checked by the process that sent it."""
-        return {"page": self.page, "get": self.get}[verb](**arguments)
+        verbs: dict[str, Callable[..., dict[str, Any]]] = {"page": self.page, "get": self.get, "delete": self.delete}
+        return verbs[verb](**arguments)
 
     def page(
         self,
@@ -40,6 +41,27 @@ class ChunkControl:
         """The chunks of a tenant with this id."""
         chunks = self.store.catalog.find(tenant, prefix, self.store.under_way())
         return {"chunks": [self._described(chunk) for chunk in chunks]}
+
+    def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
+        """Take chunks out of the cache, those that requests hold when they are released.
+
+        An id that begins several digests is left alone.
+        """
+        affected, skipped = {}, []
+        for prefix in ids:
+            chunks = self.store.catalog.find(tenant, prefix)
+            if not chunks:
+                skipped.append({"id": prefix, "reason": "unknown"})
+            elif len({chunk.key.tokens for chunk in chunks}) > 1:
+                skipped.append({"id": prefix, "reason": "ambiguous: give more digits of the digest"})
+            else:
+                for chunk in chunks:
+                    self.store.delete(chunk)
+                affected[prefix] = chunks
+        self.rows.sweep()
+        gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}
+        states = [{"id": prefix, "state": "deleted" if done else "in use"} for prefix, done in gone.items()]
+        return {"affected": states, "skipped": skipped}
 
     def _described(self, chunk: CachedChunk) -> dict[str, Any]:
         described = self.store.described(chunk)

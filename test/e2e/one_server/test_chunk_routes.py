@@ -47,3 +47,18 @@ def test_what_is_refused(server):
     assert get(server, "/short").status_code == 400
     assert get(server, salt="a", cache_salt="b").status_code == 400
     assert get(server, all="true").status_code == 403
+
+
+def test_a_deleted_chunk_is_computed_anew(server):
+    first = ask(server, DOCUMENT, cache_salt="deleting")
+    for salt, status in (("other", 404), ("deleting", 200), ("deleting", 404)):
+        headers = {"X-Cache-Salt": salt}
+        response = requests.delete(f"{server}/chunks/{first['id']}", headers=headers, timeout=60)
+        assert response.status_code == status, response.text
+        if status == 200:
+            assert response.json() == {
+                "requested": 1,
+                "affected": [{"id": first["id"], "state": "deleted"}],
+                "skipped": [],
+            }
+    assert not ask(server, DOCUMENT, cache_salt="deleting")["hit"]
