@@ -1,17 +1,26 @@
 """Routes that show a tenant its chunks."""
 
+import asyncio
+import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import HTTPException, Query, Request
+from fastapi import HTTPException, Query, Request, Response
+from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
+from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.port.control import ask
 from sglang_lazy.serving.chunk_lists import DEFAULT_LIMIT, check_id, list_arguments, merged_page
-from sglang_lazy.serving.requests import SALT_HEADER, check_cache_salt, salt_of
+from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
+from sglang_lazy.serving.requests import SALT_HEADER, check_cache_salt, salt_of, with_layout
 
 CHUNKS_ROUTE = "/chunks"
+
+logger = logging.getLogger(__name__)
 
 
 def _manager() -> Any:
@@ -103,9 +112,67 @@ async def delete_chunk(request: Request, chunk_id: str, cache_salt: str | None =
     return {"requested": 1, "affected": (in_use or affected)[:1], "skipped": []}
 
 
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def register_chunks(request: Request) -> Response:
+    """Compute chunks ahead of use.
+
+        {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true}
+
+    Answers with 202 and `{"requested": 2, "accepted": [ids], "skipped": []}` while they are computed: `GET
+    /chunks/{id}` says how far each is. With `wait`, when that is done, with 200 and `affected` in place of `accepted`;
+    `skipped` names those that could not be computed, and why.
+    """
+    manager = _manager()
+    try:
+        try:
+            body = await request.json()
+        except ValueError:
+            raise ValueError("the body is no JSON") from None
+        salt = salt_of(body.get("cache_salt") if isinstance(body, dict) else None, request.headers.get(SALT_HEADER))
+        chunks, link = parse_registration(manager, body, salt)
+        await ask(manager, "get", tenant=salt, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
+    except ValueError as error:
+        raise _refused(error) from None
+
+    async def run(tokens: Sequence[int]) -> None:
+        input_ids, layout = prompt_for(tokens, link, salt)
+        params = with_layout({"temperature": 0, "max_new_tokens": 1}, layout, manager)
+        one = GenerateReqInput(input_ids=input_ids, sampling_params=params, log_metrics=False)
+        async for _ in manager.generate_request(one):
+            pass
+
+    requested = len(chunks)
+    chunks = list({tuple(tokens): tokens for tokens in chunks}.values())
+    work = asyncio.ensure_future(compute(chunks, run))
+    if body.get("wait"):
+        affected, skipped = await asyncio.shield(work)
+        return ORJSONResponse({"requested": requested, "affected": affected, "skipped": skipped})
+    _under_way.add(work)
+    work.add_done_callback(_end)
+    accepted = [chunk_id(tokens_digest(tokens)) for tokens in chunks]
+    answer = {"requested": requested, "accepted": accepted, "skipped": []}
+    return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED)
+
+
+_under_way: set[asyncio.Future] = set()
+"""Registrations that nobody waits for: an event loop alone would not keep them."""
+
+
+def _end(work: asyncio.Future) -> None:
+    _under_way.discard(work)
+    if work.cancelled():
+        return
+    if work.exception() is not None:
+        logger.error("sglang-lazy: a registration of chunks failed", exc_info=work.exception())
+        return
+    for skip in work.result()[1]:
+        logger.warning("sglang-lazy: chunk %s could not be registered: %s", skip["id"], skip["reason"])
+
+
 def add_routes(app: Any) -> None:
     """Serve them, once."""
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
         app.get(CHUNKS_ROUTE)(list_chunks)
+        app.post(CHUNKS_ROUTE)(register_chunks)
         app.get(CHUNKS_ROUTE + "/{chunk_id}")(get_chunk)
         app.delete(CHUNKS_ROUTE + "/{chunk_id}")(delete_chunk)

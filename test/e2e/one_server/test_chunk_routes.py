@@ -1,5 +1,7 @@
 """`/chunks` on a running server: what it lists, to whom, and what it refuses."""
 
+import time
+
 import requests
 from http_prompts import chunk, generate, text
 
@@ -62,3 +64,54 @@ def test_a_deleted_chunk_is_computed_anew(server):
                 "skipped": [],
             }
     assert not ask(server, DOCUMENT, cache_salt="deleting")["hit"]
+
+
+def register(url, *chunks, salt=None, **body):
+    headers = {} if salt is None else {"X-Cache-Salt": salt}
+    return requests.post(f"{url}/chunks", json={"chunks": list(chunks), **body}, headers=headers, timeout=60)
+
+
+def test_a_registered_chunk_is_found_by_prompts(server):
+    response = register(server, DOCUMENT, {"input_ids": [7, 8, 9]}, salt="ahead", wait=True)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert answer["requested"] == 2 and len(answer["affected"]) == 2 and answer["skipped"] == []
+    assert {one["id"] for one in get(server, salt="ahead").json()["chunks"]} == set(answer["affected"])
+    used = ask(server, DOCUMENT, cache_salt="ahead")
+    assert used["hit"] and used["id"] == answer["affected"][0]
+    assert not ask(server, DOCUMENT, cache_salt="ahead of others")["hit"]
+    assert not ask(server, DOCUMENT, cache_salt="ahead", link="base")["hit"]
+    assert register(server, DOCUMENT, salt="ahead", link="base+epic", wait=True).status_code == 200
+    again = get(server, f"/{used['id']}", salt="ahead").json()["chunks"]
+    assert sorted(one["preamble"] for one in again) == [False, True]
+
+
+def test_a_registration_is_polled(server):
+    response = register(server, DOCUMENT, cache_salt="polled")
+    assert response.status_code == 202, response.text
+    (name,) = response.json()["accepted"]
+    deadline = time.monotonic() + 60
+    while (answer := get(server, f"/{name}", salt="polled")).status_code == 404 or (
+        answer.json()["chunks"][0]["state"] != "resident"
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_bad_registrations(server):
+    for chunks, body, reason in (
+        ([], {}, "1 to 1000"),
+        ([""], {}, "chunks[0]"),
+        ([DOCUMENT, 5], {}, "chunks[1]"),
+        ([{"input_ids": [-1]}], {}, "chunks[0]"),
+        ([DOCUMENT], {"link": "full"}, "computes no chunks"),
+        ([DOCUMENT], {"link": "base:preamble=lead"}, "depend on the prompt"),
+        ([DOCUMENT], {"ttl": 5}, "unknown field 'ttl'"),
+        ([DOCUMENT], {"wait": 1}, "wait"),
+        ([DOCUMENT], {"cache_salt": ""}, "cache_salt"),
+    ):
+        response = register(server, *chunks, **body)
+        assert response.status_code == 400 and reason in response.text, response.text
+    assert requests.post(f"{server}/chunks", data="no json", timeout=60).status_code == 400
+    too_long = register(server, {"input_ids": [5] * 9000}, salt="long", wait=True).json()
+    assert too_long["affected"] == [] and len(too_long["skipped"]) == 1
