@@ -13,8 +13,10 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.policies import get_policy
 from sglang_lazy.port.control import ask
 from sglang_lazy.serving.chunk_lists import DEFAULT_LIMIT, check_id, list_arguments, merged_page
+from sglang_lazy.serving.known_chunks import known_chunks
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
 from sglang_lazy.serving.requests import SALT_HEADER, check_cache_salt, salt_of, with_layout
 
@@ -102,10 +104,13 @@ async def delete_chunk(request: Request, chunk_id: str, cache_salt: str | None =
         answers = await ask(_manager(), "delete", tenant=tenant, ids=[check_id(chunk_id)])
     except ValueError as error:
         raise _refused(error) from None
+    named = known_chunks(_manager()).remove(tenant, chunk_id)
     affected = [state for answer in answers for state in answer["affected"]]
     skipped = [skip for answer in answers for skip in answer["skipped"]]
     if ambiguous := [skip for skip in skipped if skip["reason"] != "unknown"]:
         raise _refused(ValueError(f"chunk {chunk_id}: {ambiguous[0]['reason']}"), HTTPStatus.CONFLICT)
+    if named and not affected:
+        affected = [{"id": chunk_id, "state": "deleted"}]
     if not affected:
         raise _refused(ValueError(f"chunk {chunk_id} is unknown"), HTTPStatus.NOT_FOUND)
     in_use = [state for state in affected if state["state"] == "in use"]
@@ -142,6 +147,9 @@ async def register_chunks(request: Request) -> Response:
             pass
 
     requested = len(chunks)
+    if not get_policy(link).trained:  # its tokens are not those of the text alone
+        for tokens in chunks:
+            known_chunks(manager).add(salt, tokens)
     chunks = list({tuple(tokens): tokens for tokens in chunks}.values())
     work = asyncio.ensure_future(compute(chunks, run))
     if body.get("wait"):

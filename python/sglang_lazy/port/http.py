@@ -19,6 +19,7 @@ from sglang_lazy.port.protocol import extend_protocol
 from sglang_lazy.port.responses import ResponsesRequest
 from sglang_lazy.port.sampling import check_sampling_params
 from sglang_lazy.port.streams import fail_before_stream
+from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import (
     SALT_HEADER,
     join_extra_key,
@@ -60,9 +61,10 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
         else:
             refuse_salt(await request.json())
             obj.cache_salt = salt
+            obj.segments = _with_tokens(obj.segments, salt)
             _take_segments(plain, obj)
     except ValueError as error:
-        return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
+        return ORJSONResponse({"error": {"message": str(error)}}, status_code=_status(error))
     response = await http_server.generate_request(plain, request)
     return await fail_before_stream(response) if obj.segments is not None else response
 
@@ -86,9 +88,24 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
         setattr(plain, field, value)
 
 
+def _with_tokens(segments: Any, salt: Any) -> Any:
+    return with_tokens(known_chunks(http_server.get_global_state().tokenizer_manager), segments, salt)
+
+
+def _status(error: ValueError) -> HTTPStatus:
+    return HTTPStatus.NOT_FOUND if isinstance(error, UnknownChunk) else HTTPStatus.BAD_REQUEST
+
+
 def _take_salt(request: Any, raw_request: Request) -> None:
-    """Put the salt of the header into the request. Raises ValueError if its body names another."""
+    """Put the salt of the header into the request, and tokens in place of the ids of chunks.
+
+    Raises ValueError if its body names another salt, UnknownChunk for an id that its tenant has not registered.
+    """
     request.cache_salt = salt_of(request.cache_salt, raw_request.headers.get(SALT_HEADER))
+    if isinstance(request, CompletionsRequest):
+        request.segments = _with_tokens(request.segments, request.cache_salt)
+    else:
+        request._chunk_parts.parts = _with_tokens(request._chunk_parts.parts, request.cache_salt)
 
 
 async def chat(request: ChatRequest, raw_request: Request) -> Any:
@@ -97,7 +114,7 @@ async def chat(request: ChatRequest, raw_request: Request) -> Any:
     try:
         _take_salt(request, raw_request)
     except ValueError as error:
-        return serving.create_error_response(str(error))
+        return serving.create_error_response(str(error), status_code=_status(error))
     response = await serving.handle_request(request, raw_request)
     return await fail_before_stream(response) if request.has_chunks else response
 
@@ -108,7 +125,7 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
     try:
         _take_salt(request, raw_request)
     except ValueError as error:
-        return serving.create_error_response(str(error))
+        return serving.create_error_response(str(error), status_code=_status(error))
     return await serving.handle_request(request, raw_request)
 
 
@@ -120,7 +137,7 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
     except ValueError as error:
-        return serving.create_error_response(str(error))
+        return serving.create_error_response(str(error), status_code=_status(error))
     response = await http_server.v1_responses_request(request, raw_request)
     return await fail_before_stream(response, serving.create_error_response) if request.has_chunks else response
 
@@ -129,15 +146,16 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
     """Anthropic-compatible Messages API endpoint."""
     serving = raw_request.app.state.anthropic_serving
 
-    def refuse(reason: str) -> Response:
-        return serving._error_response(
-            status_code=HTTPStatus.BAD_REQUEST, error_type="invalid_request_error", message=reason
-        )
+    def refuse(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> Response:
+        kind = "not_found_error" if status == HTTPStatus.NOT_FOUND else "invalid_request_error"
+        return serving._error_response(status_code=status, error_type=kind, message=reason)
 
     try:
         _take_salt(request, raw_request)
         response = await http_server.anthropic_v1_messages(request, raw_request)
-    except (ValueError, Refused) as error:
+    except ValueError as error:
+        return refuse(str(error), _status(error))
+    except Refused as error:
         return refuse(str(error))
     return await fail_before_stream(response, refuse) if request.has_chunks else response
 

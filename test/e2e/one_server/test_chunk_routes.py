@@ -115,3 +115,32 @@ def test_bad_registrations(server):
     assert requests.post(f"{server}/chunks", data="no json", timeout=60).status_code == 400
     too_long = register(server, {"input_ids": [5] * 9000}, salt="long", wait=True).json()
     assert too_long["affected"] == [] and len(too_long["skipped"]) == 1
+
+
+def test_prompts_name_a_chunk_by_its_id(server):
+    salt = "by id"
+    (name,) = register(server, DOCUMENT, salt=salt, wait=True).json()["affected"]
+    by_id = {"type": "chunk", "id": name}
+    by_text = generate(server, segments=[text("Read: "), chunk(DOCUMENT), text(" When?")], cache_salt=salt)
+    answer = generate(server, segments=[text("Read: "), by_id, text(" When?")], cache_salt=salt)
+    assert answer["text"] == by_text["text"] and answer["meta_info"]["chunks"] == by_text["meta_info"]["chunks"]
+    content = [{"type": "text", "text": "Read: "}, by_id, {"type": "text", "text": "When?"}]
+    bodies = {
+        "/generate": {"segments": [text("Read: "), by_id, text(" When?")]},
+        "/v1/completions": {"segments": [text("Read: "), by_id, text(" When?")]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": content}]},
+        "/v1/responses": {"input": [{"role": "user", "content": content}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": content}]},
+    }
+    for path, body in bodies.items():
+        full = {"model": "any", "max_tokens": 2, "store": False, **body} if path != "/generate" else body
+        known = requests.post(server + path, json=full, headers={"X-Cache-Salt": salt}, timeout=60)
+        assert known.status_code == 200, (path, known.text)
+        for other in ("other", None):
+            headers = {} if other is None else {"X-Cache-Salt": other}
+            unknown = requests.post(server + path, json=full, headers=headers, timeout=60)
+            assert unknown.status_code == 404 and name in unknown.text, (path, unknown.text)
+    headers = {"X-Cache-Salt": salt}
+    assert requests.delete(f"{server}/chunks/{name}", headers=headers, timeout=60).status_code == 200
+    gone = requests.post(server + "/generate", json=bodies["/generate"], headers=headers, timeout=60)
+    assert gone.status_code == 404
