@@ -48,10 +48,14 @@ def tenant_of(namespace: Namespace) -> Hashable:
 
 
 class Catalog:
-    """The cached chunks by tenant. `state_of` says in which state a chunk is, by its name in `STATES`."""
+    """The cached chunks by tenant.
 
-    def __init__(self, state_of: Callable[[CachedChunk], str]):
-        self._state_of = state_of
+    state_of: says in which state a chunk is, by its name in `STATES`.  any_loading: whether any is on the way from the
+        host.
+    """
+
+    def __init__(self, state_of: Callable[[CachedChunk], str], any_loading: Callable[[], bool]):
+        self._state_of, self._any_loading = state_of, any_loading
         self._serials = itertools.count()
         self._tenants: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
         self._by_id: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
@@ -115,7 +119,7 @@ class Catalog:
         if (state := filters.get("state")) is not None:
             if state in ("host", "resident", "loading"):  # most need no closer look
                 chunks = [c for c in chunks if c.node is not None and (c.node.value is None) == (state == "host")]
-            if state != "host":
+            if state not in ("host", "resident") or (state == "resident" and self._any_loading()):
                 chunks = [chunk for chunk in chunks if self._state_of(chunk) == state]
         total = len(chunks)
         sign = -1 if descending else 1

@@ -72,7 +72,7 @@ class ChunkStore:
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
-        self.catalog = Catalog(self._state_of)
+        self.catalog = Catalog(self._state_of, lambda: self.tree.any_loading)
         self._deleted: dict[ChunkKey, CachedChunk] = {}
 
     # Chunks

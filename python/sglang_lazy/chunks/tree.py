@@ -85,6 +85,10 @@ class Tree(Protocol):
     def loading(self, node: Node) -> bool:
         """Whether its KV is on the way from the host."""
 
+    @property
+    def any_loading(self) -> bool:
+        """Whether any node's is."""
+
     def fetch(self, chunk: ChunkSlice) -> bool:
         """Ask storage, if there is one, for a chunk that is not cached. Whether it is on its way to the host, where it
         will be cached if it arrives."""

@@ -188,6 +188,10 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
                 return True
         return False
 
+    @property
+    def any_loading(self) -> bool:
+        return bool(self.ongoing_load_back)
+
     def ready_to_load_host_cache(self) -> int:
         """Start what is queued, with the batch that SGLang forms."""
         if self.has_queued_loads:

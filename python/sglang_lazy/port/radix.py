@@ -135,6 +135,10 @@ class LazyRadixCache(RadixCache):
     def loading(self, node: TreeNode) -> bool:
         return False
 
+    @property
+    def any_loading(self) -> bool:
+        return False
+
     def fetch(self, chunk: ChunkSlice) -> bool:
         return False
 
