@@ -12,9 +12,10 @@ import torch
 
 from sglang_lazy.chunks.catalog import CachedChunk, Catalog
 from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.keys import ChunkKey, chunk_id
+from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
@@ -72,7 +73,7 @@ class ChunkStore:
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
-        self.catalog = Catalog(self._state_of, lambda: self.tree.any_loading)
+        self.catalog = Catalog(lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
         self._deleted: dict[ChunkKey, CachedChunk] = {}
 
     # Chunks
@@ -84,19 +85,13 @@ class ChunkStore:
             return ChunkState.FETCHING
         if node is None:
             return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
-        return self._state_at(node)
+        return self.state_at(node)
 
-    def _state_at(self, node: Node) -> ChunkState:
+    def state_at(self, node: Node) -> ChunkState:
+        """In which state the KV up to `node` is."""
         if node.evicted:
             return ChunkState.HOST
         return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
-
-    def _state_of(self, chunk: CachedChunk) -> str:
-        if chunk.node is not None:
-            return self._state_at(chunk.node).name.lower()
-        if chunk.key in self.fetching:
-            return "fetching"
-        return "pending" if chunk.key in self.pending else "missing"
 
     def find(self, chunk: ChunkSlice) -> Node | None:
         """The node where the needed part of `chunk` ends, None if that is not cached. Makes it recent.
@@ -129,6 +124,10 @@ class ChunkStore:
             self._cached[chunk.key] = cached
             self._keys_by_node[node.id] = chunk.key
             self.catalog.add(cached)
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether the chunk is cached."""
+        return key in self._cached
 
     def key_at(self, node: Node) -> ChunkKey | None:
         """The chunk that ends at `node`, None if none does."""
@@ -183,41 +182,6 @@ class ChunkStore:
             if cached is not None:
                 cached.hits += hit
                 cached.last_use = now
-
-    def under_way(self) -> list[CachedChunk]:
-        """The chunks that are not cached yet: those that fills compute, and those that storage is asked for."""
-        filled = (
-            (key, chunk) for req in set(self.pending.values()) for chunk in req.lazy.chunks for key in [chunk.key]
-        )
-        chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in self.fetching.items()))}
-        return [
-            CachedChunk(key, None, chunk.num_tokens, -1 - i, 0.0)
-            for i, (key, chunk) in enumerate(chunks.items())
-            if key not in self._cached
-        ]
-
-    def described(self, chunk: CachedChunk) -> dict[str, Any]:
-        """What a list says of a chunk, but for its namespace: see `docs/chunks.md`."""
-        node = chunk.node
-        return {
-            "id": chunk_id(chunk.key.tokens),
-            "digest": chunk.key.tokens.hex(),
-            "tokens": chunk.num_tokens,
-            "state": self._state_of(chunk),
-            "tiers": [
-                tier
-                for tier, held in (
-                    ("device", node is not None and not node.evicted),
-                    ("host", node is not None and node.backuped),
-                )
-                if held
-            ],
-            "hits": chunk.hits,
-            "users": 0 if node is None else node.lock_ref - chunk.pinned,
-            "pinned": chunk.pinned,
-            "last_use": chunk.last_use or None,
-            "preamble": chunk.key.namespace.variant is not None,
-        }
 
     # Locks
 

@@ -1,7 +1,7 @@
 """HTTP: prompts with chunks on SGLang's routes, and `/lazy_info`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -88,8 +88,8 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
         setattr(plain, field, value)
 
 
-def _with_tokens(segments: Any, salt: Any) -> Any:
-    return with_tokens(known_chunks(http_server.get_global_state().tokenizer_manager), segments, salt)
+def _with_tokens(segments: Any, salt: Any, names: Sequence[str] = ()) -> Any:
+    return with_tokens(known_chunks(http_server.get_global_state().tokenizer_manager), segments, salt, names)
 
 
 def _status(error: ValueError) -> HTTPStatus:
@@ -105,7 +105,8 @@ def _take_salt(request: Any, raw_request: Request) -> None:
     if isinstance(request, CompletionsRequest):
         request.segments = _with_tokens(request.segments, request.cache_salt)
     else:
-        request._chunk_parts.parts = _with_tokens(request._chunk_parts.parts, request.cache_salt)
+        parts = request._chunk_parts
+        parts.parts = _with_tokens(parts.parts, request.cache_salt, parts.names)
 
 
 async def chat(request: ChatRequest, raw_request: Request) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.reports import described, under_way
 from sglang_lazy.chunks.rows import RowCache
 
 
@@ -30,7 +31,7 @@ class ChunkControl:
         filters: Mapping[str, Any],
     ) -> dict[str, Any]:
         """One page of chunks, each with what it is sorted by, and the number of all of them."""
-        more = self.store.under_way()
+        more = under_way(self.store)
         total, chunks, values = self.store.catalog.page(
             tenant, everybody, sort, descending, limit, after, filters, more
         )
@@ -39,7 +40,7 @@ class ChunkControl:
 
     def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
         """The chunks of a tenant with this id."""
-        chunks = self.store.catalog.find(tenant, prefix, self.store.under_way())
+        chunks = self.store.catalog.find(tenant, prefix, under_way(self.store))
         return {"chunks": [self._described(chunk) for chunk in chunks]}
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
@@ -64,8 +65,8 @@ class ChunkControl:
         return {"affected": states, "skipped": skipped}
 
     def _described(self, chunk: CachedChunk) -> dict[str, Any]:
-        described = self.store.described(chunk)
-        described["cache_salt"] = chunk.key.namespace.cache_salt
+        said = described(self.store, chunk)
+        said["cache_salt"] = chunk.key.namespace.cache_salt
         if chunk.last_use:
-            described["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
-        return described
+            said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
+        return said

@@ -78,10 +78,10 @@ def known_chunks(tokenizer_manager: Any) -> KnownChunks:
     return known
 
 
-def with_tokens(known: KnownChunks, segments: Any, tenant: Any) -> Any:
+def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:
     """A copy of `segments`, one prompt or a batch, in which tokens stand for the ids of chunks.
 
-    tenant: the salt, or one for each prompt of a batch. What is malformed otherwise is left as it is. Raises ValueError
+    tenant: the salt, or one for each prompt of a batch.  names: of the segments, in messages. What is malformed otherwise is left as it is. Raises ValueError
     that names the segment; UnknownChunk for an id that the tenant has not registered.
     """
     if is_batch(segments):
@@ -89,13 +89,16 @@ def with_tokens(known: KnownChunks, segments: Any, tenant: Any) -> Any:
         return [with_tokens(known, *pair) for pair in zip(segments, tenants, strict=False)] + segments[len(tenants) :]
     if not isinstance(segments, list | tuple):
         return segments
-    return [_with_tokens(known, index, segment, tenant) for index, segment in enumerate(segments)]
+    return [
+        _with_tokens(known, names[index] if names else f"segments[{index}]", segment, tenant)
+        for index, segment in enumerate(segments)
+    ]
 
 
-def _with_tokens(known: KnownChunks, index: int, segment: Any, tenant: str | None) -> Any:
+def _with_tokens(known: KnownChunks, where: str, segment: Any, tenant: str | None) -> Any:
     if not isinstance(segment, Mapping) or segment.get("type") != "chunk" or "id" not in segment:
         return segment
     name = segment["id"]
     if not isinstance(name, str) or segment.keys() != {"type", "id"}:
-        raise ValueError(f"segments[{index}]: a chunk with an id has a string there, and neither text nor input_ids")
+        raise ValueError(f"{where}: a chunk with an id has a string there, and neither text nor input_ids")
     return {"type": "chunk", "input_ids": known.get(tenant, name)}
