@@ -249,6 +249,26 @@ class CacheHistories(RuleBasedStateMachine):
         assert self.pools.slots.available_size() == before + result.num_tokens_evicted
         assert result.num_tokens_evicted >= min(num_tokens, evictable)
 
+    @precondition(lambda self: self.pools.store._cached)
+    @rule(pick=picks)
+    def delete_chunk(self, pick):
+        """A chunk is deleted, in use or not."""
+        chunk = pick_from(list(self.pools.store._cached.values()), pick)
+        free, held = self.pools.slots.available_size(), chunk.node.lock_ref or chunk.node.host_ref_counter
+        self.pools.store.delete(chunk)
+        self.sweep()
+        assert (chunk.node is not None) == bool(held)
+        assert self.pools.slots.available_size() >= free
+
+    @rule()
+    def sweep(self):
+        """What was deleted is gone once nobody holds it."""
+        self.pools.cache.rows.sweep()
+        assert all(
+            chunk.node is None or chunk.node.lock_ref or chunk.node.host_ref_counter
+            for chunk in self.pools.store._deleted.values()
+        )
+
     @precondition(lambda self: len(self.pools.waiting_locks) < 2 and self.pools.paths)
     @rule(tokens=st.sampled_from(CHUNKS), needed=st.integers(1, 5))
     def lock_for_waiting(self, tokens, needed):

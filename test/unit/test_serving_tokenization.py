@@ -128,13 +128,26 @@ def test_a_chunk_that_was_seen_is_not_encoded_again(tokenizer, monkeypatch):
 def test_recent_tokens_are_those_used_last():
     recent = RecentTokens(capacity=6)
     for one in ("aa", "bb", "cc"):
-        recent.add(one, [ord(one[0])])
-    assert recent.get("aa") == [97]
-    recent.add("cc", [99])
-    recent.add("d", [100])
-    assert [recent.get(one) for one in ("aa", "bb", "cc", "d")] == [[97], None, [99], [100]]
-    recent.add("longer than that", [1])
-    assert recent.get("longer than that") is None and recent.get("d") == [100]
+        recent.add(None, one, [ord(one[0])])
+    assert recent.get(None, "aa") == [97]
+    recent.add(None, "cc", [99])
+    recent.add(None, "d", [100])
+    assert [recent.get(None, one) for one in ("aa", "bb", "cc", "d")] == [[97], None, [99], [100]]
+    recent.add(None, "longer than that", [1])
+    assert recent.get(None, "longer than that") is None and recent.get(None, "d") == [100]
+
+
+def test_a_tenant_does_not_profit_from_what_another_sent(tokenizer, monkeypatch):
+    """Whether a document has to be encoded takes time, so it must not depend on what other tenants have sent."""
+    segment_tokenizer = SegmentTokenizer(tokenizer)
+    encode_later, encoded = segment_tokenizer.encode_later, []
+    monkeypatch.setattr(
+        segment_tokenizer, "encode_later", lambda texts: encode_later([encoded.append(one) or one for one in texts])
+    )
+    prompt = [text("Read: "), chunk("a document that only one of them has")]
+    for tenant in ("a", "b", None, "a", "b", None):
+        segment_tokenizer.encode(prompt, tenant)
+    assert encoded == ["a document that only one of them has"] * 3
 
 
 def test_token_ids_are_taken_as_they_are(tokenizer):

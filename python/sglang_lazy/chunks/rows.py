@@ -42,6 +42,11 @@ class RowCache:
         """Give slots that no node owns back to the pool."""
         self.allocator.free(slots)
 
+    def sweep(self) -> None:
+        """Free what has been deleted and is not held any more."""
+        if slots := self.store.sweep():
+            self.free(torch.cat(slots))
+
     # Linked requests
 
     def match(self, req: Any, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:
@@ -109,6 +114,8 @@ class RowCache:
             row.used = True
             for node in (*row.chunks.nodes, *row.spans):
                 self.tree.use(node, req.priority or 0)
+            if state.probe is None:
+                self.store.count_use(state.prompt.chunks, state.reused)
 
     def publish(self, req: Any, row_len: int, chunked: bool) -> None:
         """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.

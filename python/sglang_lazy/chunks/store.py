@@ -3,13 +3,16 @@
 import dataclasses
 import enum
 import itertools
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_lazy.chunks.catalog import CachedChunk, Catalog
 from sglang_lazy.chunks.eviction import EvictionHeap
+from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey
@@ -35,20 +38,6 @@ class ChunkState(enum.Enum):
     HOST = enum.auto()
     LOADING = enum.auto()
     RESIDENT = enum.auto()
-
-
-@dataclasses.dataclass
-class CachedChunk:
-    """node: where the chunk ends in the tree.
-    segment_ids: by the ranges of it that prompts keep.
-    scores: float32 [num_tokens], what a policy has measured of its tokens.
-    stored: whether storage has it; kept by the tree.
-    """
-
-    node: Node
-    segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
-    scores: np.ndarray | None = None
-    stored: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +73,8 @@ class ChunkStore:
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
+        self.catalog = Catalog(lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
+        self._deleted: dict[ChunkKey, CachedChunk] = {}
 
     # Chunks
 
@@ -94,6 +85,10 @@ class ChunkStore:
             return ChunkState.FETCHING
         if node is None:
             return ChunkState.PENDING if chunk.key in self.pending else ChunkState.MISSING
+        return self.state_at(node)
+
+    def state_at(self, node: Node) -> ChunkState:
+        """In which state the KV up to `node` is."""
         if node.evicted:
             return ChunkState.HOST
         return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
@@ -125,9 +120,15 @@ class ChunkStore:
     def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
         """All of `chunk` is in the tree; it ends at `node`."""
         if chunk.key not in self._cached:
-            self._cached[chunk.key] = CachedChunk(node)
+            cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
+            self._cached[chunk.key] = cached
             self._keys_by_node[node.id] = chunk.key
+            self.catalog.add(cached)
         return self._cached[chunk.key]
+
+    def knows(self, key: ChunkKey) -> bool:
+        """Whether the chunk is cached."""
+        return key in self._cached
 
     def chunk_at(self, node: Node) -> tuple[ChunkKey, CachedChunk] | None:
         """The chunk that ends at `node`, None if none does."""
@@ -172,6 +173,17 @@ class ChunkStore:
         if cached is None or cached.scores is None:
             return None
         return cached.scores[chunk.indices]
+
+    # Reports
+
+    def count_use(self, chunks: Sequence[ChunkSlice], reused: Sequence[bool]) -> None:
+        """A prompt with these chunks begins to run; `reused`: which of them it found cached."""
+        now = time.time()
+        for chunk, hit in zip(chunks, reused, strict=True):
+            cached = self._cached.get(chunk.key)
+            if cached is not None:
+                cached.hits += hit
+                cached.last_use = now
 
     # Locks
 
@@ -274,11 +286,39 @@ class ChunkStore:
             self._heap.push(leaf)
         return leaves
 
-    def forget(self, leaf: Node) -> None:
-        """`leaf` has left the tree."""
-        key = self._keys_by_node.pop(leaf.id, None)
+    def forget(self, node: Node) -> None:
+        """`node` has left the tree, or the chunk that ended there is not known any more."""
+        key = self._keys_by_node.pop(node.id, None)
         if key is not None:
-            del self._cached[key]
+            chunk = self._cached.pop(key)
+            chunk.node = None
+            self.catalog.remove(chunk)
+
+    # Deletion
+
+    def delete(self, chunk: CachedChunk) -> None:
+        """Have the next sweep take a chunk out of the tree, or the first one after nobody holds it any more."""
+        self._deleted[chunk.key] = chunk
+
+    def sweep(self) -> list[torch.Tensor]:
+        """Take deleted chunks that nobody holds off the device and the host; returns their slots, to be freed.
+
+        What other chunks begin with stays, as part of those.
+        """
+        slots: list[torch.Tensor] = []
+        for key, chunk in list(self._deleted.items()):
+            node = chunk.node
+            if node is not None and (node.lock_ref or node.host_ref_counter):
+                continue
+            del self._deleted[key]
+            if node is None:
+                continue
+            self.forget(node)
+            while self.tree.discardable(node) and node.id not in self._keys_by_node:
+                parent = node.parent
+                slots += self.tree.discard(node)
+                node = parent
+        return slots
 
     def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
         """The numbers now. num_locked_tokens: the tree's own count."""

@@ -9,9 +9,9 @@ import torch
 from sglang_lazy.core.prompt import ChunkSlice
 
 Node = Any
-"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, and where its KV is:
-`evicted` means that it has no slots of the device, `backuped` that the host has a copy. With neither it has left the
-tree.
+"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, `host_ref_counter`
+(what reads its copy on the host), and where its KV is: `evicted` means that it has no slots of the device, `backuped`
+that the host has a copy. With neither it has left the tree.
 """
 
 
@@ -70,6 +70,13 @@ class Tree(Protocol):
         It leaves the tree unless the host has a copy.
         """
 
+    def discardable(self, node: Node) -> bool:
+        """Whether nothing depends on `node`: it is a leaf in all tiers, and neither locked nor being copied."""
+
+    def discard(self, node: Node) -> list[torch.Tensor]:
+        """Take a discardable node out of the tree and off the host; returns the slots of the device that it had, which
+        are the caller's to free."""
+
     def load(self, node: Node) -> bool:
         """Give `node`, and nodes above it that have none, slots, and have their KV copied from the host before the next
         pass reads it; locked until that is done. False, and nothing changes, where memory does not suffice.
@@ -77,6 +84,10 @@ class Tree(Protocol):
 
     def loading(self, node: Node) -> bool:
         """Whether its KV is on the way from the host."""
+
+    @property
+    def any_loading(self) -> bool:
+        """Whether any node's is."""
 
     def fetch(self, chunk: ChunkSlice) -> bool:
         """Ask storage, if there is one, for a chunk that is not cached. Whether it is on its way to the host, where it

@@ -105,7 +105,7 @@ def put_chunks(
     """
     tokenizer, link = segment_tokenizer(manager), choose_link(request.link)
     chunks = chunk_parts.parse(manager.model_config.vocab_size)
-    prompt = fill_placeholders(rendered, tokenizer.tokens(chunks), chunk_parts.names)
+    prompt = fill_placeholders(rendered, tokenizer.tokens(chunks, request.cache_salt), chunk_parts.names)
     prompt = with_trained_tokens(manager, prompt, link)
     return prompt.input_ids, prompt.layout(link, check_cache_salt(request.cache_salt))
 

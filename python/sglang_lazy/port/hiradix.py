@@ -121,15 +121,25 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             if leaf.host_ref_counter:
                 protected.append(leaf)
                 continue
-            num_evicted += self.cache_controller.evict_host(leaf.host_value)
-            self._record_remove_event(leaf, medium=StorageMedium.CPU)
-            leaf.host_value = None
-            self.evictable_host_leaves.remove(leaf)
-            del leaf.parent.children[leaf.key.child_key(self.page_size)]
-            self._update_host_leaf_status(leaf.parent)
-            self.store.forget(leaf)
+            num_evicted += self._remove_from_host(leaf)
         for leaf in protected:
             self._host_heap.push(leaf)
+
+    def _remove_from_host(self, leaf: TreeNode) -> int:
+        num_tokens = self.cache_controller.evict_host(leaf.host_value)
+        self._record_remove_event(leaf, medium=StorageMedium.CPU)
+        leaf.host_value = None
+        self.evictable_host_leaves.remove(leaf)
+        del leaf.parent.children[leaf.key.child_key(self.page_size)]
+        self._update_host_leaf_status(leaf.parent)
+        self.store.forget(leaf)
+        return num_tokens
+
+    def discard(self, node: TreeNode) -> list[torch.Tensor]:
+        slots = [] if node.evicted else super().discard(node)
+        if node.backuped:
+            self._remove_from_host(node)
+        return slots
 
     # Copies to the host
 
@@ -216,6 +226,10 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             if end is node:
                 return True
         return False
+
+    @property
+    def any_loading(self) -> bool:
+        return bool(self.ongoing_load_back)
 
     def ready_to_load_host_cache(self) -> int:
         """Start what is queued, with the batch that SGLang forms."""

@@ -1,7 +1,7 @@
 """HTTP: prompts with chunks on SGLang's routes, and `/lazy_info`."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -12,12 +12,14 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.port.chunk_routes import add_routes
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.messages import MessagesRequest, Refused
 from sglang_lazy.port.protocol import extend_protocol
 from sglang_lazy.port.responses import ResponsesRequest
 from sglang_lazy.port.sampling import check_sampling_params
 from sglang_lazy.port.streams import fail_before_stream
+from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import (
     SALT_HEADER,
     join_extra_key,
@@ -59,9 +61,10 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
         else:
             refuse_salt(await request.json())
             obj.cache_salt = salt
+            obj.segments = _with_tokens(obj.segments, salt)
             _take_segments(plain, obj)
     except ValueError as error:
-        return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
+        return ORJSONResponse({"error": {"message": str(error)}}, status_code=_status(error))
     response = await http_server.generate_request(plain, request)
     return await fail_before_stream(response) if obj.segments is not None else response
 
@@ -85,9 +88,25 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
         setattr(plain, field, value)
 
 
+def _with_tokens(segments: Any, salt: Any, names: Sequence[str] = ()) -> Any:
+    return with_tokens(known_chunks(http_server.get_global_state().tokenizer_manager), segments, salt, names)
+
+
+def _status(error: ValueError) -> HTTPStatus:
+    return HTTPStatus.NOT_FOUND if isinstance(error, UnknownChunk) else HTTPStatus.BAD_REQUEST
+
+
 def _take_salt(request: Any, raw_request: Request) -> None:
-    """Put the salt of the header into the request. Raises ValueError if its body names another."""
+    """Put the salt of the header into the request, and tokens in place of the ids of chunks.
+
+    Raises ValueError if its body names another salt, UnknownChunk for an id that its tenant has not registered.
+    """
     request.cache_salt = salt_of(request.cache_salt, raw_request.headers.get(SALT_HEADER))
+    if isinstance(request, CompletionsRequest):
+        request.segments = _with_tokens(request.segments, request.cache_salt)
+    else:
+        parts = request._chunk_parts
+        parts.parts = _with_tokens(parts.parts, request.cache_salt, parts.names)
 
 
 async def chat(request: ChatRequest, raw_request: Request) -> Any:
@@ -96,7 +115,7 @@ async def chat(request: ChatRequest, raw_request: Request) -> Any:
     try:
         _take_salt(request, raw_request)
     except ValueError as error:
-        return serving.create_error_response(str(error))
+        return serving.create_error_response(str(error), status_code=_status(error))
     response = await serving.handle_request(request, raw_request)
     return await fail_before_stream(response) if request.has_chunks else response
 
@@ -107,7 +126,7 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
     try:
         _take_salt(request, raw_request)
     except ValueError as error:
-        return serving.create_error_response(str(error))
+        return serving.create_error_response(str(error), status_code=_status(error))
     return await serving.handle_request(request, raw_request)
 
 
@@ -119,7 +138,7 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
     except ValueError as error:
-        return serving.create_error_response(str(error))
+        return serving.create_error_response(str(error), status_code=_status(error))
     response = await http_server.v1_responses_request(request, raw_request)
     return await fail_before_stream(response, serving.create_error_response) if request.has_chunks else response
 
@@ -128,15 +147,16 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
     """Anthropic-compatible Messages API endpoint."""
     serving = raw_request.app.state.anthropic_serving
 
-    def refuse(reason: str) -> Response:
-        return serving._error_response(
-            status_code=HTTPStatus.BAD_REQUEST, error_type="invalid_request_error", message=reason
-        )
+    def refuse(reason: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> Response:
+        kind = "not_found_error" if status == HTTPStatus.NOT_FOUND else "invalid_request_error"
+        return serving._error_response(status_code=status, error_type=kind, message=reason)
 
     try:
         _take_salt(request, raw_request)
         response = await http_server.anthropic_v1_messages(request, raw_request)
-    except (ValueError, Refused) as error:
+    except ValueError as error:
+        return refuse(str(error), _status(error))
+    except Refused as error:
         return refuse(str(error))
     return await fail_before_stream(response, refuse) if request.has_chunks else response
 
@@ -158,6 +178,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     _replace_route(app, "/v1/messages", messages)
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
+    add_routes(app)
     app.openapi_schema = None
 
 

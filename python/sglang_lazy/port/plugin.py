@@ -45,12 +45,12 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.port import compat, host_pool, model_runner, scheduler, surfaces
+    from sglang_lazy.port import compat, control, host_pool, model_runner, scheduler, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    _hooks = (*HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *host_pool.HOOKS, *surfaces.HOOKS)
+    _hooks = (*HOOKS, *control.HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *host_pool.HOOKS, *surfaces.HOOKS)
     apply(_hooks)
     verify()
 

@@ -122,10 +122,21 @@ class LazyRadixCache(RadixCache):
         leaf.value = None  # makes it `evicted` to whoever has found it before
         return slots
 
+    def discardable(self, node: TreeNode) -> bool:
+        idle = not (node.lock_ref or node.host_ref_counter)
+        return node is not self.root_node and idle and not node.children
+
+    def discard(self, node: TreeNode) -> list[torch.Tensor]:
+        return [self.remove(node)]
+
     def load(self, node: TreeNode) -> bool:
         raise AssertionError("there is no tier to load from")
 
     def loading(self, node: TreeNode) -> bool:
+        return False
+
+    @property
+    def any_loading(self) -> bool:
         return False
 
     def fetch(self, chunk: ChunkSlice) -> bool:

@@ -28,6 +28,7 @@ from sglang_lazy.core.state import (
     stand_in,
 )
 from sglang_lazy.scheduler.arrival import Arrival
+from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.producer import Producer
 
 
@@ -53,6 +54,7 @@ class ChunkAdmission:
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
         self.max_growth = max_growth
+        self.control = ChunkControl(rows)
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False
@@ -214,6 +216,7 @@ class ChunkAdmission:
             for req in [req for req in self.holders if req not in waiting]:
                 self._release(req)
         self.producer.reconcile()
+        self.rows.sweep()
 
     def revoke_newest(self) -> bool:
         """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""

@@ -36,10 +36,10 @@ def segment_tokenizer(tokenizer_manager: Any) -> SegmentTokenizer:
     return cached
 
 
-def tokenize(tokenizer_manager: Any, segments: Sequence[Segment]) -> TokenizedPrompt:
+def tokenize(tokenizer_manager: Any, segments: Sequence[Segment], cache_salt: str | None = None) -> TokenizedPrompt:
     """The token ids of a prompt. Raises ValueError for text on a server without a tokenizer."""
     if tokenizer_manager.tokenizer is not None:
-        return segment_tokenizer(tokenizer_manager).encode(segments)
+        return segment_tokenizer(tokenizer_manager).encode(segments, cache_salt)
     pieces = []
     for index, segment in enumerate(segments):
         if segment.input_ids is None:
@@ -102,7 +102,7 @@ def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> 
     segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
     if get_policy(link).reuses:
         check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
-    prompt = tokenize(tokenizer_manager, segments)
+    prompt = tokenize(tokenizer_manager, segments, cache_salt)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
     prompt = with_trained_tokens(tokenizer_manager, prompt, link)

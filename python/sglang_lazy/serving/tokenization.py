@@ -44,27 +44,28 @@ def concatenate(
 class RecentTokens:
     """The tokens of the texts used last, up to `capacity` characters in all.
 
-    Encoding a document takes longer than finding its KV, and its tokens never change.
+    Encoding a document takes longer than finding its KV, and its tokens never change. Each tenant has its own: the time
+    to the first token must not tell whether another one has sent a document.
     """
 
     def __init__(self, capacity: int):
         self.capacity = capacity
-        self._tokens: OrderedDict[str, array] = OrderedDict()
+        self._tokens: OrderedDict[tuple[str | None, str], array] = OrderedDict()
         self._characters = 0
 
-    def get(self, text: str) -> list[int] | None:
-        tokens = self._tokens.get(text)
+    def get(self, tenant: str | None, text: str) -> list[int] | None:
+        tokens = self._tokens.get((tenant, text))
         if tokens is None:
             return None
-        self._tokens.move_to_end(text)
+        self._tokens.move_to_end((tenant, text))
         return tokens.tolist()
 
-    def add(self, text: str, tokens: list[int]) -> None:
-        if text not in self._tokens and len(text) <= self.capacity:
-            self._tokens[text] = array("i", tokens)
+    def add(self, tenant: str | None, text: str, tokens: list[int]) -> None:
+        if (tenant, text) not in self._tokens and len(text) <= self.capacity:
+            self._tokens[tenant, text] = array("i", tokens)
             self._characters += len(text)
         while self._characters > self.capacity:
-            oldest, _ = self._tokens.popitem(last=False)
+            (_, oldest), _ = self._tokens.popitem(last=False)
             self._characters -= len(oldest)
 
 
@@ -94,24 +95,27 @@ class SegmentTokenizer:
                 return whole[:start], whole[start + len(bare) :]
         raise ValueError("the tokenizer's special tokens are not simply a prefix and a suffix of the text's tokens")
 
-    def encode(self, segments: Sequence[Segment]) -> TokenizedPrompt:
-        """Concatenate the tokens of `segments`. Raises ValueError, naming the index, for a chunk without tokens."""
+    def encode(self, segments: Sequence[Segment], tenant: str | None = None) -> TokenizedPrompt:
+        """Concatenate the tokens of `segments`. Raises ValueError, naming the index, for a chunk without tokens.
+
+        tenant: the request's salt, None for the shared namespace.
+        """
         first, last = segments[0], segments[-1]
         if first.text is not None and not first.is_chunk:
-            pieces = [self.tokenizer.encode(first.text, **self._no_specials), *self.tokens(segments[1:])]
+            pieces = [self.tokenizer.encode(first.text, **self._no_specials), *self.tokens(segments[1:], tenant)]
         else:
-            pieces = self.tokens(segments)
+            pieces = self.tokens(segments, tenant)
         before = self.before if first.text is not None else ()
         after = self.after if last.text is not None else ()
         return concatenate(segments, pieces, before, after)
 
-    def tokens(self, segments: Sequence[Segment]) -> list[Sequence[int]]:
+    def tokens(self, segments: Sequence[Segment], tenant: str | None = None) -> list[Sequence[int]]:
         """The tokens of each segment as it stands inside a prompt."""
         pieces: list[Sequence[int]] = [segment.input_ids or () for segment in segments]
         missing: list[tuple[int, str]] = []
         for index, segment in enumerate(segments):
             if segment.text is not None:
-                known = self._recent_chunks.get(segment.text) if segment.is_chunk else None
+                known = self._recent_chunks.get(tenant, segment.text) if segment.is_chunk else None
                 if known is None:
                     missing.append((index, segment.text))
                 else:
@@ -120,7 +124,7 @@ class SegmentTokenizer:
         for (index, text), tokens in zip(missing, encoded, strict=True):
             pieces[index] = tokens
             if segments[index].is_chunk:
-                self._recent_chunks.add(text, tokens)
+                self._recent_chunks.add(tenant, text, tokens)
         return pieces
 
     def encode_later(self, texts: Iterable[str]) -> list[list[int]]:

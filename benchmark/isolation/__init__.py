@@ -1,0 +1,1 @@
+"""Whether one tenant can tell what another one holds."""

@@ -1,0 +1,55 @@
+"""What lists say of chunks. `store` is the `ChunkStore` that has them."""
+
+from typing import Any
+
+from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.core.keys import chunk_id
+
+
+def state_of(store: Any, chunk: CachedChunk) -> str:
+    """The name of a chunk's state, one of `STATES`."""
+    if chunk.node is not None:
+        return store.state_at(chunk.node).name.lower()
+    if chunk.key in store.fetching:
+        return "fetching"
+    return "pending" if chunk.key in store.pending else "missing"
+
+
+def under_way(store: Any) -> list[CachedChunk]:
+    """The chunks that are not cached yet: those that fills compute, and those that storage is asked for."""
+    filled = (
+        (key, chunk)
+        for req in dict.fromkeys(store.pending.values())
+        for chunk in req.lazy.chunks
+        for key in [chunk.key]
+    )
+    chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
+    return [
+        CachedChunk(key, None, chunk.num_tokens, -1 - i, 0.0)
+        for i, (key, chunk) in enumerate(chunks.items())
+        if not store.knows(key)
+    ]
+
+
+def described(store: Any, chunk: CachedChunk) -> dict[str, Any]:
+    """What a list says of a chunk, but for its namespace: see `docs/chunks.md`."""
+    node = chunk.node
+    return {
+        "id": chunk_id(chunk.key.tokens),
+        "digest": chunk.key.tokens.hex(),
+        "tokens": chunk.num_tokens,
+        "state": state_of(store, chunk),
+        "tiers": [
+            tier
+            for tier, held in (
+                ("device", node is not None and not node.evicted),
+                ("host", node is not None and node.backuped),
+            )
+            if held
+        ],
+        "hits": chunk.hits,
+        "users": 0 if node is None else node.lock_ref - chunk.pinned,
+        "pinned": chunk.pinned,
+        "last_use": chunk.last_use or None,
+        "preamble": chunk.key.namespace.variant is not None,
+    }

@@ -1,0 +1,71 @@
+"""Messages about chunks between SGLang's HTTP process and its scheduler, as SGLang's own control messages travel.
+
+SGLang gives each to all ranks of a scheduler in the same step; the first of them answers.
+"""
+
+from typing import Any
+
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import BaseReq, PickleWrapper, hook_custom_types, unwrap_from_pickle, wrap_as_pickle
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_lazy.port.hooks import Hook
+
+_COMMUNICATOR = "_sglang_lazy_chunks_communicator"
+
+
+class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
+    """verb: a method of `ChunkControl`.  arguments: its keywords."""
+
+    verb: str
+    arguments: PickleWrapper | dict[str, Any]
+
+
+class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
+    """answer: None from a scheduler that serves without chunk reuse."""
+
+    answer: PickleWrapper | dict[str, Any] | None
+
+
+def init_communicators(_result: Any, manager: Any, server_args: Any) -> None:
+    """After `TokenizerControlMixin.init_communicators`: one more."""
+    hook_custom_types(ChunksReqInput, ChunksReqOutput)
+    communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, server_args.dp_size)
+    setattr(manager, _COMMUNICATOR, communicator)
+    manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
+
+
+def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
+    """After `Scheduler.init_request_dispatcher`: take our messages."""
+    hook_custom_types(ChunksReqInput, ChunksReqOutput)
+
+    def handle(message: ChunksReqInput) -> ChunksReqOutput:
+        admission = getattr(scheduler.tree_cache, "admission", None)
+        if admission is None:
+            return ChunksReqOutput(answer=None)
+        answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments))
+        return ChunksReqOutput(answer=wrap_as_pickle(answer))
+
+    scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
+
+
+async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
+    """The answers of `ChunkControl`, one of each data-parallel rank.
+
+    Raises ValueError where the server runs without chunk reuse.
+    """
+    manager.auto_create_handle_loop()
+    outputs = await getattr(manager, _COMMUNICATOR)(ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments)))
+    if any(output.answer is None for output in outputs):
+        raise ValueError("this server runs without chunk reuse, so it has no chunks")
+    return [unwrap_from_pickle(output.answer) for output in outputs]
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        init_communicators,
+        "AFTER",
+    ),
+    Hook("sglang.srt.managers.scheduler.Scheduler.init_request_dispatcher", init_request_dispatcher, "AFTER"),
+)

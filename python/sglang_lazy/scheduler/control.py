@@ -1,0 +1,72 @@
+"""What the scheduler answers to the routes about chunks."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.reports import described, under_way
+from sglang_lazy.chunks.rows import RowCache
+
+
+class ChunkControl:
+    """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message."""
+
+    def __init__(self, rows: RowCache):
+        self.rows, self.store = rows, rows.store
+
+    def handle(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to one message. `arguments` have been checked by the process that sent it."""
+        verbs: dict[str, Callable[..., dict[str, Any]]] = {"page": self.page, "get": self.get, "delete": self.delete}
+        return verbs[verb](**arguments)
+
+    def page(
+        self,
+        tenant: str | None,
+        everybody: bool,
+        sort: str,
+        descending: bool,
+        limit: int,
+        after: tuple[float, int] | None,
+        filters: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """One page of chunks, each with what it is sorted by, and the number of all of them."""
+        more = under_way(self.store)
+        total, chunks, values = self.store.catalog.page(
+            tenant, everybody, sort, descending, limit, after, filters, more
+        )
+        places = [(value, chunk.serial) for value, chunk in zip(values, chunks, strict=True)]
+        return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
+
+    def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
+        """The chunks of a tenant with this id."""
+        chunks = self.store.catalog.find(tenant, prefix, under_way(self.store))
+        return {"chunks": [self._described(chunk) for chunk in chunks]}
+
+    def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
+        """Take chunks out of the cache, those that requests hold when they are released.
+
+        An id that begins several digests is left alone.
+        """
+        affected, skipped = {}, []
+        for prefix in ids:
+            chunks = self.store.catalog.find(tenant, prefix)
+            if not chunks:
+                skipped.append({"id": prefix, "reason": "unknown"})
+            elif len({chunk.key.tokens for chunk in chunks}) > 1:
+                skipped.append({"id": prefix, "reason": "ambiguous: give more digits of the digest"})
+            else:
+                for chunk in chunks:
+                    self.store.delete(chunk)
+                affected[prefix] = chunks
+        self.rows.sweep()
+        gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}
+        states = [{"id": prefix, "state": "deleted" if done else "in use"} for prefix, done in gone.items()]
+        return {"affected": states, "skipped": skipped}
+
+    def _described(self, chunk: CachedChunk) -> dict[str, Any]:
+        said = described(self.store, chunk)
+        said["cache_salt"] = chunk.key.namespace.cache_salt
+        if chunk.last_use:
+            said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
+        return said

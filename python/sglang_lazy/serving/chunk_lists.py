@@ -1,0 +1,70 @@
+"""Lists of chunks as `GET /chunks` gives them: what a request asks for, and pages of several ranks made into one."""
+
+import base64
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS, SORTS, STATES
+
+DEFAULT_LIMIT = 100
+
+
+def list_arguments(
+    sort: str = "last_use",
+    order: str = "desc",
+    limit: int = DEFAULT_LIMIT,
+    cursor: str | None = None,
+    state: str | None = None,
+    pinned: bool | None = None,
+) -> dict[str, Any]:
+    """The arguments of `ChunkControl.page` but for the tenant. Raises ValueError for a bad one."""
+    if sort not in SORTS:
+        raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r:.50}")
+    if order not in ("asc", "desc"):
+        raise ValueError(f"order must be asc or desc, got {order!r:.50}")
+    if not 1 <= limit <= MAX_LIMIT:
+        raise ValueError(f"limit must be between 1 and {MAX_LIMIT}, got {limit}")
+    if state is not None and state not in STATES:
+        raise ValueError(f"state must be one of {', '.join(STATES)}, got {state!r:.50}")
+    after = None if cursor is None else _unpack(cursor, sort, order)
+    filters = {"state": state, "pinned": pinned}
+    return {"sort": sort, "descending": order == "desc", "limit": limit, "after": after, "filters": filters}
+
+
+def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, limit: int) -> dict[str, Any]:
+    """One page of the pages of all data-parallel ranks."""
+    rows = [
+        ((tuple(place), rank), {**chunk, "dp_rank": rank})
+        for rank, answer in enumerate(answers)
+        for place, chunk in zip(answer["places"], answer["chunks"], strict=True)
+    ]
+    rows.sort(key=lambda row: row[0], reverse=descending)
+    total = sum(answer["total"] for answer in answers)
+    more = len(rows) > limit or any(len(answer["chunks"]) == limit < answer["total"] for answer in answers)
+    page = rows[:limit]
+    order = "desc" if descending else "asc"
+    cursor = _pack(sort, order, page[-1][0][0]) if more and page else None
+    return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}
+
+
+def check_id(chunk_id: str) -> str:
+    """An id as the scheduler takes it. Raises ValueError unless it is the beginning of a digest."""
+    if not MIN_DIGITS <= len(chunk_id) <= 64 or not set(chunk_id) <= set("0123456789abcdef"):
+        raise ValueError(f"the id of a chunk has 16 to 64 hexadecimal digits, got {chunk_id!r:.80}")
+    return chunk_id
+
+
+def _pack(sort: str, order: str, place: Sequence[float]) -> str:
+    return base64.urlsafe_b64encode(json.dumps([sort, order, *place]).encode()).decode()
+
+
+def _unpack(cursor: str, sort: str, order: str) -> tuple[float, int]:
+    try:
+        of_sort, of_order, value, serial = json.loads(base64.urlsafe_b64decode(cursor.encode("ascii")))
+        place = float(value), int(serial)
+    except (ValueError, TypeError, OverflowError):
+        raise ValueError(f"cursor {cursor!r:.80} is none that this server gave") from None
+    if (of_sort, of_order) != (sort, order):
+        raise ValueError("the cursor belongs to a list that was sorted otherwise")
+    return place

@@ -1,0 +1,104 @@
+"""The tokens of registered chunks, so that prompts may name a chunk by its id, also when its KV has been evicted."""
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.serving.requests import is_batch
+
+CAPACITY = 1 << 26
+"""Tokens, of 4 bytes: 256 MiB in all."""
+_ATTR = "_sglang_lazy_known_chunks"
+
+
+class UnknownChunk(ValueError):
+    """A prompt names a chunk that the server does not know: answered with a 404."""
+
+
+class KnownChunks:
+    """The tokens of the chunks that were registered or named last, up to `capacity` tokens, by tenant and digest."""
+
+    def __init__(self, capacity: int = CAPACITY):
+        self.capacity = capacity
+        self._tokens: OrderedDict[tuple[str | None, str], array] = OrderedDict()
+        self._digests: dict[tuple[str | None, str], set[str]] = {}
+        self._num_tokens = 0
+
+    def add(self, tenant: str | None, tokens: Sequence[int]) -> None:
+        digest = tokens_digest(tokens)
+        key = tenant, digest.hex()
+        if key not in self._tokens:
+            self._tokens[key] = array("i", tokens)
+            self._digests.setdefault((tenant, chunk_id(digest)), set()).add(digest.hex())
+            self._num_tokens += len(tokens)
+        self._tokens.move_to_end(key)
+        while self._num_tokens > self.capacity:
+            self._drop(next(iter(self._tokens)))
+
+    def get(self, tenant: str | None, name: str) -> list[int]:
+        """The tokens of the chunk with this id, or with more digits of its digest.
+
+        Raises UnknownChunk if the tenant has none, and ValueError if it has several.
+        """
+        found = self._find(tenant, name)
+        if not found:
+            raise UnknownChunk(f"chunk {name!r:.80} is unknown: register it, or send its text")
+        if len(found) > 1:
+            raise ValueError(f"chunk {name!r:.80} is ambiguous: give more digits of the digest")
+        self._tokens.move_to_end((tenant, found[0]))
+        return self._tokens[tenant, found[0]].tolist()
+
+    def remove(self, tenant: str | None, name: str) -> bool:
+        """Forget the chunk with this id; whether there was one, and only one."""
+        found = self._find(tenant, name)
+        if len(found) == 1:
+            self._drop((tenant, found[0]))
+        return len(found) == 1
+
+    def _find(self, tenant: str | None, name: str) -> list[str]:
+        return [digest for digest in self._digests.get((tenant, name[:16]), ()) if digest.startswith(name)]
+
+    def _drop(self, key: tuple[str | None, str]) -> None:
+        tenant, digest = key
+        self._num_tokens -= len(self._tokens.pop(key))
+        same = self._digests[tenant, digest[:16]]
+        same.discard(digest)
+        if not same:
+            del self._digests[tenant, digest[:16]]
+
+
+def known_chunks(tokenizer_manager: Any) -> KnownChunks:
+    """Those of `tokenizer_manager`."""
+    known = getattr(tokenizer_manager, _ATTR, None)
+    if known is None:
+        known = KnownChunks()
+        setattr(tokenizer_manager, _ATTR, known)
+    return known
+
+
+def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:
+    """A copy of `segments`, one prompt or a batch, in which tokens stand for the ids of chunks.
+
+    tenant: the salt, or one for each prompt of a batch.  names: of the segments, in messages. What is malformed otherwise is left as it is. Raises ValueError
+    that names the segment; UnknownChunk for an id that the tenant has not registered.
+    """
+    if is_batch(segments):
+        tenants = tenant if isinstance(tenant, list) else [tenant] * len(segments)
+        return [with_tokens(known, *pair) for pair in zip(segments, tenants, strict=False)] + segments[len(tenants) :]
+    if not isinstance(segments, list | tuple):
+        return segments
+    return [
+        _with_tokens(known, names[index] if names else f"segments[{index}]", segment, tenant)
+        for index, segment in enumerate(segments)
+    ]
+
+
+def _with_tokens(known: KnownChunks, where: str, segment: Any, tenant: str | None) -> Any:
+    if not isinstance(segment, Mapping) or segment.get("type") != "chunk" or "id" not in segment:
+        return segment
+    name = segment["id"]
+    if not isinstance(name, str) or segment.keys() != {"type", "id"}:
+        raise ValueError(f"{where}: a chunk with an id has a string there, and neither text nor input_ids")
+    return {"type": "chunk", "input_ids": known.get(tenant, name)}

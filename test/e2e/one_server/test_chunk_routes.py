@@ -1,0 +1,146 @@
+"""`/chunks` on a running server: what it lists, to whom, and what it refuses."""
+
+import time
+
+import requests
+from http_prompts import chunk, generate, text
+
+DOCUMENT = "A mill stood where the two rivers meet, until the flood of 1784 carried it away."
+
+
+def get(url, path="", salt=None, **query):
+    headers = {} if salt is None else {"X-Cache-Salt": salt}
+    return requests.get(f"{url}/chunks{path}", params=query, headers=headers, timeout=60)
+
+
+def ask(url, document, **body):
+    answer = generate(url, segments=[text("Read: "), chunk(document), text(" When?")], **body)
+    return answer["meta_info"]["chunks"][0]
+
+
+def test_a_prompt_s_chunk_is_listed(server):
+    first = ask(server, DOCUMENT, cache_salt="listing")
+    assert not first["hit"] and ask(server, DOCUMENT, cache_salt="listing")["hit"]
+    page = get(server, cache_salt="listing").json()
+    assert page["total"] == 1 and page["next"] is None
+    (listed,) = page["chunks"]
+    assert (listed["id"], listed["tokens"], listed["hits"]) == (first["id"], first["tokens"], 1)
+    assert (listed["state"], listed["tiers"], listed["cache_salt"]) == ("resident", ["device"], "listing")
+    assert get(server, salt="listing").json()["total"] == 1
+    (same,) = get(server, f"/{first['id']}", salt="listing").json()["chunks"]
+    assert same["digest"] == listed["digest"]
+
+
+def test_others_do_not_see_it(server):
+    mine = ask(server, DOCUMENT, cache_salt="mine")
+    for salt in (None, "other", "min", "mine2"):
+        ids = [c["id"] for c in get(server, salt=salt, limit=1000).json()["chunks"]]
+        assert salt is None or ids == []
+        response = get(server, f"/{mine['id']}", salt=salt)
+        if salt is not None:
+            assert response.status_code == 404 and mine["id"] in response.text
+    unknown = get(server, "/" + "0" * 16, salt="other")
+    assert unknown.status_code == 404
+
+
+def test_what_is_refused(server):
+    assert get(server, sort="size").status_code == 400
+    assert get(server, limit=0).status_code == 400
+    assert get(server, "/short").status_code == 400
+    assert get(server, salt="a", cache_salt="b").status_code == 400
+    assert get(server, all="true").status_code == 403
+
+
+def test_a_deleted_chunk_is_computed_anew(server):
+    first = ask(server, DOCUMENT, cache_salt="deleting")
+    for salt, status in (("other", 404), ("deleting", 200), ("deleting", 404)):
+        headers = {"X-Cache-Salt": salt}
+        response = requests.delete(f"{server}/chunks/{first['id']}", headers=headers, timeout=60)
+        assert response.status_code == status, response.text
+        if status == 200:
+            assert response.json() == {
+                "requested": 1,
+                "affected": [{"id": first["id"], "state": "deleted"}],
+                "skipped": [],
+            }
+    assert not ask(server, DOCUMENT, cache_salt="deleting")["hit"]
+
+
+def register(url, *chunks, salt=None, **body):
+    headers = {} if salt is None else {"X-Cache-Salt": salt}
+    return requests.post(f"{url}/chunks", json={"chunks": list(chunks), **body}, headers=headers, timeout=60)
+
+
+def test_a_registered_chunk_is_found_by_prompts(server):
+    response = register(server, DOCUMENT, {"input_ids": [7, 8, 9]}, salt="ahead", wait=True)
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert answer["requested"] == 2 and len(answer["affected"]) == 2 and answer["skipped"] == []
+    assert {one["id"] for one in get(server, salt="ahead").json()["chunks"]} == set(answer["affected"])
+    used = ask(server, DOCUMENT, cache_salt="ahead")
+    assert used["hit"] and used["id"] == answer["affected"][0]
+    assert not ask(server, DOCUMENT, cache_salt="ahead of others")["hit"]
+    assert not ask(server, DOCUMENT, cache_salt="ahead", link="base")["hit"]
+    assert register(server, DOCUMENT, salt="ahead", link="base+epic", wait=True).status_code == 200
+    again = get(server, f"/{used['id']}", salt="ahead").json()["chunks"]
+    assert sorted(one["preamble"] for one in again) == [False, True]
+
+
+def test_a_registration_is_polled(server):
+    response = register(server, DOCUMENT, cache_salt="polled")
+    assert response.status_code == 202, response.text
+    (name,) = response.json()["accepted"]
+    deadline = time.monotonic() + 60
+    while (answer := get(server, f"/{name}", salt="polled")).status_code == 404 or (
+        answer.json()["chunks"][0]["state"] != "resident"
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_bad_registrations(server):
+    for chunks, body, reason in (
+        ([], {}, "1 to 1000"),
+        ([""], {}, "chunks[0]"),
+        ([DOCUMENT, 5], {}, "chunks[1]"),
+        ([{"input_ids": [-1]}], {}, "chunks[0]"),
+        ([DOCUMENT], {"link": "full"}, "computes no chunks"),
+        ([DOCUMENT], {"link": "base:preamble=lead"}, "depend on the prompt"),
+        ([DOCUMENT], {"ttl": 5}, "unknown field 'ttl'"),
+        ([DOCUMENT], {"wait": 1}, "wait"),
+        ([DOCUMENT], {"cache_salt": ""}, "cache_salt"),
+    ):
+        response = register(server, *chunks, **body)
+        assert response.status_code == 400 and reason in response.text, response.text
+    assert requests.post(f"{server}/chunks", data="no json", timeout=60).status_code == 400
+    too_long = register(server, {"input_ids": [5] * 9000}, salt="long", wait=True).json()
+    assert too_long["affected"] == [] and len(too_long["skipped"]) == 1
+
+
+def test_prompts_name_a_chunk_by_its_id(server):
+    salt = "by id"
+    (name,) = register(server, DOCUMENT, salt=salt, wait=True).json()["affected"]
+    by_id = {"type": "chunk", "id": name}
+    by_text = generate(server, segments=[text("Read: "), chunk(DOCUMENT), text(" When?")], cache_salt=salt)
+    answer = generate(server, segments=[text("Read: "), by_id, text(" When?")], cache_salt=salt)
+    assert answer["text"] == by_text["text"] and answer["meta_info"]["chunks"] == by_text["meta_info"]["chunks"]
+    content = [{"type": "text", "text": "Read: "}, by_id, {"type": "text", "text": "When?"}]
+    bodies = {
+        "/generate": {"segments": [text("Read: "), by_id, text(" When?")]},
+        "/v1/completions": {"segments": [text("Read: "), by_id, text(" When?")]},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": content}]},
+        "/v1/responses": {"input": [{"role": "user", "content": content}]},
+        "/v1/messages": {"messages": [{"role": "user", "content": content}]},
+    }
+    for path, body in bodies.items():
+        full = {"model": "any", "max_tokens": 2, "store": False, **body} if path != "/generate" else body
+        known = requests.post(server + path, json=full, headers={"X-Cache-Salt": salt}, timeout=60)
+        assert known.status_code == 200, (path, known.text)
+        for other in ("other", None):
+            headers = {} if other is None else {"X-Cache-Salt": other}
+            unknown = requests.post(server + path, json=full, headers=headers, timeout=60)
+            assert unknown.status_code == 404 and name in unknown.text, (path, unknown.text)
+    headers = {"X-Cache-Salt": salt}
+    assert requests.delete(f"{server}/chunks/{name}", headers=headers, timeout=60).status_code == 200
+    gone = requests.post(server + "/generate", json=bodies["/generate"], headers=headers, timeout=60)
+    assert gone.status_code == 404

@@ -1,0 +1,219 @@
+"""Lists of chunks: what a tenant sees of the cache, in pages."""
+
+import random
+from array import array
+
+import pytest
+
+from fakes.loop import QUESTION, A, B, C, Loop
+from sglang_lazy.core.keys import ChunkKey, chunk_id, tokens_digest
+from sglang_lazy.serving.chunk_lists import check_id, list_arguments, merged_page
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+def id_of(chunk):
+    return chunk_id(tokens_digest(array("q", chunk[1])))
+
+
+def listed(loop, tenant=None, everybody=False, **query):
+    arguments = list_arguments(**query)
+    answer = loop.admission.control.handle("page", {"tenant": tenant, "everybody": everybody, **arguments})
+    sort, limit = arguments["sort"], arguments["limit"]
+    return merged_page([answer], sort, arguments["descending"], limit)
+
+
+def test_what_a_list_says():
+    loop = Loop()
+    loop.warm(A, B)
+    loop.submit([A, QUESTION], "hit")
+    loop.run()
+    page = listed(loop, sort="hits")
+    assert (page["total"], page["next"]) == (2, None)
+    first, second = page["chunks"]
+    assert (first["id"], first["hits"], first["tokens"], first["state"]) == (id_of(A), 1, 4, "resident")
+    assert (second["id"], second["hits"], second["users"], second["tiers"]) == (id_of(B), 0, 0, ["device"])
+    assert first["digest"].startswith(first["id"]) and len(first["digest"]) == 64
+
+
+def test_users_and_states_while_requests_run():
+    loop = Loop(chunked_prefill_size=4)
+    loop.submit([A, B, QUESTION], "running", max_new_tokens=3)
+    assert listed(loop)["total"] == 0
+    loop.step()
+    states = {chunk["id"]: chunk["state"] for chunk in listed(loop)["chunks"]}
+    assert states == {id_of(A): "resident", id_of(B): "pending"}
+    assert [chunk["id"] for chunk in listed(loop, state="pending")["chunks"]] == [id_of(B)]
+    while not loop.running_batch.reqs:
+        loop.step()
+    assert {chunk["users"] for chunk in listed(loop)["chunks"]} == {1}
+    loop.run()
+    assert {chunk["users"] for chunk in listed(loop)["chunks"]} == {0}
+
+
+def test_what_was_evicted_leaves_the_list():
+    loop = Loop(pool_size=13)
+    loop.warm(A, B, C)
+    listed_ids = {chunk["id"] for chunk in listed(loop)["chunks"]}
+    assert id_of(C) in listed_ids and id_of(A) not in listed_ids
+
+
+def test_the_host_tier_is_another_state():
+    loop = Loop(pool_size=14, host_size=60)
+    loop.warm(A, B, C)
+    states = {chunk["id"]: (chunk["state"], chunk["tiers"]) for chunk in listed(loop)["chunks"]}
+    assert states[id_of(A)] == ("host", ["host"]) and states[id_of(C)] == ("resident", ["device", "host"])
+    assert {chunk["id"] for chunk in listed(loop, state="host")["chunks"]} == {
+        name for name, (state, _) in states.items() if state == "host"
+    }
+
+
+def test_a_tenant_sees_its_own():
+    loop = Loop()
+    for i, tenant in enumerate([None, "a", "b"]):
+        extra = {"cache_salt": tenant, "extra_key": tenant}  # as the HTTP process joins them
+        loop.submit([A, QUESTION], f"t{i}", **extra)
+    loop.submit([B, QUESTION], "other key", extra_key="b")  # SGLang's own key is no salt
+    loop.run()
+    for tenant in (None, "a", "b"):
+        assert [(c["id"], c["cache_salt"]) for c in listed(loop, tenant)["chunks"]] == [(id_of(A), tenant)]
+        found = loop.admission.control.handle("get", {"tenant": tenant, "prefix": id_of(B)})
+        assert found["chunks"] == []
+    assert listed(loop, "c")["total"] == 0
+    assert listed(loop, everybody=True)["total"] == 4
+
+
+@pytest.mark.parametrize("sort", ["last_use", "hits", "tokens", "created"])
+@pytest.mark.parametrize("order", ["asc", "desc"])
+def test_pages_are_the_whole_list_in_order(sort, order):
+    rng = random.Random(0)
+    loop = Loop(pool_size=400)
+    chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(3))) for i in range(25)]
+    loop.warm(*chunks)
+    for i in range(20):
+        loop.submit([rng.choice(chunks), QUESTION], f"again-{i}", max_new_tokens=1)
+    loop.run()
+    whole = listed(loop, sort=sort, order=order)["chunks"]
+    pages, cursor = [], None
+    while True:
+        page = listed(loop, sort=sort, order=order, limit=4, cursor=cursor)
+        pages += page["chunks"]
+        cursor = page["next"]
+        if cursor is None:
+            break
+    ids = [chunk["id"] for chunk in whole]
+    assert [chunk["id"] for chunk in pages] == ids and len(set(ids)) == len(ids) == page["total"]
+    if sort != "created":
+        values = [chunk[sort] for chunk in whole]
+        assert values == sorted(values, reverse=order == "desc")
+
+
+def test_an_id_finds_its_chunks():
+    loop = Loop()
+    loop.warm(A, B)
+    loop.submit([A, QUESTION], "behind a preamble", link="base")
+    loop.run()
+    found = loop.admission.control.handle("get", {"tenant": None, "prefix": id_of(A)})["chunks"]
+    assert sorted(chunk["preamble"] for chunk in found) == [False, True]
+    assert {chunk["id"] for chunk in found} == {id_of(A)}
+
+
+@pytest.mark.parametrize(
+    "query", [{"sort": "size"}, {"order": "up"}, {"limit": 0}, {"limit": 1001}, {"state": "cold"}, {"cursor": "x"}]
+)
+def test_bad_queries(query):
+    with pytest.raises(ValueError, match=next(iter(query))):
+        list_arguments(**query)
+
+
+@pytest.mark.parametrize("bad", ["", "abc", "g" * 16, "a" * 65, "A" * 16])
+def test_bad_ids(bad):
+    with pytest.raises(ValueError, match="16 to 64 hexadecimal digits"):
+        check_id(bad)
+
+
+def test_a_flush_empties_the_list():
+    loop = Loop()
+    loop.warm(A)
+    loop.pools.flush()
+    assert listed(loop)["total"] == 0
+
+
+def deleted(loop, *ids, tenant=None):
+    answer = loop.admission.control.handle("delete", {"tenant": tenant, "ids": list(ids)})
+    return [(one["id"], one["state"]) for one in answer["affected"]], [one["id"] for one in answer["skipped"]]
+
+
+@pytest.mark.parametrize("host_size", [0, 60])
+def test_a_deleted_chunk_is_computed_anew(host_size):
+    loop = Loop(host_size=host_size)
+    loop.warm(A, B)
+    free = loop.pools.slots.available_size()
+    assert deleted(loop, id_of(A), "0" * 16) == ([(id_of(A), "deleted")], ["0" * 16])
+    loop.pools.check()
+    assert loop.pools.slots.available_size() == free + 4
+    assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(B)]
+    req = loop.submit([A, B, QUESTION], "after")
+    loop.run()
+    assert loop.counts(req)[1:] == (4, 0b10)
+
+
+def test_a_deleted_chunk_on_the_host_leaves_it():
+    loop = Loop(pool_size=14, host_size=60)
+    loop.warm(A, B, C)
+    assert {c["id"]: c["state"] for c in listed(loop)["chunks"]}[id_of(A)] == "host"
+    free = loop.tree_cache.token_to_kv_pool_host.available_size()
+    assert deleted(loop, id_of(A)) == ([(id_of(A), "deleted")], [])
+    assert loop.tree_cache.token_to_kv_pool_host.available_size() == free + 4
+    loop.pools.check()
+
+
+def test_what_a_request_holds_is_gone_when_it_ends():
+    loop = Loop()
+    req = loop.submit([A, QUESTION], "running", max_new_tokens=3)
+    while not loop.running_batch.reqs:
+        loop.step()
+    assert deleted(loop, id_of(A)) == ([(id_of(A), "in use")], [])
+    assert loop.resident(req) == [True]
+    loop.run()
+    loop.step()
+    assert listed(loop)["total"] == 0 and loop.resident(req) == [False]
+
+
+def test_a_longer_chunk_keeps_its_beginning():
+    longer = (True, (*A[1], 7, 7))
+    loop = Loop()
+    loop.warm(A, longer)
+    assert deleted(loop, id_of(A))[0] == [(id_of(A), "deleted")]
+    assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(longer)]
+    assert deleted(loop, id_of(longer))[0] == [(id_of(longer), "deleted")]
+    assert not [key for _, key, _ in loop.pools.nodes() if getattr(key, "kind", None) == "chunk"]
+
+
+def test_nobody_deletes_what_is_another_tenant_s():
+    loop = Loop()
+    loop.warm(A)
+    assert deleted(loop, id_of(A), tenant="a") == ([], [id_of(A)])
+    assert listed(loop)["total"] == 1
+
+
+def test_an_ambiguous_id_is_left_alone():
+    """Two texts whose digests begin alike: the id that they share names neither, all digits do."""
+    loop = Loop()
+    digests = {tuple(A[1]): b"same id." + b"a" * 24, tuple(B[1]): b"same id." + b"b" * 24}
+    nodes = {}
+    for chunk in (A, B):
+        loop.warm(chunk)
+    for key, cached in list(loop.store._cached.items()):
+        tokens = next(tuple(node.key.token_ids) for node, _, _ in loop.pools.nodes() if node is cached.node)
+        nodes[tokens] = cached.node
+        loop.store.forget(cached.node)
+        forged = ChunkKey(digests[tokens], key.namespace)
+        other = loop.store.catalog.new(forged, nodes[tokens], 4, 0.0)
+        loop.store._cached[forged] = other
+        loop.store._keys_by_node[nodes[tokens].id] = forged
+        loop.store.catalog.add(other)
+    shared = b"same id.".hex()
+    assert deleted(loop, shared) == ([], [shared])
+    assert deleted(loop, shared + "61") == ([(shared + "61", "deleted")], [])
+    assert [chunk["digest"] for chunk in listed(loop)["chunks"]] == [digests[tuple(B[1])].hex()]

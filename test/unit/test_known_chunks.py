@@ -1,0 +1,64 @@
+"""Chunks that prompts name by their ids: the right tokens, or none."""
+
+import pytest
+
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.serving import known_chunks
+from sglang_lazy.serving.known_chunks import KnownChunks, UnknownChunk, with_tokens
+
+
+def test_a_tenant_names_its_own():
+    known = KnownChunks()
+    known.add("a", [1, 2, 3])
+    digest = tokens_digest([1, 2, 3])
+    for name in (chunk_id(digest), digest.hex(), digest.hex()[:20]):
+        assert known.get("a", name) == [1, 2, 3]
+        for tenant in ("b", None):
+            with pytest.raises(UnknownChunk, match=name):
+                known.get(tenant, name)
+            assert not known.remove(tenant, name)
+    for name in ("", digest.hex()[:15], "0" * 16):
+        with pytest.raises(UnknownChunk):
+            known.get("a", name)
+    assert known.remove("a", digest.hex()) and not known.remove("a", digest.hex())
+
+
+def test_what_was_used_last_is_kept():
+    known = KnownChunks(capacity=6)
+    names = {i: chunk_id(tokens_digest([i] * 2)) for i in range(4)}
+    for i in range(3):
+        known.add(None, [i] * 2)
+    known.get(None, names[0])
+    known.add(None, [3] * 2)
+    assert known.get(None, names[0]) == [0, 0] and known.get(None, names[3]) == [3, 3]
+    with pytest.raises(UnknownChunk):
+        known.get(None, names[1])
+
+
+def test_ids_that_collide_are_refused(monkeypatch):
+    monkeypatch.setattr(known_chunks, "tokens_digest", lambda tokens: b"the same" + bytes(tokens) * 24)
+    known = KnownChunks()
+    known.add(None, [1])
+    known.add(None, [2])
+    name = b"the same".hex()
+    with pytest.raises(ValueError, match="ambiguous"):
+        known.get(None, name)
+    assert not known.remove(None, name)
+    assert (known.get(None, name + "01"), known.get(None, name + "02")) == ([1], [2])
+    assert known.remove(None, name + "01") and known.get(None, name) == [2]
+
+
+def test_segments_with_ids():
+    known = KnownChunks()
+    known.add("a", [5, 6])
+    name = chunk_id(tokens_digest([5, 6]))
+    by_id, resolved = {"type": "chunk", "id": name}, {"type": "chunk", "input_ids": [5, 6]}
+    assert with_tokens(known, ["Read", by_id], "a") == ["Read", resolved]
+    assert with_tokens(known, [[by_id], ["x"], [by_id]], ["a", None, "a"]) == [[resolved], ["x"], [resolved]]
+    for untouched in (None, "text", 5, [5, {"id": name}]):
+        assert with_tokens(known, untouched, "a") == untouched
+    with pytest.raises(UnknownChunk):
+        with_tokens(known, [[by_id], [by_id]], ["a", "b"])
+    for bad in ({**by_id, "text": "x"}, {"type": "chunk", "id": 5}):
+        with pytest.raises(ValueError, match=r"segments\[1\]"):
+            with_tokens(known, ["x", bad], "a")
