@@ -81,8 +81,9 @@ def known_chunks(tokenizer_manager: Any) -> KnownChunks:
 def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:
     """A copy of `segments`, one prompt or a batch, in which tokens stand for the ids of chunks.
 
-    tenant: the salt, or one for each prompt of a batch.  names: of the segments, in messages. What is malformed otherwise is left as it is. Raises ValueError
-    that names the segment; UnknownChunk for an id that the tenant has not registered.
+    tenant: the salt, or one for each prompt of a batch.  names: of the segments, in messages.
+    What is malformed otherwise is left as it is. Raises ValueError that names the segment, UnknownChunk for an id that
+    the tenant has not registered.
     """
     if is_batch(segments):
         tenants = tenant if isinstance(tenant, list) else [tenant] * len(segments)
