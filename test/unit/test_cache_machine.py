@@ -255,7 +255,7 @@ class CacheHistories(RuleBasedStateMachine):
         """A chunk is deleted, in use or not."""
         chunk = pick_from(list(self.pools.store._cached.values()), pick)
         free, held = self.pools.slots.available_size(), chunk.node.lock_ref or chunk.node.host_ref_counter
-        self.pools.store.delete(chunk)
+        self.pools.store.deletions.add(chunk)
         self.sweep()
         assert (chunk.node is not None) == bool(held)
         assert self.pools.slots.available_size() >= free
@@ -266,7 +266,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.cache.rows.sweep()
         assert all(
             chunk.node is None or chunk.node.lock_ref or chunk.node.host_ref_counter
-            for chunk in self.pools.store._deleted.values()
+            for chunk in self.pools.store.deletions.waiting.values()
         )
 
     @precondition(lambda self: len(self.pools.waiting_locks) < 2 and self.pools.paths)

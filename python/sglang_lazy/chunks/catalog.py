@@ -3,9 +3,8 @@
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from sglang_lazy.core.keys import ChunkKey, Namespace, chunk_id
 
 SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "created": "serial"}
 """What a list may be sorted by, and the field of `CachedChunk` that it is."""
-STATES = ("missing", "pending", "fetching", "host", "loading", "resident")
+STATES = ("pending", "fetching", "host", "loading", "resident")
 MAX_LIMIT = 1000
 MIN_DIGITS = 16
 
@@ -25,7 +24,6 @@ class CachedChunk:
     serial: grows with the time at which the chunk became known.
     hits: how many prompts found it cached.
     last_use: time of day, seconds since the epoch; only for reports, since ranks differ in it.
-    pinned: whether it is locked for its tenant.
     segment_ids: by the ranges of it that prompts keep.
     scores: float32 [num_tokens], what a policy has measured of its tokens.
     stored: whether storage has it; kept by the tree.
@@ -37,7 +35,6 @@ class CachedChunk:
     serial: int
     last_use: float
     hits: int = 0
-    pinned: bool = False
     segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
     scores: np.ndarray | None = None
     stored: bool = False
@@ -98,14 +95,14 @@ class Catalog:
         descending: bool,
         limit: int,
         after: tuple[float, int] | None,
-        filters: Mapping[str, Any],
+        state: str | None,
         more: Iterable[CachedChunk] = (),
     ) -> tuple[int, list[CachedChunk], list[float]]:
         """How many chunks there are, those of one page, in order, and what they are sorted by.
 
         everybody: those of all tenants.  sort: one of `SORTS`.  limit: of the page.
         after: what the last chunk of the page before was sorted by, and its serial.
-        filters: `state`, one of `STATES`, `pinned`.  more: chunks that are known, but not cached.
+        state: one of `STATES`, if only those in it are wanted.  more: chunks that are known, but not cached.
 
         Numbers are gathered in NumPy and only the page is looked at: all else would take longer than a batch may wait.
         """
@@ -116,9 +113,7 @@ class Catalog:
         else:
             known = list(self._tenants.get(tenant, {}).values())
         chunks = extra + known  # by serial: a dictionary keeps the order of insertion
-        if (pinned := filters.get("pinned")) is not None:
-            chunks = [chunk for chunk in chunks if chunk.pinned == pinned]
-        if (state := filters.get("state")) is not None:
+        if state is not None:
             if state in ("host", "resident", "loading"):  # most need no closer look
                 chunks = [c for c in chunks if c.node is not None and (c.node.value is None) == (state == "host")]
             if state not in ("host", "resident") or (state == "resident" and self._any_loading()):

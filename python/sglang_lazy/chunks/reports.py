@@ -48,8 +48,7 @@ def described(store: Any, chunk: CachedChunk) -> dict[str, Any]:
             if held
         ],
         "hits": chunk.hits,
-        "users": 0 if node is None else node.lock_ref - chunk.pinned,
-        "pinned": chunk.pinned,
+        "users": 0 if node is None else node.lock_ref,
         "last_use": chunk.last_use or None,
         "preamble": chunk.key.namespace.variant is not None,
     }

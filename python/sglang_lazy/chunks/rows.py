@@ -44,7 +44,7 @@ class RowCache:
 
     def sweep(self) -> None:
         """Free what has been deleted and is not held any more."""
-        if slots := self.store.sweep():
+        if slots := self.store.deletions.sweep():
             self.free(torch.cat(slots))
 
     # Linked requests

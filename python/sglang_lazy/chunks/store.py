@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from sglang_lazy.chunks.catalog import CachedChunk, Catalog
+from sglang_lazy.chunks.deletions import Deletions
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
@@ -74,7 +75,7 @@ class ChunkStore:
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
         self.catalog = Catalog(lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
-        self._deleted: dict[ChunkKey, CachedChunk] = {}
+        self.deletions = Deletions(self)
 
     # Chunks
 
@@ -293,32 +294,6 @@ class ChunkStore:
             chunk = self._cached.pop(key)
             chunk.node = None
             self.catalog.remove(chunk)
-
-    # Deletion
-
-    def delete(self, chunk: CachedChunk) -> None:
-        """Have the next sweep take a chunk out of the tree, or the first one after nobody holds it any more."""
-        self._deleted[chunk.key] = chunk
-
-    def sweep(self) -> list[torch.Tensor]:
-        """Take deleted chunks that nobody holds off the device and the host; returns their slots, to be freed.
-
-        What other chunks begin with stays, as part of those.
-        """
-        slots: list[torch.Tensor] = []
-        for key, chunk in list(self._deleted.items()):
-            node = chunk.node
-            if node is not None and (node.lock_ref or node.host_ref_counter):
-                continue
-            del self._deleted[key]
-            if node is None:
-                continue
-            self.forget(node)
-            while self.tree.discardable(node) and node.id not in self._keys_by_node:
-                parent = node.parent
-                slots += self.tree.discard(node)
-                node = parent
-        return slots
 
     def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
         """The numbers now. num_locked_tokens: the tree's own count."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
-from fastapi import HTTPException, Query, Request, Response
+from fastapi import HTTPException, Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
@@ -43,13 +43,12 @@ async def list_chunks(
     limit: int = DEFAULT_LIMIT,
     cursor: str | None = None,
     state: str | None = None,
-    pinned: bool | None = Query(None),
 ) -> dict[str, Any]:
     """One page of the caller's chunks.
 
         {"total": 2, "next": null, "chunks": [{
           "id": "9f0c…", "digest": "9f0c…", "tokens": 812, "state": "resident", "tiers": ["device", "host"],
-          "hits": 4, "users": 1, "pinned": false, "last_use": 1763900000.1, "idle_seconds": 2.5,
+          "hits": 4, "users": 1, "last_use": 1763900000.1, "idle_seconds": 2.5,
           "preamble": false, "cache_salt": null, "dp_rank": 0}]}
 
     total: how many chunks match, on all pages.
@@ -64,10 +63,10 @@ async def list_chunks(
 
     Query: `cache_salt` (or the header X-Cache-Salt) names the tenant; none is the shared namespace. `all=true` lists
     every tenant's, where the server has an admin key, and so the caller. `sort` is last_use, hits, tokens or created,
-    `order` desc or asc, `limit` 1 to 1000; `state` and `pinned` filter.
+    `order` desc or asc, `limit` 1 to 1000; `state` filters.
     """
     try:
-        arguments = list_arguments(sort, order, limit, cursor, state, pinned)
+        arguments = list_arguments(sort, order, limit, cursor, state)
         tenant = check_cache_salt(salt_of(cache_salt, request.headers.get(SALT_HEADER)))
         if all and not _manager().server_args.admin_api_key:
             raise _refused(ValueError("all=true needs a server with --admin-api-key"), HTTPStatus.FORBIDDEN)

@@ -28,13 +28,11 @@ class ChunkControl:
         descending: bool,
         limit: int,
         after: tuple[float, int] | None,
-        filters: Mapping[str, Any],
+        state: str | None,
     ) -> dict[str, Any]:
         """One page of chunks, each with what it is sorted by, and the number of all of them."""
         more = under_way(self.store)
-        total, chunks, values = self.store.catalog.page(
-            tenant, everybody, sort, descending, limit, after, filters, more
-        )
+        total, chunks, values = self.store.catalog.page(tenant, everybody, sort, descending, limit, after, state, more)
         places = [(value, chunk.serial) for value, chunk in zip(values, chunks, strict=True)]
         return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
 
@@ -57,7 +55,7 @@ class ChunkControl:
                 skipped.append({"id": prefix, "reason": "ambiguous: give more digits of the digest"})
             else:
                 for chunk in chunks:
-                    self.store.delete(chunk)
+                    self.store.deletions.add(chunk)
                 affected[prefix] = chunks
         self.rows.sweep()
         gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}

@@ -16,7 +16,6 @@ def list_arguments(
     limit: int = DEFAULT_LIMIT,
     cursor: str | None = None,
     state: str | None = None,
-    pinned: bool | None = None,
 ) -> dict[str, Any]:
     """The arguments of `ChunkControl.page` but for the tenant. Raises ValueError for a bad one."""
     if sort not in SORTS:
@@ -28,8 +27,7 @@ def list_arguments(
     if state is not None and state not in STATES:
         raise ValueError(f"state must be one of {', '.join(STATES)}, got {state!r:.50}")
     after = None if cursor is None else _unpack(cursor, sort, order)
-    filters = {"state": state, "pinned": pinned}
-    return {"sort": sort, "descending": order == "desc", "limit": limit, "after": after, "filters": filters}
+    return {"sort": sort, "descending": order == "desc", "limit": limit, "after": after, "state": state}
 
 
 def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, limit: int) -> dict[str, Any]:
