@@ -59,15 +59,19 @@ def pinned(urls: list[str]) -> Iterator[None]:
 def server_processes(url: str) -> list[psutil.Process]:
     """This process's child that serves `url`, and all its descendants."""
     port = str(urlsplit(url).port)
-    (server,) = (child for child in psutil.Process().children() if port in child.cmdline())
+    (server,) = (child for child in psutil.Process().children() if port in _command(child))
     return [server, *server.children(recursive=True)]
 
 
-def _title(process: psutil.Process) -> str:
-    """Its name; empty if it has ended."""
+def _command(process: psutil.Process) -> list[str]:
+    """Its command line; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return "".join(process.cmdline()[:1])
-    return ""
+        return process.cmdline()
+    return []
+
+
+def _title(process: psutil.Process) -> str:
+    return "".join(_command(process)[:1])
 
 
 def _pin_threads(process: psutil.Process, cpus: Iterable[int]) -> None:

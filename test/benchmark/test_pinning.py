@@ -84,3 +84,9 @@ def test_cores_are_told_from_their_threads(tmp_path, monkeypatch):
     monkeypatch.setattr(pinning, "TOPOLOGY", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4})
     assert pinning.physical_cores() == [{0, 4}, {1}, {2, 3}]
+
+
+def test_children_that_have_ended_are_passed_over(servers):
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie until the block ends
+        assert len(pinning.server_processes(servers[0])) == 1 + len(CHILDREN)

@@ -125,7 +125,7 @@ def test_prompt_logprobs_after_the_last_chunk(generate):
 
 BAD = {
     "unknown type": (dict(segments=[text("a"), {"type": "image", "text": "x"}]), "segments[1]: unknown segment type"),
-    "unknown key": (dict(segments=[{**chunk("x"), "id": 1}]), "segments[0]: unknown key 'id'"),
+    "unknown key": (dict(segments=[{**chunk("x"), "title": 1}]), "segments[0]: unknown key 'title'"),
     "empty chunk": (dict(segments=[text("a"), chunk("")]), "segments[1]: the text of a chunk segment is empty"),
     "empty text": (dict(segments=[text("")]), "segments[0]: the text of a text segment is empty"),
     "chunk is no string": (dict(segments=[chunk(["x"])]), "segments[0]: the text of a chunk segment must be a string"),
