@@ -322,7 +322,7 @@ class CacheHistories(RuleBasedStateMachine):
     def check(self):
         self.pools.check()
         if not self.pools.running and not self.pools.waiting_locks and not self.pools.copying:
-            assert self.pools.cache.protected_size() == self.pools.cache.admission.pins.locked_size()
+            assert self.pools.cache.protected_size() == self.pools.cache.admission.pins.locked_size
         for chunk in self.pools.cache.admission.pins._chunks.values():
             assert not chunk.node.evicted and self.pools.store._cached[chunk.key] is chunk
 

@@ -40,6 +40,7 @@ class Pins:
     def reset(self) -> None:
         """The tree has been emptied, and no chunk is pinned any more."""
         self.num_tokens = 0
+        self._locked_size: int | None = 0  # None where it has to be counted anew
         self._chunks: dict[ChunkKey, CachedChunk] = {}  # the one that was pinned or used longest ago comes first
 
     def __len__(self) -> int:
@@ -64,6 +65,8 @@ class Pins:
                 raise ValueError("the device has no room for it now")
             self.tree.lock(node)
             locked.append(node)
+        if new:
+            self._locked_size = None
         for chunk in chunks:
             if chunk.pin is None:
                 self.num_tokens += chunk.num_tokens
@@ -79,6 +82,7 @@ class Pins:
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
             self.num_tokens -= chunk.num_tokens
+            self._locked_size = None
             self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:
@@ -103,8 +107,15 @@ class Pins:
         )
         self.remove(chunk)
 
-    def locked_size(self, others: Iterable[Node] = ()) -> int:
-        """How many tokens are locked if nothing is but what is pinned and `others`."""
+    @property
+    def locked_size(self) -> int:
+        """How many tokens are locked if nothing is but what is pinned. An idle scheduler asks over and over."""
+        if self._locked_size is None:
+            self._locked_size = self.locked_size_with(())
+        return self._locked_size
+
+    def locked_size_with(self, others: Iterable[Node]) -> int:
+        """The same if `others` are locked as well."""
         counted: set[Node] = set()
         for node in (*self.nodes, *others):
             while node.parent is not None and node not in counted:

@@ -240,7 +240,7 @@ class ChunkAdmission:
         """
         held = [state.chunks.nodes for state in map(as_linked, self.holders) if state.chunks is not None]
         own = [node for nodes in held for node in nodes if node is not None]
-        if len(self.pins) and len(self.holders) < 2 and self._num_locked() == self.pins.locked_size(own):
+        if len(self.pins) and len(self.holders) < 2 and self._num_locked() == self.pins.locked_size_with(own):
             self.pins.give_up()
         else:
             self.revoke_newest()
@@ -269,7 +269,7 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        numbers = self.store.statistics(self._num_locked() - self.pins.locked_size())
+        numbers = self.store.statistics(self._num_locked() - self.pins.locked_size)
         if numbers.num_locked_tokens or numbers.num_pending or self.holders:
             raise RuntimeError(f"idle, but {len(self.holders)} requests hold chunks: {numbers}")
 
