@@ -275,6 +275,8 @@ class RecordingPools(Pools):
         if self.has_tiers:
             held += self.cache.ongoing_load_back.values()
             held += [node for node, _, _ in self.cache.ongoing_write_through.values()]
+        if self.cache.admission is not None:
+            held += self.cache.admission.pins.nodes
         for node in held + self.waiting_locks:
             while node is not self.cache.root_node:
                 users[node] += 1

@@ -92,6 +92,7 @@ class CacheHistories(RuleBasedStateMachine):
             self.pools.cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
         self.retracted = []
         self.ended = []
+        self.now = 0
 
     def begin(self, num_tokens, parts, tenant=(None, None), pick=0):
         extra_key, cache_salt = tenant
@@ -254,11 +255,33 @@ class CacheHistories(RuleBasedStateMachine):
     def delete_chunk(self, pick):
         """A chunk is deleted, in use or not."""
         chunk = pick_from(list(self.pools.store._cached.values()), pick)
-        free, held = self.pools.slots.available_size(), chunk.node.lock_ref or chunk.node.host_ref_counter
+        free = self.pools.slots.available_size()
+        self.pools.cache.admission.pins.remove(chunk)
+        held = chunk.node.lock_ref or chunk.node.host_ref_counter
         self.pools.store.deletions.add(chunk)
         self.sweep()
         assert (chunk.node is not None) == bool(held)
         assert self.pools.slots.available_size() >= free
+
+    @precondition(lambda self: self.pools.store._cached)
+    @rule(pick=picks, ttl=st.sampled_from([None, 5]))
+    def pin_chunk(self, pick, ttl):
+        """A chunk is pinned, anew if it is already, unless the budget or memory does not suffice."""
+        pins, chunk = self.pools.cache.admission.pins, pick_from(list(self.pools.store._cached.values()), pick)
+        before = len(pins)
+        try:
+            pins.add([chunk], ttl, now=self.now)
+        except ValueError:
+            assert len(pins) == before and chunk.pin is None
+        assert pins.num_tokens <= pins.budget
+
+    @rule(seconds=st.integers(0, 6))
+    def wait(self, seconds):
+        """Time passes: pins that nobody used have ended."""
+        self.now += seconds
+        pins = self.pools.cache.admission.pins
+        pins.expire(self.now)
+        assert all(chunk.pin.until is None or chunk.pin.until > self.now for chunk in pins._chunks.values())
 
     @rule()
     def sweep(self):
@@ -292,13 +315,16 @@ class CacheHistories(RuleBasedStateMachine):
             pass
         self.settle()
         self.pools.flush()
+        assert not len(self.pools.cache.admission.pins)
         assert self.pools.slots.available_size() == self.pool_size
 
     @invariant()
     def check(self):
         self.pools.check()
         if not self.pools.running and not self.pools.waiting_locks and not self.pools.copying:
-            assert self.pools.cache.protected_size() == 0
+            assert self.pools.cache.protected_size() == self.pools.cache.admission.pins.locked_size
+        for chunk in self.pools.cache.admission.pins._chunks.values():
+            assert not chunk.node.evicted and self.pools.store._cached[chunk.key] is chunk
 
     def settle(self):
         """All copies that are under way arrive; then those that are on the host are stored."""
@@ -317,6 +343,9 @@ class CacheHistories(RuleBasedStateMachine):
             pass
         self.settle()
         self.check()
+        while len(self.pools.cache.admission.pins):
+            self.pools.cache.admission.pins.give_up()
+        assert self.pools.cache.admission.pins.num_tokens == 0
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
         assert self.pools.slots.available_size() == self.pool_size
         if self.pools.has_tiers:

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Hashable, Iterable
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,7 @@ class CachedChunk:
     segment_ids: by the ranges of it that prompts keep.
     scores: float32 [num_tokens], what a policy has measured of its tokens.
     stored: whether storage has it; kept by the tree.
+    pin: its `Pin`, None for most; kept by `Pins`.
     """
 
     key: ChunkKey
@@ -38,6 +40,7 @@ class CachedChunk:
     segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
     scores: np.ndarray | None = None
     stored: bool = False
+    pin: Any = None
 
 
 def tenant_of(namespace: Namespace) -> Hashable:

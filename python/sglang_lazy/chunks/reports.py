@@ -48,7 +48,9 @@ def described(store: Any, chunk: CachedChunk) -> dict[str, Any]:
             if held
         ],
         "hits": chunk.hits,
-        "users": 0 if node is None else node.lock_ref,
+        "users": 0 if node is None else node.lock_ref - (chunk.pin is not None),
         "last_use": chunk.last_use or None,
+        "pinned": chunk.pin is not None,
+        "pinned_until": None if chunk.pin is None else chunk.pin.until,
         "preamble": chunk.key.namespace.variant is not None,
     }

@@ -33,6 +33,7 @@ class LazyConfig:
     preamble: text behind which the policies with `base` compute chunks; none of it is ever part of a prompt.
     chunk_separator: what stands between two of these in plain text is a chunk; none if it is empty.
     chunk_roles: in messages of these roles, separated by commas, all text is a chunk.
+    max_pinned: share of the KV pool that chunks may be pinned in, 0 to 1.
     shadow_rate: fraction of the greedy answers over chunks that shadow mode repeats, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """
@@ -45,6 +46,7 @@ class LazyConfig:
     preamble: str = PREAMBLE
     chunk_separator: str = ""
     chunk_roles: str = ""
+    max_pinned: float = 0.25
     shadow_rate: float = 0.0
     shadow_min_agreement: float = 0.0
 
@@ -53,8 +55,8 @@ class LazyConfig:
             raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {self.kernels!r}")
         if self.max_chunks < 1:
             raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
-        for name, value in (("shadow_rate", self.shadow_rate), ("shadow_min_agreement", self.shadow_min_agreement)):
-            if not 0 <= value <= 1:
+        for name in ("max_pinned", "shadow_rate", "shadow_min_agreement"):
+            if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
         if self.shadow_min_agreement and not self.shadow_rate:
             raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
@@ -135,6 +137,13 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=LazyConfig.chunk_roles,
         metavar="ROLE[,ROLE]",
         help="In messages of these roles all text is a chunk, for example 'tool'.",
+    )
+    group.add_argument(
+        "--lazy-max-pinned",
+        type=float,
+        default=LazyConfig.max_pinned,
+        metavar="SHARE",
+        help="Share of the KV pool that chunks may be pinned in by /chunks; 0 for no pins.",
     )
     group.add_argument(
         "--lazy-shadow-rate",

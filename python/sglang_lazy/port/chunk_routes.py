@@ -4,18 +4,27 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from http import HTTPStatus
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import HTTPException, Request, Response
+from fastapi import HTTPException, Query, Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
+from sglang_lazy.chunks.catalog import MAX_LIMIT
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.control import ask
-from sglang_lazy.serving.chunk_lists import DEFAULT_LIMIT, check_id, list_arguments, merged_page
+from sglang_lazy.port.pin_routes import patch_chunk, pin_chunks
+from sglang_lazy.serving.chunk_lists import (
+    DEFAULT_LIMIT,
+    check_id,
+    list_arguments,
+    merged_deletion,
+    merged_page,
+    pin_arguments,
+)
 from sglang_lazy.serving.known_chunks import known_chunks
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
 from sglang_lazy.serving.requests import SALT_HEADER, check_cache_salt, salt_of, with_layout
@@ -49,7 +58,7 @@ async def list_chunks(
         {"total": 2, "next": null, "chunks": [{
           "id": "9f0c…", "digest": "9f0c…", "tokens": 812, "state": "resident", "tiers": ["device", "host"],
           "hits": 4, "users": 1, "last_use": 1763900000.1, "idle_seconds": 2.5,
-          "preamble": false, "cache_salt": null, "dp_rank": 0}]}
+          "pinned": true, "pinned_until": null, "preamble": false, "cache_salt": null, "dp_rank": 0}]}
 
     total: how many chunks match, on all pages.
     next: the `cursor` of the page that follows, null on the last one.
@@ -59,6 +68,7 @@ async def list_chunks(
     hits: prompts that found it cached, since it is.  users: requests that hold its KV now, also as the beginning of a
         longer chunk, and copies of it under way.
     last_use: seconds since the epoch, null before the first; idle_seconds is missing then.
+    pinned, pinned_until: whether it is kept on the device, and when that ends, seconds since the epoch; null for never.
     preamble: whether it was computed behind one (`base`). A text may be listed once for each.
 
     Query: `cache_salt` (or the header X-Cache-Salt) names the tenant; none is the shared namespace. `all=true` lists
@@ -96,35 +106,42 @@ async def delete_chunk(request: Request, chunk_id: str, cache_salt: str | None =
 
         {"requested": 1, "affected": [{"id": "9f0c…", "state": "deleted"}], "skipped": []}
 
-    What a longer chunk begins with stays with that one, and so does what has been written to storage.
+    What a longer chunk begins with stays with that one, and so does what has been written to storage. A pin ends.
     """
+    answer = await delete_chunks(request, [chunk_id], cache_salt)
+    if answer["skipped"]:
+        reason = answer["skipped"][0]["reason"]
+        if reason != "unknown":
+            raise _refused(ValueError(f"chunk {chunk_id}: {reason}"), HTTPStatus.CONFLICT)
+        raise _refused(ValueError(f"chunk {chunk_id} is unknown"), HTTPStatus.NOT_FOUND)
+    return answer
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def delete_chunks(
+    request: Request, id: Annotated[list[str], Query(max_length=MAX_LIMIT)], cache_salt: str | None = None
+) -> dict[str, Any]:
+    """The same for several: `DELETE /chunks?id=…&id=…`. `skipped` names the others, each with its reason."""
+    manager = _manager()
     try:
         tenant = check_cache_salt(salt_of(cache_salt, request.headers.get(SALT_HEADER)))
-        answers = await ask(_manager(), "delete", tenant=tenant, ids=[check_id(chunk_id)])
+        ids = list(dict.fromkeys(map(check_id, id)))
+        answers = await ask(manager, "delete", tenant=tenant, ids=ids)
     except ValueError as error:
         raise _refused(error) from None
-    named = known_chunks(_manager()).remove(tenant, chunk_id)
-    affected = [state for answer in answers for state in answer["affected"]]
-    skipped = [skip for answer in answers for skip in answer["skipped"]]
-    if ambiguous := [skip for skip in skipped if skip["reason"] != "unknown"]:
-        raise _refused(ValueError(f"chunk {chunk_id}: {ambiguous[0]['reason']}"), HTTPStatus.CONFLICT)
-    if named and not affected:
-        affected = [{"id": chunk_id, "state": "deleted"}]
-    if not affected:
-        raise _refused(ValueError(f"chunk {chunk_id} is unknown"), HTTPStatus.NOT_FOUND)
-    in_use = [state for state in affected if state["state"] == "in use"]
-    return {"requested": 1, "affected": (in_use or affected)[:1], "skipped": []}
+    return merged_deletion(ids, answers, lambda name: known_chunks(manager).remove(tenant, name))
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def register_chunks(request: Request) -> Response:
     """Compute chunks ahead of use.
 
-        {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true}
+        {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true,
+         "pin": true, "ttl": 3600}
 
     Answers with 202 and `{"requested": 2, "accepted": [ids], "skipped": []}` while they are computed: `GET
     /chunks/{id}` says how far each is. With `wait`, when that is done, with 200 and `affected` in place of `accepted`;
-    `skipped` names those that could not be computed, and why.
+    `skipped` names those that could not be computed or pinned, and why. For `pin` and `ttl` see `patch_chunk`.
     """
     manager = _manager()
     try:
@@ -134,6 +151,8 @@ async def register_chunks(request: Request) -> Response:
             raise ValueError("the body is no JSON") from None
         salt = salt_of(body.get("cache_salt") if isinstance(body, dict) else None, request.headers.get(SALT_HEADER))
         chunks, link = parse_registration(manager, body, salt)
+        pins = {name: body[name] for name in ("pin", "ttl") if name in body}
+        pin, ttl = pin_arguments(pins) if pins else (False, None)
         await ask(manager, "get", tenant=salt, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
     except ValueError as error:
         raise _refused(error) from None
@@ -144,6 +163,11 @@ async def register_chunks(request: Request) -> Response:
         one = GenerateReqInput(input_ids=input_ids, sampling_params=params, log_metrics=False)
         async for _ in manager.generate_request(one):
             pass
+        if pin:
+            digest, behind = tokens_digest(tokens).hex(), get_policy(layout.link).preamble != "none"
+            for skip in (await pin_chunks(manager, salt, [digest], pin, ttl, behind))[1]:
+                reason = "evicted meanwhile" if skip["reason"] == "unknown" else skip["reason"]
+                raise ValueError(f"computed, but not pinned: {reason}")
 
     requested = len(chunks)
     if not get_policy(link).trained:  # its tokens are not those of the text alone
@@ -182,4 +206,6 @@ def add_routes(app: Any) -> None:
         app.get(CHUNKS_ROUTE)(list_chunks)
         app.post(CHUNKS_ROUTE)(register_chunks)
         app.get(CHUNKS_ROUTE + "/{chunk_id}")(get_chunk)
+        app.patch(CHUNKS_ROUTE + "/{chunk_id}")(patch_chunk)
         app.delete(CHUNKS_ROUTE + "/{chunk_id}")(delete_chunk)
+        app.delete(CHUNKS_ROUTE)(delete_chunks)

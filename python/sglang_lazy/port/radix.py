@@ -60,7 +60,7 @@ class LazyRadixCache(RadixCache):
         super().reset()
         self.store.reset()
         if self.admission is not None:
-            self.admission.arrival.reset()
+            self.admission.reset()
 
     # The tree
 

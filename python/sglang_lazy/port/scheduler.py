@@ -33,14 +33,20 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
         traits = server_traits(scheduler.tp_worker.model_runner)
-        scheduler.tree_cache.admission = new_admission(scheduler, config.max_chunks, traits, preamble)
+        scheduler.tree_cache.admission = new_admission(
+            scheduler, config.max_chunks, traits, preamble, config.max_pinned
+        )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
 
 
 def new_admission(
-    scheduler: Any, max_chunks: int, traits: ServerTraits | None = None, preamble: array | None = None
+    scheduler: Any,
+    max_chunks: int,
+    traits: ServerTraits | None = None,
+    preamble: array | None = None,
+    max_pinned: float = LazyConfig.max_pinned,
 ) -> ChunkAdmission:
-    """Admission for a scheduler whose tree cache is a `LazyRadixCache`."""
+    """Admission for a scheduler whose tree cache is a `LazyRadixCache`. max_pinned: a share of its pool."""
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
         pool_size=rows.allocator.size,
@@ -51,7 +57,9 @@ def new_admission(
     )
     max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
     producer = FillProducer(rows.store.pending, new_request, max_fill_tokens)
-    return ChunkAdmission(scheduler, rows, Arrival(rows.store, limits, new_request), producer, CLIP_MAX_NEW_TOKENS)
+    arrival = Arrival(rows.store, limits, new_request)
+    budget = int(max_pinned * rows.allocator.size)
+    return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:
@@ -133,6 +141,8 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
         last_batch.filter_batch(chunked_req_to_exclude=internal)
         running_batch.batch_is_full = False
+    if (admission := admission_of(scheduler)) is not None:
+        admission.make_room_to_decode(running_batch)
     return original(scheduler, running_batch, last_batch)
 
 
@@ -161,7 +171,7 @@ def get_new_batch_prefill_raw(
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
         if visible:
-            admission.revoke_newest()
+            admission.make_room()
         scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
     return batch, running_batch
 

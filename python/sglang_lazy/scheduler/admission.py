@@ -13,6 +13,7 @@ decisions depend on the order of requests alone, so that every tensor-parallel r
 import itertools
 from typing import Any
 
+from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey
@@ -40,6 +41,7 @@ class ChunkAdmission:
     forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
         ready; they join the queue after that.
     max_growth: SGLang's bound on how much of an answer is reserved.
+    max_pinned: how many tokens may be pinned.
     """
 
     def __init__(
@@ -49,17 +51,24 @@ class ChunkAdmission:
         arrival: Arrival,
         producer: Producer,
         max_growth: int,
+        max_pinned: int,
     ):
         self.scheduler = scheduler
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
         self.max_growth = max_growth
-        self.control = ChunkControl(rows)
+        self.pins = Pins(self.store.tree, max_pinned)
+        self.control = ChunkControl(rows, self.pins)
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False
         self.late: list[Any] = []
         self.store.release_waiting_lock = self.revoke_newest
+
+    def reset(self) -> None:
+        """The cache has been emptied."""
+        self.arrival.reset()
+        self.pins.reset()
 
     # Batch formation
 
@@ -225,6 +234,30 @@ class ChunkAdmission:
         self._release(self.holders[-1])
         return True
 
+    def make_room(self) -> None:
+        """Nothing runs, and the head of the queue does not fit: another parent loses its locks, or, where nothing else
+        is locked but pins and what the head itself has, a pin ends.
+        """
+        held = [state.chunks.nodes for state in map(as_linked, self.holders) if state.chunks is not None]
+        own = [node for nodes in held for node in nodes if node is not None]
+        if len(self.pins) and len(self.holders) < 2 and self._num_locked() == self.pins.locked_size_with(own):
+            self.pins.give_up()
+        else:
+            self.revoke_newest()
+
+    def make_room_to_decode(self, running_batch: Any) -> None:
+        """Before the next step: SGLang aborts the last request of a batch if it has no slot for another token."""
+        cache = self.scheduler.tree_cache
+        while (
+            len(self.pins)
+            and len(running_batch.reqs) == 1
+            and self.rows.allocator.available_size() + cache.evictable_size() < 1
+        ):
+            self.pins.give_up()
+
+    def _num_locked(self) -> int:
+        return self.scheduler.tree_cache.protected_size()
+
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
         state = as_linked(req)
@@ -236,7 +269,7 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        numbers = self.store.statistics(self.scheduler.tree_cache.protected_size())
+        numbers = self.store.statistics(self._num_locked() - self.pins.locked_size)
         if numbers.num_locked_tokens or numbers.num_pending or self.holders:
             raise RuntimeError(f"idle, but {len(self.holders)} requests hold chunks: {numbers}")
 

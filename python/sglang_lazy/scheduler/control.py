@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.reports import described, under_way
 from sglang_lazy.chunks.rows import RowCache
 
@@ -12,12 +13,18 @@ from sglang_lazy.chunks.rows import RowCache
 class ChunkControl:
     """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message."""
 
-    def __init__(self, rows: RowCache):
-        self.rows, self.store = rows, rows.store
+    def __init__(self, rows: RowCache, pins: Pins):
+        self.rows, self.store, self.pins = rows, rows.store, pins
 
     def handle(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to one message. `arguments` have been checked by the process that sent it."""
-        verbs: dict[str, Callable[..., dict[str, Any]]] = {"page": self.page, "get": self.get, "delete": self.delete}
+        verbs: dict[str, Callable[..., dict[str, Any]]] = {
+            "page": self.page,
+            "get": self.get,
+            "delete": self.delete,
+            "pin": self.pin,
+            "expire": self.expire,
+        }
         return verbs[verb](**arguments)
 
     def page(
@@ -47,20 +54,63 @@ class ChunkControl:
         An id that begins several digests is left alone.
         """
         affected, skipped = {}, []
-        for prefix in ids:
-            chunks = self.store.catalog.find(tenant, prefix)
-            if not chunks:
-                skipped.append({"id": prefix, "reason": "unknown"})
-            elif len({chunk.key.tokens for chunk in chunks}) > 1:
-                skipped.append({"id": prefix, "reason": "ambiguous: give more digits of the digest"})
+        for prefix in dict.fromkeys(ids):
+            try:
+                chunks = self._find(tenant, prefix)
+            except ValueError as error:
+                skipped.append({"id": prefix, "reason": str(error)})
             else:
                 for chunk in chunks:
+                    self.pins.remove(chunk)
                     self.store.deletions.add(chunk)
                 affected[prefix] = chunks
         self.rows.sweep()
         gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}
         states = [{"id": prefix, "state": "deleted" if done else "in use"} for prefix, done in gone.items()]
         return {"affected": states, "skipped": skipped}
+
+    def pin(
+        self, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, now: float, behind_preamble: bool | None
+    ) -> dict[str, Any]:
+        """Pin cached chunks, or end their pins.
+
+        ttl: for how many seconds after a hit, None for no end.  now: the time of the process that asks.
+        behind_preamble: only what was computed behind one, or alone; None for both.
+        """
+        affected, skipped = [], []
+        for prefix in dict.fromkeys(ids):
+            try:
+                chunks = self._find(tenant, prefix, behind_preamble)
+                if not pin:
+                    for chunk in chunks:
+                        self.pins.remove(chunk)
+                elif any(chunk.key in self.store.deletions.waiting for chunk in chunks):
+                    raise ValueError("it is being deleted")
+                else:
+                    self.pins.add(chunks, ttl, now)
+            except ValueError as error:
+                skipped.append({"id": prefix, "reason": str(error)})
+            else:
+                until = None if not pin or ttl is None else now + ttl
+                affected.append({"id": prefix, "pinned": pin, "pinned_until": until})
+        return {"affected": affected, "skipped": skipped, **self.expire(now)}
+
+    def expire(self, now: float) -> dict[str, Any]:
+        """End the pins whose time is over. next: in how many seconds there may be another."""
+        return {"next": self.pins.expire(now)}
+
+    def _find(self, tenant: str | None, prefix: str, behind_preamble: bool | None = None) -> list[CachedChunk]:
+        """The cached chunks with this id. Raises ValueError if there are none, or if it begins several digests."""
+        chunks = [
+            chunk
+            for chunk in self.store.catalog.find(tenant, prefix)
+            if behind_preamble in (None, chunk.key.namespace.variant is not None)
+        ]
+        if not chunks:
+            raise ValueError("unknown")
+        if len({chunk.key.tokens for chunk in chunks}) > 1:
+            raise ValueError("ambiguous: give more digits of the digest")
+        return chunks
 
     def _described(self, chunk: CachedChunk) -> dict[str, Any]:
         said = described(self.store, chunk)

@@ -2,12 +2,14 @@
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS, SORTS, STATES
 
 DEFAULT_LIMIT = 100
+MAX_TTL = 10**9
+"""Seconds: 31 years."""
 
 
 def list_arguments(
@@ -46,11 +48,53 @@ def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, 
     return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}
 
 
+def merged_deletion(
+    ids: Sequence[str], answers: Sequence[dict[str, Any]], forget: Callable[[str], bool]
+) -> dict[str, Any]:
+    """What became of these chunks on all data-parallel ranks.
+
+    forget: has an id forgotten that prompts may name, and says whether there was one.
+    """
+    reasons = {one["id"]: one["reason"] for answer in answers for one in answer["skipped"]}
+    states: dict[str, str] = {}
+    for one in (one for answer in answers for one in answer["affected"]):
+        if states.get(one["id"]) != "in use":
+            states[one["id"]] = one["state"]
+    for name in ids:
+        if reasons.get(name, "unknown") == "unknown" and forget(name):
+            states.setdefault(name, "deleted")
+    return {
+        "requested": len(ids),
+        "affected": [{"id": name, "state": states[name]} for name in ids if name in states],
+        "skipped": [{"id": name, "reason": reasons[name]} for name in ids if name not in states],
+    }
+
+
 def check_id(chunk_id: str) -> str:
     """An id as the scheduler takes it. Raises ValueError unless it is the beginning of a digest."""
     if not MIN_DIGITS <= len(chunk_id) <= 64 or not set(chunk_id) <= set("0123456789abcdef"):
         raise ValueError(f"the id of a chunk has 16 to 64 hexadecimal digits, got {chunk_id!r:.80}")
     return chunk_id
+
+
+def pin_arguments(body: Any) -> tuple[bool, float | None]:
+    """`pin` and `ttl`, in seconds, in the body of a request that pins. Raises ValueError for bad ones."""
+    if not isinstance(body, Mapping):
+        raise ValueError("the body must be an object")
+    if unknown := sorted(body.keys() - {"pin", "ttl"}):
+        raise ValueError(f"unknown field {unknown[0]!r}")
+    if not body:
+        raise ValueError("give pin, ttl or both")
+    pin, ttl = body.get("pin", True), body.get("ttl")
+    if not isinstance(pin, bool):
+        raise ValueError("pin must be true or false")
+    if ttl is None:
+        return pin, None
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl <= MAX_TTL:
+        raise ValueError(f"ttl must be a number of seconds above 0 and at most {MAX_TTL}, or null")
+    if not pin:
+        raise ValueError("ttl is for a chunk that is pinned")
+    return pin, float(ttl)
 
 
 def _pack(sort: str, order: str, place: Sequence[float]) -> str:

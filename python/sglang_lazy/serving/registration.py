@@ -23,7 +23,7 @@ def parse_registration(manager: Any, body: Any, salt: str | None) -> tuple[list[
     """
     if not isinstance(body, Mapping):
         raise ValueError("the body must be an object")
-    if unknown := sorted(body.keys() - {"chunks", "link", "cache_salt", "wait"}):
+    if unknown := sorted(body.keys() - {"chunks", "link", "cache_salt", "wait", "pin", "ttl"}):
         raise ValueError(f"unknown field {unknown[0]!r}")
     chunks = body.get("chunks")
     if not isinstance(chunks, list) or not 1 <= len(chunks) <= MAX_CHUNKS:

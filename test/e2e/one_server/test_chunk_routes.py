@@ -106,7 +106,9 @@ def test_bad_registrations(server):
         ([{"input_ids": [-1]}], {}, "chunks[0]"),
         ([DOCUMENT], {"link": "full"}, "computes no chunks"),
         ([DOCUMENT], {"link": "base:preamble=lead"}, "depend on the prompt"),
-        ([DOCUMENT], {"ttl": 5}, "unknown field 'ttl'"),
+        ([DOCUMENT], {"tll": 5}, "unknown field 'tll'"),
+        ([DOCUMENT], {"ttl": 0}, "ttl"),
+        ([DOCUMENT], {"pin": "yes"}, "pin"),
         ([DOCUMENT], {"wait": 1}, "wait"),
         ([DOCUMENT], {"cache_salt": ""}, "cache_salt"),
     ):
@@ -144,3 +146,81 @@ def test_prompts_name_a_chunk_by_its_id(server):
     assert requests.delete(f"{server}/chunks/{name}", headers=headers, timeout=60).status_code == 200
     gone = requests.post(server + "/generate", json=bodies["/generate"], headers=headers, timeout=60)
     assert gone.status_code == 404
+
+
+def patch(url, name, body, salt=None):
+    headers = {} if salt is None else {"X-Cache-Salt": salt}
+    return requests.patch(f"{url}/chunks/{name}", json=body, headers=headers, timeout=60)
+
+
+def listed(url, name, salt):
+    (one,) = get(url, f"/{name}", salt=salt).json()["chunks"]
+    return one
+
+
+def fill_pool(url):
+    """Prompts that share nothing, of more tokens than the pool has."""
+    for i in range(5):
+        generate(url, input_ids=[20 + i, *range(30, 230)] * 10, sampling_params={"max_new_tokens": 1})
+
+
+def test_a_pinned_chunk_stays_and_its_time_ends(server):
+    salt = "pins"
+    answer = register(server, DOCUMENT, {"input_ids": [7, 8, 9, 10]}, salt=salt, wait=True, pin=True).json()
+    assert len(answer["affected"]) == 2, answer
+    pinned, other = answer["affected"]
+    assert patch(server, other, {"pin": False}, salt).json() == {
+        "requested": 1,
+        "affected": [{"id": other, "pinned": False, "pinned_until": None}],
+        "skipped": [],
+    }
+    assert (listed(server, pinned, salt)["pinned"], listed(server, pinned, salt)["users"]) == (True, 0)
+    fill_pool(server)
+    assert get(server, f"/{other}", salt=salt).status_code == 404
+    assert listed(server, pinned, salt)["state"] == "resident"
+    before = time.time()
+    (affected,) = patch(server, pinned, {"ttl": 0.5}, salt).json()["affected"]
+    assert before < affected["pinned_until"] <= time.time() + 0.5
+    while listed(server, pinned, salt)["pinned"]:
+        assert time.time() < before + 60
+        time.sleep(0.05)
+    assert time.time() >= affected["pinned_until"]
+    fill_pool(server)
+    assert get(server, f"/{pinned}", salt=salt).status_code == 404
+
+
+def test_what_cannot_be_pinned(server):
+    salt = "no pins"
+    (name,) = register(server, DOCUMENT, salt=salt, wait=True).json()["affected"]
+    for other in (None, "other"):
+        response = patch(server, name, {"pin": True}, other)
+        assert response.status_code == 404 and name in response.text
+    assert not listed(server, name, salt)["pinned"]
+    for body in ({}, [], {"pin": 1}, {"ttl": -1}, {"ttl": "1h"}, {"ttl": True}, {"pin": False, "ttl": 5}, {"until": 5}):
+        assert patch(server, name, body, salt).status_code == 400, body
+    large = [{"input_ids": [token] * 1100} for token in (5, 6, 7)]  # of 8,000 tokens, 2,000 may be pinned
+    first, second = register(server, *large[:2], salt=salt, wait=True).json()["affected"]
+    assert patch(server, first, {"pin": True}, salt).status_code == 200
+    response = patch(server, second, {"pin": True}, salt)
+    assert response.status_code == 409 and "--lazy-max-pinned" in response.text
+    (skipped,) = register(server, large[2], salt=salt, wait=True, pin=True).json()["skipped"]
+    assert skipped["reason"].startswith("computed, but not pinned: ")
+    assert patch(server, first, {"pin": False}, salt).status_code == 200
+    assert patch(server, second, {"pin": True}, salt).status_code == 200
+    assert requests.delete(f"{server}/chunks/{second}", headers={"X-Cache-Salt": salt}, timeout=60).status_code == 200
+
+
+def test_several_are_deleted(server):
+    salt = "several"
+    headers = {"X-Cache-Salt": salt}
+    names = register(server, "One.", "Two, three.", "Four.", salt=salt, wait=True).json()["affected"]
+    unknown = "0" * 16
+    params = {"id": [*names[:2], unknown]}
+    response = requests.delete(f"{server}/chunks", params=params, headers=headers, timeout=60)
+    assert response.json() == {
+        "requested": 3,
+        "affected": [{"id": name, "state": "deleted"} for name in names[:2]],
+        "skipped": [{"id": unknown, "reason": "unknown"}],
+    }
+    assert [one["id"] for one in get(server, salt=salt).json()["chunks"]] == names[2:]
+    assert requests.delete(f"{server}/chunks", headers=headers, timeout=60).status_code == 400

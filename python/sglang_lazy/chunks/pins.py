@@ -1,0 +1,124 @@
+"""Pinned chunks, whose KV stays on the device until the pin ends."""
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Sequence
+
+from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.tree import Node, Tree
+from sglang_lazy.core.keys import ChunkKey, chunk_id
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(eq=False)
+class Pin:
+    """ttl: for how many seconds after a hit it holds; None for no end.
+    until: when it ends, seconds since the epoch; None for never.
+    hits: those of its chunk when `until` was set.
+    """
+
+    ttl: float | None
+    until: float | None
+    hits: int
+
+
+class Pins:
+    """The pins of one `ChunkStore`. A pin is one more lock on its chunk.
+
+    The time is that of the messages that ask for something: it is the same on every tensor-parallel rank, as the clocks
+    of the ranks are not.
+
+    budget: how many tokens may be pinned.
+    num_tokens: how many are, what several chunks begin with counted for each.
+    """
+
+    def __init__(self, tree: Tree, budget: int):
+        self.tree, self.budget = tree, budget
+        self.reset()
+
+    def reset(self) -> None:
+        """The tree has been emptied, and no chunk is pinned any more."""
+        self.num_tokens = 0
+        self._locked_size: int | None = 0  # None where it has to be counted anew
+        self._chunks: dict[ChunkKey, CachedChunk] = {}  # the one that was pinned or used longest ago comes first
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Where the pinned chunks end."""
+        return [chunk.node for chunk in self._chunks.values()]
+
+    def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
+        """Pin all of these cached chunks, from now on for `ttl` seconds, or none: then ValueError says why."""
+        new = [chunk for chunk in chunks if chunk.pin is None]
+        if self.num_tokens + sum(chunk.num_tokens for chunk in new) > self.budget:
+            raise ValueError(f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
+        locked: list[Node] = []
+        nodes: list[Node] = [chunk.node for chunk in new]
+        for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so first those that must stay
+            if node.evicted and not self.tree.load(node):
+                for other in locked:
+                    self.tree.unlock(other)
+                raise ValueError("the device has no room for it now")
+            self.tree.lock(node)
+            locked.append(node)
+        if new:
+            self._locked_size = None
+        for chunk in chunks:
+            if chunk.pin is None:
+                self.num_tokens += chunk.num_tokens
+            self._set(chunk, ttl, now)
+
+    def _set(self, chunk: CachedChunk, ttl: float | None, now: float) -> None:
+        chunk.pin = Pin(ttl, None if ttl is None else now + ttl, chunk.hits)
+        self._chunks.pop(chunk.key, None)
+        self._chunks[chunk.key] = chunk
+
+    def remove(self, chunk: CachedChunk) -> None:
+        """End the pin of a chunk, if it has one."""
+        if self._chunks.pop(chunk.key, None) is not None:
+            chunk.pin = None
+            self.num_tokens -= chunk.num_tokens
+            self._locked_size = None
+            self.tree.unlock(chunk.node)
+
+    def expire(self, now: float) -> float | None:
+        """End the pins whose time is over; returns in how many seconds the next one may be, None if none will.
+
+        The time of a chunk that has had hits since its pin was looked at last begins anew.
+        """
+        for chunk in [chunk for chunk in self._chunks.values() if chunk.pin.ttl is not None]:
+            if chunk.hits > chunk.pin.hits:
+                self._set(chunk, chunk.pin.ttl, now)
+            elif chunk.pin.until <= now:
+                self.remove(chunk)
+        ends = [chunk.pin.until for chunk in self._chunks.values() if chunk.pin.until is not None]
+        return min(ends) - now if ends else None
+
+    def give_up(self) -> None:
+        """End the pin that was set or used longest ago."""
+        chunk = next(iter(self._chunks.values()))
+        logger.warning(
+            "sglang-lazy: chunk %s is pinned no longer: the request that runs alone needs its memory",
+            chunk_id(chunk.key.tokens),
+        )
+        self.remove(chunk)
+
+    @property
+    def locked_size(self) -> int:
+        """How many tokens are locked if nothing is but what is pinned. An idle scheduler asks over and over."""
+        if self._locked_size is None:
+            self._locked_size = self.locked_size_with(())
+        return self._locked_size
+
+    def locked_size_with(self, others: Iterable[Node]) -> int:
+        """The same if `others` are locked as well."""
+        counted: set[Node] = set()
+        for node in (*self.nodes, *others):
+            while node.parent is not None and node not in counted:
+                counted.add(node)
+                node = node.parent
+        return sum(len(node.key) for node in counted)

@@ -1,0 +1,118 @@
+"""The process with the clock: pins are ended in time, whatever is pinned meanwhile; several ranks' answers are one."""
+
+import asyncio
+import types
+
+import fastapi
+import pytest
+from sglang.srt.utils.auth import AuthLevel
+
+from sglang_lazy.port import chunk_routes, pin_routes
+from sglang_lazy.serving.chunk_lists import merged_deletion
+
+ONE = "1" * 16
+
+
+class Scheduler:
+    """Answers as one rank would; `ends` are the times at which pins end."""
+
+    def __init__(self):
+        self.ends = []
+        self.before_answer = None
+
+    async def ask(self, _manager, verb, *, now, ttl=None, **_arguments):
+        if verb == "pin":
+            self.ends.append(now + ttl)
+        else:
+            self.ends = [end for end in self.ends if end > now]
+        answer = {"affected": [], "skipped": [], "next": min(self.ends) - now if self.ends else None}
+        if verb == "expire" and self.before_answer is not None:
+            await self.before_answer()
+        return [answer]
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    scheduler = Scheduler()
+    monkeypatch.setattr(pin_routes, "ask", scheduler.ask)
+    return scheduler
+
+
+async def pin(manager, ttl):
+    await pin_routes.pin_chunks(manager, None, [ONE], True, ttl)
+
+
+async def all_end(scheduler):
+    async def wait():
+        while scheduler.ends:
+            await asyncio.sleep(0.001)
+
+    await asyncio.wait_for(wait(), timeout=60)
+
+
+def test_pins_end_in_any_order(scheduler):
+    async def run():
+        manager = types.SimpleNamespace()
+        for ttl in (0.05, 0.01, 0.03):
+            await pin(manager, ttl)
+        await all_end(scheduler)
+        await pin(manager, 0.01)
+        await all_end(scheduler)
+
+    asyncio.run(run())
+
+
+def test_a_shorter_pin_does_not_wait_for_a_longer_one(scheduler):
+    async def run():
+        manager = types.SimpleNamespace()
+        await pin(manager, 3600)
+        await pin(manager, 0.01)
+        while len(scheduler.ends) == 2:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+def test_what_is_pinned_while_the_last_pin_ends_has_its_end(scheduler):
+    async def run():
+        manager, pinned = types.SimpleNamespace(), asyncio.Event()
+
+        async def pin_late():
+            if not pinned.is_set() and not scheduler.ends:
+                await pin(manager, 0.01)
+                pinned.set()
+
+        scheduler.before_answer = pin_late
+        await pin(manager, 0.01)
+        await pinned.wait()
+        await all_end(scheduler)
+
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
+
+
+def test_a_deletion_on_several_ranks():
+    first = {"affected": [{"id": "a", "state": "deleted"}], "skipped": [{"id": "b", "reason": "unknown"}]}
+    second = {"affected": [{"id": "a", "state": "in use"}], "skipped": [{"id": "b", "reason": "unknown"}]}
+    assert merged_deletion(["a", "b"], [first, second], lambda name: False) == {
+        "requested": 2,
+        "affected": [{"id": "a", "state": "in use"}],
+        "skipped": [{"id": "b", "reason": "unknown"}],
+    }
+    forgotten = []
+    answer = merged_deletion(["b"], [{**first, "affected": []}], lambda name: forgotten.append(name) or True)
+    assert forgotten == ["b"] and answer["affected"] == [{"id": "b", "state": "deleted"}]
+
+
+def test_an_ambiguous_id_is_not_forgotten():
+    skipped = [{"id": "a", "reason": "ambiguous: give more digits of the digest"}]
+    answer = merged_deletion(["a"], [{"affected": [], "skipped": skipped}], pytest.fail)
+    assert answer["skipped"] == skipped and answer["affected"] == []
+
+
+def test_every_route_asks_for_the_key_that_guards_the_cache():
+    app = fastapi.FastAPI()
+    chunk_routes.add_routes(app)
+    ours = [route for route in app.router.routes if route.path.startswith(chunk_routes.CHUNKS_ROUTE)]
+    methods = sorted(method for route in ours for method in route.methods)
+    assert methods == ["DELETE", "DELETE", "GET", "GET", "PATCH", "POST"]
+    assert {route.endpoint._auth_level for route in ours} == {AuthLevel.ADMIN_OPTIONAL}

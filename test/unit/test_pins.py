@@ -1,0 +1,201 @@
+"""Pinned chunks: they stay while others leave, within a budget and for a time, and starve nobody."""
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from test_chunk_lists import deleted, id_of, listed
+
+from fakes.loop import QUESTION, A, B, C, D, Loop
+from fakes.requests import TEXT
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, behind_preamble=None):
+    """The numbers of chunks that were affected and skipped, and the reasons."""
+    message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl, "now": now}
+    answer = loop.admission.control.handle("pin", {**message, "behind_preamble": behind_preamble})
+    loop.pools.check()
+    return [one["id"] for one in answer["affected"]], [one["reason"] for one in answer["skipped"]]
+
+
+def expire(loop, now):
+    return loop.admission.control.handle("expire", {"now": now})["next"]
+
+
+def listed_pins(loop):
+    return {chunk["id"]: chunk["pinned_until"] for chunk in listed(loop)["chunks"] if chunk["pinned"]}
+
+
+def evict_all(loop):
+    loop.tree_cache.evict(EvictParams(num_tokens=loop.tree_cache.evictable_size()))
+
+
+@pytest.mark.parametrize("host_size", [0, 80])
+def test_a_pinned_chunk_stays_while_others_leave(host_size):
+    loop = Loop(pool_size=40, host_size=host_size)
+    loop.warm(A, B)
+    assert pin(loop, A) == ([id_of(A)], [])
+    evict_all(loop)
+    loop.pools.check()
+    tiers = {chunk["id"]: "device" in chunk["tiers"] for chunk in listed(loop)["chunks"]}
+    assert tiers.pop(id_of(A)) and not any(tiers.values())
+    req = loop.submit([B, A, QUESTION], "r")
+    loop.run()
+    assert loop.counts(req)[2] == (0b11 if host_size else 0b10)
+    assert [chunk["users"] for chunk in listed(loop)["chunks"]] == [0, 0]
+    pin(loop, A, pinned=False)
+    evict_all(loop)
+    assert all("device" not in chunk["tiers"] for chunk in listed(loop)["chunks"])
+
+
+def test_the_budget():
+    loop = Loop(pool_size=40)  # of which ten tokens may be pinned
+    loop.warm(A, B, C)
+    assert pin(loop, A, B, C) == ([id_of(A), id_of(B)], ["no more than 10 tokens can be pinned (--lazy-max-pinned)"])
+    assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])  # again
+    assert loop.admission.pins.num_tokens == 8
+    pin(loop, A, pinned=False)
+    assert pin(loop, C)[1] == []
+
+
+def test_time_to_live_and_hits():
+    loop = Loop()
+    loop.warm(A, B, C)
+    pin(loop, A, B, ttl=10.0)
+    pin(loop, C)
+    assert listed_pins(loop) == {id_of(A): 10.0, id_of(B): 10.0, id_of(C): None}
+    assert expire(loop, 4.0) == 6.0
+    loop.submit([A, QUESTION], "hit")
+    loop.run()
+    assert expire(loop, 10.0) == 10.0
+    assert listed_pins(loop) == {id_of(A): 20.0, id_of(C): None}
+    assert expire(loop, 20.0) is None
+    assert listed_pins(loop) == {id_of(C): None}
+    evict_all(loop)
+    assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(C)]
+
+
+def test_what_was_set_last_holds():
+    loop = Loop()
+    loop.warm(A)
+    pin(loop, A)
+    pin(loop, A, ttl=3.0, now=2.0)
+    assert listed_pins(loop) == {id_of(A): 5.0}
+    assert expire(loop, 5.0) is None and listed_pins(loop) == {}
+
+
+def test_what_is_unknown_or_another_tenant_s_is_left_alone():
+    loop = Loop()
+    loop.warm(A)
+    assert pin(loop, A, tenant="a") == ([], ["unknown"])
+    assert pin(loop, B) == ([], ["unknown"])
+    assert listed_pins(loop) == {}
+
+
+def test_one_of_two_that_differ_in_their_preamble():
+    loop = Loop()
+    loop.warm(A)
+    loop.submit([A, QUESTION], "behind", link="base")
+    loop.run()
+    assert pin(loop, A, behind_preamble=True) == ([id_of(A)], [])
+    assert {chunk["preamble"]: chunk["pinned"] for chunk in listed(loop)["chunks"]} == {True: True, False: False}
+    pin(loop, A)
+    assert all(chunk["pinned"] for chunk in listed(loop)["chunks"])
+
+
+def test_a_pinned_chunk_is_deleted():
+    loop = Loop()
+    loop.warm(A)
+    pin(loop, A)
+    assert deleted(loop, id_of(A)) == ([(id_of(A), "deleted")], [])
+    assert loop.admission.pins.num_tokens == 0
+    loop.run()
+
+
+def test_what_is_about_to_be_deleted_is_not_pinned():
+    loop = Loop()
+    loop.submit([A, QUESTION], "running", max_new_tokens=3)
+    while not loop.running_batch.reqs:
+        loop.step()
+    assert deleted(loop, id_of(A)) == ([(id_of(A), "in use")], [])
+    assert pin(loop, A) == ([], ["it is being deleted"])
+    loop.run()
+
+
+def test_a_chunk_on_the_host_is_loaded():
+    loop = Loop(pool_size=40, host_size=80)
+    loop.warm(A, B)
+    evict_all(loop)
+    assert pin(loop, A) == ([id_of(A)], [])
+    assert {c["id"]: c["state"] for c in listed(loop)["chunks"]} == {id_of(A): "loading", id_of(B): "host"}
+    loop.run()
+    loop.pools.take_acknowledgements()
+    loop.pools.check()
+    assert {c["id"]: c["state"] for c in listed(loop)["chunks"]} == {id_of(A): "resident", id_of(B): "host"}
+
+
+def test_a_flush_ends_all_pins():
+    loop = Loop()
+    loop.warm(A)
+    pin(loop, A)
+    loop.pools.flush()
+    assert not len(loop.admission.pins) and expire(loop, 1.0) is None
+    loop.run()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("prompt", [[(TEXT, tuple(range(1, 13)) * 3)], [C, D, (TEXT, tuple(range(1, 15)) * 2)]])
+def test_a_request_that_needs_the_whole_pool_ends_the_pins_that_stand_in_its_way(prompt, overlap):
+    loop = Loop(pool_size=43, overlap=overlap)
+    loop.warm(A, B)
+    pin(loop, A, B)
+    req = loop.submit(prompt, "large")
+    loop.run()
+    assert req.finished() and len(req.output_ids) == 3
+    assert len(loop.admission.pins) < 2
+
+
+def test_a_parent_that_needs_its_pinned_chunk_and_the_whole_pool():
+    loop = Loop(pool_size=43)
+    loop.warm(A, B)
+    pin(loop, A, B)
+    req = loop.submit([A, (TEXT, tuple(range(1, 12)) * 3)], "large")
+    loop.run()
+    assert req.finished() and len(req.output_ids) == 3
+
+
+def test_pins_hold_while_others_run():
+    """Requests that fit one after the other wait for each other rather than for a pin."""
+    loop = Loop(pool_size=40)
+    loop.warm(A, B)
+    pin(loop, A, B)
+    reqs = [loop.submit([(TEXT, (i + 1,) * 18)], f"r{i}", max_new_tokens=4) for i in range(4)]
+    loop.run()
+    assert all(len(req.output_ids) == 4 for req in reqs) and len(loop.admission.pins) == 2
+
+
+def test_the_last_running_request_is_not_aborted_for_a_pin():
+    """SGLang sets aside only a part of a long answer when it admits a request."""
+    loop = Loop(pool_size=40)
+    loop.warm(A, B)
+    pin(loop, A, B)
+    req = loop.submit([(TEXT, (3,) * 26)], "grows", max_new_tokens=13)
+    req.sampling_params.max_new_tokens = 2
+    loop.step()
+    assert loop.running_batch.reqs or loop.last_batch.reqs
+    req.sampling_params.max_new_tokens = 13
+    loop.run()
+    assert len(req.output_ids) == 13 and len(loop.admission.pins) < 2
+
+
+def test_a_pin_holds_while_something_else_is_locked_that_will_be_released():
+    loop = Loop(pool_size=40)
+    loop.warm(A, B)
+    pin(loop, A)
+    (copied,) = (chunk.node for chunk in loop.store._cached.values() if chunk.pin is None)
+    loop.tree_cache.lock(copied)  # as a copy to the host that is under way
+    loop.admission.make_room()
+    assert listed_pins(loop) == {id_of(A): None}
+    loop.tree_cache.unlock(copied)
+    loop.admission.make_room()
+    assert listed_pins(loop) == {}
