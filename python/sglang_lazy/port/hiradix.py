@@ -171,7 +171,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         namespace = node.key.extra_key
         if isinstance(namespace, Namespace) and namespace.kind == "text":
             return 0
-        self._after_passes()
+        self._after_passes(self.cache_controller.write_stream)
         node.parent.protect_host()  # making room must not take its copy
         num_copied = super().write_backup(node, write_back)
         node.parent.release_host()
@@ -186,14 +186,14 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         for node in nodes:
             self._copies.came(node)
 
-    def _after_passes(self) -> None:
-        """Order copies that start next behind all forward passes that are launched, which SGLang does not.
+    def _after_passes(self, stream: Any) -> None:
+        """Order copies that start next on `stream` behind all forward passes that are launched, which SGLang does not.
 
         What is copied to the host may have been published ahead of its computation, and a decode step still writes a
         last token for each request that has ended, into a slot that is free by now.
         """
         if self.forward_stream is not None:
-            torch.get_device_module(self.device).current_stream().wait_stream(self.forward_stream)
+            stream.wait_stream(self.forward_stream)
 
     # Copies from the host
 
@@ -234,7 +234,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def ready_to_load_host_cache(self) -> int:
         """Start what is queued, with the batch that SGLang forms."""
         if self.has_queued_loads:
-            self._after_passes()
+            self._after_passes(self.cache_controller.load_stream)
         self._queued.clear()
         return super().ready_to_load_host_cache()
 
