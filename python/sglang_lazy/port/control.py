@@ -3,6 +3,7 @@
 SGLang gives each to all ranks of a scheduler in the same step; the first of them answers.
 """
 
+import asyncio
 from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
@@ -55,7 +56,9 @@ async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]
     Raises ValueError where the server runs without chunk reuse.
     """
     manager.auto_create_handle_loop()
-    outputs = await getattr(manager, _COMMUNICATOR)(ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments)))
+    call = getattr(manager, _COMMUNICATOR)(ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments)))
+    # A caller that is cancelled must not leave its turn before its answer is there: the next one would be given it.
+    outputs = await asyncio.shield(call)
     if any(output.answer is None for output in outputs):
         raise ValueError("this server runs without chunk reuse, so it has no chunks")
     return [unwrap_from_pickle(output.answer) for output in outputs]

@@ -1,0 +1,36 @@
+"""Messages about chunks between the HTTP process and the scheduler: everybody is given the answer to its own."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.communicator import FanOutCommunicator
+from sglang.srt.managers.io_struct import unwrap_from_pickle, wrap_as_pickle
+
+from sglang_lazy.port import control
+
+
+def test_a_caller_that_leaves_takes_its_answer_along():
+    async def run():
+        sent = []
+        communicator = FanOutCommunicator(sent.append, 1)
+        manager = SimpleNamespace(auto_create_handle_loop=lambda: None)
+        setattr(manager, control._COMMUNICATOR, communicator)
+        leaves = asyncio.create_task(control.ask(manager, "get", tenant="a"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        leaves.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaves
+        stays = asyncio.create_task(control.ask(manager, "get", tenant="b"))
+        for number in range(2):
+            while len(sent) <= number:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            communicator.handle_recv(
+                control.ChunksReqOutput(answer=wrap_as_pickle(unwrap_from_pickle(sent[number].arguments)))
+            )
+            await asyncio.sleep(0)
+        return await asyncio.wait_for(stays, 10)
+
+    assert asyncio.run(run()) == [{"tenant": "b"}]
