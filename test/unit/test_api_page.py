@@ -17,6 +17,7 @@ from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, LazyConfig
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import POLICIES, get_policy
+from sglang_lazy.port import tier_report
 from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.completions import CompletionsRequest
 from sglang_lazy.port.cpu import CPU_SETTINGS
@@ -130,6 +131,13 @@ def test_metrics():
     for row, (_, labels) in zip(gauges, GAUGES.values(), strict=True):
         assert row[1] == ", ".join(f"`{label}`" for label in labels)
     assert f"the last {WINDOW} answers" in gauges[0][2] and f"from {ENOUGH} answers on" in gauges[1][2]
+
+
+def test_metrics_of_tiers():
+    page = (ROOT / "docs/tiers.md").read_text(encoding="utf-8")
+    names = [f"host_{name}_total" for name in tier_report.HOST_COUNTERS]
+    names += [f"storage_{name}_total" for name in tier_report.COUNTERS] + ["storage_fetch_seconds"]
+    assert set(re.findall(r"`sglang_lazy:(\w+)`", page)) == set(names)
 
 
 SOURCE = "".join(

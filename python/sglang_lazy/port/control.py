@@ -15,6 +15,7 @@ from sglang_lazy.port.hooks import Hook
 _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 
+# mypy does not know that msgspec structs take class arguments.
 class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     """verb: a method of `ChunkControl`.  arguments: its keywords."""
 

@@ -27,19 +27,12 @@ class ChunkControl:
         }
         return verbs[verb](**arguments)
 
-    def page(
-        self,
-        tenant: str | None,
-        everybody: bool,
-        sort: str,
-        descending: bool,
-        limit: int,
-        after: tuple[float, int] | None,
-        state: str | None,
-    ) -> dict[str, Any]:
-        """One page of chunks, each with what it is sorted by, and the number of all of them."""
-        more = under_way(self.store)
-        total, chunks, values = self.store.catalog.page(tenant, everybody, sort, descending, limit, after, state, more)
+    def page(self, **wanted: Any) -> dict[str, Any]:
+        """One page of chunks, each with what it is sorted by, and the number of all of them.
+
+        wanted: the arguments of `Catalog.page`, but for the chunks that it does not know.
+        """
+        total, chunks, values = self.store.catalog.page(**wanted, more=under_way(self.store))
         places = [(value, chunk.serial) for value, chunk in zip(values, chunks, strict=True)]
         return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
 

@@ -22,6 +22,7 @@ class CachedTokens(int):
         self.chunk = chunk
         return self
 
+    # What `__new__` takes, for copies; typeshed fixes the length of the tuple for int.
     def __getnewargs__(self) -> tuple[int, int]:  # type: ignore[override]
         return int(self), self.chunk
 

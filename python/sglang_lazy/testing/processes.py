@@ -55,7 +55,7 @@ def start(
     if as_command or torch.cuda.is_available():
         command = [sys.executable, "-m", module, *arguments]
         # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
-        files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)
+        files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # mypy checks no unpacked ones
         return subprocess.Popen(command, **files, env=variables, start_new_session=True)  # type: ignore[call-overload]
     job = module, list(arguments), variables, os.getcwd()
     with open(os.devnull, "rb") as nothing:
@@ -70,6 +70,7 @@ class Template:
         command = [sys.executable, "-m", "sglang_lazy.testing.template", str(theirs.fileno())]
         with theirs, tempfile.TemporaryFile() as errors:
             files = dict(stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
+            # As above, mypy checks none of these.
             how = dict(env=variables, start_new_session=True, pass_fds=[theirs.fileno()])
             subprocess.run(command, check=True, **files, **how)  # type: ignore[call-overload]
             theirs.close()

@@ -141,6 +141,7 @@ def _spawn_from(spares: list[Spare]) -> None:
         spare.start(arguments[-2], sorted(set(fds)))
         return spare.pid
 
+    # A function of another name: mypy lets none be assigned to one of a module.
     multiprocessing.util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
 
 
