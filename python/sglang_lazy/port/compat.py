@@ -107,8 +107,11 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
         ),
         f"--hicache-storage-backend {args.hicache_storage_backend}: it takes pages of the host's memory only (use "
         f"{', '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
-        f"--hicache-mem-layout {args.hicache_mem_layout}: use layer_first or page_first": (
-            args.hicache_mem_layout not in ("layer_first", "page_first")
+        "--hicache-io-backend direct: the scheduler would wait for the device to tell it which slots to copy": (
+            args.hicache_io_backend == "direct"
+        ),
+        f"--hicache-mem-layout {args.hicache_mem_layout}: at page size 1 the host's memory is laid out by layers": (
+            args.hicache_mem_layout not in ("layer_first", "page_first")  # SGLang's default is the latter
         ),
         "--cuda-graph-backend-prefill full: attention in such graphs cannot wait for KV from the host": (
             args.cuda_graph_backend_prefill == "full"
