@@ -247,6 +247,22 @@ def test_a_load_never_takes_what_waiting_requests_hold():
     scheduler.run()
 
 
+def test_a_load_evicts_no_more_than_it_lacks():
+    """Three slots are free and two can be evicted, for a chunk of four: what waits keeps its locks."""
+    scheduler = with_chunks_on_host(A, B, pool_size=20)
+    cache = scheduler.tree_cache
+    scheduler.submit([(TEXT, (7, 7))], "text", max_new_tokens=1)
+    scheduler.run()
+    req = scheduler.submit([B, QUESTION], "holds", max_new_tokens=1)
+    scheduler.visible()
+    node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
+    taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
+    assert cache.evictable_size() == 2
+    assert cache.load(node) and req in scheduler.admission.holders
+    scheduler.admission.rows.free(taken)
+    scheduler.run()
+
+
 @pytest.mark.parametrize(
     "link", ["copy", "query:ratio=0.5", "blend:ratio=0.5", "static:ratio=0.5", "base", "epic:tokens=2"]
 )

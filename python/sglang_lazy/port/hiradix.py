@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.kernels.ops.kvcache import hicache
 from sglang.srt.disaggregation.kv_events import StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
@@ -203,9 +203,13 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             nodes.append(path.id)
             num_tokens += len(path.key)
             path = path.parent
-        # Checked here, since eviction would take the locks of waiting requests before it gave up.
+        # Room is made here, no more than is lacking and only where there is enough: eviction, of which SGLang asks all
+        # that it loads, would go on with the locks of waiting requests, of the one that loads as well.
         self.lock(path)
-        fits = num_tokens <= self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
+        num_lacking = num_tokens - self.token_to_kv_pool_allocator.available_size()
+        fits = num_lacking <= self.evictable_size()
+        if fits and num_lacking > 0:
+            self.evict(EvictParams(num_tokens=num_lacking))
         loads = fits and self.load_back(node) is not None
         if loads:
             self._queued.update(nodes)
