@@ -51,7 +51,6 @@ WAYS = {
         "glm4",
         "glm4-moe",
         "minimax-m2",
-        "ernie4.5-moe",
         "llama fa3",
         "llama flashinfer",
         "llama triton",
@@ -79,7 +78,7 @@ def served(request, model_dir):
     path = build(wide.name, model_dir)
     engine = Engine(
         model_path=path, dtype="bfloat16", mem_fraction_static=0.2, cuda_graph_max_bs_decode=16, log_level="error",
-        lazy_untested_model=spec.needs is not None, **options,
+        **options,
     )  # fmt: skip
     try:
         yield engine, path, torch.float8_e4m3fn if "fp8" in way else torch.bfloat16, "tiers" in way
@@ -125,9 +124,11 @@ def test_chunks_on_cuda(served):
         [e, like_a, question],
     ]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    others = [[chunk(dice.ids(2000)), question]] if has_tiers else []  # after which little of it is on the device
+    one_by_one = [*prompts, *others, prompts[0]]
     alone = [
         engine.generate(segments=[s.to_request() for s in p], sampling_params=params, return_logprob=True)
-        for p in (*prompts, prompts[0])
+        for p in one_by_one
     ]
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
     warm = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
@@ -141,7 +142,7 @@ def test_chunks_on_cuda(served):
     else:
         assert alone[-1]["meta_info"]["cached_tokens"] == len(token_ids(prompts[0])) - 1
     ours, plain = [], []
-    for prompt, output in zip([*prompts, prompts[0], *prompts, *prompts], alone + warm + cold, strict=True):
+    for prompt, output in zip([*one_by_one, *prompts, *prompts], alone + warm + cold, strict=True):
         tokens = output["output_ids"]
         reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
         chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))

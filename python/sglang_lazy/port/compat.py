@@ -31,6 +31,7 @@ TESTED = frozenset(
         "GraniteForCausalLM",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
+        "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Olmo2ForCausalLM",
