@@ -14,11 +14,11 @@ def kernels(sources: list[Path], family: str) -> str:
     shapes = collections.defaultdict(list)
     for row in rows:
         shapes[row["shape"]].append(row)
-    names = list(dict.fromkeys(row["implementation"] for row in rows if not row["stock"]))
+    names = list(dict.fromkeys(row["implementation"] for row in rows if not row["baseline"]))
     body = []
     for shape, found in shapes.items():
         of = {row["implementation"]: row for row in found if "p50" in row}
-        stock = min((row for row in of.values() if row["stock"]), key=lambda row: row["p50"])
+        baseline = min((row for row in of.values() if row["baseline"]), key=lambda row: row["p50"])
         ratios = [f"{of[name]['ratio']:.2f}" if name in of else "failed" for name in names]
-        body.append([shape, f"{stock['p50']:.4f}", stock["implementation"], *ratios])
+        body.append([shape, f"{baseline['p50']:.4f}", baseline["implementation"], *ratios])
     return table(["batch", "FlashInfer, ms", "its kernel", *names], body)

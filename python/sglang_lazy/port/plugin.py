@@ -98,8 +98,8 @@ def create_cache(context: Any) -> Any:
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
         if not context.enable_hierarchical_cache:
             return LazyRadixCache(context.params)
-        # Without storage, which SGLang would use in its own way: ours comes next. At page size 1, SGLang copies to a host
-        # that is laid out by pages token by token, and the scheduler issues the copies: 7 us for each token.
+        # Without storage, which SGLang would use in its own way: ours comes next. By layers, since at page size 1 the
+        # scheduler would copy to a host laid out by pages token by token, 7 us each.
         changed = {"hicache_storage_backend": None, "hicache_mem_layout": "layer_first"}
         args = types.SimpleNamespace(**{**vars(context.server_args), **changed})
         cache = StoredHiRadixCache(context.params, args)
