@@ -247,8 +247,10 @@ def test_a_load_never_takes_what_waiting_requests_hold():
     scheduler.run()
 
 
-def test_a_load_evicts_no_more_than_it_lacks():
-    """Three slots are free and two can be evicted, for a chunk of four: what waits keeps its locks."""
+@pytest.mark.parametrize("load", ["load", "load_back"])
+def test_a_load_evicts_no_more_than_it_lacks(load):
+    """Three slots are free and two can be evicted, for a chunk of four: what waits keeps its locks. SGLang loads what
+    plain prompts begin with by itself, while it forms a batch."""
     scheduler = with_chunks_on_host(A, B, pool_size=20)
     cache = scheduler.tree_cache
     scheduler.submit([(TEXT, (7, 7))], "text", max_new_tokens=1)
@@ -258,7 +260,7 @@ def test_a_load_evicts_no_more_than_it_lacks():
     node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
     taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
     assert cache.evictable_size() == 2
-    assert cache.load(node) and req in scheduler.admission.holders
+    assert getattr(cache, load)(node) is not None and not node.evicted and req in scheduler.admission.holders
     scheduler.admission.rows.free(taken)
     scheduler.run()
 

@@ -198,23 +198,36 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     # Copies from the host
 
     def load(self, node: TreeNode) -> bool:
-        path, num_tokens, nodes = node, 0, []
-        while path.evicted:
-            nodes.append(path.id)
-            num_tokens += len(path.key)
-            path = path.parent
-        # Room is made here, no more than is lacking and only where there is enough: eviction, of which SGLang asks all
-        # that it loads, would go on with the locks of waiting requests, of the one that loads as well.
-        self.lock(path)
-        num_lacking = num_tokens - self.token_to_kv_pool_allocator.available_size()
+        nodes = [above.id for above in self._on_host_up_to(node)]
+        if self.load_back(node) is None:
+            return False
+        self._queued.update(nodes)
+        return True
+
+    def load_back(self, node: TreeNode, mem_quota: int | None = None) -> torch.Tensor | None:
+        """Room is made here, no more than is lacking and only where there is enough.
+
+        SGLang asks eviction for all that it loads. That would go on with the locks of waiting requests: of the one that
+        loads, and of those that it is forming a batch from.
+        """
+        to_load = self._on_host_up_to(node)
+        above = to_load[-1].parent if to_load else node
+        self.lock(above)
+        num_lacking = sum(len(n.key) for n in to_load) - self.token_to_kv_pool_allocator.available_size()
         fits = num_lacking <= self.evictable_size()
         if fits and num_lacking > 0:
             self.evict(EvictParams(num_tokens=num_lacking))
-        loads = fits and self.load_back(node) is not None
-        if loads:
-            self._queued.update(nodes)
-        self.unlock(path)
-        return loads
+        loaded = super().load_back(node, mem_quota) if fits else None
+        self.unlock(above)
+        return loaded
+
+    def _on_host_up_to(self, node: TreeNode) -> list[TreeNode]:
+        """The nodes on the path to `node` that are on the host alone, the last one first."""
+        nodes = []
+        while node.evicted:
+            nodes.append(node)
+            node = node.parent
+        return nodes
 
     def loading_check(self, finish_count: int | None = None) -> None:
         before = dict(self.ongoing_load_back)

@@ -1,0 +1,1 @@
+"""A server under hostile traffic for minutes; see `__main__.py`."""

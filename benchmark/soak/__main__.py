@@ -1,0 +1,149 @@
+"""Keep a small server under hostile traffic for minutes, and hold every answer against the oracle.
+
+    python -m benchmark.soak --minutes 15
+
+Clients send prompts with chunks, without, as plain text and by chunk ids, under several policies and tenants; leave in
+mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send what no server accepts. The KV pool
+holds a few prompts only. Each variant of the server gets its share of the time, in rounds. After a round the server
+must be idle within seconds, and so checks its own accounts: it dies of a slot or a lock that is lost. Then its cache
+is flushed, must be empty, and the next answers must be right without it.
+
+Exits with 1 at the first answer that is wrong, missing or late, with what was asked and where the server's log is.
+"""
+
+import argparse
+import asyncio
+import dataclasses
+import itertools
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+
+from benchmark.soak.actions import SAMPLING, TENANTS, Client, Wrong
+from benchmark.soak.prompts import Draw, Prompt, make_prompts
+from oracle.models import build
+from sglang_lazy.testing import ServerError, device_flags, log_tail, running_server
+
+COMMON = (
+    "--max-total-tokens",
+    "700",
+    "--chunked-prefill-size",
+    "64",
+    "--max-running-requests",
+    "6",
+    "--enable-metrics",
+)
+HOST = ("--enable-hierarchical-cache", "--hicache-ratio", "2")
+STORAGE = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-policy", "timeout")
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Flags of the server beyond COMMON, and variables of its environment."""
+
+    flags: tuple[str, ...] = ()
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+
+
+VARIANTS = {
+    "device": Variant(),
+    "host": Variant(HOST),
+    "storage": Variant((*HOST, *STORAGE)),
+    # SGLang takes running requests back every third step, whether memory is short or not.
+    "retraction": Variant(
+        ("--disable-overlap-schedule",), {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
+    ),
+}
+
+
+async def soak(url: str, prompts: list[Prompt], args: argparse.Namespace, seconds: float) -> dict[str, int]:
+    """Rounds of traffic for so long; returns how often clients did what. Raises Wrong."""
+    counts: dict[str, int] = {}
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector) as session:
+        clients = []
+        for number in range(args.clients):
+            rng = random.Random(f"{args.seed}/{number}")
+            clients.append(Client(url, session, Draw(prompts, rng), rng, f"client-{number}", counts))
+        end = time.monotonic() + seconds
+        for turn in itertools.count():
+            await asyncio.gather(*(_until(min(end, time.monotonic() + args.round), client) for client in clients))
+            await _settled(url, session, clients[0], prompts[turn % len(prompts)])
+            if time.monotonic() >= end:
+                return counts
+
+
+async def _until(end: float, client: Client) -> None:
+    while time.monotonic() < end:
+        await client.act()
+
+
+async def _settled(url: str, session: aiohttp.ClientSession, client: Client, prompt: Prompt) -> None:
+    """The server is idle, can be emptied, and serves on."""
+    async with session.post(f"{url}/flush_cache", params={"timeout": 30}) as response:
+        if response.status != 200:
+            raise Wrong(f"the server does not become idle: {response.status} {await response.text()}")
+    for tenant in TENANTS:
+        headers = {} if tenant is None else {"X-Cache-Salt": tenant}
+        async with session.get(f"{url}/chunks", headers=headers) as response:
+            page = await response.json()
+        if response.status != 200 or page["total"]:
+            raise Wrong(f"after a flush there are chunks left: {page}")
+    body = {"segments": [segment.to_request() for segment in prompt.segments], "link": prompt.link}
+    async with session.post(f"{url}/generate", json={**body, "sampling_params": SAMPLING}) as response:
+        answer = await response.json()
+    if response.status != 200 or tuple(answer["output_ids"]) != prompt.answer:
+        raise Wrong(f"after a flush: {answer} to {prompt}")
+    if answer["meta_info"]["cached_tokens"]:
+        raise Wrong(f"after a flush something was cached: {answer['meta_info']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15, help="of all variants together, starts not counted")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--prompts", type=int, default=40)
+    parser.add_argument("--round", type=float, default=15, help="seconds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--logs", type=Path, help="folder for the servers' output (default: a new one)")
+    args = parser.parse_args()
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="soak-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    seconds = 60 * args.minutes / len(args.variants)
+    with tempfile.TemporaryDirectory() as scratch:
+        model_path = build("llama", Path(scratch))
+        prompts = make_prompts(model_path, args.seed, args.prompts)
+        for name in args.variants:
+            variant, log = VARIANTS[name], logs / f"{name}.log"
+            flags = [
+                "--model-path",
+                model_path,
+                "--served-model-name",
+                "soak",
+                *COMMON,
+                *variant.flags,
+                *device_flags(),
+            ]
+            environment = {**variant.environment, "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": f"{scratch}/storage"}
+            try:
+                with running_server(flags, log, environment=environment) as url:
+                    counts = asyncio.run(soak(url, prompts, args, seconds))
+            except (Wrong, ServerError) as error:
+                print(f"{name}: {error}\n{log_tail(log)}\nAll of it: {log}", file=sys.stderr)
+                return 1
+            if "Traceback" in log.read_text(errors="replace"):
+                print(f"{name}: an exception is in {log}", file=sys.stderr)
+                return 1
+            total = sum(counts.values())
+            did = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))
+            print(f"{name}: {total} actions in {seconds:.0f} s, all as they may be: {did}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

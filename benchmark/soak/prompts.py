@@ -1,0 +1,73 @@
+"""The prompts of a soak, and what the model must answer to each."""
+
+import bisect
+import dataclasses
+import itertools
+import random
+
+from oracle.block_mask import greedy
+from oracle.policies import PolicyOracle, epic, keep_all_but
+from oracle.scenarios import Dice
+from oracle.segments import Segment, text, token_ids
+
+NUM_TOKENS = 5
+"""Of an answer."""
+LINKS = ("block", "full", "epic:tokens=2")
+ALPHA = 1.1
+"""Exponent of the Zipf distribution by which prompts recur."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt and its answer, by the oracle."""
+
+    segments: tuple[Segment, ...]
+    link: str
+    answer: tuple[int, ...]
+
+    @property
+    def chunks(self) -> list[Segment]:
+        return [segment for segment in self.segments if segment.kind == "chunk"]
+
+
+def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
+    """`count` prompts of up to five of a dozen chunks, some without any, most popular first."""
+    dice = Dice(f"soak/{seed}")
+    chunks = [*dice.chunks(10, 1, 90), *dice.chunks(1, 150, 150)]
+    chunks.append(Segment("chunk", chunks[0].ids + dice.ids(5)))  # begins like another
+    oracle = PolicyOracle(model_path)
+    prompts: list[Prompt] = []
+    for number in itertools.count():
+        if len(prompts) == count:
+            return prompts
+        picked = dice.rng.sample(chunks, dice.rng.randint(1, 5)) if number % 6 else []
+        segments = [dice.text(dice.rng.randint(1, 6))]
+        for segment in picked:
+            segments += [segment, dice.text(dice.rng.randint(1, 3))]
+        link = LINKS[number % len(LINKS)] if picked else "block"
+        try:
+            prompts.append(Prompt(tuple(segments), link, _answer(oracle, segments, link)))
+        except ValueError:  # two tokens too close to tell apart
+            continue
+    raise AssertionError
+
+
+def _answer(oracle: PolicyOracle, segments: list[Segment], link: str) -> tuple[int, ...]:
+    if link == "full":
+        segments = [text(token_ids(segments))]
+    kept = epic(segments, 2) if link.startswith("epic") else keep_all_but(segments, ())
+    answer: list[int] = []
+    for _ in range(NUM_TOKENS):
+        answer += greedy(oracle.logprobs(segments, answer, kept)[-1:])
+    return tuple(answer)
+
+
+class Draw:
+    """Draws prompts by a Zipf distribution over their places in the list."""
+
+    def __init__(self, prompts: list[Prompt], rng: random.Random):
+        self.prompts, self.rng = prompts, rng
+        self._weights = list(itertools.accumulate((rank + 1) ** -ALPHA for rank in range(len(prompts))))
+
+    def __call__(self) -> Prompt:
+        return self.prompts[bisect.bisect(self._weights, self.rng.random() * self._weights[-1])]
