@@ -188,6 +188,30 @@ def test_the_last_running_request_is_not_aborted_for_a_pin():
     assert len(req.output_ids) == 13 and len(loop.admission.pins) < 2
 
 
+def test_a_pin_yields_to_what_is_left_of_a_prompt_that_is_computed_in_pieces():
+    """SGLang takes the next piece whether it fits or not; others came, and pins were set, after the first one."""
+    loop = Loop(pool_size=40, chunked_prefill_size=8)
+    loop.warm(A, B)
+    req = loop.submit([(TEXT, (3,) * 34)], "long", max_new_tokens=1)
+    loop.step()
+    assert loop.chunked_req is req
+    assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])
+    loop.run()
+    assert len(req.output_ids) == 1 and len(loop.admission.pins) == 1
+
+
+def test_what_is_left_of_a_prompt_is_not_given_to_others():
+    loop = Loop(pool_size=40, chunked_prefill_size=8)
+    loop.warm(A, B)
+    long = loop.submit([(TEXT, (3,) * 32)], "long", max_new_tokens=1)
+    loop.step()
+    other = loop.submit([A, B, C, QUESTION], "other", max_new_tokens=1)
+    loop.visible()
+    assert loop.chunked_req is long and other not in loop.admission.holders
+    loop.run()
+    assert long.finished() and other.finished()
+
+
 def test_a_pin_holds_while_something_else_is_locked_that_will_be_released():
     loop = Loop(pool_size=40)
     loop.warm(A, B)

@@ -102,7 +102,7 @@ class Pins:
         """End the pin that was set or used longest ago."""
         chunk = next(iter(self._chunks.values()))
         logger.warning(
-            "sglang-lazy: chunk %s is pinned no longer: the request that runs alone needs its memory",
+            "sglang-lazy: chunk %s is pinned no longer: a running request needs its memory",
             chunk_id(chunk.key.tokens),
         )
         self.remove(chunk)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from sglang.kernels.ops.kvcache import hicache
 from sglang.srt.disaggregation.kv_events import StorageMedium
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, InsertResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
@@ -97,6 +97,17 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return node
 
     # Eviction
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Copies under way hold what they read or write: where eviction falls short, it waits for them."""
+        evicted = super().evict(params).num_tokens_evicted
+        if evicted < params.num_tokens and (self.ongoing_write_through or self.ongoing_load_back):
+            self.finish_loads()
+            controller = self.cache_controller
+            self.writing_check(finish_count=len(controller.ack_write_queue))
+            self.loading_check(finish_count=len(controller.ack_load_queue))
+            evicted += super().evict(EvictParams(num_tokens=params.num_tokens - evicted)).num_tokens_evicted
+        return EvictResult(num_tokens_evicted=evicted)
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value

@@ -27,7 +27,7 @@ async def patch_chunk(request: Request, chunk_id: str, cache_salt: str | None = 
         twice that. null, or none: it stays until it is ended. What was set last holds.
 
     Answers `{"requested": 1, "affected": [{"id": "9f0c…", "pinned": true, "pinned_until": 1763903600.1}], "skipped":
-    []}`, with 409 where it cannot be pinned. Pins end where nothing else would make room for a request that runs alone.
+    []}`, with 409 where it cannot be pinned. Pins end where a running request could not go on otherwise.
     """
     manager = http_server.get_global_state().tokenizer_manager
     try:

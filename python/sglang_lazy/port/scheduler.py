@@ -142,7 +142,7 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
         last_batch.filter_batch(chunked_req_to_exclude=internal)
         running_batch.batch_is_full = False
     if (admission := admission_of(scheduler)) is not None:
-        admission.make_room_to_decode(running_batch)
+        admission.make_room_to_go_on(running_batch)
     return original(scheduler, running_batch, last_batch)
 
 

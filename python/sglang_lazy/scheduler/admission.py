@@ -123,10 +123,19 @@ class ChunkAdmission:
         return [req for req in visible if _recomputes(req) == _recomputes(first)]
 
     def _budget(self, running_batch: Any) -> float:
-        """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones."""
+        """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones and
+        what is left of a request that is computed in pieces."""
         growth = sum(self._growth(req) for req in running_batch.reqs)
-        free = self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
-        return free - growth * self.scheduler.new_token_ratio_tracker.current
+        return self._num_free() - self._num_left() - growth * self.scheduler.new_token_ratio_tracker.current
+
+    def _num_free(self) -> int:
+        """How many tokens are free or evictable."""
+        return self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
+
+    def _num_left(self) -> int:
+        """How many tokens of a request that is computed in pieces have no slots yet."""
+        req = self.scheduler.chunked_req
+        return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_range.end
 
     def _growth(self, req: Any) -> int:
         return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
@@ -245,15 +254,16 @@ class ChunkAdmission:
         else:
             self.revoke_newest()
 
-    def make_room_to_decode(self, running_batch: Any) -> None:
-        """Before the next step: SGLang aborts the last request of a batch if it has no slot for another token."""
-        cache = self.scheduler.tree_cache
-        while (
-            len(self.pins)
-            and len(running_batch.reqs) == 1
-            and self.rows.allocator.available_size() + cache.evictable_size() < 1
-        ):
-            self.pins.give_up()
+    def make_room_to_go_on(self, running_batch: Any) -> None:
+        """Before the next step: SGLang aborts the last request of a batch if it has no slot for another token, and takes
+        the next piece of a prompt whether that has room or not.
+        """
+        needed = min(self._num_left(), self.scheduler.chunked_prefill_size or 0)
+        if len(running_batch.reqs) == 1:
+            needed += 1
+        while self._num_free() < needed and (self.holders or len(self.pins)):
+            if not self.revoke_newest():
+                self.pins.give_up()
 
     def _num_locked(self) -> int:
         return self.scheduler.tree_cache.protected_size()
