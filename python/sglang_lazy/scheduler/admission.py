@@ -255,8 +255,8 @@ class ChunkAdmission:
             self.revoke_newest()
 
     def make_room_to_go_on(self, running_batch: Any) -> None:
-        """Before the next step: SGLang aborts the last request of a batch if it has no slot for another token, and takes
-        the next piece of a prompt whether that has room or not.
+        """Before the next step: SGLang aborts the last request of a batch that has no slot for another token, and takes
+        the next piece of a prompt whether there is room for it or not.
         """
         needed = min(self._num_left(), self.scheduler.chunked_prefill_size or 0)
         if len(running_batch.reqs) == 1:
