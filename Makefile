@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo demo-exact test test-all lint format bench-smoke examples-smoke wheels wheels-smoke setup key
+.PHONY: demo demo-exact test test-all lint format soak bench-smoke examples-smoke wheels wheels-smoke setup key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -37,6 +37,11 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CUDA)
+
+MINUTES ?= 15
+
+soak: $(READY) # small servers under hostile traffic, every answer held against the oracle
+	$(BIN)/python -m benchmark.soak --minutes $(MINUTES)
 
 SMOKE := $(VENV)/bench-smoke
 

@@ -247,6 +247,18 @@ def test_a_load_never_takes_what_waiting_requests_hold():
     scheduler.run()
 
 
+def test_where_eviction_falls_short_it_waits_for_copies():
+    """What is copied to the host is held until then; SGLang's scheduler would give up, and the server with it."""
+    scheduler = Loop(20, host_size=80)
+    cache = scheduler.tree_cache
+    scheduler.submit([A, B, QUESTION], "r", max_new_tokens=1)
+    while not cache.ongoing_write_through or scheduler.running_batch.reqs:
+        scheduler.step()
+    assert cache.evictable_size() < 8
+    assert cache.evict(EvictParams(num_tokens=8)).num_tokens_evicted >= 8 and not cache.ongoing_write_through
+    scheduler.run()
+
+
 @pytest.mark.parametrize("load", ["load", "load_back"])
 def test_a_load_evicts_no_more_than_it_lacks(load):
     """Three slots are free and two can be evicted, for a chunk of four: what waits keeps its locks. SGLang loads what
