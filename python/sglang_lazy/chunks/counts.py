@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.refusal import REASONS
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -73,21 +74,27 @@ class Occupancy(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Iterable[CachedChunk]) -> "Occupancy":
-        """Looks at every chunk: 0.1 ms for a thousand."""
+        """Looks at every chunk, which takes 0.2 ms for a thousand."""
         counts, tokens = [0] * 5, [0] * 5
         for chunk in chunks:
-            node, pinned, num_tokens = chunk.node, chunk.pin is not None, chunk.num_tokens
-            if node is None:
-                continue
+            node: Node = chunk.node
             if node.evicted:
-                places: Sequence[int] = (4,)
+                kind = 4
             elif not node.lock_ref:
-                places = (0, 3)
-            elif not pinned:
-                places = (0, 2)
+                kind = 3
             else:
-                places = (0, 1) if node.lock_ref == 1 else (0, 1, 2)
-            for place in places:
-                counts[place] += 1
-                tokens[place] += num_tokens
-        return cls(*map(Share, counts, tokens))
+                kind = 0 if chunk.pin is None else 1 if node.lock_ref == 1 else 2
+            counts[kind] += 1
+            tokens[kind] += chunk.num_tokens
+        locked, pinned, both, evictable, host = map(Share, counts, tokens)
+        return cls(
+            resident=_sum(locked, pinned, both, evictable),
+            pinned=_sum(pinned, both),
+            locked=_sum(locked, both),
+            evictable=evictable,
+            host=host,
+        )
+
+
+def _sum(*shares: Share) -> Share:
+    return Share(*map(sum, zip(*shares, strict=True)))
