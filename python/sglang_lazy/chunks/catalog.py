@@ -3,7 +3,7 @@
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -79,6 +79,9 @@ class Catalog:
             if not chunks:
                 del index[name]
 
+    def __iter__(self) -> Iterator[CachedChunk]:
+        return itertools.chain.from_iterable(own.values() for own in self._tenants.values())
+
     @staticmethod
     def _owner(chunk: CachedChunk) -> Hashable:
         return tenant_of(chunk.key.namespace)
@@ -111,8 +114,7 @@ class Catalog:
         """
         extra = sorted((c for c in more if everybody or self._owner(c) == tenant), key=attrgetter("serial"))
         if everybody:
-            known = [chunk for own in self._tenants.values() for chunk in own.values()]
-            known.sort(key=attrgetter("serial"))
+            known = sorted(self, key=attrgetter("serial"))
         else:
             known = list(self._tenants.get(tenant, {}).values())
         chunks = extra + known  # by serial: a dictionary keeps the order of insertion

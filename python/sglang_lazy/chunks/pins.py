@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.tree import Node, Tree
 from sglang_lazy.core.keys import ChunkKey, chunk_id
+from sglang_lazy.core.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -52,17 +53,17 @@ class Pins:
         return [chunk.node for chunk in self._chunks.values()]
 
     def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
-        """Pin all of these cached chunks, from now on for `ttl` seconds, or none: then ValueError says why."""
+        """Pin all of these cached chunks, from now on for `ttl` seconds, or none: then Refusal says why."""
         new = [chunk for chunk in chunks if chunk.pin is None]
         if self.num_tokens + sum(chunk.num_tokens for chunk in new) > self.budget:
-            raise ValueError(f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
+            raise Refusal("pin_budget", f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
         locked: list[Node] = []
         nodes: list[Node] = [chunk.node for chunk in new]
         for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so first those that must stay
             if node.evicted and not self.tree.load(node):
                 for other in locked:
                     self.tree.unlock(other)
-                raise ValueError("the device has no room for it now")
+                raise Refusal("pin_room", "the device has no room for it now")
             self.tree.lock(node)
             locked.append(node)
         if new:

@@ -1,5 +1,6 @@
 """Rows of linked requests and fills: laid out over what is cached, and published to the tree when computed."""
 
+import time
 from array import array
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -168,6 +169,7 @@ class RowCache:
         Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. As SGLang does with prompts, the
         last token of each chunk is computed in any case.
         """
+        state.began = time.perf_counter()
         pieces, nodes, cached = [], [], []
         for part in state.parts:
             tokens = part.tokens if part.chunk is None else part.tokens[:-1]
@@ -209,6 +211,7 @@ class RowCache:
         self.store.unlock_row(req.last_node)
         req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
         state.duplicates = torch.cat(duplicates)
+        self.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(state.row.cached)
         return published
 
     def end_fill(self, req: Any, state: Fill, row_len: int) -> None:
@@ -216,6 +219,7 @@ class RowCache:
         if state.duplicates is not None:
             self.free(state.duplicates)
             self.tree.back_up(req.last_node.spans)
+            self.store.counts.fill_seconds.observe(time.perf_counter() - state.began)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
         self.store.unlock_row(req.last_node)

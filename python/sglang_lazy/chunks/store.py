@@ -1,6 +1,5 @@
 """The chunk store: where the KV of each chunk is, who holds it, and what is evicted."""
 
-import dataclasses
 import enum
 import itertools
 import time
@@ -11,12 +10,13 @@ import numpy as np
 import torch
 
 from sglang_lazy.chunks.catalog import CachedChunk, Catalog
+from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.chunks.deletions import Deletions
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, RowNodes
 
@@ -41,16 +41,6 @@ class ChunkState(enum.Enum):
     RESIDENT = enum.auto()
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkStatistics:
-    """Numbers of chunks and tokens now, and of leaves evicted from the device since the start."""
-
-    num_cached: int
-    num_pending: int
-    num_locked_tokens: int
-    num_evicted_leaves: int
-
-
 class ChunkStore:
     """Chunks by key, over a tree that keeps their KV.
 
@@ -64,15 +54,18 @@ class ChunkStore:
         self.pending: dict[ChunkKey, Any] = {}
         self.fetching: dict[ChunkKey, Any] = {}
         self.release_waiting_lock: Callable[[], bool] = lambda: False
-        self.num_evicted_leaves = 0
+        self.counts = Counts()
+        self._cached: dict[ChunkKey, CachedChunk] = {}
         self._eviction_priority = eviction_priority
         self._segment_ids = itertools.count()
         self.reset()
 
     def reset(self) -> None:
         """The tree has been emptied."""
+        for chunk in self._cached.values():
+            self.counts.hits_per_chunk.observe(chunk.hits)
         self._heap = EvictionHeap(self._eviction_priority)
-        self._cached: dict[ChunkKey, CachedChunk] = {}
+        self._cached = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
         self.catalog = Catalog(lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
         self.deletions = Deletions(self)
@@ -179,12 +172,17 @@ class ChunkStore:
 
     def count_use(self, chunks: Sequence[ChunkSlice], reused: Sequence[bool]) -> None:
         """A prompt with these chunks begins to run; `reused`: which of them it found cached."""
-        now = time.time()
+        now, num_tokens = time.time(), 0
         for chunk, hit in zip(chunks, reused, strict=True):
             cached = self._cached.get(chunk.key)
             if cached is not None:
                 cached.hits += hit
                 cached.last_use = now
+            if hit:
+                num_tokens += chunk.num_kept
+        self.counts.num_references += len(chunks)
+        self.counts.num_hits += sum(reused)
+        self.counts.num_reused_tokens += num_tokens
 
     # Locks
 
@@ -272,9 +270,12 @@ class ChunkStore:
                 break
             num_evicted += len(leaf.key)
             slots.append(self.tree.remove(leaf))
+            namespace = leaf.key.extra_key
+            if isinstance(namespace, Namespace) and namespace.kind == "chunk":
+                self.counts.num_evicted_chunks += leaf.id in self._keys_by_node
+                self.counts.num_evicted_tokens += len(leaf.key)
             if not leaf.backuped:
                 self.forget(leaf)
-        self.num_evicted_leaves += len(slots)
         return slots
 
     def next_leaves(self, num_tokens: int) -> list[Node]:
@@ -294,7 +295,4 @@ class ChunkStore:
             chunk = self._cached.pop(key)
             chunk.node = None
             self.catalog.remove(chunk)
-
-    def statistics(self, num_locked_tokens: int) -> ChunkStatistics:
-        """The numbers now. num_locked_tokens: the tree's own count."""
-        return ChunkStatistics(len(self._cached), len(self.pending), num_locked_tokens, self.num_evicted_leaves)
+            self.counts.hits_per_chunk.observe(chunk.hits)

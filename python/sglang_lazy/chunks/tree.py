@@ -9,9 +9,9 @@ import torch
 from sglang_lazy.core.prompt import ChunkSlice
 
 Node = Any
-"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens), `lock_ref`, `host_ref_counter`
-(what reads its copy on the host), and where its KV is: `evicted` means that it has no slots of the device, `backuped`
-that the host has a copy. With neither it has left the tree.
+"""A node of the tree, opaque but for `id`, `parent`, `key` (its length counts tokens, `extra_key` is its namespace),
+`lock_ref`, `host_ref_counter` (what reads its copy on the host), and where its KV is: `evicted` means that it has no
+slots of the device, `backuped` that the host has a copy. With neither it has left the tree.
 """
 
 

@@ -102,6 +102,7 @@ class LinkedRequest:
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: per namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
+    waits_since: by `time.perf_counter`, since when only its chunks have been missing; None before, and once it runs.
     """
 
     prompt: LinkedPrompt
@@ -115,6 +116,7 @@ class LinkedRequest:
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
+    waits_since: float | None = None
 
     def __post_init__(self):
         self.reused = [node is not None or asked for node, asked in zip(self.found, self.asked, strict=True)]
@@ -213,6 +215,7 @@ class Fill:
     parents: the requests that wait for it.
     row: the row's order; set when it is matched for a batch.
     duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
+    began: by `time.perf_counter`, when it was last matched for a batch.
     """
 
     chunks: Sequence[ChunkSlice]
@@ -220,6 +223,7 @@ class Fill:
     parents: list[Any] = dataclasses.field(default_factory=list)
     row: FillRow = dataclasses.field(init=False)
     duplicates: torch.Tensor | None = None
+    began: float = dataclasses.field(init=False)
 
     @property
     def preamble(self) -> array:

@@ -104,7 +104,13 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
     runner = worker.model_runner
     table = table_of(runner.req_to_token_pool)
-    if table is None or batch is None or not involves_chunks(batch, table):
+    if table is None or batch is None:
+        return original(worker, batch, *args, **kwargs)
+    involved = involves_chunks(batch, table)
+    if batch.reqs:
+        mode = "decode" if batch.forward_mode.is_decode() else "prefill"
+        batch.tree_cache.store.counts.batches[mode, involved] += 1
+    if not involved:
         return original(worker, batch, *args, **kwargs)
     if batch.forward_mode.is_decode():
         # Decode steps wait for no load. Their rows began with an extend, which did: they run behind it.

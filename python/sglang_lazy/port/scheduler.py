@@ -14,6 +14,7 @@ from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port import chunk_metrics
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model_runner import server_traits
 from sglang_lazy.port.radix import LazyRadixCache
@@ -37,6 +38,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             scheduler, config.max_chunks, traits, preamble, config.max_pinned
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
+        chunk_metrics.attach(scheduler)
 
 
 def new_admission(

@@ -11,6 +11,7 @@ decisions depend on the order of requests alone, so that every tensor-parallel r
 """
 
 import itertools
+import time
 from typing import Any
 
 from sglang_lazy.chunks.pins import Pins
@@ -102,6 +103,7 @@ class ChunkAdmission:
                 budget -= need
                 continue
             if state is not None and not state.admitted and self.store.fetching and self._awaits_storage(state):
+                state.waits_since = state.waits_since or time.perf_counter()
                 budget -= need
                 left_out = True
                 continue
@@ -190,6 +192,8 @@ class ChunkAdmission:
             state.found_text[None] = len(self.store.tree.find(lead, extra_key)[0])
         slices = zip(state.prompt.chunks, nodes, strict=True)
         missing: dict[ChunkKey, ChunkSlice] = {chunk.key: chunk for chunk, node in slices if node is None}
+        if missing:
+            state.waits_since = state.waits_since or time.perf_counter()
         self.producer.produce(req, [chunk for key, chunk in missing.items() if key not in self.store.pending])
         state.reused = [reused and node is not None for reused, node in zip(state.reused, nodes, strict=True)]
         return self.producer.wait(req, missing)
@@ -214,7 +218,11 @@ class ChunkAdmission:
         for req in rows:
             self.rows.complete(req, published)
             parents.pop(req, None)
-            if (probe := as_linked(req).probe) is not None:
+            state = as_linked(req)
+            if state.waits_since is not None:
+                self.store.counts.wait_seconds.observe(time.perf_counter() - state.waits_since)
+                state.waits_since = None
+            if (probe := state.probe) is not None:
                 undecided = lazy_state(probe.parent)
                 if isinstance(undecided, Undecided):
                     undecided.launched = True
@@ -279,9 +287,12 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        numbers = self.store.statistics(self._num_locked() - self.pins.locked_size)
-        if numbers.num_locked_tokens or numbers.num_pending or self.holders:
-            raise RuntimeError(f"idle, but {len(self.holders)} requests hold chunks: {numbers}")
+        num_locked, num_pending = self._num_locked() - self.pins.locked_size, len(self.store.pending)
+        if num_locked or num_pending or self.holders:
+            raise RuntimeError(
+                f"idle, but {len(self.holders)} requests hold chunks, {num_locked} tokens are locked and "
+                f"{num_pending} chunks pending"
+            )
 
 
 def _recomputes(req: Any | None) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.core.policy import Policy, ServerTraits
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
+from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
 from sglang_lazy.policies import get_policy
@@ -53,6 +54,7 @@ class Arrival:
         try:
             req.lazy = self._state(req)
         except ValueError as error:
+            self.store.counts.refused[reason_of(error)] += 1
             req.set_finish_with_abort(str(error))
 
     def _state(self, req: Any) -> LinkedRequest | Undecided | None:
@@ -63,7 +65,7 @@ class Arrival:
         if not policy.reuses or not layout.chunks:
             return None
         if reason := policy.unfit(self.limits.traits):
-            raise ValueError(reason)
+            raise Refusal("policy", reason)
         check_request(req, layout, self.limits.max_chunks)
         kept = policy.kept(layout, req.origin_input_ids)
         if policy.probes is None:
@@ -81,7 +83,8 @@ class Arrival:
         preambles = {"none": array("q"), "neutral": self.limits.neutral_preamble, "lead": ids[: layout.chunks[0][0]]}
         preamble = preambles[policy.preamble]
         if policy.preamble == "neutral" and not preamble:
-            raise ValueError(f"link {str(policy)!r}: this server has no preamble (--lazy-preamble, or no tokenizer)")
+            name = f"link {str(policy)!r}"
+            raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")
         prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble)
         if not prompt.chunks:
             return None
@@ -95,21 +98,23 @@ class Arrival:
         return LinkedRequest(prompt, policy, found, asked)
 
     def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
-        """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
+        """Raise Refusal unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
         the model's positions suffice for its chunks."""
         preamble_len = len(prompt.chunks[0].preamble)
         text = prompt.spans[-1].end - prompt.num_chunk_tokens
         chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
         if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size:
-            raise ValueError(
+            raise Refusal(
+                "pool",
                 f"{text} tokens of text, {preamble_len + chunks} of chunks and {num_own_slots} of copies do not fit "
-                f"together into the KV pool of {self.limits.pool_size} tokens"
+                f"together into the KV pool of {self.limits.pool_size} tokens",
             )
         longest = max(chunk.num_tokens for chunk in prompt.chunks)
         if preamble_len + longest > self.limits.context_len:
-            raise ValueError(
+            raise Refusal(
+                "positions",
                 f"a chunk of {longest} tokens behind a preamble of {preamble_len} exceeds the model's "
-                f"{self.limits.context_len} positions"
+                f"{self.limits.context_len} positions",
             )
 
     # Probes

@@ -8,6 +8,7 @@ from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.reports import described, under_way
 from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.core.refusal import Refusal
 
 
 class ChunkControl:
@@ -82,6 +83,8 @@ class ChunkControl:
                 else:
                     self.pins.add(chunks, ttl, now)
             except ValueError as error:
+                if isinstance(error, Refusal):
+                    self.store.counts.refused[error.reason] += 1
                 skipped.append({"id": prefix, "reason": str(error)})
             else:
                 until = None if not pin or ttl is None else now + ttl

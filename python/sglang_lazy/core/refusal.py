@@ -1,0 +1,18 @@
+"""Refusals that are counted by their reason."""
+
+REASONS = ("pool", "positions", "policy", "request", "pin_budget", "pin_room")
+"""Too long for the KV pool; a chunk too long for the model; a policy that does not fit the server; anything else that
+chunks cannot be served with; a pin beyond the budget; no room on the device for a pin."""
+
+
+class Refusal(ValueError):
+    """What is asked for is not served.  reason: one of REASONS; that of another ValueError is "request"."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+def reason_of(error: ValueError) -> str:
+    """One of REASONS."""
+    return error.reason if isinstance(error, Refusal) else "request"

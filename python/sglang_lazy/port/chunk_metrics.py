@@ -1,0 +1,169 @@
+"""What happens to chunks, on /metrics beside SGLang's own: docs/metrics.md lists it.
+
+The scheduler counts in plain numbers, see `chunks/counts.py`. They are published when SGLang logs its statistics, and
+while it is idle.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from sglang_lazy.chunks.counts import Occupancy
+from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.port.hooks import Hook
+
+COUNTERS = {
+    "chunk_references": ("num_references", "chunks in prompts that began to run"),
+    "chunk_hits": ("num_hits", "of these, the ones that were cached when the prompt arrived"),
+    "reused_chunk_tokens": ("num_reused_tokens", "tokens of cached chunks that prompts did not have to compute"),
+    "filled_tokens": ("num_filled_tokens", "tokens computed for missing chunks"),
+    "evicted_chunks": ("num_evicted_chunks", "chunks that left the device to make room"),
+    "evicted_chunk_tokens": ("num_evicted_tokens", "tokens of chunks that left the device to make room"),
+}
+"""By name: a field of `Counts`, and the help text."""
+REFUSED = "requests with chunks, and pins, that were refused"
+BATCHES = "forward passes, and whether they computed or attended to chunks"
+HISTOGRAMS = {
+    "fill_seconds": ("fill_seconds", "seconds from forming the first batch of a fill to its result"),
+    "chunk_wait_seconds": ("wait_seconds", "seconds that prompts with missing chunks waited for them"),
+    "hits_per_chunk": ("hits_per_chunk", "prompts that had found a chunk cached when it left the cache"),
+}
+GAUGES = {
+    "resident": "on the device",
+    "pinned": "on the device, and pinned",
+    "locked": "on the device, and held by requests or by copies under way",
+    "evictable": "on the device, neither pinned nor locked",
+    "host": "in the host's memory alone",
+}
+"""By field of `Occupancy`: where the chunks in `…_chunks` and the tokens in `…_chunk_tokens` are."""
+TIME_SHARE = 1000
+"""Publishing takes at most one part in so many of the scheduler's time."""
+
+_ATTR = "_sglang_lazy_chunk_metrics"
+
+
+@dataclasses.dataclass
+class Followed:
+    """A number that grows, and what adds to its metric."""
+
+    read: Callable[[], float]
+    add: Callable[[float], None]
+    published: float = 0
+
+    def publish(self) -> None:
+        value = self.read()
+        if value != self.published:
+            self.add(value - self.published)
+            self.published = value
+
+
+class ChunkMetrics:
+    """Publishes what the store of one scheduler counts, with these labels.  clock: in seconds."""
+
+    def __init__(self, store: ChunkStore, labels: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter):
+        import prometheus_client as prometheus  # not before SGLang has set up its directory of metrics
+
+        self._store, self._clock, self._due = store, clock, 0.0
+        self._followed: list[Followed] = []
+        counts, names = store.counts, list(labels)
+
+        def counter(name: str, text: str, *own: str) -> Callable[..., Any]:
+            metric = prometheus.Counter(f"sglang_lazy:{name}_total", text, [*names, *own])
+            return lambda *values: metric.labels(**labels, **dict(zip(own, values, strict=True))).inc
+
+        for name, (field, text) in COUNTERS.items():
+            self._follow(partial(getattr, counts, field), counter(name, text)())
+        refused, batches = counter("refused", REFUSED, "reason"), counter("batches", BATCHES, "mode", "chunks")
+        for reason in counts.refused:
+            self._follow(partial(counts.refused.__getitem__, reason), refused(reason))
+        for mode, chunks in counts.batches:
+            self._follow(partial(counts.batches.__getitem__, (mode, chunks)), batches(mode, str(chunks).lower()))
+        for name, (field, text) in HISTOGRAMS.items():
+            ours = getattr(counts, field)
+            theirs = prometheus.Histogram(f"sglang_lazy:{name}", text, names, buckets=ours.bounds).labels(**labels)
+            # Its own methods take one value at a time.
+            for i, bucket in enumerate(theirs._buckets):
+                self._follow(partial(ours.counts.__getitem__, i), bucket.inc)
+            self._follow(partial(getattr, ours, "total"), theirs._sum.inc)
+        self._gauges = [
+            prometheus.Gauge(f"sglang_lazy:{name}_{unit}", f"{what} {text}", names, multiprocess_mode="mostrecent")
+            .labels(**labels)
+            .set
+            for name, text in GAUGES.items()
+            for unit, what in (("chunks", "chunks"), ("chunk_tokens", "tokens of chunks"))
+        ]
+
+    def _follow(self, read: Callable[[], float], add: Callable[[float], None]) -> None:
+        self._followed.append(Followed(read, add))
+
+    def publish(self) -> None:
+        """Unless that was done a moment ago: all chunks are looked at."""
+        start = self._clock()
+        if start < self._due:
+            return
+        for followed in self._followed:
+            followed.publish()
+        shares = Occupancy.of(self._store.catalog)
+        for set_gauge, number in zip(self._gauges, [number for share in shares for number in share], strict=True):
+            set_gauge(number)
+        end = self._clock()
+        self._due = end + TIME_SHARE * (end - start)
+
+
+def attach(scheduler: Any) -> None:
+    """Have a scheduler whose cache has chunks publish them, if it publishes anything."""
+    if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
+        collector = scheduler.metrics_collector
+        setattr(collector, _ATTR, ChunkMetrics(scheduler.tree_cache.store, collector.labels))
+
+
+def _publish(collector: Any) -> None:
+    metrics = getattr(collector, _ATTR, None)
+    if metrics is not None:
+        metrics.publish()
+
+
+def log_stats(_result: Any, collector: Any, _stats: Any) -> None:
+    """After `SchedulerMetricsCollector.log_stats`."""
+    _publish(collector)
+
+
+def on_idle(scheduler: Any) -> None:
+    """Before `Scheduler.on_idle`, which may sleep until a request comes, and logs statistics every 30 seconds."""
+    _publish(scheduler.metrics_collector)
+
+
+def observe_one_finished_request(
+    original: Callable,
+    collector: Any,
+    labels: Mapping[str, str],
+    prompt_tokens: int,
+    generation_tokens: int,
+    cached_tokens: int,
+    e2e_latency: float,
+    has_grammar: bool,
+    cached_tokens_details: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> None:
+    """Around the method of `TokenizerMetricsCollector`: tokens of chunks that were on the device have a source of their
+    own, so that the sources of SGLang's counter of cached tokens still add up to all of them."""
+    details = cached_tokens_details
+    if details is not None and "chunk" in details:
+        on_device = details["chunk"] - details["host"] - details.get("storage", 0)
+        details = {**details, "device": details["device"] - on_device}
+        if on_device:
+            collector.cached_tokens_total.labels(**labels, cache_source="chunk").inc(on_device)
+    numbers = (prompt_tokens, generation_tokens, cached_tokens, e2e_latency, has_grammar, details)
+    original(collector, labels, *numbers, **more)
+
+
+_COLLECTORS = "sglang.srt.observability.metrics_collector"
+HOOKS = (
+    Hook(f"{_COLLECTORS}.SchedulerMetricsCollector.log_stats", log_stats, "AFTER"),
+    Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", on_idle, "BEFORE"),
+    Hook(
+        f"{_COLLECTORS}.TokenizerMetricsCollector.observe_one_finished_request", observe_one_finished_request, "AROUND"
+    ),
+)

@@ -1,0 +1,184 @@
+"""/metrics of a server: docs/metrics.md names what is there, and the numbers are those of what was asked."""
+
+import re
+import threading
+from pathlib import Path
+
+import pytest
+import requests
+from http_prompts import ids
+from prometheus_client.parser import text_string_to_metric_families
+
+from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.testing.server import wait_for
+
+pytestmark = pytest.mark.slow
+
+PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+OURS = "sglang_lazy:"
+OWN_LABELS = {"reason", "mode", "chunks", "cache_source"}
+A, B, LONG = ids("chunk", *range(10, 110)), ids("chunk", *range(200, 250)), ids("chunk", *range(3, 503))
+QUESTION = ids("text", 7, 8, 9)
+
+
+class Server:
+    def __init__(self, url):
+        self.url = url
+
+    def ask(self, *segments, status=200, num_tokens=4, **body):
+        params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
+        body = {"segments": segments, "sampling_params": params, **body}
+        answer = requests.post(f"{self.url}/generate", json=body, timeout=60)
+        assert answer.status_code == status, answer.text
+        return answer.json().get("meta_info")
+
+    def flush(self):
+        assert requests.post(f"{self.url}/flush_cache?timeout=30", timeout=60).ok
+
+    def families(self):
+        text = requests.get(f"{self.url}/metrics", timeout=60).text
+        return {family.name: family for family in text_string_to_metric_families(text)}
+
+    def numbers(self, kind):
+        """Those of counters, gauges or histograms, of which only counts, by what is behind the colon and labels."""
+        numbers = {}
+        for family in self.families().values():
+            if family.type == kind and (family.name.startswith(OURS) or "cached_tokens" in family.name):
+                for sample in family.samples:
+                    own = [value for name, value in sorted(sample.labels.items()) if name in OWN_LABELS]
+                    numbers[" ".join([sample.name.partition(":")[2], *own])] = sample.value
+        return {name: number for name, number in numbers.items() if not name.endswith(("_bucket", "_sum"))}
+
+    def counted(self):
+        """All that only grows, but for decode steps: how many are launched in vain depends on when a result comes."""
+        numbers = {**self.numbers("counter"), **self.numbers("histogram")}
+        return {name: number for name, number in numbers.items() if "decode" not in name}
+
+    def grows(self, before, expected):
+        """From `before` on by so much and not otherwise, once it is published."""
+
+        def growth():
+            now = self.counted()
+            return {name: now[name] - before.get(name, 0) for name in now if now[name] != before.get(name, 0)}
+
+        wait_for(lambda: growth() == expected, timeout=10)
+        assert growth() == expected
+
+    def has(self, **gauges):
+        """These gauges have these values, once they are published."""
+
+        def values():
+            return {name: number for name, number in self.numbers("gauge").items() if name in gauges}
+
+        wait_for(lambda: values() == gauges, timeout=10)
+        assert values() == gauges
+
+
+@pytest.fixture(scope="module")
+def running(tiny_model, tmp_path_factory):
+    log = tmp_path_factory.mktemp("metrics") / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", *device_flags(), "--enable-metrics"]
+    with running_server([*flags, "--decode-log-interval", "1"], log) as url:
+        yield Server(url)
+
+
+@pytest.fixture
+def server(running):
+    """The same, with an empty cache, and nothing that is yet to be published."""
+    running.flush()
+    running.ask(ids("chunk", *range(37)), QUESTION)
+    running.has(resident_chunk_tokens=37)  # of no other test
+    running.flush()
+    running.has(resident_chunk_tokens=0)
+    return running
+
+
+def test_the_page_names_all_metrics_and_their_labels(server):
+    server.ask(A, QUESTION)
+    documented = {}
+    for heading in ("Counters", "Histograms", "Gauges"):
+        for line in re.search(rf"^## {heading}$(.*?)^## ", PAGE, re.M | re.S)[1].splitlines():
+            cells = line.strip("|").split("|")
+            for name in re.findall(r"`(sglang_lazy:\w+)`", cells[0]):
+                labels = set(re.findall(r"`(\w+)`", cells[1])) if heading == "Counters" else set()
+                documented[name.removesuffix("_total")] = (heading[:-1].lower(), labels)
+    usual = {"model_name", "engine_type", "tp_rank", "pp_rank", "moe_ep_rank", "le"}
+    families = {name: family for name, family in server.families().items() if name.startswith(OURS)}
+    assert documented == {
+        name: (family.type, {label for sample in family.samples for label in sample.labels} - usual)
+        for name, family in families.items()
+    }
+    reasons = {sample.labels["reason"] for sample in families[f"{OURS}refused"].samples}
+    assert reasons == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) - {"reason"}
+
+
+def test_reuse(server):
+    before = server.counted()
+    for prompt in ([A, B, QUESTION], [B, QUESTION, A, QUESTION]):
+        server.ask(*prompt)
+    expected = {"chunk_references_total": 4, "chunk_hits_total": 2, "reused_chunk_tokens_total": 150}
+    expected |= {"filled_tokens_total": 150, "fill_seconds_count": 1, "chunk_wait_seconds_count": 1}
+    server.grows(before, {**expected, "batches_total true prefill": 2, "cached_tokens_total chunk": 150})
+    server.has(resident_chunks=2, resident_chunk_tokens=150, evictable_chunks=2, evictable_chunk_tokens=150)
+
+
+def test_a_plain_prompt_counts_as_a_batch_without_chunks(server):
+    plain, linked = "batches_total false decode", "batches_total true decode"
+    decodes, before = server.numbers("counter"), server.counted()
+    server.ask(QUESTION, A, QUESTION, link="full")
+    server.grows(before, {"batches_total false prefill": 1})
+    assert wait_for(lambda: server.numbers("counter")[plain] >= decodes[plain] + 3, timeout=10)
+    assert server.numbers("counter")[linked] == decodes[linked]
+
+
+def test_the_sources_of_cached_tokens_add_up(server):
+    """Leading text is cached beside the chunks, and so is text behind them."""
+    prompt = [ids("text", *range(300, 320)), A, QUESTION, B, QUESTION]
+    before = server.counted()
+    metas = [server.ask(*prompt), server.ask(*prompt), server.ask(*prompt[:2], QUESTION)]
+    assert [meta["cached_tokens_details"]["chunk"] for meta in metas] == [0, 150, 100]
+
+    def by_source():
+        now = server.counted()
+        return {name: now[name] - before.get(name, 0) for name in now if name.startswith("cached_tokens_total ")}
+
+    cached = sum(meta["cached_tokens"] for meta in metas)
+    assert wait_for(lambda: sum(by_source().values()) == cached, timeout=10), (by_source(), cached)
+    assert by_source() == {"cached_tokens_total chunk": 250, "cached_tokens_total device": cached - 250}
+    assert cached >= 250 + 40
+
+
+def test_evictions(server):
+    before = server.counted()
+    for first in range(100, 112):
+        server.ask(ids("chunk", first, *range(10, 109)), QUESTION)
+    listed = requests.get(f"{server.url}/chunks?limit=1000", timeout=60).json()
+    tokens = sum(chunk["tokens"] for chunk in listed["chunks"])
+    gone = 12 - listed["total"]
+    assert 3 <= gone < 12
+    expected = {"chunk_references_total": 12, "filled_tokens_total": 1200, "batches_total true prefill": 12}
+    expected |= {"fill_seconds_count": 12, "chunk_wait_seconds_count": 12, "hits_per_chunk_count": gone}
+    expected |= {"evicted_chunks_total": gone, "evicted_chunk_tokens_total": 1200 - tokens}
+    server.grows(before, expected)
+    server.has(resident_chunks=12 - gone, resident_chunk_tokens=tokens)
+
+
+def test_pins_and_refusals(server):
+    """A quarter of the pool may be pinned."""
+    ids_of = [server.ask(chunk, QUESTION)["chunks"][0]["id"] for chunk in (A, B, LONG)]
+    server.has(resident_chunks=3, pinned_chunks=0)
+    before = server.counted()
+    for name, status in zip(ids_of, (200, 200, 409), strict=True):
+        assert requests.patch(f"{server.url}/chunks/{name}", json={"pin": True}, timeout=60).status_code == status
+    server.has(pinned_chunks=2, pinned_chunk_tokens=150, evictable_chunks=1, locked_chunks=0)
+    server.ask(LONG, QUESTION, link="copy", status=400)  # twice as many slots
+    refused = {"refused_total pin_budget": 1, "refused_total pool": 1}
+    server.grows(before, {**refused, "batches_total false prefill": 1})  # SGLang refuses in a batch
+
+
+def test_chunks_in_use_are_locked(server):
+    long = threading.Thread(target=server.ask, args=(A, B, QUESTION), kwargs={"num_tokens": 400})
+    long.start()
+    server.has(locked_chunks=2, locked_chunk_tokens=150, evictable_chunks=0)
+    long.join()
+    server.has(locked_chunks=0, locked_chunk_tokens=0, evictable_chunks=2)

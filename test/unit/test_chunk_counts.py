@@ -1,0 +1,181 @@
+"""What the scheduler counts of chunks, over traffic whose numbers are known."""
+
+from array import array
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from test_chunk_lists import deleted, id_of, listed
+from test_pins import pin
+
+from fakes.loop import QUESTION, A, B, C, Loop
+from fakes.requests import CHUNK, TEXT
+from sglang_lazy.chunks.counts import Histogram, Occupancy
+
+BUDGET = "no more than 10 tokens can be pinned (--lazy-max-pinned)"
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+def ask(loop, *chunks, rid="r", **options):
+    req = loop.submit([*chunks, QUESTION], rid, **options)
+    loop.run()
+    return req
+
+
+def reuse(loop):
+    counts = loop.store.counts
+    return counts.num_references, counts.num_hits, counts.num_reused_tokens, counts.num_filled_tokens
+
+
+def occupancy(loop):
+    return {name: tuple(share) for name, share in Occupancy.of(loop.store.catalog)._asdict().items()}
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_reuse(overlap):
+    loop = Loop(overlap=overlap)
+    ask(loop, A, B)  # four tokens each
+    assert reuse(loop) == (2, 0, 0, 8)
+    ask(loop, B, (TEXT, (14,)), A, C)  # the third has four as well
+    assert reuse(loop) == (5, 2, 8, 12)
+    ask(loop, A, A, link="epic:tokens=1")
+    assert reuse(loop) == (7, 4, 8 + 4 + 3, 12)
+    ask(loop, (TEXT, (14, 15)))
+    ask(loop, A, link="full")
+    assert reuse(loop) == (7, 4, 15, 12)
+
+
+def test_what_two_prompts_miss_is_computed_once():
+    loop = Loop()
+    for rid in ("p0", "p1"):
+        loop.submit([A, QUESTION], rid)
+    loop.run()
+    assert reuse(loop) == (2, 0, 0, 4)
+    assert sum(loop.store.counts.wait_seconds.counts) == 2
+    assert sum(loop.store.counts.fill_seconds.counts) == 1
+
+
+def test_a_beginning_that_was_cached_is_not_computed():
+    loop = Loop()
+    ask(loop, (CHUNK, (1, 2, 3)))
+    ask(loop, (CHUNK, (1, 2, 3, 4, 5)))
+    assert reuse(loop) == (2, 0, 0, 3 + 2)
+    ask(loop, A, link="base")  # behind two tokens of a preamble
+    ask(loop, B, link="base")
+    assert reuse(loop) == (4, 0, 0, 5 + 2 + 4 + 4)
+
+
+def test_prompts_whose_chunks_are_there_wait_for_nothing():
+    loop = Loop(pool_size=40, host_size=80)
+    loop.warm(A, B)
+    counts = loop.store.counts
+    before = sum(counts.wait_seconds.counts), sum(counts.fill_seconds.counts)
+    ask(loop, A)
+    loop.tree_cache.evict(EvictParams(num_tokens=40))
+    ask(loop, A, B)  # loaded
+    assert (sum(counts.wait_seconds.counts), sum(counts.fill_seconds.counts)) == before
+    assert 0 < counts.wait_seconds.total < 60 and 0 < counts.fill_seconds.total < 60
+
+
+@pytest.mark.parametrize("host_size", [0, 80])
+def test_evictions_and_the_hits_of_what_is_gone(host_size):
+    loop = Loop(pool_size=40, host_size=host_size)
+    loop.warm(A, B)
+    for _ in range(3):
+        ask(loop, A, (TEXT, (14,)))
+    counts = loop.store.counts
+    assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (0, 0)
+    loop.tree_cache.evict(EvictParams(num_tokens=40))
+    assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (2, 8)  # their texts left as well
+    if host_size:
+        assert counts.hits_per_chunk.counts == [0] * 12
+        loop.pools.flush()
+    assert counts.hits_per_chunk.counts == [1, 0, 0, 1] + [0] * 8  # none, and three
+    assert counts.hits_per_chunk.total == 3
+    loop.warm(C)
+    deleted(loop, id_of(C))
+    assert sum(counts.hits_per_chunk.counts) == 3
+    assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (2, 8)
+
+
+def test_refusals():
+    loop = Loop(pool_size=40)
+    loop.warm(A, B, C)
+    arrival = loop.admission.arrival
+    arrival.limits = arrival.limits._replace(context_len=20)
+
+    def refused(*chunks, **options):
+        return loop.submit([*chunks, QUESTION], "r", **options).to_finish is not None
+
+    long = (CHUNK, tuple(range(15)))
+    assert refused(long, long, long, link="copy")
+    assert refused((CHUNK, tuple(range(16)) + (3, 2, 1)), link="base")
+    arrival.limits = arrival.limits._replace(neutral_preamble=array("q"))
+    assert refused(A, link="base")
+    assert all(refused(*[A] * 9) for _ in range(2))
+    assert not refused(A)
+    assert pin(loop, A, B, C) == ([id_of(A), id_of(B)], [BUDGET])
+    assert pin(loop, (CHUNK, (9,)))[1] == ["unknown"]  # not a refusal: there is nothing to pin
+    counted = {"pool": 1, "positions": 1, "policy": 1, "request": 2, "pin_budget": 1, "pin_room": 0}
+    assert loop.store.counts.refused == counted
+
+
+def test_a_pin_that_there_is_no_room_for_is_a_refusal():
+    loop = Loop(pool_size=40, host_size=80)
+    loop.warm(A)
+    loop.tree_cache.evict(EvictParams(num_tokens=40))
+    loop.submit([(TEXT, tuple(range(1, 15)) * 2), QUESTION], "r", max_new_tokens=9)
+    for _ in range(9):
+        loop.step()
+    assert loop.pools.slots.available_size() < len(A[1])
+    assert pin(loop, A)[1] == ["the device has no room for it now"]
+    assert loop.store.counts.refused["pin_room"] == 1
+    loop.run()
+
+
+def test_batches():
+    loop = Loop()
+    loop.submit([(TEXT, (14,)), QUESTION], "plain", max_new_tokens=3)
+    loop.run()
+    assert loop.store.counts.batches == {
+        ("prefill", False): 1,
+        ("prefill", True): 0,
+        ("decode", False): 2,
+        ("decode", True): 0,
+    }
+    ask(loop, A, max_new_tokens=2)  # the fill and its parent share a batch
+    assert loop.store.counts.batches["prefill", True] == 1
+    assert loop.store.counts.batches["decode", True] == 1
+    assert loop.store.counts.batches["prefill", False] == 1
+
+
+@pytest.mark.parametrize("host_size", [0, 80])
+def test_occupancy(host_size):
+    loop = Loop(pool_size=40, host_size=host_size)
+    loop.warm(A, B, C)
+    assert occupancy(loop) == {
+        "resident": (3, 12),
+        "pinned": (0, 0),
+        "locked": (0, 0),
+        "evictable": (3, 12),
+        "host": (0, 0),
+    }
+    pin(loop, A)
+    pin(loop, B)
+    loop.submit([B, C, QUESTION], "r", max_new_tokens=3)
+    loop.step()
+    users = {chunk["id"]: chunk["users"] for chunk in listed(loop)["chunks"]}
+    assert sorted(users.values()) == [0, 1, 1]
+    now = occupancy(loop)
+    assert (now["resident"], now["pinned"], now["locked"], now["evictable"]) == ((3, 12), (2, 8), (2, 8), (0, 0))
+    loop.run()
+    loop.tree_cache.evict(EvictParams(num_tokens=40))
+    now = occupancy(loop)
+    assert now["resident"] == now["pinned"] == (2, 8) and now["evictable"] == (0, 0)
+    assert now["host"] == ((1, 4) if host_size else (0, 0))
+
+
+def test_a_histogram_s_bounds_belong_to_their_buckets():
+    histogram = Histogram((0, 1, 2.5))
+    for value in (0, 0, 0.5, 1, 2.5, 2.6, 100):
+        histogram.observe(value)
+    assert (histogram.counts, histogram.total) == ([2, 2, 1, 2], pytest.approx(106.6))
