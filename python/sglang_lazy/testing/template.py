@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import setproctitle
+
 from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
@@ -40,6 +42,7 @@ def main() -> None:
     if os.fork():
         os._exit(0)  # Nobody's child: an engine that shuts down kills all descendants of its process.
     control = socket.socket(fileno=int(sys.argv[1]))
+    setproctitle.getproctitle()  # finds where titles are, which it cannot once the environment has been exchanged
     preload()
     control.send(b"ready")
     serve(control)

@@ -1,0 +1,66 @@
+"""A process of a server is killed, as the kernel does when memory is short: the server says so and ends, at once.
+
+Half alive it would take requests and answer none.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+
+import psutil
+import pytest
+import requests
+from http_prompts import SEGMENTS
+
+from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.testing.server import wait_for
+
+pytestmark = pytest.mark.slow  # servers of its own
+
+PATIENCE = 30  # seconds; nobody waits for ever
+LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
+
+
+def is_gone(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def processes_of(url: str) -> dict[str, psutil.Process]:
+    """By name: the HTTP process, which listens there, and its scheduler and detokenizer."""
+    port = int(url.rpartition(":")[2])
+    listening = [
+        c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
+    ]
+    root = psutil.Process(listening[0])
+    children = {child.name(): child for child in root.children(recursive=True)}
+    return {"http": root, **{name: children[f"sglang::{name}"] for name in ("scheduler", "detokenizer")}}
+
+
+def read_stream(url, started, ended):
+    """Has a long answer streamed until the server is gone."""
+    with contextlib.suppress(requests.RequestException):
+        body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
+        with requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE) as response:
+            for line in response.iter_lines():
+                if line:
+                    started.set()
+    ended.set()
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "detokenizer", "http"])
+def test_the_server_ends_with_each_of_its_processes(victim, tiny_model, tmp_path):
+    log = tmp_path / "server.log"
+    with running_server(["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags()], log) as url:
+        processes = processes_of(url)
+        started, ended = threading.Event(), threading.Event()
+        threading.Thread(target=read_stream, args=(url, started, ended), daemon=True).start()
+        assert started.wait(PATIENCE), log.read_text()[-2000:]
+        os.kill(processes[victim].pid, signal.SIGKILL)
+        assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]
+        assert ended.wait(PATIENCE), "a client still waits"
+    if victim != "http":
+        assert f"(pid={processes[victim].pid}) crashed" in log.read_text()
