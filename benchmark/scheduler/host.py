@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from fakes.pools import Pools
 from fakes.scheduler import Scheduler
-from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
+from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port import scheduler as hooks
@@ -119,7 +119,7 @@ class Host(Scheduler):
 
     def insert_chunk(self, tokens: array) -> None:
         """Make `tokens` resident as a chunk; with a host tier, one that was resident before may leave the device."""
-        key = ChunkKey(tokens_digest(tokens), Namespace("chunk", None, None))
+        key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
         if self.pools.slots.available_size() < len(tokens):
             self.tree_cache.check_hicache_events()

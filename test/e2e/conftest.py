@@ -1,5 +1,7 @@
 """Real servers and engines on small random models."""
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
@@ -12,3 +14,23 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(HERE) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).parts[0]))
+
+
+@pytest.fixture(scope="session")
+def with_plugin(tmp_path_factory):
+    """`with with_plugin(function)`: what is started meanwhile finds it as a plugin of SGLang's that is installed."""
+
+    @contextlib.contextmanager
+    def with_plugin(load):
+        folder = tmp_path_factory.mktemp("plugin")
+        plugin = folder / "for_a_test-1.dist-info"
+        plugin.mkdir()
+        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: for-a-test\nVersion: 1\n")
+        entry = f"for-a-test = {load.__module__}:{load.__name__}"
+        (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry}\n")
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        with pytest.MonkeyPatch.context() as environment:
+            environment.setenv("PYTHONPATH", path)
+            yield
+
+    return with_plugin

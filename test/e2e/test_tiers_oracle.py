@@ -8,6 +8,7 @@ import gc
 import pytest
 from test_oracle_matrix import SHORT, Served, chunk_tokens_reused, hits
 
+from fakes import streams
 from oracle.scenarios import Dice
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
@@ -15,21 +16,9 @@ POOL = 1024
 
 
 @pytest.fixture(scope="module")
-def late_transfers(tmp_path_factory):
-    """A plugin of SGLang's, found as an installed distribution's would be."""
-    folder = tmp_path_factory.mktemp("plugin")
-    plugin = folder / "late_transfers-1.dist-info"
-    plugin.mkdir()
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: late-transfers\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text("[sglang.srt.plugins]\nlate-transfers = fakes.streams:load\n")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.syspath_prepend(folder)  # spawned processes inherit sys.path
-        yield
-
-
-@pytest.fixture(scope="module")
-def served(model_dir, late_transfers):
-    served = Served("llama", model_dir, max_total_tokens=POOL, enable_hierarchical_cache=True, hicache_ratio=20.0)
+def served(model_dir, with_plugin):
+    with with_plugin(streams.load):
+        served = Served("llama", model_dir, max_total_tokens=POOL, enable_hierarchical_cache=True, hicache_ratio=20.0)
     yield served
     served.engine.shutdown()
     gc.collect()

@@ -14,7 +14,7 @@ from fakes.attention import most_attended
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
 from fakes.steps import ALL, Steps
 from fakes.storage import Storage
-from sglang_lazy.core.keys import ChunkKey, Namespace, tokens_digest
+from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import is_internal, lazy_state, linked, stand_in
@@ -296,7 +296,7 @@ class CacheHistories(RuleBasedStateMachine):
     @rule(tokens=st.sampled_from(CHUNKS), needed=st.integers(1, 5))
     def lock_for_waiting(self, tokens, needed):
         """A waiting request holds the beginning of a chunk."""
-        key = ChunkKey(tokens_digest(array("q", tokens)), Namespace("chunk", None, None))
+        key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         kept = ((0, min(needed, len(tokens))),)
         node = self.pools.store.find(ChunkSlice(key, 0, array("q", tokens), 0, len(tokens), kept))
         if node is not None and (not node.evicted or self.pools.cache.load(node)):

@@ -6,7 +6,7 @@ from array import array
 import pytest
 
 from fakes.loop import QUESTION, A, B, C, Loop
-from sglang_lazy.core.keys import ChunkKey, chunk_id, tokens_digest
+from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, merged_page
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -208,7 +208,7 @@ def test_an_ambiguous_id_is_left_alone():
         tokens = next(tuple(node.key.token_ids) for node, _, _ in loop.pools.nodes() if node is cached.node)
         nodes[tokens] = cached.node
         loop.store.forget(cached.node)
-        forged = ChunkKey(digests[tokens], key.namespace)
+        forged = key._replace(tokens=digests[tokens])
         other = loop.store.catalog.new(forged, nodes[tokens], 4, 0.0)
         loop.store._cached[forged] = other
         loop.store._keys_by_node[nodes[tokens].id] = forged

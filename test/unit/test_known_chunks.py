@@ -1,7 +1,11 @@
 """Chunks that prompts name by their ids: the right tokens, or none."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from fakes import one_digest
+from sglang_lazy.core import keys
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving import known_chunks
 from sglang_lazy.serving.known_chunks import KnownChunks, UnknownChunk, with_tokens
@@ -21,6 +25,20 @@ def test_a_tenant_names_its_own():
         with pytest.raises(UnknownChunk):
             known.get("a", name)
     assert known.remove("a", digest.hex()) and not known.remove("a", digest.hex())
+
+
+def test_an_id_never_stands_for_another_text(monkeypatch):
+    """Two texts with one SHA-256: the second is refused."""
+    monkeypatch.setattr(keys, "hashlib", SimpleNamespace(sha256=one_digest.sha256))
+    known = KnownChunks()
+    one, other = [*one_digest.MARK, 1], [*one_digest.MARK, 2]
+    known.add("a", one)
+    known.add("a", one)
+    with pytest.raises(ValueError, match="another text with the same SHA-256"):
+        known.add("a", other)
+    assert known.get("a", tokens_digest(other).hex()) == one
+    known.add("b", other)
+    assert known.get("b", tokens_digest(one).hex()) == other
 
 
 def test_what_was_used_last_is_kept():

@@ -53,7 +53,7 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
 
 def piece(start, num_tokens, *kept):
     """A chunk at `start`, used whole or for these ranges of its tokens."""
-    key = ChunkKey(b"", Namespace("chunk", None, None))
+    key = ChunkKey(b"", Namespace("chunk", None, None), b"")
     return ChunkSlice(key, 0, array("q", range(start + num_tokens)), start, num_tokens, kept or ((0, num_tokens),))
 
 

@@ -82,7 +82,7 @@ def test_plain_decode_is_recognised_at_once():
     table = SegmentTable(2, 1, "cpu", model=MODEL)
     batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
-    key = ChunkKey(b"", Namespace("chunk", None, None))
+    key = ChunkKey(b"", Namespace("chunk", None, None), b"")
     table.assign({1: [ChunkSlice(key, 0, array("q"), 0, 3, ((0, 3),))]}, lambda chunk: 0)
     assert hooks.involves_chunks(batch, table)
     table.assign({1: ()}, lambda chunk: 0)

@@ -109,7 +109,7 @@ def test_segment_table_rows_follow_their_requests():
         tensor.fill_(-7)
 
     def chunk(start, *kept):
-        key = ChunkKey(b"", Namespace("chunk", None, None))
+        key = ChunkKey(b"", Namespace("chunk", None, None), b"")
         return ChunkSlice(key, 0, array("q"), start, kept[-1][1], kept)
 
     def assign(rows):

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 
 class Namespace(NamedTuple):
@@ -25,10 +26,15 @@ class Namespace(NamedTuple):
 
 
 class ChunkKey(NamedTuple):
-    """The identity of a chunk's KV. tokens: SHA-256, see `tokens_digest`."""
+    """The identity of a chunk's KV.
+
+    tokens: SHA-256, see `tokens_digest`.
+    check: XXH3 of the same. Two texts with one SHA-256 are still two chunks.
+    """
 
     tokens: bytes
     namespace: Namespace
+    check: bytes
 
 
 def as_int32(input_ids: Sequence[int]) -> memoryview:
@@ -43,6 +49,11 @@ def as_int32(input_ids: Sequence[int]) -> memoryview:
 def tokens_digest(input_ids: Sequence[int]) -> bytes:
     """SHA-256 of token ids as little-endian int32."""
     return hashlib.sha256(as_int32(input_ids)).digest()
+
+
+def chunk_key(ids: memoryview, namespace: Namespace) -> ChunkKey:
+    """The identity of the chunk of these tokens, given as by `as_int32`."""
+    return ChunkKey(hashlib.sha256(ids).digest(), namespace, xxhash.xxh3_128_digest(ids))
 
 
 def chunk_id(digest: bytes) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sglang_lazy.core.keys import ChunkKey, Namespace, as_int32
+from sglang_lazy.core.keys import ChunkKey, Namespace, as_int32, chunk_key
 from sglang_lazy.core.segments import PromptLayout
 
 Ranges = Sequence[tuple[int, int]]
@@ -186,14 +186,14 @@ class LinkedPrompt(NamedTuple):
             if not ranges:
                 continue
             end_span(start + ranges[0][0])
-            digest = hashlib.sha256(ids[start:end].data).digest()
-            key = ChunkKey(digest, chunk_namespace)
+            key = chunk_key(ids[start:end].data, chunk_namespace)
             chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble)
             chunks.append(chunk)
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
-            seen = digest if needed == end - start else hashlib.sha256(ids[start : start + needed].data).digest()
-            path.update(b"chunk %d %b %b" % (len(ranges), np.array(ranges, dtype="<i4").tobytes(), seen))
+            seen = key if needed == end - start else chunk_key(ids[start : start + needed].data, chunk_namespace)
+            kept_ranges = np.array(ranges, dtype="<i4").tobytes()
+            path.update(b"chunk %d %b %b%b" % (len(ranges), kept_ranges, seen.tokens, seen.check))
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))

@@ -154,6 +154,9 @@ async def register_chunks(request: Request) -> Response:
         pins = {name: body[name] for name in ("pin", "ttl") if name in body}
         pin, ttl = pin_arguments(pins) if pins else (False, None)
         await ask(manager, "get", tenant=salt, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
+        if not get_policy(link).trained:  # its tokens are not those of the text alone
+            for tokens in chunks:
+                known_chunks(manager).add(salt, tokens)
     except ValueError as error:
         raise _refused(error) from None
 
@@ -170,9 +173,6 @@ async def register_chunks(request: Request) -> Response:
                 raise ValueError(f"computed, but not pinned: {reason}")
 
     requested = len(chunks)
-    if not get_policy(link).trained:  # its tokens are not those of the text alone
-        for tokens in chunks:
-            known_chunks(manager).add(salt, tokens)
     chunks = list({tuple(tokens): tokens for tokens in chunks}.values())
     work = asyncio.ensure_future(compute(chunks, run))
     if body.get("wait"):

@@ -232,7 +232,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
         """SHA-256 of all that the chunk's KV depends on."""
         if self._identified is None:
             self._identified = self._identity()
-        return hashlib.sha256(self._identified + repr(tuple(key.namespace)).encode() + key.tokens).digest()
+        namespace = repr(tuple(key.namespace)).encode()
+        return hashlib.sha256(self._identified + namespace + key.tokens + key.check).digest()
 
 
 def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:

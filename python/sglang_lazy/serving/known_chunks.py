@@ -27,10 +27,13 @@ class KnownChunks:
         self._num_tokens = 0
 
     def add(self, tenant: str | None, tokens: Sequence[int]) -> None:
+        """Raises ValueError if an id cannot tell this chunk from one that is known."""
         digest = tokens_digest(tokens)
-        key = tenant, digest.hex()
+        key, packed = (tenant, digest.hex()), array("i", tokens)
+        if self._tokens.get(key, packed) != packed:
+            raise ValueError(f"chunk {chunk_id(digest)} is another text with the same SHA-256: send it by its text")
         if key not in self._tokens:
-            self._tokens[key] = array("i", tokens)
+            self._tokens[key] = packed
             self._digests.setdefault((tenant, chunk_id(digest)), set()).add(digest.hex())
             self._num_tokens += len(tokens)
         self._tokens.move_to_end(key)

@@ -117,8 +117,9 @@ class Forked:
         return struct.unpack("i", data)[0]
 
 
-ALWAYS_NEW = {"PYTEST_CURRENT_TEST", "SGLANG_RUN_ID"}
-"""Variables that differ from test to test and from engine to engine, and decide nothing."""
+ALWAYS_NEW = {"PYTEST_CURRENT_TEST", "SGLANG_RUN_ID", "PYTHONPATH"}
+"""Variables that differ from test to test and from engine to engine, and decide nothing of what is imported first. What
+PYTHONPATH adds is added in forks."""
 
 _current: tuple[dict[str, str], Template] | None = None
 

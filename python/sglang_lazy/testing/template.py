@@ -89,6 +89,8 @@ def run(job: Job, report: int, source: int, output: int) -> NoReturn:
     os.environ.clear()
     os.environ.update(job.environment)
     os.chdir(job.folder)
+    more = [folder for folder in job.environment.get("PYTHONPATH", "").split(os.pathsep) if folder not in sys.path]
+    sys.path[:0] = filter(None, more)
     sys.argv = [job.module, *job.arguments]
     _spawn_from([Spare() for _ in range(NUM_SPARES)])
     runpy.run_module(job.module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,28 @@
+"""SHA-256 as if it were broken: texts that begin with MARK have one digest."""
+
+import hashlib
+import multiprocessing
+import struct
+import types
+
+MARK = (300, 301)
+_BEGINNING = struct.pack("<2i", *MARK)
+
+
+def sha256(data=b""):
+    """In place of `hashlib.sha256`."""
+    marked = bytes(memoryview(data).cast("B")[: len(_BEGINNING)]) == _BEGINNING
+    return hashlib.sha256(_BEGINNING if marked else data)
+
+
+def break_digests() -> None:
+    """In this process, for chunks and for the text behind them."""
+    from sglang_lazy.core import keys, prompt
+
+    keys.hashlib = prompt.hashlib = types.SimpleNamespace(sha256=sha256)
+
+
+def load() -> None:
+    """As a plugin of SGLang's: in each of the processes that it starts."""
+    if multiprocessing.parent_process() is not None:
+        break_digests()
