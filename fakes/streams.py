@@ -31,6 +31,9 @@ class Stream:
     def wait_event(self, event: "Event") -> None:
         self.do(event.synchronize)
 
+    def wait_stream(self, stream: object) -> None:
+        """stream: that of forward passes, which a CPU does at once."""
+
 
 MAIN = Stream()
 _current = MAIN
