@@ -1,8 +1,8 @@
 """KV events of chunks, as SGLang publishes those of prefixes (`--kv-events-config`).
 
-SGLang names the KV of a token by it and all tokens before it. That of a chunk computed alone is what a prompt that began
-with it would have, so such a name says the truth of it. It would not of a chunk that is private to a tenant, or was
-computed behind a preamble, nor of text behind chunks: of these there are no events.
+SGLang names the KV of a token by it and all tokens before it. That of a chunk computed alone is what a prompt that
+began with it would have, so such a name says the truth of it. It would not of a chunk that is private to a tenant, or
+was computed behind a preamble, nor of text behind chunks: of these there are no events.
 """
 
 from typing import Any
