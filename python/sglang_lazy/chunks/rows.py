@@ -107,6 +107,9 @@ class RowCache:
         published: by key, where the chunks that the same batch computes end.
         """
         state, row = as_linked(req), req.last_node
+        if state.waits_since is not None:
+            self.store.counts.wait_seconds.observe(time.perf_counter() - state.waits_since)
+            state.waits_since = None
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
             assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"

@@ -29,12 +29,12 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
-from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import RowNodes, fill_of, linked
+from sglang_lazy.port.kv_events import ChunkEvents
 
 
-class LazyRadixCache(RadixCache):
+class LazyRadixCache(ChunkEvents, RadixCache):
     """SGLang's radix cache, whose nodes many rows may share at any place.
 
     Plain requests are served by the stock code. Those with chunks, and fills, go through `rows` and `store`.
@@ -245,16 +245,6 @@ class LazyRadixCache(RadixCache):
 
     def _is_leaf(self, node: TreeNode) -> bool:
         return not node.children
-
-    # Events: SGLang's name a block by its tokens alone, which in our namespaces would name other KV.
-
-    def _record_store_event(self, node: TreeNode, **medium: Any) -> None:
-        if not isinstance(node.key.extra_key, Namespace):
-            super()._record_store_event(node, **medium)
-
-    def _record_remove_event(self, node: TreeNode, **medium: Any) -> None:
-        if not isinstance(node.key.extra_key, Namespace):
-            super()._record_remove_event(node, **medium)
 
 
 def _last_node(found: MatchResult) -> TreeNode:

@@ -38,6 +38,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             scheduler, config.max_chunks, traits, preamble, config.max_pinned
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
+        scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
 

@@ -29,6 +29,7 @@ from sglang_lazy.core.state import (
     linked,
     stand_in,
 )
+from sglang_lazy.scheduler.advice import Advice
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.producer import Producer
@@ -60,6 +61,7 @@ class ChunkAdmission:
         self.max_growth = max_growth
         self.pins = Pins(self.store.tree, max_pinned)
         self.control = ChunkControl(rows, self.pins)
+        self.advice = Advice(self.store.counts)
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.forming = False
@@ -112,6 +114,7 @@ class ChunkAdmission:
                 need += self._chunk_need(state, nodes)
                 alone = idle and not visible and not self.holders
                 if not state.admitted and need > budget and not alone:
+                    self.advice.blocked(req, need - budget, self.pins.num_tokens)
                     break
                 visible.update(dict.fromkeys(self._admit(req, state, nodes)))
                 if state.needs_resident and not state.ready:
@@ -214,15 +217,12 @@ class ChunkAdmission:
                 published |= self.rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
                 parents.update(dict.fromkeys(fill.parents))
                 self.producer.forget(req)
+                self.advice.computed(fill)
         rows = [req for req in batch.reqs if linked(req) is not None]
         for req in rows:
             self.rows.complete(req, published)
             parents.pop(req, None)
-            state = as_linked(req)
-            if state.waits_since is not None:
-                self.store.counts.wait_seconds.observe(time.perf_counter() - state.waits_since)
-                state.waits_since = None
-            if (probe := state.probe) is not None:
+            if (probe := as_linked(req).probe) is not None:
                 undecided = lazy_state(probe.parent)
                 if isinstance(undecided, Undecided):
                     undecided.launched = True

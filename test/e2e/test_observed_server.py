@@ -1,16 +1,23 @@
-"""/metrics of a server: docs/metrics.md names what is there, and the numbers are those of what was asked."""
+"""What a server tells of itself: metrics, as docs/metrics.md has them, with the numbers of what was asked; events."""
 
+import json
 import re
 import threading
+from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 import requests
+import zmq
 from http_prompts import ids
 from prometheus_client.parser import text_string_to_metric_families
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_lazy.testing import device_flags, running_server
-from sglang_lazy.testing.server import wait_for
+from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -22,8 +29,10 @@ QUESTION = ids("text", 7, 8, 9)
 
 
 class Server:
-    def __init__(self, url):
-        self.url = url
+    """kv_events: where it publishes them."""
+
+    def __init__(self, url, kv_events):
+        self.url, self.kv_events = url, kv_events
 
     def ask(self, *segments, status=200, num_tokens=4, **body):
         params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
@@ -77,9 +86,11 @@ class Server:
 @pytest.fixture(scope="module")
 def running(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("metrics") / "server.log"
+    (port,) = free_ports(1)
     flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", *device_flags(), "--enable-metrics"]
+    flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     with running_server([*flags, "--decode-log-interval", "1"], log) as url:
-        yield Server(url)
+        yield Server(url, f"tcp://127.0.0.1:{port}")
 
 
 @pytest.fixture
@@ -182,3 +193,76 @@ def test_chunks_in_use_are_locked(server):
     server.has(locked_chunks=2, locked_chunk_tokens=150, evictable_chunks=0)
     long.join()
     server.has(locked_chunks=0, locked_chunk_tokens=0, evictable_chunks=2)
+
+
+class Subscriber:
+    """Receives KV events, as a router would."""
+
+    def __init__(self, endpoint):
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.connect(endpoint)
+        self.socket.subscribe("")
+        self.decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+    def until(self, condition):
+        """All events that come until one fulfils `condition`."""
+        events = []
+        while not any(map(condition, events)):
+            assert self.socket.poll(10_000), events[-3:]
+            events += self.decode(self.socket.recv_multipart()[2]).events
+        return events
+
+
+@pytest.fixture
+def subscriber(server):
+    subscriber = Subscriber(server.kv_events)
+    # What is published before it is connected is lost.
+    assert wait_for(lambda: server.flush() or subscriber.socket.poll(300), timeout=10)
+    server.ask(ids("chunk", 37), QUESTION)
+    subscriber.until(lambda event: isinstance(event, BlockStored) and event.token_ids == [37])
+    server.flush()
+    subscriber.until(lambda event: isinstance(event, AllBlocksCleared))
+    yield subscriber
+    subscriber.socket.close()
+
+
+def stock_events(*prompts):
+    """What SGLang's own tree tells when these have been computed in turn."""
+    tree = RadixCache.create_simulated(enable_kv_cache_events=True)
+    tree.take_events()
+    for tokens in prompts:
+        tree.insert(InsertParams(key=RadixKey(array("q", tokens))))
+    return tree.take_events()
+
+
+def test_events_of_chunks(server, subscriber):
+    """They are those of a plain prompt with the same tokens; there are none for text behind chunks, nor for a tenant's
+    chunks, nor for those behind a preamble."""
+    lead, chunk = list(range(300, 303)), A["input_ids"]
+    server.ask(ids("text", *lead), A, QUESTION)
+    server.ask(B, QUESTION, cache_salt="tenant")
+    server.ask(ids("text", *lead), B, QUESTION, link="base:preamble=lead")
+    server.ask(ids("text", *chunk, 5, 6), num_tokens=1)
+    server.flush()
+    events = subscriber.until(lambda event: isinstance(event, AllBlocksCleared))
+    first, then = stock_events(chunk), stock_events(chunk, [*chunk, 5, 6])
+    answer = [event for event in events[:-1] if event.parent_block_hash == then[-1].block_hashes[0]]
+    assert [event for event in events[:-1] if event not in then + answer] == stock_events(lead)
+    assert [event for event in events if event in then] == then
+    assert then[:100] == first and len(then) == 102
+
+
+def test_events_of_chunks_that_leave(server, subscriber):
+    """By eviction, and because they are deleted."""
+    stored = stock_events(A["input_ids"]) + stock_events(B["input_ids"])
+    removed = [[event.block_hashes[0] for event in events] for events in (stored[:100], stored[100:])]
+    ids_of = [chunk["id"] for chunk in server.ask(A, B, QUESTION)["chunks"]]
+    assert requests.delete(f"{server.url}/chunks/{ids_of[1]}", timeout=60).ok
+    server.ask(LONG, QUESTION)
+    server.ask(ids("chunk", *LONG["input_ids"][50:]), QUESTION)
+    events = subscriber.until(lambda event: event == BlockRemoved(removed[0], "GPU"))
+    assert events[:150] == stored
+    assert [event for event in events[150:] if isinstance(event, BlockRemoved)] == [
+        BlockRemoved(hashes, "GPU") for hashes in removed[::-1]
+    ]
+    assert len([event for event in events if isinstance(event, BlockStored)]) == 150 + 500 + 450
