@@ -14,14 +14,14 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, behind_preamble=None):
     """The numbers of chunks that were affected and skipped, and the reasons."""
-    message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl, "now": now}
-    answer = loop.admission.control.handle("pin", {**message, "behind_preamble": behind_preamble})
+    message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl}
+    answer = loop.admission.control.handle("pin", {**message, "behind_preamble": behind_preamble}, now)
     loop.pools.check()
     return [one["id"] for one in answer["affected"]], [one["reason"] for one in answer["skipped"]]
 
 
 def expire(loop, now):
-    return loop.admission.control.handle("expire", {"now": now})["next"]
+    return loop.admission.control.handle("expire", {}, now)["next"]
 
 
 def listed_pins(loop):

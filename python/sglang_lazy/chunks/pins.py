@@ -58,7 +58,7 @@ class Pins:
         return [chunk.node for chunk in self._chunks.values()]
 
     def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
-        """Pin all of these cached chunks of one tenant, from now on for `ttl` seconds, or none: then Refusal says why."""
+        """Pin all of these cached chunks of one tenant, from now on for `ttl` seconds; Refusal says why none is."""
         new = [chunk for chunk in chunks if chunk.pin is None]
         yielding = self._yielding_to(new)
         locked: list[Node] = []
