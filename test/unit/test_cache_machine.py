@@ -273,7 +273,7 @@ class CacheHistories(RuleBasedStateMachine):
             pins.add([chunk], ttl, now=self.now)
         except ValueError:
             assert len(pins) == before and chunk.pin is None
-        assert pins.num_tokens <= pins.budget
+        assert pins.num_tokens.total() <= pins.budget
 
     @rule(seconds=st.integers(0, 6))
     def wait(self, seconds):
@@ -345,7 +345,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.check()
         while len(self.pools.cache.admission.pins):
             self.pools.cache.admission.pins.give_up()
-        assert self.pools.cache.admission.pins.num_tokens == 0
+        assert self.pools.cache.admission.pins.num_tokens.total() == 0
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
         assert self.pools.slots.available_size() == self.pool_size
         if self.pools.has_tiers:

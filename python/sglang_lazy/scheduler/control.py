@@ -1,5 +1,6 @@
 """What the scheduler answers to the routes about chunks."""
 
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,14 +18,18 @@ class ChunkControl:
     def __init__(self, rows: RowCache, pins: Pins):
         self.rows, self.store, self.pins = rows, rows.store, pins
 
-    def handle(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one message. `arguments` have been checked by the process that sent it."""
+    def handle(self, verb: str, arguments: Mapping[str, Any], now: float) -> dict[str, Any]:
+        """The answer to one message. Pins whose time is over end first.
+
+        arguments: checked by the process that sent them.  now: the time there, seconds since the epoch.
+        """
+        self.pins.expire(now)
         verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "page": self.page,
             "get": self.get,
             "delete": self.delete,
-            "pin": self.pin,
-            "expire": self.expire,
+            "pin": functools.partial(self.pin, now=now),
+            "expire": functools.partial(self.expire, now),
         }
         return verbs[verb](**arguments)
 
@@ -64,11 +69,11 @@ class ChunkControl:
         return {"affected": states, "skipped": skipped}
 
     def pin(
-        self, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, now: float, behind_preamble: bool | None
+        self, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, behind_preamble: bool | None, now: float
     ) -> dict[str, Any]:
         """Pin cached chunks, or end their pins.
 
-        ttl: for how many seconds after a hit, None for no end.  now: the time of the process that asks.
+        ttl: for how many seconds after a hit, None for no end.
         behind_preamble: only what was computed behind one, or alone; None for both.
         """
         affected, skipped = [], []
