@@ -114,7 +114,7 @@ class ChunkAdmission:
                 need += self._chunk_need(state, nodes)
                 alone = idle and not visible and not self.holders
                 if not state.admitted and need > budget and not alone:
-                    self.advice.blocked(req, need - budget, self.pins.num_tokens)
+                    self.advice.blocked(req, need - budget, self.pins.num_tokens.total())
                     break
                 visible.update(dict.fromkeys(self._admit(req, state, nodes)))
                 if state.needs_resident and not state.ready:
