@@ -85,7 +85,7 @@ class Arrival:
         prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble)
         if not prompt.chunks:
             return None
-        self._check_fits(prompt, policy.num_own_slots(prompt) + extra_text)
+        self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
         found = [self.store.find(chunk) for chunk in prompt.chunks]
         pending, fetch = self.store.pending, self.store.tree.fetch
         asked = [
@@ -94,17 +94,23 @@ class Arrival:
         ]
         return LinkedRequest(prompt, policy, found, asked)
 
-    def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
+    def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
         """Raise ValueError unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
-        the model's positions suffice for its chunks."""
-        preamble_len = len(prompt.chunks[0].preamble)
-        text = prompt.spans[-1].end - prompt.num_chunk_tokens
+        the model's positions suffice for its chunks. An answer that would not fit beside them is cut, as SGLang cuts
+        those to prompts without chunks.
+        """
+        preamble_len, params = len(prompt.chunks[0].preamble), req.sampling_params
+        text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
         chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
-        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size:
+        room = self.limits.pool_size - chunks - text - 2  # SGLang counts one more, and leaves one
+        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(
+            1, params.max_new_tokens
+        ):
             raise ValueError(
                 f"{text} tokens of text, {preamble_len + chunks} of chunks and {num_own_slots} of copies do not fit "
                 f"together into the KV pool of {self.limits.pool_size} tokens"
             )
+        params.max_new_tokens = min(params.max_new_tokens, room)
         longest = max(chunk.num_tokens for chunk in prompt.chunks)
         if preamble_len + longest > self.limits.context_len:
             raise ValueError(
