@@ -29,10 +29,11 @@ class Loop(Scheduler):
         overlap: bool = False,
         link: str = "block",
         max_fill_tokens: int | None = None,
+        max_adapters: int = 8,
         **pools: Any,
     ):
         pools = RecordingPools(pool_size, **pools)
-        super().__init__(pools, chunked_prefill_size=chunked_prefill_size, overlap=overlap)
+        super().__init__(pools, chunked_prefill_size=chunked_prefill_size, overlap=overlap, max_adapters=max_adapters)
         self.store, self.producer, self.link = self.tree_cache.store, self.admission.producer, link
         self.producer.max_tokens = max_fill_tokens or chunked_prefill_size
 

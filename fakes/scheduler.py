@@ -14,6 +14,7 @@ from sglang.srt.runtime_context import get_server_args
 from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.state import is_internal
+from sglang_lazy.port import lora
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.radix import LazyRadixCache
 
@@ -26,7 +27,9 @@ class Scheduler:
     """What hooks and admission see of SGLang's scheduler.
 
     overlap: take the result of a batch only after the next one was launched.
+    max_adapters: how many LoRA adapters a batch may have, the base model among them.
     clock: entered around each step of forming a batch, with its name.
+    loading: adapters that SGLang loads beside the passes: asked for the first time they are not ready.
     log: what each step launched, as ids.
     """
 
@@ -37,15 +40,17 @@ class Scheduler:
         chunked_prefill_size: int = 64,
         overlap: bool = False,
         max_chunks: int = 8,
+        max_adapters: int = 8,
         clock: Callable[[str], AbstractContextManager] = untimed,
     ):
         self.pools, self.tree_cache = pools, pools.cache
         self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
+        self.max_adapters, self.loading = max_adapters, set()
         self.model_config, self.tokenizer = pools.model_config, None
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
-        self.chunked_req, self.chunked_abort = None, None
+        self.chunked_req, self._pending_chunked_abort_req = None, None
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
         if isinstance(self.tree_cache, LazyRadixCache):
@@ -64,8 +69,11 @@ class Scheduler:
 
     def abort_chunked(self) -> Req:
         """SGLang releases a request between two pieces of its prefill, in its next step; returns the request."""
-        self.chunked_abort = self.chunked_req
+        self._pending_chunked_abort_req = self.chunked_req
         return self.chunked_req
+
+    def unload(self, adapter: str) -> None:
+        lora.unload_adapter(self, types.SimpleNamespace(lora_id=adapter))
 
     # The loop
 
@@ -100,11 +108,11 @@ class Scheduler:
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
     ) -> tuple[ScheduleBatch, ScheduleBatch | None]:
         """As `Scheduler.get_next_batch_to_run`, with the running batch first."""
-        if self.chunked_abort is not None and self.chunked_abort is self.chunked_req:
+        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
             self.chunked_req.finished_reason = FINISH_ABORT()
             release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
             self.chunked_req = None
-        self.chunked_abort = None
+        self._pending_chunked_abort_req = None
         if self.chunked_req is not None and self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices):
             self.tree_cache.cache_unfinished_req(self.chunked_req, chunked=True)
         if last_batch is not None and last_batch.forward_mode.is_extend():
@@ -136,7 +144,10 @@ class Scheduler:
         if self.chunked_req is not None:
             self.chunked_req.init_next_round_input()
             self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        adapters = {req.lora_id for req in (*running_batch.reqs, *adder.can_run_list) if not req.finished()}
         for req in self.waiting_queue:
+            if not lora.can_schedule(type(self).adapter_fits, self, req, adapters):
+                continue
             if len(adder.can_run_list) >= self.pools.rows.available_size():
                 running_batch.batch_is_full = True
                 break
@@ -144,6 +155,7 @@ class Scheduler:
                 req.init_next_round_input(self.tree_cache)
             with self.clock("batch"):
                 result = adder.add_one_req(req, self.chunked_req is not None, None)
+            adapters.add(req.lora_id)
             if result != AddReqResult.CONTINUE:
                 running_batch.batch_is_full = result == AddReqResult.NO_TOKEN
                 break
@@ -162,6 +174,15 @@ class Scheduler:
         with self.clock("segments"):
             self.pools.launch(batch)
         return batch, running_batch
+
+    def adapter_fits(self, req: Req, adapters: set[str | None]) -> bool:
+        """As `Scheduler._can_schedule_lora_req`."""
+        if req.lora_id in adapters:
+            return True
+        if req.lora_id in self.loading:
+            self.loading.remove(req.lora_id)
+            return False
+        return len({req.lora_id} | adapters) <= self.max_adapters
 
     def decode_batch(self, running_batch: ScheduleBatch) -> ScheduleBatch | None:
         """As `Scheduler.update_running_batch`."""

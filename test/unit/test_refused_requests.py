@@ -124,7 +124,6 @@ def test_what_is_not_refused_is_answered(link, text):
 @pytest.mark.parametrize(
     "name, value, reason",
     [
-        ("lora_id", "adapter", "a LoRA adapter"),
         ("session", object(), "a session"),
         ("input_embeds", [[0.0]], "input embeddings"),
         ("multimodal_inputs", object(), "multimodal inputs"),

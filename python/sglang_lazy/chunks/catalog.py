@@ -45,8 +45,8 @@ class CachedChunk:
 
 def tenant_of(namespace: Namespace) -> Hashable:
     """Whose chunks these are: the salt, None for the shared ones. Those under an `extra_key` beside it are nobody's."""
-    extra_key, salt = namespace.extra_key or None, namespace.cache_salt
-    return salt if extra_key == salt else (extra_key, salt)
+    salt = namespace.cache_salt
+    return salt if namespace.own_key == salt else (namespace.own_key, salt)
 
 
 class Catalog:
@@ -83,6 +83,10 @@ class Catalog:
     def _owner(chunk: CachedChunk) -> Hashable:
         return tenant_of(chunk.key.namespace)
 
+    def all(self) -> list[CachedChunk]:
+        """Those of all tenants."""
+        return [chunk for own in self._tenants.values() for chunk in own.values()]
+
     def find(self, tenant: Hashable, prefix: str, more: Iterable[CachedChunk] = ()) -> list[CachedChunk]:
         """The chunks of a tenant whose digest begins with these hexadecimal digits: a chunk may be cached several
         times, behind different preambles."""
@@ -111,8 +115,7 @@ class Catalog:
         """
         extra = sorted((c for c in more if everybody or self._owner(c) == tenant), key=attrgetter("serial"))
         if everybody:
-            known = [chunk for own in self._tenants.values() for chunk in own.values()]
-            known.sort(key=attrgetter("serial"))
+            known = sorted(self.all(), key=attrgetter("serial"))
         else:
             known = list(self._tenants.get(tenant, {}).values())
         chunks = extra + known  # by serial: a dictionary keeps the order of insertion

@@ -24,6 +24,7 @@ from sglang_lazy.serving.chunk_lists import (
     merged_deletion,
     merged_page,
     pin_arguments,
+    with_adapter_names,
 )
 from sglang_lazy.serving.known_chunks import known_chunks
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for
@@ -36,6 +37,11 @@ logger = logging.getLogger(__name__)
 
 def _manager() -> Any:
     return http_server.get_global_state().tokenizer_manager
+
+
+def _adapters() -> dict[str, str]:
+    """The ids of the LoRA adapters that are loaded, by name."""
+    return {name: ref.lora_id for name, ref in _manager().lora_registry.get_all_adapters().items()}
 
 
 def _refused(error: ValueError, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> HTTPException:
@@ -58,7 +64,8 @@ async def list_chunks(
         {"total": 2, "next": null, "chunks": [{
           "id": "9f0c…", "digest": "9f0c…", "tokens": 812, "state": "resident", "tiers": ["device", "host"],
           "hits": 4, "users": 1, "last_use": 1763900000.1, "idle_seconds": 2.5,
-          "pinned": true, "pinned_until": null, "preamble": false, "cache_salt": null, "dp_rank": 0}]}
+          "pinned": true, "pinned_until": null, "preamble": false, "cache_salt": null, "lora_path": null,
+          "dp_rank": 0}]}
 
     total: how many chunks match, on all pages.
     next: the `cursor` of the page that follows, null on the last one.
@@ -69,7 +76,8 @@ async def list_chunks(
         longer chunk, and copies of it under way.
     last_use: seconds since the epoch, null before the first; idle_seconds is missing then.
     pinned, pinned_until: whether it is kept on the device, and when that ends, seconds since the epoch; null for never.
-    preamble: whether it was computed behind one (`base`). A text may be listed once for each.
+    preamble: whether it was computed behind one (`base`).  lora_path: the name of the adapter that computed it. A text
+        may be listed once for each.
 
     Query: `cache_salt` (or the header X-Cache-Salt) names the tenant; none is the shared namespace. `all=true` lists
     every tenant's, where the server has an admin key, and so the caller. `sort` is last_use, hits, tokens or created,
@@ -83,12 +91,14 @@ async def list_chunks(
         answers = await ask(_manager(), "page", tenant=tenant, everybody=all, **arguments)
     except ValueError as error:
         raise _refused(error) from None
-    return merged_page(answers, sort, arguments["descending"], limit)
+    page = merged_page(answers, sort, arguments["descending"], limit)
+    return {**page, "chunks": with_adapter_names(page["chunks"], _adapters())}
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def get_chunk(request: Request, chunk_id: str, cache_salt: str | None = None) -> dict[str, Any]:
-    """The chunks with this id, as `list_chunks` shows them: one for each preamble and rank that it is cached with."""
+    """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank that it is cached
+    with."""
     try:
         tenant = check_cache_salt(salt_of(cache_salt, request.headers.get(SALT_HEADER)))
         answers = await ask(_manager(), "get", tenant=tenant, prefix=check_id(chunk_id))
@@ -97,7 +107,7 @@ async def get_chunk(request: Request, chunk_id: str, cache_salt: str | None = No
     chunks = [{**chunk, "dp_rank": rank} for rank, answer in enumerate(answers) for chunk in answer["chunks"]]
     if not chunks:
         raise _refused(ValueError(f"chunk {chunk_id} is unknown"), HTTPStatus.NOT_FOUND)
-    return {"chunks": chunks}
+    return {"chunks": with_adapter_names(chunks, _adapters())}
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -137,7 +147,7 @@ async def register_chunks(request: Request) -> Response:
     """Compute chunks ahead of use.
 
         {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true,
-         "pin": true, "ttl": 3600}
+         "lora_path": "an adapter's name", "pin": true, "ttl": 3600}
 
     Answers with 202 and `{"requested": 2, "accepted": [ids], "skipped": []}` while they are computed: `GET
     /chunks/{id}` says how far each is. With `wait`, when that is done, with 200 and `affected` in place of `accepted`;
@@ -151,6 +161,8 @@ async def register_chunks(request: Request) -> Response:
             raise ValueError("the body is no JSON") from None
         salt = salt_of(body.get("cache_salt") if isinstance(body, dict) else None, request.headers.get(SALT_HEADER))
         chunks, link = parse_registration(manager, body, salt)
+        if (adapter := body.get("lora_path")) is not None and adapter not in _adapters():
+            raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
         pins = {name: body[name] for name in ("pin", "ttl") if name in body}
         pin, ttl = pin_arguments(pins) if pins else (False, None)
         await ask(manager, "get", tenant=salt, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
@@ -160,12 +172,12 @@ async def register_chunks(request: Request) -> Response:
     async def run(tokens: Sequence[int]) -> None:
         input_ids, layout = prompt_for(tokens, link, salt)
         params = with_layout({"temperature": 0, "max_new_tokens": 1}, layout, manager)
-        one = GenerateReqInput(input_ids=input_ids, sampling_params=params, log_metrics=False)
+        one = GenerateReqInput(input_ids=input_ids, sampling_params=params, lora_path=adapter, log_metrics=False)
         async for _ in manager.generate_request(one):
             pass
         if pin:
-            digest, behind = tokens_digest(tokens).hex(), get_policy(layout.link).preamble != "none"
-            for skip in (await pin_chunks(manager, salt, [digest], pin, ttl, behind))[1]:
+            digest, only = tokens_digest(tokens).hex(), (get_policy(layout.link).preamble != "none", one.lora_id)
+            for skip in (await pin_chunks(manager, salt, [digest], pin, ttl, only))[1]:
                 reason = "evicted meanwhile" if skip["reason"] == "unknown" else skip["reason"]
                 raise ValueError(f"computed, but not pinned: {reason}")
 

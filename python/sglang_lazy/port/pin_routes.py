@@ -49,12 +49,17 @@ async def patch_chunk(request: Request, chunk_id: str, cache_salt: str | None = 
 
 
 async def pin_chunks(
-    manager: Any, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, behind_preamble: bool | None = None
+    manager: Any,
+    tenant: str | None,
+    ids: list[str],
+    pin: bool,
+    ttl: float | None,
+    only: tuple[bool, str | None] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What became of each chunk: those that were pinned, or whose pin has ended, on any data-parallel rank, and the
     others with their reasons. See `ChunkControl.pin`.
     """
-    message = {"tenant": tenant, "ids": ids, "pin": pin, "ttl": ttl, "behind_preamble": behind_preamble}
+    message = {"tenant": tenant, "ids": ids, "pin": pin, "ttl": ttl, "only": only}
     answers = await ask(manager, "pin", **message, now=time.time())
     _end_in_time(manager, answers)
     affected = {one["id"]: one for answer in answers for one in answer["affected"]}

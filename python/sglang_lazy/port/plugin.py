@@ -45,12 +45,13 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.port import compat, control, host_pool, model_runner, scheduler, surfaces
+    from sglang_lazy.port import compat, control, cpu, host_pool, lora, model_runner, scheduler, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    _hooks = (*HOOKS, *control.HOOKS, *scheduler.HOOKS, *model_runner.HOOKS, *host_pool.HOOKS, *surfaces.HOOKS)
+    modules = (cpu, control, scheduler, lora, model_runner, host_pool, surfaces)
+    _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))
     apply(_hooks)
     verify()
 
@@ -98,8 +99,8 @@ def create_cache(context: Any) -> Any:
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
         if not context.enable_hierarchical_cache:
             return LazyRadixCache(context.params)
-        # Without storage, which SGLang would use in its own way: ours comes next. At page size 1, SGLang copies to a host
-        # that is laid out by pages token by token, and the scheduler issues the copies: 7 us for each token.
+        # Without storage, which SGLang would use in its own way: ours comes next. At page size 1, SGLang copies to a
+        # host that is laid out by pages token by token, and the scheduler issues the copies: 7 us for each token.
         changed = {"hicache_storage_backend": None, "hicache_mem_layout": "layer_first"}
         args = types.SimpleNamespace(**{**vars(context.server_args), **changed})
         cache = StoredHiRadixCache(context.params, args)

@@ -89,6 +89,8 @@ def internal_requests(scheduler: Any) -> NewRequest:
             extra_key=parent.extra_key,
             priority=parent.priority,
         )
+        req.lora_id = parent.lora_id  # which the parent's `extra_key` has already
+        req.time_stats.wait_queue_entry_time = parent.time_stats.wait_queue_entry_time
         req.tokenizer = scheduler.tokenizer
         req.logprob_start_len = len(tokens)
         req.finished_output = True  # nothing of it is ever streamed
@@ -160,6 +162,7 @@ def get_new_batch_prefill_raw(
     if visible is not waiting:
         scheduler.waiting_queue = visible.copy()
     admission.forming = True
+    admission.left_out_adapters.clear()
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
     admission.forming = False
     if visible is not waiting:

@@ -40,6 +40,7 @@ class ChunkAdmission:
     linked_waiting: whether the waiting queue may hold a linked request; whoever adds one sets it.
     forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
         ready; they join the queue after that.
+    left_out_adapters: LoRA adapters that a fill needs, but SGLang could not load for the batch that it is forming.
     max_growth: SGLang's bound on how much of an answer is reserved.
     max_pinned: how many tokens may be pinned.
     """
@@ -63,6 +64,7 @@ class ChunkAdmission:
         self.linked_waiting = False
         self.forming = False
         self.late: list[Any] = []
+        self.left_out_adapters: set[str | None] = set()
         self.store.release_waiting_lock = self.revoke_newest
 
     def reset(self) -> None:

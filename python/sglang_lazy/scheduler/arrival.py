@@ -82,7 +82,7 @@ class Arrival:
         preamble = preambles[policy.preamble]
         if policy.preamble == "neutral" and not preamble:
             raise ValueError(f"link {str(policy)!r}: this server has no preamble (--lazy-preamble, or no tokenizer)")
-        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble)
+        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id)
         if not prompt.chunks:
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
@@ -191,7 +191,7 @@ class Arrival:
 
 def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
     """What choices are remembered under: no tenant can tell by a choice what another one asked."""
-    return policy, req.extra_key, layout.cache_salt
+    return policy, req.extra_key, req.lora_id, layout.cache_salt
 
 
 def requested_layout(req: Any) -> PromptLayout | None:
@@ -206,7 +206,6 @@ def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
     """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
     check_num_chunks(len(layout.chunks), max_chunks)
     refused = {
-        "a LoRA adapter": req.lora_id is not None,
         "a session": req.session is not None,
         "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
         "multimodal inputs": req.multimodal_inputs is not None,
