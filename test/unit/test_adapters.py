@@ -60,7 +60,7 @@ def test_a_key_that_a_client_chooses_is_no_adapter(key):
 @both_loops
 def test_batches_have_as_many_adapters_as_fit(overlap):
     """Fills need the adapters of their parents: neither blocks the other, whatever runs meanwhile."""
-    loop = Loop(overlap=overlap, max_adapters=1, chunked_prefill_size=6)
+    loop = Loop(overlap=overlap, chunked_prefill_size=6, scheduler={"max_adapters": 1})
     reqs = [
         loop.submit([chunk, B, QUESTION], f"{adapter} {i}", lora_id=adapter, max_new_tokens=4)
         for i, chunk in enumerate((A, C))

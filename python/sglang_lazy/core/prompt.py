@@ -142,6 +142,11 @@ class LinkedPrompt(NamedTuple):
     spans: tuple[TextSpan, ...]
     num_chunk_tokens: int
 
+    @property
+    def num_leading_tokens(self) -> int:
+        """How much text stands before its first slice."""
+        return len(self.spans[0].positions) if self.spans[0].namespace is None else 0
+
     @classmethod
     def build(
         cls,
