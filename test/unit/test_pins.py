@@ -12,10 +12,10 @@ from fakes.requests import TEXT
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
-def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, behind_preamble=None):
+def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, only=None):
     """The numbers of chunks that were affected and skipped, and the reasons."""
     message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl}
-    answer = loop.admission.control.handle("pin", {**message, "behind_preamble": behind_preamble}, now)
+    answer = loop.admission.control.handle("pin", {**message, "only": only}, now)
     loop.pools.check()
     return [one["id"] for one in answer["affected"]], [one["reason"] for one in answer["skipped"]]
 
@@ -153,7 +153,7 @@ def test_one_of_two_that_differ_in_their_preamble():
     loop.warm(A)
     loop.submit([A, QUESTION], "behind", link="base")
     loop.run()
-    assert pin(loop, A, behind_preamble=True) == ([id_of(A)], [])
+    assert pin(loop, A, only=(True, None)) == ([id_of(A)], [])
     assert {chunk["preamble"]: chunk["pinned"] for chunk in listed(loop)["chunks"]} == {True: True, False: False}
     pin(loop, A)
     assert all(chunk["pinned"] for chunk in listed(loop)["chunks"])

@@ -45,8 +45,8 @@ class CachedChunk:
 
 def tenant_of(namespace: Namespace) -> Hashable:
     """Whose chunks these are: the salt, None for the shared ones. Those under an `extra_key` beside it are nobody's."""
-    extra_key, salt = namespace.extra_key or None, namespace.cache_salt
-    return salt if extra_key == salt else (extra_key, salt)
+    salt = namespace.cache_salt
+    return salt if namespace.own_key == salt else (namespace.own_key, salt)
 
 
 class Catalog:

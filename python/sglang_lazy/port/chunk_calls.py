@@ -17,7 +17,13 @@ from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.control import ask
 from sglang_lazy.port.pinning import pin_chunks
-from sglang_lazy.serving.chunk_lists import check_id, merged_deletion, merged_page, pin_arguments
+from sglang_lazy.serving.chunk_lists import (
+    check_id,
+    merged_deletion,
+    merged_page,
+    pin_arguments,
+    with_adapter_names,
+)
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations
 from sglang_lazy.serving.requests import with_layout
@@ -29,7 +35,8 @@ async def list_chunks(manager: Any, tenant: str | None, everybody: bool, argumen
     """One page of a tenant's chunks, or of everybody's.  arguments: what `list_arguments` gave."""
     limit = arguments["limit"]
     answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **{**arguments, "limit": limit + 1})
-    return merged_page(answers, arguments["sort"], arguments["descending"], limit)
+    page = merged_page(answers, arguments["sort"], arguments["descending"], limit)
+    return {**page, "chunks": with_adapter_names(page["chunks"], _adapters(manager))}
 
 
 async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, Any]:
@@ -39,7 +46,7 @@ async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, An
     registration = registrations(manager).get(tenant, name)
     if not chunks and registration is None:
         raise UnknownChunk(f"chunk {name} is unknown")
-    return {"chunks": chunks, "registration": registration}
+    return {"chunks": with_adapter_names(chunks, _adapters(manager)), "registration": registration}
 
 
 async def delete_chunks(manager: Any, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:
@@ -54,19 +61,26 @@ async def delete_chunks(manager: Any, tenant: str | None, ids: Sequence[str]) ->
     return merged_deletion(ids, answers, forget)
 
 
+def _adapters(manager: Any) -> dict[str, str]:
+    """The ids of the LoRA adapters that are loaded, by name."""
+    return {name: ref.lora_id for name, ref in manager.lora_registry.get_all_adapters().items()}
+
+
 async def register_chunks(manager: Any, tenant: str | None, body: Any) -> dict[str, Any]:
     """Compute chunks ahead of use.  body: of `POST /chunks`."""
     chunks, link = parse_registration(manager, body, tenant)
+    if (adapter := body.get("lora_path")) is not None and adapter not in _adapters(manager):
+        raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
     pins = {name: body[name] for name in ("pin", "ttl") if name in body}
     pin, ttl = pin_arguments(pins) if pins else (False, None)
     await ask(manager, "get", tenant=tenant, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
 
     async def run(tokens: Sequence[int]) -> None:
         input_ids, layout = prompt_for(tokens, link, tenant)
-        await _generate(manager, input_ids, layout)
+        adapter_id = await _generate(manager, input_ids, layout, adapter)
         if pin:
-            digest, behind = tokens_digest(tokens).hex(), get_policy(layout.link).preamble != "none"
-            for skip in (await pin_chunks(manager, tenant, [digest], pin, ttl, behind))["skipped"]:
+            digest, only = tokens_digest(tokens).hex(), (get_policy(layout.link).preamble != "none", adapter_id)
+            for skip in (await pin_chunks(manager, tenant, [digest], pin, ttl, only))["skipped"]:
                 reason = "evicted meanwhile" if skip["reason"] == "unknown" else skip["reason"]
                 raise ValueError(f"computed, but not pinned: {reason}")
 
@@ -85,14 +99,16 @@ async def register_chunks(manager: Any, tenant: str | None, body: Any) -> dict[s
     return {"requested": requested, "accepted": accepted, "skipped": []}
 
 
-async def _generate(manager: Any, input_ids: list[int], layout: PromptLayout) -> None:
+async def _generate(manager: Any, input_ids: list[int], layout: PromptLayout, adapter: str | None) -> str | None:
+    """Serve the prompt with this adapter; returns the adapter's id."""
     params = with_layout({"temperature": 0, "max_new_tokens": 1}, layout, manager)
-    one = GenerateReqInput(input_ids=input_ids, sampling_params=params, log_metrics=False)
+    one = GenerateReqInput(input_ids=input_ids, sampling_params=params, lora_path=adapter, log_metrics=False)
     try:
         async for _ in manager.generate_request(one):
             pass
     except HTTPException as error:  # it was aborted, or waited for too long
         raise ValueError(str(error.detail)) from None
+    return one.lora_id
 
 
 _under_way: set[asyncio.Future] = set()

@@ -66,7 +66,8 @@ async def list_chunks(
         {"total": 2, "next": null, "chunks": [{
           "id": "9f0c…", "digest": "9f0c…", "tokens": 812, "state": "resident", "tiers": ["device", "host"],
           "hits": 4, "users": 1, "last_use": 1763900000.1, "idle_seconds": 2.5,
-          "pinned": true, "pinned_until": null, "preamble": false, "cache_salt": null, "dp_rank": 0}]}
+          "pinned": true, "pinned_until": null, "preamble": false, "cache_salt": null, "lora_path": null,
+          "dp_rank": 0}]}
 
     total: how many chunks match, on all pages.
     next: the `cursor` of the page that follows, null on the last one.
@@ -77,7 +78,8 @@ async def list_chunks(
         longer chunk, and copies of it under way.
     last_use: seconds since the epoch, null before the first; idle_seconds is missing then.
     pinned, pinned_until: whether it is kept on the device, and when that ends, seconds since the epoch; null for never.
-    preamble: whether it was computed behind one (`base`). A text may be listed once for each.
+    preamble: whether it was computed behind one (`base`).  lora_path: the name of the adapter that computed it. A text
+        may be listed once for each.
 
     Query: `cache_salt` (or the header X-Cache-Salt) names the tenant; none is the shared namespace. `all=true` lists
     every tenant's, where the server has an admin key, and so the caller. `sort` is last_use, hits, tokens or created,
@@ -93,7 +95,7 @@ async def list_chunks(
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def get_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
-    """The chunks with this id, as `list_chunks` shows them: one for each preamble and rank that it is cached with.
+    """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank that it has.
 
     Beside them `registration`, null or `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` of the last one.
     """
@@ -156,7 +158,7 @@ async def register_chunks(request: Request) -> Response:
     """Compute chunks ahead of use.
 
         {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true,
-         "pin": true, "ttl": 3600}
+         "lora_path": "an adapter's name", "pin": true, "ttl": 3600}
 
     Answers with 202 and `{"requested": 2, "accepted": [ids], "skipped": []}` while they are computed: `get_chunk` says
     how far each is, and why it failed. With `wait`, when that is done, with 200 and `affected` in place of `accepted`;

@@ -10,12 +10,17 @@ _ATTR = "_sglang_lazy_end_of_pins"
 
 
 async def pin_chunks(
-    manager: Any, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, behind_preamble: bool | None = None
+    manager: Any,
+    tenant: str | None,
+    ids: list[str],
+    pin: bool,
+    ttl: float | None,
+    only: tuple[bool, str | None] | None = None,
 ) -> dict[str, Any]:
     """`affected`: the chunks that were pinned, or whose pin has ended, on any data-parallel rank; `skipped`: the others
     with their reasons. See `ChunkControl.pin`.
     """
-    answers = await ask(manager, "pin", tenant=tenant, ids=ids, pin=pin, ttl=ttl, behind_preamble=behind_preamble)
+    answers = await ask(manager, "pin", tenant=tenant, ids=ids, pin=pin, ttl=ttl, only=only)
     _end_in_time(manager, answers)
     affected = {one["id"]: one for answer in answers for one in answer["affected"]}
     skipped: dict[str, dict[str, Any]] = {}

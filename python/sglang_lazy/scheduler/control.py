@@ -2,7 +2,7 @@
 
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
@@ -55,31 +55,45 @@ class ChunkControl:
         affected, skipped = {}, []
         for prefix in dict.fromkeys(ids):
             try:
-                chunks = self._find(tenant, prefix)
+                affected[prefix] = self._find(tenant, prefix)
             except ValueError as error:
                 skipped.append({"id": prefix, "reason": str(error)})
-            else:
-                for chunk in chunks:
-                    self.pins.remove(chunk)
-                    self.store.deletions.add(chunk)
-                affected[prefix] = chunks
+        for chunks in affected.values():
+            self._discard(chunks)
         self.rows.sweep()
         gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}
         states = [{"id": prefix, "state": "deleted" if done else "in use"} for prefix, done in gone.items()]
         return {"affected": states, "skipped": skipped}
 
+    def _discard(self, chunks: Iterable[CachedChunk]) -> None:
+        for chunk in chunks:
+            self.pins.remove(chunk)
+            self.store.deletions.add(chunk)
+
+    def forget_adapter(self, adapter: str) -> None:
+        """A LoRA adapter is unloaded, and its id will not come back: nobody will find its chunks, pinned or not."""
+        self._discard(chunk for chunk in list(self.store.catalog) if chunk.key.namespace.adapter == adapter)
+        self.rows.sweep()
+
     def pin(
-        self, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, behind_preamble: bool | None, now: float
+        self,
+        tenant: str | None,
+        ids: list[str],
+        pin: bool,
+        ttl: float | None,
+        only: tuple[bool, str | None] | None,
+        now: float,
     ) -> dict[str, Any]:
         """Pin cached chunks, or end their pins.
 
         ttl: for how many seconds after a hit, None for no end.
-        behind_preamble: only what was computed behind one, or alone; None for both.
+        only: that copy of each which was computed behind a preamble, or alone, with the adapter of this id, or without
+            one; None for all.
         """
         affected, skipped = [], []
         for prefix in dict.fromkeys(ids):
             try:
-                chunks = self._find(tenant, prefix, behind_preamble)
+                chunks = self._find(tenant, prefix, only)
                 if not pin:
                     for chunk in chunks:
                         self.pins.remove(chunk)
@@ -100,12 +114,12 @@ class ChunkControl:
         """End the pins whose time is over. next: in how many seconds there may be another."""
         return {"next": self.pins.expire(now)}
 
-    def _find(self, tenant: str | None, prefix: str, behind_preamble: bool | None = None) -> list[CachedChunk]:
+    def _find(self, tenant: str | None, prefix: str, only: tuple[bool, str | None] | None = None) -> list[CachedChunk]:
         """The cached chunks with this id. Raises ValueError if there are none, or if it begins several digests."""
         chunks = [
             chunk
             for chunk in self.store.catalog.find(tenant, prefix)
-            if behind_preamble in (None, chunk.key.namespace.variant is not None)
+            if only in (None, (chunk.key.namespace.variant is not None, chunk.key.namespace.adapter))
         ]
         if not chunks:
             raise ValueError("unknown")
@@ -116,6 +130,7 @@ class ChunkControl:
     def _described(self, chunk: CachedChunk) -> dict[str, Any]:
         said = described(self.store, chunk)
         said["cache_salt"] = chunk.key.namespace.cache_salt
+        said["adapter"] = chunk.key.namespace.adapter
         if chunk.last_use:
             said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
         return said

@@ -46,6 +46,20 @@ def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, 
     return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}
 
 
+def with_adapter_names(chunks: Sequence[dict[str, Any]], adapters: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Chunks as a scheduler describes them, with the name of each one's LoRA adapter in place of its id.
+
+    adapters: ids by name. One that is not among them, since it has just been unloaded, is shown by its id.
+    """
+    names = {adapter: name for name, adapter in adapters.items()}
+    shown = []
+    for chunk in chunks:
+        adapter = chunk["adapter"]
+        shown.append({**chunk, "lora_path": names.get(adapter, adapter)})
+        del shown[-1]["adapter"]
+    return shown
+
+
 def merged_deletion(
     ids: Sequence[str], answers: Sequence[dict[str, Any]], forget: Callable[[str], bool]
 ) -> dict[str, Any]:

@@ -31,11 +31,13 @@ def parse_registration(manager: Any, body: Any, salt: str | None) -> tuple[list[
     """
     if not isinstance(body, Mapping):
         raise ValueError("the body must be an object")
-    if unknown := sorted(body.keys() - {"chunks", "link", "cache_salt", "wait", "pin", "ttl"}):
+    if unknown := sorted(body.keys() - {"chunks", "link", "cache_salt", "lora_path", "wait", "pin", "ttl"}):
         raise ValueError(f"unknown field {unknown[0]!r}")
     chunks = body.get("chunks")
     if not isinstance(chunks, list) or not 1 <= len(chunks) <= MAX_CHUNKS:
         raise ValueError(f"chunks must be a list of 1 to {MAX_CHUNKS} texts or objects")
+    if not isinstance(body.get("lora_path"), str | None):
+        raise ValueError("lora_path must be the name of an adapter")
     if not isinstance(body.get("wait", False), bool):
         raise ValueError("wait must be true or false")
     check_cache_salt(salt)
