@@ -13,7 +13,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tensor]], alpha: int) -> Path:
     """An adapter as PEFT saves it.  weights: by module, the factors A [r, in] and B [out, r]; all have the same r."""
-    path.mkdir()
+    path.mkdir(exist_ok=True)
     tensors = {}
     for name, (a, b) in weights.items():
         tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
