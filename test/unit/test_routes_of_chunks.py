@@ -5,6 +5,7 @@ import types
 import fastapi
 import pytest
 from fastapi.testclient import TestClient
+from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_lazy.port import chunk_calls, chunk_routes
@@ -19,10 +20,11 @@ def asked(monkeypatch):
 
     async def ask(_manager, verb, **arguments):
         asked.append((verb, arguments))
-        return [{"chunks": [{"id": ID}], "places": [(1.0, 1)], "total": 1}]
+        return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1}]
 
     monkeypatch.setattr(chunk_calls, "ask", ask)
-    manager = types.SimpleNamespace(server_args=types.SimpleNamespace(admin_api_key=None))
+    args = types.SimpleNamespace(admin_api_key=None)
+    manager = types.SimpleNamespace(server_args=args, lora_registry=LoRARegistry(None))
     monkeypatch.setattr(chunk_routes, "_manager", lambda: manager)
     return asked
 
@@ -66,7 +68,7 @@ def test_a_list_s_parameters(asked):
     http = client()
     query = {"sort": "hits", "order": "asc", "limit": 7, "state": "host", "cache_salt": "a"}
     page = http.get("/chunks", params=query).json()
-    assert page == {"total": 1, "chunks": [{"id": ID, "dp_rank": 0}], "next": None}
+    assert page == {"total": 1, "chunks": [{"id": ID, "dp_rank": 0, "lora_path": None}], "next": None}
     wanted = {"sort": "hits", "descending": False, "limit": 8, "after": None, "state": "host"}
     assert asked.pop() == ("page", {"tenant": "a", "everybody": False, **wanted})
     http.get("/chunks", headers={"X-Cache-Salt": "b"})
