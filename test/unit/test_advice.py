@@ -32,6 +32,7 @@ class Watched(Loop):
 
     def __init__(self, caplog, pool_size=4000, **options):
         super().__init__(pool_size, chunked_prefill_size=1024, context_len=4096, **options)
+        caplog.set_level(logging.WARNING, "sglang_lazy")  # SGLang's engines set the level of all
         self.clock_of_advice, self.log_of_all = Clock(), caplog
         self.admission.advice = Advice(self.store.counts, self.clock_of_advice)
 

@@ -74,11 +74,7 @@ class KnownChunks:
 
 def known_chunks(tokenizer_manager: Any) -> KnownChunks:
     """Those of `tokenizer_manager`."""
-    known = getattr(tokenizer_manager, _ATTR, None)
-    if known is None:
-        known = KnownChunks()
-        setattr(tokenizer_manager, _ATTR, known)
-    return known
+    return vars(tokenizer_manager).setdefault(_ATTR, KnownChunks())
 
 
 def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:

@@ -113,11 +113,7 @@ class Registrations:
 
 def registrations(tokenizer_manager: Any) -> Registrations:
     """Those of `tokenizer_manager`."""
-    known = getattr(tokenizer_manager, _ATTR, None)
-    if known is None:
-        known = Registrations()
-        setattr(tokenizer_manager, _ATTR, known)
-    return known
+    return vars(tokenizer_manager).setdefault(_ATTR, Registrations())
 
 
 async def compute(
