@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import requests
+import yaml
 import zmq
 from http_prompts import ids
 from prometheus_client.parser import text_string_to_metric_families
@@ -22,6 +23,7 @@ from sglang_lazy.testing.server import free_ports, wait_for
 pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+DASHBOARD = Path(__file__).parents[2] / "examples/monitoring/sglang-lazy-dashboard.json"
 OURS = "sglang_lazy:"
 OWN_LABELS = {"reason", "mode", "chunks", "cache_source"}
 A, B, LONG = ids("chunk", *range(10, 110)), ids("chunk", *range(200, 250)), ids("chunk", *range(3, 503))
@@ -121,6 +123,57 @@ def test_the_page_names_all_metrics_and_their_labels(server):
     }
     reasons = {sample.labels["reason"] for sample in families[f"{OURS}refused"].samples}
     assert reasons == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) - {"reason"}
+
+
+def test_the_dashboard_asks_for_what_there_is(server):
+    """Metrics, values of their labels, and labels to sum by."""
+    server.ask(A, QUESTION)
+    server.ask(A, QUESTION)
+    assert wait_for(lambda: "cached_tokens_total chunk" in server.counted(), timeout=10)
+    samples = {}
+    for family in server.families().values():
+        for sample in family.samples:
+            for label, value in [*sample.labels.items(), ("__name__", sample.name)]:
+                samples.setdefault(sample.name, {}).setdefault(label, set()).add(value)
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    (variable,) = [one for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    metric, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()
+    assert label in samples[metric] and variable["name"] == label
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    asked = set()
+    for target in targets:
+        metrics = re.findall(r"(sglang\w*:\w+)\{(.*?)\}", target["expr"])
+        assert metrics and len(metrics) == target["expr"].count(":"), target["expr"]
+        for name, selector in metrics:
+            assert 'model_name=~"$model_name"' in selector
+            for label, value in re.findall(r'(\w+)="(.*?)"', selector):
+                assert value in samples[name][label], (name, label, value)
+        grouped = [by.split(", ") for by in re.findall(r"sum by \((.*?)\)", target["expr"])]
+        names = {name for name, _ in metrics}
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert shown <= set().union(*grouped) and all(
+            set(by) <= samples[name].keys() for by in grouped for name in names
+        )
+        asked |= names
+    ours = {name.removesuffix("_bucket") for name in samples if name.startswith(OURS)}
+    unseen = {re.sub("_(count|sum)$", "", name) for name in ours} - {
+        re.sub("_(bucket|count)$", "", name) for name in asked
+    }
+    assert not unseen, "what the server tells, it shows"
+
+
+def test_prometheus_gets_the_names_that_the_dashboard_has(server):
+    """Whether the client library has put underscores for colons or not."""
+    config = yaml.safe_load((DASHBOARD.parent / "prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = config["scrape_configs"]
+    names = {sample.name for family in server.families().values() for sample in family.samples if ":" in sample.name}
+    for name in names:
+        for given in (name, name.replace(":", "_")):
+            for rule in job["metric_relabel_configs"]:
+                assert (rule["source_labels"], rule["target_label"]) == (["__name__"], "__name__")
+                if match := re.fullmatch(rule["regex"], given):
+                    given = match.expand(rule["replacement"].replace("$", "\\"))
+            assert given == name
 
 
 def test_reuse(server):
