@@ -34,12 +34,11 @@ class ChunkControl:
         return verbs[verb](**arguments)
 
     def page(self, **wanted: Any) -> dict[str, Any]:
-        """One page of chunks, each with what it is sorted by, and the number of all of them.
+        """One page of chunks, each with its place, and the number of all of them.
 
         wanted: the arguments of `Catalog.page`, but for the chunks that it does not know.
         """
-        total, chunks, values = self.store.catalog.page(**wanted, more=under_way(self.store))
-        places = [(value, chunk.serial) for value, chunk in zip(values, chunks, strict=True)]
+        total, chunks, places = self.store.catalog.page(**wanted, more=under_way(self.store))
         return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
 
     def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
