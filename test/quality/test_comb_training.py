@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from benchmark.policies.comb import CombModel
 from benchmark.quality import comb_rows, recipe
 from benchmark.quality.comb import Comb, load_comb, save_comb
 from benchmark.quality.comb_rows import CombRecipe, Example, divide, example_of, make_examples, make_worlds, world_row
@@ -186,6 +187,24 @@ def test_same_as_reference(opened, settings, tmp_path):
             assert (right - reference.logits(before, chunks[1:], after)[len(before) : -1]).abs().max() > 0.1
             sizes.add(len(chunks))
     assert len(sizes) > 1
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_prompts(opened, settings, tmp_path, together):
+    """A prompt that is evaluated has the plain model's logits and its greedy answer, in any order of its chunks."""
+    decoder, comb = opened
+    save_comb(decoder, comb, tmp_path, torch.float32, {})
+    model, reference = CombModel(tmp_path, decoder.state_dict(), "cpu"), Reference(tmp_path)
+    before, chunks, after = [BOS, 70, 71], [[80, 81, 82, 83], [90, 91], [60] * 5], [72, 73, 74]
+    answer = [100, 101, 102]
+    for order in (chunks, chunks[::-1]):
+        prompt = model.start([text(before), *map(chunk, order), text(after)], together)
+        encoded = [[token for ids in order for token in ids]] if together else chunks
+        right = reference.logits(before, encoded, [*after, *answer[:-1]])[-3:].log_softmax(-1)
+        torch.testing.assert_close(prompt.score(answer), right, rtol=1e-4, atol=1e-4)
+        says = prompt.greedy(3, end=-1)
+        assert says == reference.logits(before, encoded, [*after, *says[:-1]])[-3:].argmax(-1).tolist()
+        assert prompt.greedy(3, end=says[1]) == says[: says.index(says[1])]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
