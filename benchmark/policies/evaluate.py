@@ -49,7 +49,10 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     oracle = Prototype(args.model, getattr(torch, args.dtype), args.device)
-    comb = CombModel(args.comb, oracle.model.state_dict(), args.device) if args.comb else None
+    try:
+        comb = CombModel(args.comb, oracle.model.state_dict(), args.device) if args.comb else None
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     before = tokenizer.encode("")  # BOS, where the tokenizer adds it
     texts = PREAMBLES | {SERVER: PREAMBLES[args.preamble]}
     preambles = {name: [*before, *tokenizer.encode(text, add_special_tokens=False)] for name, text in texts.items()}

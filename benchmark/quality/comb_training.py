@@ -1,6 +1,8 @@
 """The training of a Comb model: its losses against the frozen decoder's own answers under full attention."""
 
+import dataclasses
 import functools
+import json
 import random
 import shutil
 from collections.abc import Sequence
@@ -166,7 +168,7 @@ class CombTrainer(Training):
         results: dict[str, float] = {"plain prompts are the decoder's": self.is_plain()}
         if self.recipe.data:
             comb_rows.start_worker(self.examples[: self.held_out])
-            test = CombRecipe(**{**vars(self.recipe), "rows": 1, "seed": -1})
+            test = dataclasses.replace(self.recipe, rows=1, seed=-1)
             kl, same = zip(*(self.compare(make_examples(test, number)) for number in range(num_rows)), strict=True)
             return results | {"KL": mean(kl), "same best token": mean(same)}
         recipe.start_worker(self.tokenizer.to_str())
@@ -212,7 +214,8 @@ class CombTrainer(Training):
         return all(torch.equal(weight.cpu(), start[name]) for name, weight in self.decoder.state_dict().items())
 
     def save_model(self) -> None:
-        ids = {"bos_token_id": 1, "eos_token_id": 2}
+        config = json.loads((Path(self.recipe.start) / "config.json").read_text(encoding="utf-8"))
+        ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
         save_comb(self.decoder, self.model, self.directory, torch.bfloat16, ids)
         for path in Path(self.recipe.start).glob("*"):
             if path.name.startswith("tokenizer") or path.name == "chat_template.jinja":
