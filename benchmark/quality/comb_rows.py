@@ -11,9 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmark.quality import recipe as worlds
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, Row
-from benchmark.quality.recipe import Recipe
+from benchmark.quality.recipe import Recipe, encoder
 from oracle.segments import Segment
 
 PARTS = ("ids", "positions", "worlds", "numbers")
@@ -134,9 +133,9 @@ def divide(rows: np.ndarray, recipe: CombRecipe) -> Rows:
 
 
 def world_row(rng: random.Random, mix: Mix, recipe: CombRecipe, grouped: float, split="train") -> np.ndarray:
-    """[len(FIELDS), length]. worlds.start_worker must have been called."""
+    """[len(FIELDS), length]. `recipe.start_worker` must have been called."""
     row = CombRow(recipe)
-    row.fill(rng, worlds.encoder(), mix, split)
+    row.fill(rng, encoder(), mix, split)
     made = row.finish()
     group(rng, made, grouped)
     return made
