@@ -2,7 +2,9 @@
 
 python -m benchmark.policies.evaluate --model path/to/model --questions questions.jsonl --out results.jsonl
 
-One JSON line for each prompt and policy; `python -m benchmark.policies.report results.jsonl` makes the table.
+One JSON line for each prompt and policy; `python -m benchmark.policies.report results.jsonl` makes the table. With
+`--comb` there are lines of a Comb model too that was trained for this model: `comb`, and `comb:chunks=1` with all
+documents in one chunk.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from benchmark.policies.comb import COMB, CombModel
 from benchmark.policies.preambles import PREAMBLES
 from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import SERVER, Preambles, parse
@@ -46,13 +49,18 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     oracle = Prototype(args.model, getattr(torch, args.dtype), args.device)
+    try:
+        comb = CombModel(args.comb, oracle.model.state_dict(), args.device) if args.comb else None
+    except ValueError as error:
+        sys.exit(f"error: {error}")
     before = tokenizer.encode("")  # BOS, where the tokenizer adds it
     texts = PREAMBLES | {SERVER: PREAMBLES[args.preamble]}
     preambles = {name: [*before, *tokenizer.encode(text, add_special_tokens=False)] for name, text in texts.items()}
     with open(args.out, "a", encoding="utf-8") as out:
         for question, segments in draw(args, Prompts(tokenizer), tokenizer):
-            for line in evaluate(oracle, tokenizer, question, segments, preambles, args):
-                print(json.dumps(line | {"seed": args.seed, "preamble": args.preamble}), file=out, flush=True)
+            for line in evaluate(oracle, comb, tokenizer, question, segments, preambles, args):
+                line |= {"policy": args.prefix + line["policy"], "seed": args.seed, "preamble": args.preamble}
+                print(json.dumps(line), file=out, flush=True)
 
 
 def draw(args: argparse.Namespace, prompts: Prompts, tokenizer) -> Iterator[tuple[Question, list[Segment]]]:
@@ -70,18 +78,32 @@ def draw(args: argparse.Namespace, prompts: Prompts, tokenizer) -> Iterator[tupl
 
 
 def evaluate(
-    oracle: Prototype, tokenizer, question: Question, segments: list[Segment], preambles: Preambles, args
+    oracle: Prototype,
+    comb: CombModel | None,
+    tokenizer,
+    question: Question,
+    segments: list[Segment],
+    preambles: Preambles,
+    args,
 ) -> Iterator[dict]:
-    """A line for each policy, `full` first. Two answers are scored token by token: the first gold one, and the one
-    that full attention gives."""
+    """A line for each policy, `full` first, and for each way to ask `comb`. Two answers are scored token by token: the
+    first gold one, and the one that full attention gives."""
     gold = tokenizer.encode(question.answers[0], add_special_tokens=False)
     full: list[torch.Tensor] = []
-    for name in ["full", *(name for name in args.policies if name != "full")]:
-        started, spec = time.perf_counter(), parse(name)
-        asked = spec.prompt(segments, args.model, oracle.model.config.vocab_size)
-        kept = spec.kept(oracle, asked, preambles)
-        prompt = oracle.start(asked, kept, spec.preamble(asked, preambles))
-        greedy = prompt.greedy(args.new_tokens, tokenizer.eos_token_id) if name in {"full", *args.generate} else None
+    names = ["full", *(name for name in args.policies if name != "full"), *(COMB if comb else ())]
+    for name in names:
+        started, recomputed, asked = time.perf_counter(), 0.0, segments
+        if name in COMB:
+            prompt = comb.start(segments, together=COMB[name])
+        else:
+            spec = parse(name)
+            asked = spec.prompt(segments, args.model, oracle.model.config.vocab_size)
+            kept = spec.kept(oracle, asked, preambles)
+            recomputed = 1 - sum(high - low for ranges in kept for low, high in ranges) / len(candidates(asked))
+            prompt = oracle.start(asked, kept, spec.preamble(asked, preambles))
+        greedy = (
+            prompt.greedy(args.new_tokens, tokenizer.eos_token_id) if name in {"full", *COMB, *args.generate} else None
+        )
         if name == "full":
             own = greedy or [tokenizer.eos_token_id]
         scored = [prompt.score(gold).cpu(), prompt.score(own).cpu()]
@@ -91,7 +113,8 @@ def evaluate(
             "id": question.id,
             "policy": name,
             "prompt_tokens": len(token_ids(asked)),
-            "share": 1 - sum(high - low for ranges in kept for low, high in ranges) / len(candidates(asked)),
+            "share": recomputed,
+            "kv_bytes": comb.bytes_per_token if name in COMB else bytes_per_token(oracle.model.config),
             "nll": -scored[0].gather(1, torch.tensor(gold)[:, None]).mean().item(),
             "answer_tokens": len(gold),
             "own_tokens": len(own),
@@ -105,9 +128,17 @@ def evaluate(
         yield line | {"seconds": round(time.perf_counter() - started, 2)}
 
 
+def bytes_per_token(config) -> int:
+    """Of a token's keys and values in all layers, in 16 bits."""
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 2
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="path or hub name")
+    parser.add_argument("--comb", type=Path, help="folder of a Comb model whose decoder is the model")
+    parser.add_argument("--prefix", default="", help="of the policies' names, to tell models apart in one table")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="SPEC")
     parser.add_argument(

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -117,11 +117,21 @@ class Llama(nn.Module):
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
         """ids, positions: [B, L] int64, positions below max_position_embeddings. Returns logits [B, L, vocab_size]."""
-        x = self.model.embed_tokens(ids)
-        cos_sin = self.rotary[:, positions].unsqueeze(2)
+        return self.logits(self.states(ids, positions, mask))
+
+    def states(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
+        """What the logits are made of, [B, L, hidden_size]."""
+        x, cos_sin = self.begin(ids, positions)
         for layer in self.model.layers:
             x = layer(x, cos_sin, mask)
-        return functional.linear(self.model.norm(x), self.model.embed_tokens.weight)
+        return self.model.norm(x)
+
+    def begin(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings [B, L, hidden_size], and the cosines and sines of their positions."""
+        return self.model.embed_tokens(ids), self.rotary[:, positions].unsqueeze(2)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        return functional.linear(states, self.model.embed_tokens.weight)
 
 
 def save_for_serving(model: Llama, directory: Path, dtype: torch.dtype, *, bos: int, eos: int, pad: int) -> None:
@@ -143,3 +153,23 @@ def save_for_serving(model: Llama, directory: Path, dtype: torch.dtype, *, bos: 
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = {name: weight.detach().to(dtype).cpu().contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def load_llama(directory: Path) -> Llama:
+    """A model as Hugging Face keeps it, in fp32. Raises ValueError where this module has no such model."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if config["model_type"] != "llama" or not config["tie_word_embeddings"]:
+        raise ValueError(f"{directory} is not a Llama whose output layer is tied to its embedding")
+    model = Llama(shape_of(config))
+    weights = load_file(directory / "model.safetensors")
+    model.load_state_dict({name: weight.float() for name, weight in weights.items() if name != "lm_head.weight"})
+    return model
+
+
+def shape_of(config: dict) -> Shape:
+    """The shape that a LlamaConfig names. Raises ValueError for rotary positions that are scaled."""
+    rotary = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
+    if rotary.get("rope_type", "default") != "default" or config.get("rope_scaling"):
+        raise ValueError("scaled rotary positions are not trained here")
+    fields = {field.name: config[field.name] for field in dataclasses.fields(Shape) if field.name != "rope_theta"}
+    return Shape(**fields, rope_theta=rotary["rope_theta"])

@@ -46,17 +46,10 @@ class Mix:
 
 
 def make_row(rng: random.Random, encode: Encoder, mix: Mix, length: int, split: Split = "train") -> np.ndarray:
-    """[len(FIELDS), length] int16: as many worlds as fit, the last ones smaller if necessary, then padding."""
+    """[len(FIELDS), length] int32: as many worlds as fit, the last ones smaller if necessary, then padding."""
     row = Row(length)
-    while True:
-        family, count = FAMILIES[rng.choice(mix.families)], rng.randint(*mix.documents)
-        while True:
-            world = family.make(rng, split, count, mix.similar)
-            if row.add(rng, encode, mix, world):
-                break
-            if count <= 2:
-                return row.finish()
-            count = max(2, count // 2)
+    row.fill(rng, encode, mix, split)
+    return row.finish()
 
 
 class Row:
@@ -64,6 +57,15 @@ class Row:
         self.length = length
         self.fields: dict[str, list[int]] = {name: [] for name in FIELDS}
         self.num_worlds = 0
+
+    def fill(self, rng: random.Random, encode: Encoder, mix: Mix, split: Split = "train") -> None:
+        """Add as many worlds as fit, the last ones smaller if necessary."""
+        while True:
+            family, count = FAMILIES[rng.choice(mix.families)], rng.randint(*mix.documents)
+            while not self.add(rng, encode, mix, family.make(rng, split, count, mix.similar)):
+                if count <= 2:
+                    return
+                count = max(2, count // 2)
 
     def add(self, rng: random.Random, encode: Encoder, mix: Mix, world: World) -> bool:
         """Add `world` with questions drawn from it. False, and nothing is added, if there is no room."""
@@ -85,7 +87,14 @@ class Row:
             answer = [*encode(f" {question.answer}"), EOS]
             self.fields["targets"][-1], self.fields["kinds"][-1] = answer[0], ANSWER
             self._segment(answer, ANSWER, position=shared + len(asked), branch=branch)
-        if len(self.fields["ids"]) <= self.length:
+        return self._keep(before)
+
+    def fits(self) -> bool:
+        return len(self.fields["ids"]) <= self.length
+
+    def _keep(self, before: int) -> bool:
+        """Whether the row fits with the last world, which began at `before` and is dropped if not."""
+        if self.fits():
             return True
         self.num_worlds -= 1
         for values in self.fields.values():
@@ -108,4 +117,4 @@ class Row:
 
     def finish(self) -> np.ndarray:
         """Padding is a world of its own, so that each of its tokens sees something."""
-        return np.array([values + [0] * (self.length - len(values)) for values in self.fields.values()], dtype=np.int16)
+        return np.array([values + [0] * (self.length - len(values)) for values in self.fields.values()], dtype=np.int32)

@@ -7,6 +7,8 @@ import math
 import multiprocessing
 import random
 import signal
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -14,6 +16,8 @@ from tokenizers import Tokenizer
 from benchmark.quality.llama import Shape
 from benchmark.quality.packing import Mix, make_row
 from benchmark.quality.vocabulary import VOCAB_SIZE, Encoder
+
+Data = TypeVar("Data")
 
 
 def between(pair: tuple[float, float], progress: float) -> float:
@@ -84,22 +88,28 @@ def start_worker(tokenizer: str) -> None:
     _encode = Encoder(Tokenizer.from_str(tokenizer))
 
 
+def encoder() -> Encoder:
+    """The one that `start_worker` made."""
+    return _encode
+
+
 def make_rows(recipe: Recipe, step: int) -> np.ndarray:
-    """[rows, len(FIELDS), length] int16."""
+    """[rows, len(FIELDS), length] int32."""
     mix = recipe.mix(step)
     rngs = (random.Random(f"{recipe.seed}/{step}/{row}") for row in range(recipe.rows))
     return np.stack([make_row(rng, _encode, mix, recipe.length) for rng in rngs])
 
 
-class Feed:
-    """The rows of every step from `start` on, in order; worker processes make them ahead of time."""
+class Feed(Generic[Data]):
+    """The data of steps in their order; worker processes make them ahead of time."""
 
-    def __init__(self, recipe: Recipe, tokenizer: Tokenizer, start: int, workers: int):
-        self.recipe, self.steps = recipe, iter(range(start, recipe.steps))
+    def __init__(self, make: Callable[[int], Data], prepare: Callable[[], None], steps: range, workers: int):
+        """prepare: called once in each worker, before make(step). What it refers to is inherited, not copied."""
+        self.make, self.steps = make, iter(steps)
         # The pool ends its workers with SIGTERM. A handler inherited from this process could leave them waiting for
         # ever: what it raises in the first moments after a fork is ignored.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self.pool = multiprocessing.get_context("fork").Pool(workers, start_worker, (tokenizer.to_str(),))
+        self.pool = multiprocessing.get_context("fork").Pool(workers, prepare)
         signal.signal(signal.SIGTERM, handler)
         self.made = collections.deque()
         for _ in range(4 * workers):
@@ -107,12 +117,12 @@ class Feed:
 
     def _ask_for_more(self) -> None:
         for step in itertools.islice(self.steps, 1):
-            self.made.append(self.pool.apply_async(make_rows, (self.recipe, step)))
+            self.made.append(self.pool.apply_async(self.make, (step,)))
 
-    def next(self) -> np.ndarray:
-        rows = self.made.popleft().get()
+    def next(self) -> Data:
+        data = self.made.popleft().get()
         self._ask_for_more()
-        return rows
+        return data
 
     def close(self) -> None:
         self.pool.terminate()

@@ -23,6 +23,7 @@ from benchmark.report.policies import (
     policies_answers,
     policies_by_group,
     policies_by_length,
+    policies_comb,
     policies_matches,
     policies_paired,
 )
@@ -43,6 +44,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
             policies_by_group,
             policies_by_length,
             policies_answers,
+            policies_comb,
             policies_matches,
             policies_paired,
             policy_costs,

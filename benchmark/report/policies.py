@@ -6,7 +6,9 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmark.policies.report import load, paired, row
+import numpy as np
+
+from benchmark.policies.report import RESAMPLES, interval, load, paired, row
 from benchmark.report.cells import table
 
 STUDIES = {
@@ -112,6 +114,31 @@ def policies_matches(sources: list[Path]) -> str:
             body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), *shares])
     heads = [f"{group}, {size}" for group, size in sizes.items()]
     return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", *heads], body)
+
+
+def policies_comb(sources: list[Path]) -> str:
+    """Exact match by data set, KL and memory, of a model under policies and of others, named by prefixes, that answered
+    the same prompts; each one's KL is to its own full attention."""
+    lines = load(sources)
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    draws = np.random.default_rng(0).integers(len(lines["full"]), size=(RESAMPLES, len(lines["full"])))
+    body = []
+    for name, answered in lines.items():
+        if {prompt for prompt, line in answered.items() if "em" in line} != set(lines["full"]):
+            continue
+        right = np.array([line["em"] for line in answered.values()])
+        low, high = interval(right[draws].mean(-1))
+        by_group = [
+            f"{sum(line['em'] for prompt, line in answered.items() if prompt[0] == group) / size:.0%}"
+            for group, size in sizes.items()
+        ]
+        (kv_bytes,) = {line["kv_bytes"] for line in answered.values()}
+        divergence = np.mean([line["own_kl"] for line in answered.values()])
+        recomputed = np.mean([line["share"] for line in answered.values()])
+        whole = f"{right.mean():.0%} ({low:.0%} to {high:.0%})"
+        body.append([f"`{name}`", f"{recomputed:.0%}", f"{kv_bytes:,}", f"{divergence:.3f}", whole, *by_group])
+    heads = ["recomputed", "KV bytes per document token", "own KL", f"all {len(lines['full'])} prompts"]
+    return table(["policy", *heads, *(f"{group}, {size}" for group, size in sizes.items())], body)
 
 
 def common(lines: Lines, study: str = "") -> Lines:

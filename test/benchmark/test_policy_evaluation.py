@@ -1,6 +1,7 @@
 """The comparison of policies without a server: its shortcuts against the oracle, specs, and the numbers of a table."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -10,7 +11,11 @@ from benchmark.policies import evaluate, report, served
 from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import best_nearby, parse
 from benchmark.policies.statics import STATICS
+from benchmark.quality.comb import Comb, save_comb
+from benchmark.quality.llama import Llama, Shape, save_for_serving
+from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from benchmark.quality.worlds import records
+from benchmark.report.policies import policies_comb
 from oracle.block_mask import Oracle, greedy
 from oracle.policies import PolicyOracle, candidates, epic, keep_all_but
 from oracle.scenarios import Dice
@@ -134,6 +139,40 @@ def test_evaluation(tiny_model, tmp_path, monkeypatch):
         assert block["kl"] > 0 and query["own_kl"] > 0 and "f1" in block and "f1" not in query
     text = report.table([report.row(policy, report.load([out])) for policy in ("full", *policies)])
     assert "| `base+query:ratio=0.2` | 3 | 20 |" in text
+
+
+def test_comb(tmp_path, monkeypatch):
+    """A Comb model with closed gates answers from the text alone, whatever its chunks are; its table has the bytes of
+    its cross layers' KV. Another model's is refused."""
+    torch.manual_seed(0)
+    decoder, made = Llama(Shape(VOCAB_SIZE, 64, 96, 4, 4, 2, 16, 512)), tmp_path / "comb"
+    comb = Comb(decoder.shape, (1, 3))
+    comb.start_from(decoder)
+    for path in (tmp_path / "stock", made):
+        path.mkdir()
+        save_tokenizer(train_tokenizer(), path, 512)
+    save_for_serving(decoder, tmp_path / "stock", torch.float32, bos=BOS, eos=EOS, pad=PAD)
+    save_comb(decoder, comb, made, torch.float32, {})
+    questions, out = tmp_path / "worlds.jsonl", tmp_path / "out.jsonl"
+    questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 3, 1, documents=(2, 4))))
+    arguments = ["--model", str(tmp_path / "stock"), "--comb", str(made), "--questions", str(questions)]
+    arguments += ["--policies", "block", "--generate", "block", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    evaluate.main()
+    monkeypatch.setattr(sys, "argv", ["", *arguments, "--prefix", "twin "])
+    evaluate.main()
+    lines = report.load([out])
+    assert list(lines) == [*(names := ["full", "block", "comb", "comb:chunks=1"]), *(f"twin {name}" for name in names)]
+    for prompt, line in lines["comb"].items():
+        assert line["kv_bytes"] == 2 * 2 * 2 * 16 * 2 and lines["full"][prompt]["kv_bytes"] == 2 * line["kv_bytes"]
+        assert line["own_kl"] == pytest.approx(lines["comb:chunks=1"][prompt]["own_kl"], abs=1e-5)
+        assert line["own_kl"] > 0
+    assert re.search(r"\| `comb` \| 0% \| 256 \| \d\.\d{3} \| \d+% ", policies_comb([out]))
+    with torch.no_grad():
+        decoder.model.norm.weight[0] += 1
+    save_comb(decoder, comb, made, torch.float32, {})
+    with pytest.raises(SystemExit, match="norm.weight differs"):
+        evaluate.main()
 
 
 def test_rows():
