@@ -74,6 +74,18 @@ def test_pages_are_short(page):
     assert len(words) < MAX_WORDS[page]
 
 
+def named_tests(page: Path) -> set[str]:
+    """The tests that a page names."""
+    return set(re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")))
+
+
+def test_every_test_that_a_page_names_exists():
+    modules = (ROOT / "test").rglob("test_*.py")
+    there = {name for module in modules for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)}
+    assert named_tests(ROOT / "docs" / "operations.md")
+    assert {name for page in PAGES for name in named_tests(page)} - there == set()
+
+
 def test_broken_links_are_found(tmp_path):
     (tmp_path / "other.md").write_text("# A `plan`, twice\n\n## Twice: [linked](here)\n\n## Twice\n\n## Twice\n")
     page = tmp_path / "page.md"
