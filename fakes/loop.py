@@ -1,6 +1,6 @@
 """The scheduler over recording pools, checked after every step, and what tests ask of it."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
@@ -18,7 +18,7 @@ QUESTION = (TEXT, (15,))
 
 class Loop(Scheduler):
     """link: the policy of requests that do not name another.  max_fill_tokens: of fills of several chunks.
-    pools: options of the pools.
+    scheduler, pools: options of the scheduler and of the pools.
     """
 
     def __init__(
@@ -29,10 +29,11 @@ class Loop(Scheduler):
         overlap: bool = False,
         link: str = "block",
         max_fill_tokens: int | None = None,
+        scheduler: Mapping[str, Any] | None = None,
         **pools: Any,
     ):
         pools = RecordingPools(pool_size, **pools)
-        super().__init__(pools, chunked_prefill_size=chunked_prefill_size, overlap=overlap)
+        super().__init__(pools, chunked_prefill_size=chunked_prefill_size, overlap=overlap, **(scheduler or {}))
         self.store, self.producer, self.link = self.tree_cache.store, self.admission.producer, link
         self.producer.max_tokens = max_fill_tokens or chunked_prefill_size
 

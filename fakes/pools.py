@@ -101,9 +101,10 @@ class Pools:
         )
         self.runner.model.layers, self.runner.model.end_layer = range(2), 2
 
-    def connect(self, storage: Any, model: bytes = b"model") -> None:
-        """Put storage behind the host."""
-        self.cache.connect(TensorBackend(storage), lambda: model, StorageReport(token_size=1))
+    def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
+        """Put storage behind the host.  model, adapters: what names their weights, the latter by id."""
+        weights = {None: model, "x": b"adapter x", "y": b"adapter y", **adapters}
+        self.cache.connect(TensorBackend(storage), weights.get, StorageReport(token_size=1))
 
     def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> TokenToKVPoolAllocator:
         return TokenToKVPoolAllocator(size, torch.float32, device, kv, need_sort=False)

@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from fakes.attention import attend
 from fakes.pools import NUM_ROTATIONS, Pools
-from fakes.requests import contents_of, contents_of_fill, kept_in, positions_of
+from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
 from fakes.streams import LatePool, current_stream
 from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
@@ -168,7 +168,7 @@ class RecordingPools(Pools):
         """What is known of internal requests, and of those that wait for a probe, when they run."""
         state = linked(req)
         if (fill := fill_of(req)) is not None:
-            req.contents = contents_of_fill(fill)
+            req.contents = contents_of_fill(fill, req.lora_id)
             variant, preamble = fill.chunks[0].key.namespace.variant, tuple(fill.preamble)
             assert self.preambles.setdefault(variant, preamble) == preamble
             return
@@ -193,11 +193,11 @@ class RecordingPools(Pools):
                 runs = [
                     run.tolist() for run in np.split(span.positions, np.flatnonzero(np.diff(span.positions) > 1) + 1)
                 ]
-                kind, extra_key, salt, path = req.contents[runs[-1][0]]
+                kind, place, salt, path = req.contents[runs[-1][0]]
                 ends = [0, *(run[-1] + 1 for run in runs)]
                 between = [path[end : run[0]] for end, run in zip(ends, runs, strict=False)]
                 lens = [len(run) for run in runs[:-1]]
-                before = (extra_key, salt, between, lens)
+                before = (place, salt, between, lens)
                 known = self.paths.get(span.namespace, before)
                 # Nothing stands behind the last kept token where another chunk does: then less is named.
                 less, more = sorted((known, before), key=lambda path: len(path[3]))
@@ -317,16 +317,18 @@ class RecordingPools(Pools):
 
     def _promise(self, namespace: Any, tokens: tuple[int, ...]) -> tuple:
         if not isinstance(namespace, Namespace):
-            return ("text", namespace, None, tokens)
+            adapter = next((one for one in ADAPTERS if (namespace or "").endswith(one)), None)
+            return ("text", (namespace, adapter), None, tokens)
         if namespace.kind == "chunk":
-            return ("chunk", namespace.extra_key, namespace.cache_salt, (self.preambles[namespace.variant], tokens))
-        extra_key, salt, between, lens = self.paths[namespace]
+            place = (namespace.extra_key, namespace.adapter)
+            return ("chunk", place, namespace.cache_salt, (self.preambles[namespace.variant], tokens))
+        place, salt, between, lens = self.paths[namespace]
         path = ()
         for fixed, count in itertools.zip_longest(between, lens, fillvalue=len(tokens)):
             if tokens:
                 path += fixed + tokens[:count]
                 tokens = tokens[count:]
-        return ("text", extra_key, salt, path)
+        return ("text", place, salt, path)
 
     def check_row_contents(self) -> None:
         """Every entry of a running request's row holds what its position demands."""

@@ -12,6 +12,8 @@ from sglang_lazy.core.state import Fill, LinkedRequest, fill_of, linked
 from sglang_lazy.policies import get_policy
 
 TEXT, CHUNK = False, True
+ADAPTERS = ("x", "y")
+"""Ids of LoRA adapters, which no `extra_key` of these requests ends in: of plain text it says which has computed it."""
 VOCAB_SIZE = 16
 NEUTRAL_PREAMBLE = (14, 13)
 
@@ -25,6 +27,7 @@ def new_request(
     link: str = "block",
     max_new_tokens: int = 3,
     priority: int | None = None,
+    lora_id: str | None = None,
 ) -> Req:
     """A request for `parts`, pairs of (is chunk, tokens).
 
@@ -45,7 +48,7 @@ def new_request(
         max_new_tokens=max_new_tokens, custom_params={LAYOUT_PARAM: layout.pack()} if chunks else None
     )
     params.normalize(None)
-    req = Req(rid, "", ids, params, vocab_size=VOCAB_SIZE, extra_key=extra_key, priority=priority)
+    req = Req(rid, "", ids, params, vocab_size=VOCAB_SIZE, extra_key=extra_key, priority=priority, lora_id=lora_id)
     req.parts, req.layout = parts, layout
     req.future = array("q", (1 + (len(ids) + i) % 3 for i in range(max_new_tokens + 2)))
     policy = get_policy(layout.link) if chunks else None
@@ -57,12 +60,12 @@ def new_request(
 def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
     """The semantics. A kept token of a chunk depends on its chunk so far and on the preamble that this was computed
     behind, in whatever prompt. All others are text and depend on the whole path so far: which text, and which tokens of
-    which chunks. Either is private to those who share extra_key and, from the first kept token on, the salt. The last
-    token of a prompt is never kept.
+    which chunks. Either is private to those who share adapter and extra_key and, from the first kept token on, the
+    salt. The last token of a prompt is never kept.
 
     kept: per chunk.
     """
-    layout, ids, extra_key = req.layout, req.origin_input_ids, req.extra_key
+    layout, ids, place = req.layout, req.origin_input_ids, (req.extra_key, req.lora_id)
     starts: dict[int, int] = {}
     for (start, _), ranges in zip(layout.chunks, kept, strict=True):
         starts |= {start + i: start for begin, end in ranges for i in range(begin, end)}
@@ -77,20 +80,23 @@ def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
             salt = layout.cache_salt
             chunk_so_far = (preamble, tuple(ids[starts[position] : position + 1]))
             path += (chunk_so_far,)
-            contents.append(("chunk", extra_key, salt, chunk_so_far))
+            contents.append(("chunk", place, salt, chunk_so_far))
         else:
             path += (token,)
-            contents.append(("text", extra_key, salt, path))
+            contents.append(("text", place, salt, path))
     return contents
 
 
-def contents_of_fill(fill: Fill) -> list[tuple]:
-    """What the KV of a fill's tokens depends on, part by part: its preamble is text like that of any prompt."""
-    preamble = tuple(fill.preamble)
-    contents = [("text", fill.owner.extra_key, None, preamble[: i + 1]) for i in range(len(preamble))]
+def contents_of_fill(fill: Fill, lora_id: str | None) -> list[tuple]:
+    """What the KV of a fill's tokens depends on, part by part: its preamble is text like that of any prompt.
+
+    lora_id: the adapter that it is computed with.
+    """
+    preamble, place = tuple(fill.preamble), (fill.owner.extra_key, lora_id)
+    contents = [("text", place, None, preamble[: i + 1]) for i in range(len(preamble))]
     for chunk in fill.chunks:
         namespace, tokens = chunk.key.namespace, tuple(chunk.tokens)
-        tenant = (namespace.extra_key, namespace.cache_salt)
+        tenant = ((namespace.extra_key, lora_id), namespace.cache_salt)
         contents += [("chunk", *tenant, (preamble, tokens[: i + 1])) for i in range(len(tokens))]
     return contents
 

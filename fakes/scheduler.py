@@ -5,15 +5,17 @@ import types
 from array import array
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
-from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder
+from sglang.srt.managers.schedule_policy import AddReqResult, PrefillAdder, SchedulePolicy
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.runtime_context import get_server_args
 
 from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.state import is_internal
+from sglang_lazy.port import lora, schedule_policy
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.radix import LazyRadixCache
 
@@ -22,11 +24,26 @@ def untimed(_step: str) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
+class Policy(SchedulePolicy):
+    """SGLang's, with our hooks."""
+
+    def calc_priority(self, waiting_queue: list[Req], running_batch: ScheduleBatch | None = None) -> None:
+        schedule_policy.calc_priority(SchedulePolicy.calc_priority, self, waiting_queue, running_batch)
+
+    def _compute_prefix_matches(self, waiting_queue: list[Req], policy: Any) -> set[str]:
+        found = super()._compute_prefix_matches(waiting_queue, policy)
+        return schedule_policy.compute_prefix_matches(found, self, waiting_queue, policy)
+
+
 class Scheduler:
     """What hooks and admission see of SGLang's scheduler.
 
     overlap: take the result of a batch only after the next one was launched.
+    max_adapters: how many LoRA adapters a batch may have, the base model among them.
+    policy: how the queue is ordered.  prioritizes: whether requests have priorities, for which others are preempted.
+    max_running: requests that run at once.
     clock: entered around each step of forming a batch, with its name.
+    loading: adapters that SGLang loads beside the passes: asked for the first time they are not ready.
     log: what each step launched, as ids.
     """
 
@@ -37,15 +54,23 @@ class Scheduler:
         chunked_prefill_size: int = 64,
         overlap: bool = False,
         max_chunks: int = 8,
+        max_adapters: int = 8,
+        policy: str = "fcfs",
+        prioritizes: bool = False,
+        max_running: int = 1000,
         clock: Callable[[str], AbstractContextManager] = untimed,
     ):
         self.pools, self.tree_cache = pools, pools.cache
         self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
+        self.max_adapters, self.loading = max_adapters, set()
+        self.prioritizes, self.max_running = prioritizes, max_running
+        self.schedule_low_priority_values_first = False
+        self.policy = Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
         self.model_config, self.tokenizer = pools.model_config, None
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
         self.waiting_queue: list[Req] = []
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
-        self.chunked_req, self.chunked_abort = None, None
+        self.chunked_req, self._pending_chunked_abort_req = None, None
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
         if isinstance(self.tree_cache, LazyRadixCache):
@@ -56,7 +81,14 @@ class Scheduler:
     # Arrival
 
     def _add_request_to_queue(self, req: Req) -> None:
-        hooks.add_request_to_queue(lambda _, req: self.waiting_queue.append(req), self, req)
+        if self.prioritizes and req.priority is None:
+            req.priority = -(1 << 62)
+
+        def enqueue(_scheduler: Any, req: Req) -> None:
+            self.waiting_queue.append(req)
+            req.time_stats.set_wait_queue_entry_time()
+
+        hooks.add_request_to_queue(enqueue, self, req)
 
     def abort(self, req: Req) -> None:
         """SGLang takes a waiting request out of the queue and tells nobody."""
@@ -64,8 +96,11 @@ class Scheduler:
 
     def abort_chunked(self) -> Req:
         """SGLang releases a request between two pieces of its prefill, in its next step; returns the request."""
-        self.chunked_abort = self.chunked_req
+        self._pending_chunked_abort_req = self.chunked_req
         return self.chunked_req
+
+    def unload(self, adapter: str) -> None:
+        lora.unload_adapter(self, types.SimpleNamespace(lora_id=adapter))
 
     # The loop
 
@@ -100,11 +135,11 @@ class Scheduler:
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
     ) -> tuple[ScheduleBatch, ScheduleBatch | None]:
         """As `Scheduler.get_next_batch_to_run`, with the running batch first."""
-        if self.chunked_abort is not None and self.chunked_abort is self.chunked_req:
+        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
             self.chunked_req.finished_reason = FINISH_ABORT()
             release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
             self.chunked_req = None
-        self.chunked_abort = None
+        self._pending_chunked_abort_req = None
         if self.chunked_req is not None and self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices):
             self.tree_cache.cache_unfinished_req(self.chunked_req, chunked=True)
         if last_batch is not None and last_batch.forward_mode.is_extend():
@@ -127,23 +162,35 @@ class Scheduler:
     def form_batch(self, _delayer: None, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         """As `Scheduler._get_new_batch_prefill_raw`."""
         self.pools.take_acknowledgements()
+        if self.prioritizes:
+            running_batch.batch_is_full = False
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
             return None, running_batch
-        ratio = self.new_token_ratio_tracker.current
+        self.policy.calc_priority(self.waiting_queue, running_batch)
+        ratio, flags = self.new_token_ratio_tracker.current, get_server_args()
         adder = PrefillAdder(
             1, self.tree_cache, self.pools.slots, running_batch, ratio, 1 << 30, self.chunked_prefill_size
         )
         if self.chunked_req is not None:
             self.chunked_req.init_next_round_input()
             self.chunked_req = adder.add_chunked_req(self.chunked_req)
+        adapters = {req.lora_id for req in (*running_batch.reqs, *adder.can_run_list) if not req.finished()}
         for req in self.waiting_queue:
-            if len(adder.can_run_list) >= self.pools.rows.available_size():
+            if not lora.can_schedule(type(self).adapter_fits, self, req, adapters):
+                continue
+            room = min(self.pools.rows.available_size(), self.max_running - len(running_batch.reqs))
+            if len(adder.can_run_list) >= room:
                 running_batch.batch_is_full = True
+            if running_batch.batch_is_full and not (
+                self.prioritizes
+                and schedule_policy.preempt_to_schedule(type(adder).preempt_to_schedule, adder, req, flags)
+            ):
                 break
             with self.clock("layout"):
                 req.init_next_round_input(self.tree_cache)
             with self.clock("batch"):
                 result = adder.add_one_req(req, self.chunked_req is not None, None)
+            adapters.add(req.lora_id)
             if result != AddReqResult.CONTINUE:
                 running_batch.batch_is_full = result == AddReqResult.NO_TOKEN
                 break
@@ -151,6 +198,8 @@ class Scheduler:
             return None, running_batch
         taken = set(adder.can_run_list)
         self.waiting_queue = [req for req in self.waiting_queue if req not in taken]
+        for req in adder.preempt_list:
+            self._add_request_to_queue(req)
         self.chunked_req = adder.new_chunked_req or self.chunked_req
         if self.chunked_req is not None:
             self.chunked_req.inflight_middle_chunks += 1
@@ -162,6 +211,15 @@ class Scheduler:
         with self.clock("segments"):
             self.pools.launch(batch)
         return batch, running_batch
+
+    def adapter_fits(self, req: Req, adapters: set[str | None]) -> bool:
+        """As `Scheduler._can_schedule_lora_req`."""
+        if req.lora_id in adapters:
+            return True
+        if req.lora_id in self.loading:
+            self.loading.remove(req.lora_id)
+            return False
+        return len({req.lora_id} | adapters) <= self.max_adapters
 
     def decode_batch(self, running_batch: ScheduleBatch) -> ScheduleBatch | None:
         """As `Scheduler.update_running_batch`."""

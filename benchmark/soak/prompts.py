@@ -1,10 +1,10 @@
 """The prompts of a soak, and what the model must answer to each."""
 
-import bisect
 import dataclasses
 import itertools
 import random
 
+from benchmark.serving.workloads import zipf_weights
 from oracle.block_mask import greedy
 from oracle.policies import PolicyOracle, epic, keep_all_but
 from oracle.scenarios import Dice
@@ -67,7 +67,7 @@ class Draw:
 
     def __init__(self, prompts: list[Prompt], rng: random.Random):
         self.prompts, self.rng = prompts, rng
-        self._weights = list(itertools.accumulate((rank + 1) ** -ALPHA for rank in range(len(prompts))))
+        self._weights = zipf_weights(len(prompts), ALPHA)
 
     def __call__(self) -> Prompt:
-        return self.prompts[bisect.bisect(self._weights, self.rng.random() * self._weights[-1])]
+        return self.rng.choices(self.prompts, cum_weights=self._weights)[0]

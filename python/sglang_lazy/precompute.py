@@ -35,6 +35,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--model-path", required=True, help="model to start")
     parser.add_argument("--chunks", type=Path, required=True, help="JSON Lines file")
+    parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to compute them with, one of --lora-paths")
     own, flags = cut(argv)
     args = parser.parse_args(own)
     if not any(flag.partition("=")[0] == "--hicache-storage-backend" for flag in flags):
@@ -50,28 +51,31 @@ def read_chunks(path: Path) -> Iterator[dict[str, Any]]:
         yield {"type": "chunk", **line}
 
 
-def precompute(engine: Any, chunks: Iterable[dict[str, Any]], total: int | None = None) -> int:
+def precompute(
+    engine: Any, chunks: Iterable[dict[str, Any]], total: int | None = None, lora_path: str | None = None
+) -> int:
     """Have all chunks in storage; returns how many were there before. Raises RuntimeError if one cannot be stored.
 
-    total: how many they are, for the progress bar.
+    total: how many they are, for the progress bar.  lora_path: the name of the adapter to compute them with.
     """
     num_found, chunks = 0, iter(chunks)
     with tqdm(total=total, desc="chunks", disable=None) as bar:
         while batch := list(itertools.islice(chunks, BATCH_SIZE)):
             before = _num_stored(engine)
-            hits = _compute(engine, batch)
+            hits = _compute(engine, batch, lora_path)
             num_found += sum(hits)
             new = {json.dumps(chunk) for chunk, hit in zip(batch, hits, strict=True) if not hit}
             if _num_stored(engine) - before < len(new):
-                _store_each(engine, batch)
+                _store_each(engine, batch, lora_path)
             bar.update(len(batch))
     return num_found
 
 
-def _compute(engine: Any, chunks: list[dict[str, Any]]) -> list[bool]:
+def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> list[bool]:
     """Have chunks computed that storage does not have, and written to it; returns which it had."""
     prompts = [[chunk, "\n"] for chunk in chunks]
-    outputs = engine.generate(segments=prompts, sampling_params={"max_new_tokens": 1, "temperature": 0})
+    params = {"max_new_tokens": 1, "temperature": 0}
+    outputs = engine.generate(segments=prompts, sampling_params=params, lora_path=lora_path)
     # A flush waits until all is stored.
     flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
     if not flushed.success:
@@ -84,10 +88,10 @@ def _num_stored(engine: Any) -> int:
     return sum(state["lazy_storage"]["stored"] for state in engine.get_server_info()["internal_states"])
 
 
-def _store_each(engine: Any, chunks: list[dict[str, Any]]) -> None:
+def _store_each(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> None:
     """One by one, should they be too much for the host at once, and read back."""
     for chunk in chunks:
-        if not any(_compute(engine, [chunk])[0] for _ in range(2)):
+        if not any(_compute(engine, [chunk], lora_path)[0] for _ in range(2)):
             raise RuntimeError(f"storage does not take this chunk: {json.dumps(chunk)[:80]}…; the log may say why")
 
 
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         num_chunks = sum(1 for _ in read_chunks(args.chunks))  # before a model is started, all lines are checked
         with started(args.model_path, flags) as engine:
-            num_found = precompute(engine, read_chunks(args.chunks), num_chunks)
+            num_found = precompute(engine, read_chunks(args.chunks), num_chunks, args.lora_path)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

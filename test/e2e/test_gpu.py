@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundedCache, visibility
 from oracle.models import MODELS, ModelSpec, build
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
@@ -43,6 +44,23 @@ WAYS = {
 }
 
 
+ADAPTERS = (("a", 1, 8), ("b", 2, 16))  # name, seed, rank
+ENGINE = {
+    "dtype": "bfloat16",
+    "mem_fraction_static": 0.2,
+    "cuda_graph_max_bs_decode": 16,
+    "log_level": "error",
+}
+
+
+def wide(name: str, model_dir) -> str:
+    """The path of a model with wider heads."""
+    spec = MODELS[name]
+    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
+    MODELS[wide.name] = wide
+    return build(wide.name, model_dir)
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -72,14 +90,8 @@ def served(request, model_dir):
     options = {"attention_backend": "triton", "max_total_tokens": 20000, **WAYS[way]}
     if torch.cuda.device_count() < options.get("tp_size", 1):
         pytest.skip("tensor parallelism needs as many GPUs")
-    spec = MODELS[name]
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
-    MODELS[wide.name] = wide
-    path = build(wide.name, model_dir)
-    engine = Engine(
-        model_path=path, dtype="bfloat16", mem_fraction_static=0.2, cuda_graph_max_bs_decode=16, log_level="error",
-        **options,
-    )  # fmt: skip
+    path = wide(name, model_dir)
+    engine = Engine(model_path=path, **ENGINE, **options)
     try:
         yield engine, path, torch.float8_e4m3fn if "fp8" in way else torch.bfloat16, "tiers" in way
     finally:
@@ -203,3 +215,51 @@ def test_policies_on_cuda(served):
             ours.append((reported - expected).abs().max().item())
             plain.append((bf16 - expected).abs().max().item())
     assert max(ours) <= 2 * max(plain), (links, ours, plain)
+
+
+@pytest.mark.parametrize("lora_backend", ["csgmv", "triton"])
+def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
+    """One document under the base model and two adapters at once, in prefill and decode graphs that have adapters: each
+    no further from its merged model in fp32 than twice that in bf16, over KV of its own."""
+    from sglang_lazy import Engine
+
+    path = wide("llama", model_dir)
+    adapters = {name: random_adapter(path, tmp_path / name, seed, rank) for name, seed, rank in ADAPTERS}
+    engine = Engine(
+        model_path=path, **ENGINE, attention_backend="triton", max_total_tokens=20000, lora_backend=lora_backend,
+        lora_paths=[f"{name}={adapter}" for name, adapter in adapters.items()], max_loras_per_batch=3,
+    )  # fmt: skip
+    dice = Dice(7)
+    docs = dice.chunks(3, 100, 700)
+    head, question = dice.text(20), dice.text(12)
+    names = (None, *adapters)
+    cases = [(name, [head, *dice.shuffled(docs), question]) for name in names for _ in range(2)]
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    segments = [[segment.to_request() for segment in prompt] for _, prompt in cases]
+    try:
+        answers = [
+            engine.generate(
+                segments=segments, lora_path=[name for name, _ in cases], sampling_params=params, return_logprob=True
+            )
+            for _ in range(2)
+        ]
+    finally:
+        engine.shutdown()
+        gc.collect()
+    ours, plain = [], []
+    for name in names:
+        model = path if name is None else str(merged(path, adapters[name], tmp_path / f"merged-{name}"))
+        oracle = PolicyOracle(model, torch.float32, "cuda")
+        for i, (of, prompt) in enumerate(cases):
+            if of != name:
+                continue
+            for outputs, hit in zip(answers, (False, True), strict=True):
+                tokens, meta = outputs[i]["output_ids"], outputs[i]["meta_info"]
+                assert [entry["hit"] for entry in meta["chunks"]] == [hit] * 3
+                chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
+                exact = oracle.logprobs(prompt, tokens[:-1], keep_all_but(prompt, ())).cpu()[chosen]
+                bf16 = plain_bf16(model, torch.bfloat16, prompt, tokens[:-1])[chosen]
+                reported = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+                ours.append((reported - exact).abs().max().item())
+                plain.append((bf16 - exact).abs().max().item())
+    assert max(ours) <= 2 * max(plain), (ours, plain)

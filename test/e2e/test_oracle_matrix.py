@@ -30,9 +30,9 @@ GROUPS = [SHORT[::2], SHORT[1::2], LONG]
 # Ways of running that every model must not try, but some model should.
 VARIANTS = {
     "llama-yarn": {"disable_overlap_schedule": True, "chunked_prefill_size": 64},
-    "qwen2": {"chunked_prefill_size": 64},
+    "qwen2": {"chunked_prefill_size": 64, "schedule_policy": "dfs-weight"},
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
-    "stablelm": {"schedule_policy": "fcfs", "max_running_requests": 4},
+    "stablelm": {"schedule_policy": "lpm", "max_running_requests": 4},
     # The pool has room for a prompt and the chunks that are copied into it.
     "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
 }

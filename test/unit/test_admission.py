@@ -51,6 +51,7 @@ def test_queue_is_put_back_in_order():
     newcomer = new_request([QUESTION], rid="newcomer")
 
     def formation(scheduler, _delayer, running_batch):
+        scheduler.policy.calc_priority(scheduler.waiting_queue, running_batch)
         assert [fill_of(req) is not None for req in scheduler.waiting_queue] == [True, False, False, False, False]
         scheduler.waiting_queue = [*scheduler.waiting_queue[:3], scheduler.waiting_queue[4]]
         scheduler.waiting_queue.append(newcomer)
@@ -61,21 +62,25 @@ def test_queue_is_put_back_in_order():
 
 
 @pytest.mark.parametrize("others", [0, 1], ids=["into a plain queue", "beside another parent"])
-def test_parent_that_arrives_during_batch_formation_waits(others):
-    """SGLang queues requests whose grammar is ready while it forms a batch: a parent among them waits."""
+def test_parent_that_arrives_during_batch_formation(others):
+    """SGLang queues requests whose grammar is ready before it puts the queue in order, and those whose place others
+    have taken at the end."""
     scheduler = Loop()
     plain = scheduler.submit([QUESTION], "plain")
     waiting = [scheduler.submit([B, QUESTION], "other") for _ in range(others)]
-    late = new_request([A, QUESTION], rid="late")
+    early, late = (new_request([A, QUESTION], rid=name) for name in ("early", "late"))
 
     def formation(scheduler, _delayer, running_batch):
-        scheduler._add_request_to_queue(late)
-        assert late not in scheduler.waiting_queue, "it has not been admitted: matching it would fail"
+        scheduler._add_request_to_queue(early)
+        scheduler.policy.calc_priority(scheduler.waiting_queue, running_batch)
+        fill, last = scheduler.waiting_queue[-2:]
+        assert last is early and fill_of(fill).parents == [early]
         scheduler.waiting_queue.remove(plain)
+        scheduler._add_request_to_queue(late)
         return ScheduleBatch(reqs=[plain]), running_batch
 
     hooks.get_new_batch_prefill_raw(formation, scheduler, None, scheduler.running_batch)
-    assert scheduler.waiting_queue == [*waiting, late]
+    assert scheduler.waiting_queue == [*waiting, early, late]
 
 
 def test_head_of_line_blocks_under_a_small_budget():

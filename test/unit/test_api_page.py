@@ -16,6 +16,7 @@ from sglang_lazy import verify
 from sglang_lazy.core import segments
 from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
 from sglang_lazy.port import tier_report
 from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
@@ -151,3 +152,11 @@ def test_the_code_has_these_messages(message):
     """In this order and in one string: what stands between the page's dots."""
     pieces = [re.escape(piece) for piece in message.split("…") if piece.strip(" :].")]
     assert re.search('[^"\\n]*'.join(pieces), SOURCE), message
+
+
+def test_methods_of_the_engine_for_chunks():
+    public = {name for name in vars(ChunkMethods) if not name.startswith("_")}
+    sync = {name for name in public if not name.startswith("async_")}
+    assert public == sync | {f"async_{name}" for name in sync}
+    page = (ROOT / "docs" / "chunks.md").read_text(encoding="utf-8")
+    assert sync == set(re.findall(r"^    engine\.(\w+_chunks?)\(", page, re.M))

@@ -66,7 +66,10 @@ parts_of_prompts = st.lists(
     min_size=1,
     max_size=4,
 )
-tenants = st.sampled_from([(None, None), (None, None), ("a", None), (None, "a"), ("a", "a")])
+tenants = st.sampled_from(
+    [(None, None, None), (None, None, None), ("a", None, None), (None, "a", None), ("a", "a", None), (None, None, "x")]
+)
+"""Key, salt and adapter."""
 picks = st.integers(0, 7)
 pieces = st.sampled_from([1, 2, 5, ALL])
 
@@ -94,10 +97,10 @@ class CacheHistories(RuleBasedStateMachine):
         self.ended = []
         self.now = 0
 
-    def begin(self, num_tokens, parts, tenant=(None, None), pick=0):
-        extra_key, cache_salt = tenant
+    def begin(self, num_tokens, parts, tenant=(None, None, None), pick=0):
+        extra_key, cache_salt, lora_id = tenant
         link = pick_from(self.links, pick)
-        req = new_request(parts, extra_key=extra_key, cache_salt=cache_salt, link=link)
+        req = new_request(parts, extra_key=extra_key, cache_salt=cache_salt, link=link, lora_id=lora_id)
         self.pools.arrive(req)
         assert req.to_finish is None
         self.restart(req, num_tokens)
@@ -132,7 +135,8 @@ class CacheHistories(RuleBasedStateMachine):
         last = pick_from(self.ended, pick)
         if len(last.contents) < 32:
             parts = [*last.parts, (TEXT, tuple(last.output_ids)), (TEXT, text)]
-            tenant = (last.extra_key, last.layout.cache_salt)
+            own_key = (last.extra_key or "").removesuffix(last.lora_id or "") or None
+            tenant = (own_key, last.layout.cache_salt, last.lora_id)
             self.begin(num_tokens, parts, tenant, self.links.index(last.layout.link))
 
     @can_begin
@@ -142,7 +146,7 @@ class CacheHistories(RuleBasedStateMachine):
         """A client names a namespace of ours as its own."""
         namespace = pick_from(list(self.pools.paths), pick)
         for name in (namespace, Namespace("chunk", namespace.extra_key, namespace.cache_salt)):
-            self.begin(ALL, [(TEXT, tokens)], (forge(name), None))
+            self.begin(ALL, [(TEXT, tokens)], (forge(name), None, None))
 
     @precondition(lambda self: len(self.pools.running) < 4 and self.retracted)
     @rule(pick=picks, num_tokens=pieces)
@@ -273,7 +277,7 @@ class CacheHistories(RuleBasedStateMachine):
             pins.add([chunk], ttl, now=self.now)
         except ValueError:
             assert len(pins) == before and chunk.pin is None
-        assert pins.num_tokens <= pins.budget
+        assert pins.num_tokens.total() <= pins.budget
 
     @rule(seconds=st.integers(0, 6))
     def wait(self, seconds):
@@ -345,7 +349,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.check()
         while len(self.pools.cache.admission.pins):
             self.pools.cache.admission.pins.give_up()
-        assert self.pools.cache.admission.pins.num_tokens == 0
+        assert self.pools.cache.admission.pins.num_tokens.total() == 0
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
         assert self.pools.slots.available_size() == self.pool_size
         if self.pools.has_tiers:

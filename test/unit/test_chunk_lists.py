@@ -18,8 +18,9 @@ def id_of(chunk):
 
 def listed(loop, tenant=None, everybody=False, **query):
     arguments = list_arguments(**query)
-    answer = loop.admission.control.handle("page", {"tenant": tenant, "everybody": everybody, **arguments})
     sort, limit = arguments["sort"], arguments["limit"]
+    wanted = {"tenant": tenant, "everybody": everybody, **arguments, "limit": limit + 1}
+    answer = loop.admission.control.handle("page", wanted, 0.0)
     return merged_page([answer], sort, arguments["descending"], limit)
 
 
@@ -77,7 +78,7 @@ def test_a_tenant_sees_its_own():
     loop.run()
     for tenant in (None, "a", "b"):
         assert [(c["id"], c["cache_salt"]) for c in listed(loop, tenant)["chunks"]] == [(id_of(A), tenant)]
-        found = loop.admission.control.handle("get", {"tenant": tenant, "prefix": id_of(B)})
+        found = loop.admission.control.handle("get", {"tenant": tenant, "prefix": id_of(B)}, 0.0)
         assert found["chunks"] == []
     assert listed(loop, "c")["total"] == 0
     assert listed(loop, everybody=True)["total"] == 4
@@ -96,7 +97,8 @@ def test_pages_are_the_whole_list_in_order(sort, order):
     whole = listed(loop, sort=sort, order=order)["chunks"]
     pages, cursor = [], None
     while True:
-        page = listed(loop, sort=sort, order=order, limit=4, cursor=cursor)
+        page = listed(loop, sort=sort, order=order, limit=5, cursor=cursor)
+        assert len(page["chunks"]) == 5
         pages += page["chunks"]
         cursor = page["next"]
         if cursor is None:
@@ -113,7 +115,7 @@ def test_an_id_finds_its_chunks():
     loop.warm(A, B)
     loop.submit([A, QUESTION], "behind a preamble", link="base")
     loop.run()
-    found = loop.admission.control.handle("get", {"tenant": None, "prefix": id_of(A)})["chunks"]
+    found = loop.admission.control.handle("get", {"tenant": None, "prefix": id_of(A)}, 0.0)["chunks"]
     assert sorted(chunk["preamble"] for chunk in found) == [False, True]
     assert {chunk["id"] for chunk in found} == {id_of(A)}
 
@@ -140,7 +142,7 @@ def test_a_flush_empties_the_list():
 
 
 def deleted(loop, *ids, tenant=None):
-    answer = loop.admission.control.handle("delete", {"tenant": tenant, "ids": list(ids)})
+    answer = loop.admission.control.handle("delete", {"tenant": tenant, "ids": list(ids)}, 0.0)
     return [(one["id"], one["state"]) for one in answer["affected"]], [one["id"] for one in answer["skipped"]]
 
 

@@ -80,3 +80,6 @@ def test_segments_with_ids():
     for bad in ({**by_id, "text": "x"}, {"type": "chunk", "id": 5}):
         with pytest.raises(ValueError, match=r"segments\[1\]"):
             with_tokens(known, ["x", bad], "a")
+    for salt in ({}, [], 5, ""):
+        with pytest.raises(ValueError, match="cache_salt"):
+            with_tokens(known, [by_id], salt)

@@ -1,5 +1,7 @@
 """Pinned chunks: they stay while others leave, within a budget and for a time, and starve nobody."""
 
+import random
+
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_chunk_lists import deleted, id_of, listed
@@ -10,16 +12,16 @@ from fakes.requests import TEXT
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
-def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, behind_preamble=None):
+def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, only=None):
     """The numbers of chunks that were affected and skipped, and the reasons."""
-    message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl, "now": now}
-    answer = loop.admission.control.handle("pin", {**message, "behind_preamble": behind_preamble})
+    message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl}
+    answer = loop.admission.control.handle("pin", {**message, "only": only}, now)
     loop.pools.check()
     return [one["id"] for one in answer["affected"]], [one["reason"] for one in answer["skipped"]]
 
 
 def expire(loop, now):
-    return loop.admission.control.handle("expire", {"now": now})["next"]
+    return loop.admission.control.handle("expire", {}, now)["next"]
 
 
 def listed_pins(loop):
@@ -53,9 +55,63 @@ def test_the_budget():
     loop.warm(A, B, C)
     assert pin(loop, A, B, C) == ([id_of(A), id_of(B)], ["no more than 10 tokens can be pinned (--lazy-max-pinned)"])
     assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])  # again
-    assert loop.admission.pins.num_tokens == 8
+    assert loop.admission.pins.num_tokens.total() == 8
     pin(loop, A, pinned=False)
     assert pin(loop, C)[1] == []
+
+
+def warm_for(loop, tenant, *chunks):
+    for chunk in chunks:
+        loop.submit([chunk, QUESTION], f"{tenant}-{chunk}", max_new_tokens=1, cache_salt=tenant, extra_key=tenant)
+    loop.run()
+
+
+def test_nobody_keeps_others_from_pinning():
+    loop = Loop(pool_size=48)  # of which twelve tokens may be pinned
+    for tenant in ("a", "b", None):
+        warm_for(loop, tenant, A, B, C)
+    assert pin(loop, A, B, C, tenant="a") == ([id_of(A), id_of(B), id_of(C)], [])
+    assert pin(loop, A, tenant="b") == ([id_of(A)], [])
+    assert sorted(pins_of(loop, "a")) == sorted([id_of(B), id_of(C)])  # the oldest one ended
+    full = "no more than 12 tokens can be pinned (--lazy-max-pinned)"
+    assert pin(loop, A, tenant="a") == ([], [full])
+    assert pin(loop, B, tenant="b") == ([], [full])  # with it, "b" would have as much as "a" has left
+    assert pin(loop, C) == ([id_of(C)], [])
+    assert [len(pins_of(loop, tenant)) for tenant in ("a", "b", None)] == [1, 1, 1]
+
+
+def pins_of(loop, tenant):
+    return {chunk["id"]: chunk["tokens"] for chunk in listed(loop, tenant)["chunks"] if chunk["pinned"]}
+
+
+def test_each_tenant_may_pin_its_share_whatever_the_others_do():
+    rng = random.Random(0)
+    loop = Loop(pool_size=1000)
+    loop.admission.pins.budget = 50
+    tenants = ("a", "b", "c", None)
+    chunks = [(True, (i, *[i % 3 + 1] * rng.randrange(1, 14))) for i in range(1, 16)]
+    for tenant in tenants:
+        warm_for(loop, tenant, *chunks)
+    num_refused = num_ended = 0
+    for _ in range(600):
+        tenant, chunk = rng.choice(tenants), rng.choice(chunks)
+        before = {one: pins_of(loop, one) for one in tenants}
+        if rng.random() < 0.2:
+            pin(loop, chunk, pinned=False, tenant=tenant)
+            continue
+        affected, _ = pin(loop, chunk, tenant=tenant)
+        after = {one: pins_of(loop, one) for one in tenants}
+        wanted = before[tenant] | {id_of(chunk): len(chunk[1])}
+        share = 50 / sum(bool(before[one]) or one == tenant for one in tenants)
+        if affected:
+            assert after[tenant] == wanted and sum(sum(own.values()) for own in after.values()) <= 50
+            for other in tenants:
+                assert other == tenant or after[other] == before[other] or sum(before[other].values()) > share
+                num_ended += len(before[other]) - len(after[other]) if other != tenant else 0
+        else:
+            assert after == before and sum(wanted.values()) > share
+            num_refused += 1
+    assert num_refused > 20 and num_ended > 20
 
 
 def test_time_to_live_and_hits():
@@ -97,7 +153,7 @@ def test_one_of_two_that_differ_in_their_preamble():
     loop.warm(A)
     loop.submit([A, QUESTION], "behind", link="base")
     loop.run()
-    assert pin(loop, A, behind_preamble=True) == ([id_of(A)], [])
+    assert pin(loop, A, only=(True, None)) == ([id_of(A)], [])
     assert {chunk["preamble"]: chunk["pinned"] for chunk in listed(loop)["chunks"]} == {True: True, False: False}
     pin(loop, A)
     assert all(chunk["pinned"] for chunk in listed(loop)["chunks"])
@@ -108,7 +164,7 @@ def test_a_pinned_chunk_is_deleted():
     loop.warm(A)
     pin(loop, A)
     assert deleted(loop, id_of(A)) == ([(id_of(A), "deleted")], [])
-    assert loop.admission.pins.num_tokens == 0
+    assert loop.admission.pins.num_tokens.total() == 0
     loop.run()
 
 

@@ -20,7 +20,7 @@ class Engine:
         self.at_once, self.refused, self.num_stored = at_once, refused, 0
         self.loop, self.tokenizer_manager = asyncio.new_event_loop(), self
 
-    def generate(self, segments, sampling_params):
+    def generate(self, segments, sampling_params, lora_path=None):
         texts = [chunk["text"] for chunk, _ in segments]
         self.computed.append([text for text in texts if text not in self.stored])
         return [{"meta_info": {"chunks": [{"hit": text in self.stored}]}} for text in texts]

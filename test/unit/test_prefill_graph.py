@@ -9,6 +9,7 @@ import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
@@ -70,6 +71,7 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
         forward_mode=ForwardMode.EXTEND,
         extend_num_tokens=num_tokens,
         req_to_token_pool=runner.req_to_token_pool,
+        tree_cache=SimpleNamespace(store=SimpleNamespace(counts=Counts())),
     )
     asked = []
     monkeypatch.setattr(hooks.LinkedBatch, "of", lambda *given: asked.append(given))

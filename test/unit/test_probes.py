@@ -208,7 +208,8 @@ def test_answers_come_in_order_where_memory_is_tight(overlap, link, other):
 def test_a_prompt_that_does_not_fit_beside_what_may_be_recomputed():
     """Its text may grow by all that the policy recomputes at most: what cannot be served is refused on arrival."""
     num_recomputed = 4  # of 8
-    for pool_size, refused in ((8 + 1 + num_recomputed, True), (8 + 1 + num_recomputed + 1, False)):
+    tight = 8 + 1 + num_recomputed + 2  # a token of the answer, and one that SGLang counts besides, but none is left
+    for pool_size, refused in ((tight, True), (tight + 1, False)):
         scheduler = query_loop(pool_size)
         req = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
         assert (req.to_finish is not None) == refused

@@ -5,8 +5,8 @@ from http import HTTPStatus
 
 import pytest
 
-from fakes.loop import QUESTION, A, Loop
-from fakes.requests import contents_of, new_request
+from fakes.loop import QUESTION, A, B, Loop
+from fakes.requests import TEXT, contents_of, new_request
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import lazy_state, linked
@@ -107,10 +107,23 @@ def test_prompt_that_does_not_fit_beside_its_chunks():
     scheduler.run()
 
 
+@pytest.mark.parametrize("link", ["block", "base", "copy", "epic:tokens=2", "query:ratio=0.3", "static:ratio=0.3"])
+@pytest.mark.parametrize("text", [1, 3])
+def test_what_is_not_refused_is_answered(link, text):
+    """Around the sizes of the pool at which a prompt fits: an answer may be shorter than was asked for."""
+    lens = []
+    for pool_size in range(8, 40):
+        scheduler = Loop(pool_size)
+        req = scheduler.submit([A, B, (TEXT, tuple(range(10, 10 + text)))], "r", link=link, max_new_tokens=9)
+        if req.to_finish is None:
+            scheduler.run()
+            lens.append(len(req.output_ids))
+    assert lens == sorted(lens) and lens[0] < 9 == lens[-1]
+
+
 @pytest.mark.parametrize(
     "name, value, reason",
     [
-        ("lora_id", "adapter", "a LoRA adapter"),
         ("session", object(), "a session"),
         ("input_embeds", [[0.0]], "input embeddings"),
         ("multimodal_inputs", object(), "multimodal inputs"),

@@ -162,7 +162,7 @@ def test_ordinary_requests_are_none_of_its_business():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("lora_path", "adapter"), ("session_params", {"id": "s"}), ("image_data", ["image"]), ("audio_data", ["sound"])],
+    [("session_params", {"id": "s"}), ("image_data", ["image"]), ("audio_data", ["sound"])],
 )
 def test_what_chunks_do_not_go_with(field, value):
     with pytest.raises(ValueError, match=field):
@@ -185,10 +185,11 @@ def with_link(link, cache_salt=None, chunks=((2, 5), (6, 8))):
 
 
 def test_link_full_goes_with_everything():
-    check(request(sampling_params=with_link("full"), lora_path="a", return_logprob=True, logprob_start_len=0))
+    session = {"id": "s"}
+    check(request(sampling_params=with_link("full"), session_params=session, return_logprob=True, logprob_start_len=0))
     for link in ("block", "copy"):
-        with pytest.raises(ValueError, match="lora_path"):
-            check(request(sampling_params=with_link(link), lora_path="a"))
+        with pytest.raises(ValueError, match="session_params"):
+            check(request(sampling_params=with_link(link), session_params=session))
 
 
 @pytest.mark.parametrize("link", ["block", "full", "copy"])

@@ -15,6 +15,7 @@ from sglang_lazy.port.cpu import choose_backends
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
 CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+NO_LORA = {"enable_lora": None, "lora_paths": None, "lora_backend": "csgmv"}
 
 
 @pytest.mark.parametrize(
@@ -29,13 +30,22 @@ CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "g
     ],
 )  # fmt: skip
 def test_backends_that_are_not_set_are_chosen_for_a_cpu(given, settings, named, caplog):
-    args = SimpleNamespace(**{**UNSET, **given})
+    args = SimpleNamespace(**{**UNSET, **NO_LORA, **given})
     with caplog.at_level(logging.INFO):
         choose_backends(args)
         choose_backends(args)
     assert {name: getattr(args, name) for name in UNSET} == settings
     assert len(caplog.records) == bool(named)
     assert [word for word in caplog.text.split() if word.startswith("--")] == named
+
+
+@pytest.mark.parametrize("given", [{"enable_lora": True}, {"lora_paths": ["a=path"]}])
+def test_lora_has_another_backend_on_a_cpu(given, caplog):
+    for backend, chosen in (("csgmv", "torch_native"), ("triton", "triton")):
+        args = SimpleNamespace(device="cpu", **{**CHOSEN, **NO_LORA, **given, "lora_backend": backend})
+        choose_backends(args)
+        assert args.lora_backend == chosen
+    assert "--lora-backend torch_native" in caplog.text
 
 
 def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):

@@ -13,7 +13,7 @@ from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.port import chunk_objects
-from sglang_lazy.port.storage import model_identity
+from sglang_lazy.port.identity import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -3,6 +3,7 @@
 import bisect
 import dataclasses
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -12,8 +13,8 @@ import numpy as np
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace, chunk_id
 
-SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "created": "serial"}
-"""What a list may be sorted by, and the field of `CachedChunk` that it is."""
+SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "created": None}
+"""What a list may be sorted by, and the field of `CachedChunk` that it is; None for the serial number."""
 STATES = ("pending", "fetching", "host", "loading", "resident")
 MAX_LIMIT = 1000
 MIN_DIGITS = 16
@@ -23,6 +24,7 @@ MIN_DIGITS = 16
 class CachedChunk:
     """node: where the chunk ends in the tree; None for one that is not cached.
     serial: grows with the time at which the chunk became known.
+    own_serial: the same, counted for each tenant, which must not learn how many chunks others have.
     hits: how many prompts found it cached.
     last_use: time of day, seconds since the epoch; only for reports, since ranks differ in it.
     segment_ids: by the ranges of it that prompts keep.
@@ -35,6 +37,7 @@ class CachedChunk:
     node: Node | None
     num_tokens: int
     serial: int
+    own_serial: int
     last_use: float
     hits: int = 0
     segment_ids: dict[tuple, int] = dataclasses.field(default_factory=dict)
@@ -45,8 +48,8 @@ class CachedChunk:
 
 def tenant_of(namespace: Namespace) -> Hashable:
     """Whose chunks these are: the salt, None for the shared ones. Those under an `extra_key` beside it are nobody's."""
-    extra_key, salt = namespace.extra_key or None, namespace.cache_salt
-    return salt if extra_key == salt else (extra_key, salt)
+    salt = namespace.cache_salt
+    return salt if namespace.own_key == salt else (namespace.own_key, salt)
 
 
 class Catalog:
@@ -59,12 +62,14 @@ class Catalog:
     def __init__(self, state_of: Callable[[CachedChunk], str], any_loading: Callable[[], bool]):
         self._state_of, self._any_loading = state_of, any_loading
         self._serials = itertools.count()
+        self._own_serials: defaultdict[Hashable, Iterator[int]] = defaultdict(itertools.count)
         self._tenants: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
         self._by_id: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
 
     def new(self, key: ChunkKey, node: Node | None, num_tokens: int, now: float) -> CachedChunk:
         """A chunk that has become known; not yet in the catalogue."""
-        return CachedChunk(key, node, num_tokens, next(self._serials), now)
+        own_serial = next(self._own_serials[tenant_of(key.namespace)])
+        return CachedChunk(key, node, num_tokens, next(self._serials), own_serial, now)
 
     def add(self, chunk: CachedChunk) -> None:
         tenant = self._owner(chunk)
@@ -78,6 +83,8 @@ class Catalog:
             del chunks[chunk.key]
             if not chunks:
                 del index[name]
+        if tenant not in self._tenants:
+            del self._own_serials[tenant]
 
     def __iter__(self) -> Iterator[CachedChunk]:
         return itertools.chain.from_iterable(own.values() for own in self._tenants.values())
@@ -103,18 +110,21 @@ class Catalog:
         after: tuple[float, int] | None,
         state: str | None,
         more: Iterable[CachedChunk] = (),
-    ) -> tuple[int, list[CachedChunk], list[float]]:
-        """How many chunks there are, those of one page, in order, and what they are sorted by.
+    ) -> tuple[int, list[CachedChunk], list[tuple[float, int]]]:
+        """How many chunks there are, those of one page, in order, and their places: what each is sorted by, and its
+        serial number.
 
         everybody: those of all tenants.  sort: one of `SORTS`.  limit: of the page.
-        after: what the last chunk of the page before was sorted by, and its serial.
+        after: the place of the last chunk of the page before.
         state: one of `STATES`, if only those in it are wanted.  more: chunks that are known, but not cached.
 
         Numbers are gathered in NumPy and only the page is looked at: all else would take longer than a batch may wait.
         """
-        extra = sorted((c for c in more if everybody or self._owner(c) == tenant), key=attrgetter("serial"))
+        serial_name = "serial" if everybody else "own_serial"
+        serial = attrgetter(serial_name)
+        extra = sorted((c for c in more if everybody or self._owner(c) == tenant), key=serial)
         if everybody:
-            known = sorted(self, key=attrgetter("serial"))
+            known = sorted(self, key=serial)
         else:
             known = list(self._tenants.get(tenant, {}).values())
         chunks = extra + known  # by serial: a dictionary keeps the order of insertion
@@ -125,16 +135,20 @@ class Catalog:
                 chunks = [chunk for chunk in chunks if self._state_of(chunk) == state]
         total = len(chunks)
         sign = -1 if descending else 1
-        values = sign * np.fromiter(map(attrgetter(SORTS[sort]), chunks), np.float64, total)
+        field = attrgetter(SORTS[sort] or serial_name)
+        values = sign * np.fromiter(map(field, chunks), np.float64, total)
         rest = np.arange(total)
         if after is not None:
-            value, place = sign * after[0], bisect.bisect_left(chunks, after[1], key=attrgetter("serial"))
-            behind = (
-                rest < place if descending else rest >= bisect.bisect_right(chunks, after[1], key=attrgetter("serial"))
-            )
+            value, place = sign * after[0], bisect.bisect_left(chunks, after[1], key=serial)
+            behind = rest < place if descending else rest >= bisect.bisect_right(chunks, after[1], key=serial)
             rest = np.flatnonzero((values > value) | ((values == value) & behind))
         if len(rest) > limit:  # all that sort before or with the last one of the page
             last = np.partition(values[rest], limit - 1)[limit - 1]
             rest = rest[values[rest] <= last]
         order = rest[np.lexsort((sign * rest, values[rest]))][:limit]
-        return total, [chunks[i] for i in order.tolist()], (sign * values[order]).tolist()
+        page = [chunks[i] for i in order.tolist()]
+        return (
+            total,
+            page,
+            [(value, serial(chunk)) for value, chunk in zip((sign * values[order]).tolist(), page, strict=True)],
+        )

@@ -2,9 +2,10 @@
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.chunks.tree import Node, Tree
 from sglang_lazy.core.keys import ChunkKey, chunk_id
 from sglang_lazy.core.refusal import Refusal
@@ -27,11 +28,15 @@ class Pin:
 class Pins:
     """The pins of one `ChunkStore`. A pin is one more lock on its chunk.
 
+    All tenants share the budget. Where it is full, a tenant that would have less than another takes from the one that
+    has most, whose oldest pin ends: of n tenants with pins each may have an nth of the budget, whatever the others do,
+    and more where these leave it.
+
     The time is that of the messages that ask for something: it is the same on every tensor-parallel rank, as the clocks
     of the ranks are not.
 
     budget: how many tokens may be pinned.
-    num_tokens: how many are, what several chunks begin with counted for each.
+    num_tokens: how many are, by tenant; what several chunks begin with counts for each.
     """
 
     def __init__(self, tree: Tree, budget: int):
@@ -40,7 +45,7 @@ class Pins:
 
     def reset(self) -> None:
         """The tree has been emptied, and no chunk is pinned any more."""
-        self.num_tokens = 0
+        self.num_tokens: Counter[Hashable] = Counter()
         self._locked_size: int | None = 0  # None where it has to be counted anew
         self._chunks: dict[ChunkKey, CachedChunk] = {}  # the one that was pinned or used longest ago comes first
 
@@ -53,10 +58,9 @@ class Pins:
         return [chunk.node for chunk in self._chunks.values()]
 
     def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
-        """Pin all of these cached chunks, from now on for `ttl` seconds, or none: then Refusal says why."""
+        """Pin all of these cached chunks of one tenant, from now on for `ttl` seconds; Refusal says why none is."""
         new = [chunk for chunk in chunks if chunk.pin is None]
-        if self.num_tokens + sum(chunk.num_tokens for chunk in new) > self.budget:
-            raise Refusal("pin_budget", f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
+        yielding = self._yielding_to(new)
         locked: list[Node] = []
         nodes: list[Node] = [chunk.node for chunk in new]
         for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so first those that must stay
@@ -70,8 +74,25 @@ class Pins:
             self._locked_size = None
         for chunk in chunks:
             if chunk.pin is None:
-                self.num_tokens += chunk.num_tokens
+                self.num_tokens[_tenant(chunk)] += chunk.num_tokens
             self._set(chunk, ttl, now)
+        for chunk in yielding:
+            self._end(chunk, "another tenant has less pinned")
+
+    def _yielding_to(self, new: Sequence[CachedChunk]) -> list[CachedChunk]:
+        """The chunks whose pins have to end for these. Raises Refusal if their tenant would have most pinned then."""
+        num_tokens, ending = self.num_tokens.copy(), []
+        for chunk in new:
+            num_tokens[_tenant(chunk)] += chunk.num_tokens
+        oldest: dict[Hashable, Iterator[CachedChunk]] = {}
+        while new and num_tokens.total() > self.budget:
+            largest = _largest(num_tokens)
+            if num_tokens[_tenant(new[0])] == num_tokens[largest]:
+                raise Refusal("pin_budget", f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
+            chunk = next(oldest.setdefault(largest, self._oldest_of(largest)))
+            num_tokens[largest] -= chunk.num_tokens
+            ending.append(chunk)
+        return ending
 
     def _set(self, chunk: CachedChunk, ttl: float | None, now: float) -> None:
         chunk.pin = Pin(ttl, None if ttl is None else now + ttl, chunk.hits)
@@ -82,7 +103,7 @@ class Pins:
         """End the pin of a chunk, if it has one."""
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
-            self.num_tokens -= chunk.num_tokens
+            self.num_tokens -= Counter({_tenant(chunk): chunk.num_tokens})  # who has none left is dropped
             self._locked_size = None
             self.tree.unlock(chunk.node)
 
@@ -100,12 +121,15 @@ class Pins:
         return min(ends) - now if ends else None
 
     def give_up(self) -> None:
-        """End the pin that was set or used longest ago."""
-        chunk = next(iter(self._chunks.values()))
-        logger.warning(
-            "sglang-lazy: chunk %s is pinned no longer: a running request needs its memory",
-            chunk_id(chunk.key.tokens),
-        )
+        """End the pin, of the tenant that has most pinned, that was set or used longest ago."""
+        self._end(next(self._oldest_of(_largest(self.num_tokens))), "a running request needs its memory")
+
+    def _oldest_of(self, tenant: Hashable) -> Iterator[CachedChunk]:
+        """The pinned chunks of a tenant, the one that was pinned or used longest ago first."""
+        return (chunk for chunk in self._chunks.values() if _tenant(chunk) == tenant)
+
+    def _end(self, chunk: CachedChunk, reason: str) -> None:
+        logger.warning("sglang-lazy: chunk %s is pinned no longer: %s", chunk_id(chunk.key.tokens), reason)
         self.remove(chunk)
 
     @property
@@ -123,3 +147,12 @@ class Pins:
                 counted.add(node)
                 node = node.parent
         return sum(len(node.key) for node in counted)
+
+
+def _tenant(chunk: CachedChunk) -> Hashable:
+    return tenant_of(chunk.key.namespace)
+
+
+def _largest(num_tokens: Counter[Hashable]) -> Hashable:
+    """Who has most pinned; of several the one that began first, on every rank the same."""
+    return max(num_tokens, key=num_tokens.__getitem__)

@@ -1,8 +1,11 @@
 """What lists say of chunks. `store` is the `ChunkStore` that has them."""
 
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
 from typing import Any
 
-from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.core.keys import chunk_id
 
 
@@ -24,8 +27,9 @@ def under_way(store: Any) -> list[CachedChunk]:
         for key in [chunk.key]
     )
     chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
+    own: defaultdict[Hashable, Iterator[int]] = defaultdict(lambda: itertools.count(-1, -1))
     return [
-        CachedChunk(key, None, chunk.num_tokens, -1 - i, 0.0)
+        CachedChunk(key, None, chunk.num_tokens, -1 - i, next(own[tenant_of(key.namespace)]), 0.0)
         for i, (key, chunk) in enumerate(chunks.items())
         if not store.knows(key)
     ]

@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.prompt import TextSpan, tokens_at
+from sglang_lazy.core.prompt import ChunkSlice, TextSpan, tokens_at
 from sglang_lazy.core.rows import FillRow, Row
 from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
 
@@ -68,22 +68,41 @@ class RowCache:
             pieces = self.chunk_slots(state, state.chunks)
         else:
             pieces = [self._placeholder_slots(state.prompt.num_chunk_tokens)]
-        last = state.prompt.spans[-1]
         if state.probe is not None:  # it has to compute the text whose attention it measures
             limit = min(limit, state.probe.query_start)
-        nodes, cached = [], []
-        for span in state.prompt.spans:
-            tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
-            slots, node = self.tree.find(tokens, _namespace(req, span))
-            pieces.append(slots)
-            nodes.append(node)
-            cached.append(len(slots))
+        slots, nodes = zip(*self._cached_text(req, state, limit), strict=True)
+        pieces += slots
+        cached = [len(piece) for piece in slots]
         state.row = Row(state.prompt, cached, len(ids))
         req.full_untruncated_fill_ids = state.row.permuted(ids)
         if not req.retracted_stain:
             # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
             req.already_computed = state.num_computed_tokens(cached)
-        return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, nodes)
+        return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, list(nodes))
+
+    def _cached_text(self, req: Any, state: LinkedRequest, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
+        """Per text span, the slots of its cached beginning, and where that ends."""
+        last = state.prompt.spans[-1]
+        for span in state.prompt.spans:
+            tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
+            yield self.tree.find(tokens, _namespace(req, span))
+
+    def rank(
+        self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]
+    ) -> tuple[torch.Tensor, int, Node | None]:
+        """What a waiting request would find cached, where those that find most go first: stand-ins for the slots, how
+        many more tokens are on the host, and where the chunk ends that it has most of, None if it has none.
+
+        nodes: where its chunks are cached, as far as they are.
+        """
+        found: list[tuple[ChunkSlice, Any]] = [
+            (chunk, node) for chunk, node in zip(state.prompt.chunks, nodes, strict=True) if node is not None
+        ]
+        on_host = sum(chunk.num_kept for chunk, node in found if node.evicted)
+        num_tokens = sum(chunk.num_kept for chunk, _ in found) - on_host
+        num_tokens += sum(len(slots) for slots, _ in self._cached_text(req, state, len(req.origin_input_ids)))
+        _, longest = max(found, key=lambda pair: pair[0].num_kept, default=(None, None))
+        return self._placeholder_slots(num_tokens), on_host, longest
 
     def chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
         """The slots of all that a linked request keeps, int64, in pieces."""
@@ -107,6 +126,9 @@ class RowCache:
         published: by key, where the chunks that the same batch computes end.
         """
         state, row = as_linked(req), req.last_node
+        if state.waits_since is not None:
+            self.store.counts.wait_seconds.observe(time.perf_counter() - state.waits_since)
+            state.waits_since = None
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
             assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"

@@ -13,16 +13,24 @@ class Namespace(NamedTuple):
     """Part of the radix tree that holds KV computed under the same conditions. A tuple, which no client can name.
 
     kind: "chunk", or "text" for text behind a chunk.
-    extra_key: SGLang's own namespace of the request; it contains the LoRA adapter.
+    extra_key: SGLang's own namespace of the request, which ends in the id of its LoRA adapter.
     cache_salt: the tenant's private namespace, None for the shared one.
     variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, that of the preamble
         which it is computed behind; None for one computed alone.
+    adapter: the id of the LoRA adapter, which is each load's own; None for the base model. Clients choose what
+        `extra_key` begins with, so it alone could be taken for another's.
     """
 
     kind: str
     extra_key: str | None
     cache_salt: str | None
     variant: Hashable = None
+    adapter: str | None = None
+
+    @property
+    def own_key(self) -> str | None:
+        """`extra_key` without the adapter, None if nothing else is in it."""
+        return (self.extra_key or "").removesuffix(self.adapter or "") or None
 
 
 class ChunkKey(NamedTuple):

@@ -142,6 +142,11 @@ class LinkedPrompt(NamedTuple):
     spans: tuple[TextSpan, ...]
     num_chunk_tokens: int
 
+    @property
+    def num_leading_tokens(self) -> int:
+        """How much text stands before its first slice."""
+        return len(self.spans[0].positions) if self.spans[0].namespace is None else 0
+
     @classmethod
     def build(
         cls,
@@ -150,12 +155,14 @@ class LinkedPrompt(NamedTuple):
         kept: Sequence[Ranges],
         extra_key: str | None,
         preamble: array | None = None,
+        adapter: str | None = None,
     ) -> "LinkedPrompt":
         """Cut `input_ids` (int64) by `layout`. Raises ValueError for a token id that is negative or at least 2**31.
 
         kept: per chunk of the layout, what a policy keeps of it. The last token of a prompt is never kept, since the
         pass that computes it gives the first token of the answer.
         preamble: int64, what the chunks are computed behind.
+        extra_key, adapter: as in `Namespace`.
 
         Each slice begins a new span, which holds the tokens recomputed behind the slice's first kept range and the text
         up to the next slice. It is keyed by the SHA-256 of the path before it: every text token, every slice, and every
@@ -165,7 +172,7 @@ class LinkedPrompt(NamedTuple):
         path, ids = hashlib.sha256(), np.asarray(as_int32(input_ids))
         variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
         path.update(b"preamble %b" % (variant or b""))
-        chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant)
+        chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)
         chunks: list[ChunkSlice] = []
         spans: list[TextSpan] = []
         holes = _NONE  # of the last slice
@@ -174,7 +181,7 @@ class LinkedPrompt(NamedTuple):
         def end_span(end: int) -> None:
             positions = np.concatenate([holes, np.arange(position, end, dtype=np.int32)])
             if len(positions):
-                namespace = Namespace("text", extra_key, layout.cache_salt, path.digest()) if chunks else None
+                namespace = chunk_namespace._replace(kind="text", variant=path.digest()) if chunks else None
                 spans.append(TextSpan(namespace, positions))
                 path.update(b"text %d " % len(positions))
                 path.update(ids[positions].data)

@@ -7,14 +7,16 @@ from sglang.srt.entrypoints import engine
 from sglang.srt.plugins import load_plugins
 
 from sglang_lazy.core.config import pop_keywords
+from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.sampling import check_sampling_params
 from sglang_lazy.port.start import check_start
+from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
 from sglang_lazy.serving.requests import refuse_without_segments, to_generate_args
 
 
-class Engine(engine.Engine):
+class Engine(ChunkMethods, engine.Engine):
     """`sgl.Engine` whose prompts may be segments: strings and `chunk(…)`s.
 
     Takes the arguments of `sgl.Engine`, and `lazy_…` keywords for the fields of `LazyConfig`. Creating one activates
@@ -41,9 +43,10 @@ class Engine(engine.Engine):
     ) -> dict | list[dict] | Iterator[dict]:
         """`sgl.Engine.generate`, which takes the other arguments, with `segments` in place of `prompt`.
 
-        segments: one prompt, or a list of prompts. cache_salt: namespace of the KV; requests with another one, or with
-        none, do not reuse it. link: policy of the chunks, like "block" or "query:ratio=0.3"; None for the engine's
-        default. These two are one for all prompts, or a list with one for each. Raises ValueError on bad input.
+        segments: one prompt, or a list of prompts; a registered chunk may stand there as {"type": "chunk", "id": …}.
+        cache_salt: namespace of the KV; requests with another one, or with none, do not reuse it. link: policy of the
+        chunks, like "block" or "query:ratio=0.3"; None for the engine's default. These two are one for all prompts, or
+        a list with one for each. Raises ValueError on bad input.
         """
         args, kwargs = self._arguments(args, kwargs, segments, cache_salt, link)
         return super().generate(*args, **kwargs)
@@ -67,4 +70,5 @@ class Engine(engine.Engine):
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
         params = kwargs.pop("sampling_params", None)
         check_sampling_params(params)
+        segments = with_tokens(known_chunks(self.tokenizer_manager), segments, cache_salt)
         return (), {**kwargs, **to_generate_args(self.tokenizer_manager, segments, cache_salt, params, link)}

@@ -77,11 +77,6 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
         "session radix cache: it is another cache": args.enable_session_radix_cache,
         "deterministic inference: linked attention has no fixed split size": args.enable_deterministic_inference,
-        "LoRA: chunks are computed without an adapter": bool(args.enable_lora),
-        "priority scheduling: parents are admitted in order of arrival": args.enable_priority_scheduling,
-        f"schedule policy {args.schedule_policy!r}: parents are admitted in order of arrival (use fcfs)": (
-            args.schedule_policy != "fcfs"
-        ),
         "eviction policy 'mru': the eviction heap needs priorities that only grow": (
             args.radix_eviction_policy == "mru"
         ),

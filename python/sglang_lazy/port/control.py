@@ -4,6 +4,7 @@ SGLang gives each to all ranks of a scheduler in the same step; the first of the
 """
 
 import asyncio
+import time
 from typing import Any
 
 from sglang.srt.managers.communicator import FanOutCommunicator
@@ -17,10 +18,11 @@ _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 # mypy does not know that msgspec structs take class arguments.
 class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """verb: a method of `ChunkControl`.  arguments: its keywords."""
+    """verb: what `ChunkControl` is to do.  arguments: its keywords.  now: seconds since the epoch."""
 
     verb: str
     arguments: PickleWrapper | dict[str, Any]
+    now: float
 
 
 class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
@@ -45,7 +47,7 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
         admission = getattr(scheduler.tree_cache, "admission", None)
         if admission is None:
             return ChunksReqOutput(answer=None)
-        answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments))
+        answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)
         return ChunksReqOutput(answer=wrap_as_pickle(answer))
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
@@ -57,7 +59,8 @@ async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]
     Raises ValueError where the server runs without chunk reuse.
     """
     manager.auto_create_handle_loop()
-    call = getattr(manager, _COMMUNICATOR)(ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments)))
+    message = ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments), now=time.time())
+    call = getattr(manager, _COMMUNICATOR)(message)
     # A caller that is cancelled must not leave its turn before its answer is there: the next one would be given it.
     outputs = await asyncio.shield(call)
     if any(output.answer is None for output in outputs):

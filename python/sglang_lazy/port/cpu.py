@@ -1,7 +1,13 @@
-"""On a CPU, the settings that SGLang needs to run there."""
+"""On a CPU, what SGLang needs to run there: settings, and LoRA without pinned memory."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from sglang_lazy.port.hooks import Hook
 
 logger = logging.getLogger(__name__)
 
@@ -11,13 +17,39 @@ CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorc
 def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ServerArgs.__post_init__`: on a CPU, give values that work to the backends that are not set.
 
-    SGLang's own choice of attention backend needs kernels that only some CPUs have.
+    SGLang's own choice of attention backend needs kernels that only some CPUs have, that of LoRA a GPU.
     """
     if args.device != "cpu":
         return
     unset = {name: value for name, value in CPU_SETTINGS.items() if getattr(args, name) is None}
+    if (args.enable_lora or args.lora_paths) and args.lora_backend == "csgmv":  # SGLang's default
+        unset["lora_backend"] = "torch_native"
     for name, value in unset.items():
         setattr(args, name, value)
     if unset:
         flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in unset.items())
         logger.warning("sglang-lazy: on a CPU, these flags were not set and are now %s", flags)
+
+
+class Unpinned(TorchFunctionMode):
+    """Within this, memory that was to be pinned is ordinary memory: pinning takes a driver."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
+
+
+def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around the methods of SGLang's LoRA that pin memory."""
+    if torch.cuda.is_available():
+        return original(*args, **kwargs)
+    with Unpinned():
+        return original(*args, **kwargs)
+
+
+_LORA = "sglang.srt.lora.lora_manager.LoRAManager"
+HOOKS = (
+    Hook("sglang.srt.server_args.ServerArgs.__post_init__", choose_backends, "BEFORE"),
+    *(Hook(f"{_LORA}.{method}", without_pinning, "AROUND") for method in ("__init__", "prepare_lora_batch")),
+)

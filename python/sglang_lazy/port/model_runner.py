@@ -26,8 +26,11 @@ from sglang_lazy.port.rope import layer_ropes
 
 logger = logging.getLogger(__name__)
 
-LINK_VARIANT = "link"
-"""Names the decode graphs of batches with linked rows, beside the stock ones of the same size."""
+
+def link_variant(stock: str | None) -> str:
+    """What names the decode graphs of batches with linked rows, beside those of SGLang's of the same size, which have a
+    name only where there are several: with and without LoRA adapters."""
+    return "link" if stock is None else f"link {stock}"
 
 
 def wrap_backend(factory: Callable) -> Callable:
@@ -167,15 +170,14 @@ def capture_one_shape(
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     if table is not None:
         with table.running(LinkedBatch()):
-            original(graph_runner, size, forward, stream_idx, LINK_VARIANT)
+            original(graph_runner, size, forward, stream_idx, link_variant(variant_label))
 
 
 def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -> Any:
     """Around `DecodeCudaGraphRunner._resolve_lora_variant`: linked batches replay their own graphs."""
+    stock = original(graph_runner, forward_batch)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
-    if table is not None and table.current is not None:
-        return LINK_VARIANT
-    return original(graph_runner, forward_batch)
+    return stock if table is None or table.current is None else link_variant(stock)
 
 
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:

@@ -45,12 +45,35 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.port import chunk_metrics, compat, control, host_pool, model_runner, scheduler, surfaces, watchdog
+    from sglang_lazy.port import (
+        chunk_metrics,
+        compat,
+        control,
+        cpu,
+        host_pool,
+        lora,
+        model_runner,
+        schedule_policy,
+        scheduler,
+        surfaces,
+        watchdog,
+    )
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
-    modules = (control, scheduler, model_runner, host_pool, surfaces, chunk_metrics, watchdog)
+    modules = (
+        cpu,
+        control,
+        scheduler,
+        schedule_policy,
+        lora,
+        model_runner,
+        host_pool,
+        surfaces,
+        chunk_metrics,
+        watchdog,
+    )
     _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))
     apply(_hooks)
     verify()

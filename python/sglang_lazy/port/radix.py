@@ -4,10 +4,11 @@ Every slot of the pool is free, in exactly one tree node, or owned by one runnin
 lists slots of shared nodes; those are neither counted nor freed with the request.
 """
 
+import contextlib
 import itertools
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,12 +30,12 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
-from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import RowNodes, fill_of, linked
+from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
+from sglang_lazy.port.kv_events import ChunkEvents
 
 
-class LazyRadixCache(RadixCache):
+class LazyRadixCache(ChunkEvents, RadixCache):
     """SGLang's radix cache, whose nodes many rows may share at any place.
 
     Plain requests are served by the stock code. Those with chunks, and fills, go through `rows` and `store`.
@@ -51,6 +52,7 @@ class LazyRadixCache(RadixCache):
         self.store = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
         self.admission: Any = None  # attached, like the next one, when SGLang's scheduler is complete
         self.forward_stream: Any = None
+        self._ranks = False
         super().__init__(params, *more)
         self.rows = RowCache(
             self.store, self.req_to_token_pool, self.token_to_kv_pool_allocator, lambda n: alloc_token_slots(self, n)
@@ -180,8 +182,24 @@ class LazyRadixCache(RadixCache):
 
     # SGLang's interface
 
+    @contextlib.contextmanager
+    def ranking(self) -> Iterator[None]:
+        """Within this, matches of waiting requests only say how much is cached for them; nothing is laid out."""
+        self._ranks = True
+        try:
+            yield
+        finally:
+            self._ranks = False
+
+    def _rank(self, req: Any, state: LinkedRequest) -> MatchResult:
+        slots, on_host, longest = self.rows.rank(req, state, self.admission.cached(state))
+        node = self.root_node if longest is None else longest
+        return MatchResult(slots, node, node, node, host_hit_length=on_host)
+
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         req = params.req
+        if self._ranks and (waiting := linked(stand_in(req))) is not None:
+            return self._rank(req, waiting)
         if (state := linked(req)) is not None:
             num_tokens = len(req.origin_input_ids) + len(req.output_ids)
             slots, nodes = self.rows.match(req, state, limit=req._compute_max_prefix_len(num_tokens))
@@ -245,16 +263,6 @@ class LazyRadixCache(RadixCache):
 
     def _is_leaf(self, node: TreeNode) -> bool:
         return not node.children
-
-    # Events: SGLang's name a block by its tokens alone, which in our namespaces would name other KV.
-
-    def _record_store_event(self, node: TreeNode, **medium: Any) -> None:
-        if not isinstance(node.key.extra_key, Namespace):
-            super()._record_store_event(node, **medium)
-
-    def _record_remove_event(self, node: TreeNode, **medium: Any) -> None:
-        if not isinstance(node.key.extra_key, Namespace):
-            super()._record_remove_event(node, **medium)
 
 
 def _last_node(found: MatchResult) -> TreeNode:

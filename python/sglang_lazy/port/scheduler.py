@@ -38,6 +38,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             scheduler, config.max_chunks, traits, preamble, config.max_pinned
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
+        scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
 
@@ -58,7 +59,8 @@ def new_admission(
         neutral_preamble=preamble or array("q"),
     )
     max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-    producer = FillProducer(rows.store.pending, new_request, max_fill_tokens)
+    sign = 1 if scheduler.schedule_low_priority_values_first else -1
+    producer = FillProducer(rows.store.pending, new_request, max_fill_tokens, sign)
     arrival = Arrival(rows.store, limits, new_request)
     budget = int(max_pinned * rows.allocator.size)
     return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
@@ -91,6 +93,8 @@ def internal_requests(scheduler: Any) -> NewRequest:
             extra_key=parent.extra_key,
             priority=parent.priority,
         )
+        req.lora_id = parent.lora_id  # which the parent's `extra_key` has already
+        req.time_stats.wait_queue_entry_time = parent.time_stats.wait_queue_entry_time
         req.tokenizer = scheduler.tokenizer
         req.logprob_start_len = len(tokens)
         req.finished_output = True  # nothing of it is ever streamed
@@ -112,9 +116,6 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         admission.arrival.receive(req)
         if lazy_state(req) is not None:
             admission.linked_waiting = True
-            if admission.forming:
-                admission.late.append(req)
-                return None
     return original(scheduler, req, *args, **kwargs)
 
 
@@ -151,28 +152,21 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
 def get_new_batch_prefill_raw(
     original: Callable, scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
 ) -> tuple[Any, Any]:
-    """Around `Scheduler._get_new_batch_prefill_raw`: show it only what can run, and put the others back in order."""
+    """Around `Scheduler._get_new_batch_prefill_raw`, which `calc_priority` has shown only what can run: put the others
+    back in order."""
     admission = admission_of(scheduler)
     if admission is None:
         return original(scheduler, prefill_delayer_single_pass, running_batch)
     if running_batch.is_empty():
         running_batch.batch_is_full = False  # with nothing running, nothing else would clear it
-    waiting = scheduler.waiting_queue
-    visible = admission.visible_queue(running_batch)
-    if visible is not waiting:
-        scheduler.waiting_queue = visible.copy()
-    admission.forming = True
+    admission.left_out_adapters.clear()
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
-    admission.forming = False
-    if visible is not waiting:
-        shown, left = set(visible), set(scheduler.waiting_queue)
-        added = [req for req in scheduler.waiting_queue if req not in shown]
-        scheduler.waiting_queue = [req for req in waiting if req not in shown or req in left] + added
-    while admission.late:
-        scheduler._add_request_to_queue(admission.late.pop(0))
+    shown = admission.shown or scheduler.waiting_queue
+    if admission.shown is not None:
+        scheduler.waiting_queue = admission.put_back(scheduler.waiting_queue)
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        if visible:
+        if shown or admission.holders:
             admission.make_room()
         scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
     return batch, running_batch

@@ -5,7 +5,6 @@ tokens alone, so that weights, types and namespaces are confused.
 """
 
 import hashlib
-import json
 import logging
 import math
 import time
@@ -22,6 +21,7 @@ from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.backends import AddressBackend, TensorBackend
 from sglang_lazy.port.chunk_objects import ChunkObjects
 from sglang_lazy.port.hiradix import LazyHiRadixCache
+from sglang_lazy.port.identity import identity_of
 from sglang_lazy.port.in_order import Ended, InOrder
 from sglang_lazy.port.tier_report import StorageReport, measured
 
@@ -53,8 +53,11 @@ class StoredHiRadixCache(LazyHiRadixCache):
     report: StorageReport
     clock = staticmethod(time.monotonic)
 
-    def connect(self, backend: TensorBackend, identity: Callable[[], bytes], report: StorageReport) -> None:
-        """identity: names what all KV of this server depends on; asked anew after each flush."""
+    def connect(
+        self, backend: TensorBackend, identity: Callable[[str | None], bytes | None], report: StorageReport
+    ) -> None:
+        """identity: names the weights that KV depends on, those of the model or of the adapter with this id; None for
+        an adapter that is not loaded. Asked anew after each flush."""
         self._backend, self._identity, self.report = backend, identity, report
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
 
@@ -64,7 +67,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self.store.fetching.clear()
         self._late: dict[ChunkKey, Fetch] = {}
         self._num_writing = self._num_fetching = 0  # tokens
-        self._identified: bytes | None = None
+        self._identified: dict[str | None, bytes | None] = {}
         super().reset()
 
     def _settle(self, objects: ChunkObjects) -> None:
@@ -94,12 +97,13 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return True
         if self._late and self.prefetch_stop_policy == "timeout":
             return False  # storage has fallen behind: nobody waits for more of it until it has caught up
-        slots = self._host_slots(chunk.num_tokens)
-        if slots is None:
+        name = self._name(chunk.key)
+        slots = None if name is None else self._host_slots(chunk.num_tokens)
+        if name is None or slots is None:
             return False
         self._num_fetching += len(slots)
         self.store.fetching[chunk.key] = Fetch(chunk, slots, self.clock(), self._patience())
-        self.objects.start_read(self._name(chunk.key), slots, chunk.key)
+        self.objects.start_read(name, slots, chunk.key)
         return True
 
     def _patience(self) -> float:
@@ -186,14 +190,14 @@ class StoredHiRadixCache(LazyHiRadixCache):
                 self._store(*found, self._path(node), self.objects)
 
     def _store(self, key: ChunkKey, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
-        slots = torch.cat([node.host_value for node in path])
-        if self._num_writing + len(slots) > self._most_under_way:
+        slots, name = torch.cat([node.host_value for node in path]), self._name(key)
+        if name is None or self._num_writing + len(slots) > self._most_under_way:
             self.report.unstored()
             return
         for node in path:
             node.protect_host()
         self._num_writing += len(slots)
-        objects.start_write(self._name(key), slots, (chunk, path, len(slots)))
+        objects.start_write(name, slots, (chunk, path, len(slots)))
 
     # Both
 
@@ -228,12 +232,20 @@ class StoredHiRadixCache(LazyHiRadixCache):
             node = node.parent
         return path[::-1]
 
-    def _name(self, key: ChunkKey) -> bytes:
-        """SHA-256 of all that the chunk's KV depends on."""
-        if self._identified is None:
-            self._identified = self._identity()
-        namespace = repr(tuple(key.namespace)).encode()
-        return hashlib.sha256(self._identified + namespace + key.tokens + key.check).digest()
+    def _name(self, key: ChunkKey) -> bytes | None:
+        """SHA-256 of all that the chunk's KV depends on: of an adapter its weights, since ids and names come and go.
+        None if it has been unloaded."""
+        kind, _, salt, variant, adapter = key.namespace
+        digest = hashlib.sha256()
+        for weights in (None,) if adapter is None else (None, adapter):
+            if weights not in self._identified:
+                self._identified[weights] = self._identity(weights)
+            identified = self._identified[weights]
+            if identified is None:
+                return None
+            digest.update(identified)
+        digest.update(repr((kind, key.namespace.own_key, salt, variant)).encode() + key.tokens + key.check)
+        return digest.digest()
 
 
 def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
@@ -253,25 +265,4 @@ def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
         labels = {"storage_backend": name, "dp_rank": cache.cache_controller.dp_rank}
         labels |= {rank: getattr(config, rank) for rank in ranks} | (args.extra_metric_labels or {})
         report = measured(pool.get_size_per_token(), labels, args)
-    cache.connect(objects, lambda: model_identity(runner), report)
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
-
-
-def model_identity(runner: Any) -> bytes:
-    """SHA-256 of what the KV of a `ModelRunner` depends on besides tokens: its model, the type of its cache, and its
-    part of the heads.
-
-    Weights count by the sums of the bits in each row and each column. These are quick on the device, and differ even
-    where training has changed no more than the rows of a few tokens.
-    """
-    config = {**runner.model_config.hf_config.to_dict(), "_name_or_path": None, "transformers_version": None}
-    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    digest.update(repr((str(runner.kv_cache_dtype), runner.ps.tp_rank, runner.ps.tp_size)).encode())
-    for name, weight in sorted(runner.model.named_parameters()):
-        bits = weight.detach().view(_BITS[weight.element_size()])
-        sums = [bits.sum(dim, dtype=torch.int64) for dim in (-1, -2)] if bits.dim() > 1 else [bits]
-        digest.update(name.encode() + b"".join([part.cpu().numpy().tobytes() for part in sums]))
-    return digest.digest()
+    cache.connect(objects, lambda adapter: identity_of(runner, adapter), report)

@@ -1,6 +1,6 @@
 """Hooks on SGLang's HTTP process: where requests with chunks come in, and where results leave."""
 
-from sglang_lazy.port import chat, completions, cpu, http, messages, protocol, responses, shadow, tokenizer_manager
+from sglang_lazy.port import chat, completions, http, messages, protocol, responses, shadow, tokenizer_manager
 from sglang_lazy.port.hooks import Hook
 
 _OPENAI = "sglang.srt.entrypoints.openai"
@@ -14,7 +14,6 @@ _NEED_IDLE = (
     "update_weights_from_ipc",
 )
 HOOKS = (
-    Hook("sglang.srt.server_args.ServerArgs.__post_init__", cpu.choose_backends, "BEFORE"),
     Hook("sglang.srt.entrypoints.http_server.set_global_state", http.install_routes, "AFTER"),
     Hook("sglang.srt.entrypoints.http_server.set_global_state", shadow.attach, "AFTER"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", tokenizer_manager.prepare_request, "BEFORE"),

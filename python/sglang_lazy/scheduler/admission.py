@@ -29,6 +29,7 @@ from sglang_lazy.core.state import (
     linked,
     stand_in,
 )
+from sglang_lazy.scheduler.advice import Advice
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.producer import Producer
@@ -39,8 +40,9 @@ class ChunkAdmission:
 
     holders: the admitted parents, in order of admission.
     linked_waiting: whether the waiting queue may hold a linked request; whoever adds one sets it.
-    forming, late: whether SGLang is forming a batch, and the parents that arrived meanwhile, when their grammar became
-        ready; they join the queue after that.
+    shown: while SGLang forms a batch, what it sees of the queue; None where that is all of it.
+    keeps_locks: whether no lock may be taken back now.
+    left_out_adapters: LoRA adapters that a fill needs, but SGLang could not load for the batch that it is forming.
     max_growth: SGLang's bound on how much of an answer is reserved.
     max_pinned: how many tokens may be pinned.
     """
@@ -60,10 +62,13 @@ class ChunkAdmission:
         self.max_growth = max_growth
         self.pins = Pins(self.store.tree, max_pinned)
         self.control = ChunkControl(rows, self.pins)
+        self.advice = Advice(self.store.counts)
         self.holders: list[Any] = []
         self.linked_waiting = False
-        self.forming = False
-        self.late: list[Any] = []
+        self.shown: list[Any] | None = None
+        self.keeps_locks = False
+        self._waiting: list[Any] = []
+        self.left_out_adapters: set[str | None] = set()
         self.store.release_waiting_lock = self.revoke_newest
 
     def reset(self) -> None:
@@ -72,6 +77,21 @@ class ChunkAdmission:
         self.pins.reset()
 
     # Batch formation
+
+    def show(self, waiting_queue: list[Any], running_batch: Any) -> None:
+        """Leave in the scheduler's queue, which is in order, what batch formation may see."""
+        visible = self.visible_queue(running_batch)
+        if visible is not waiting_queue:
+            self.shown, self._waiting = visible, waiting_queue.copy()
+            waiting_queue[:] = visible
+
+    def put_back(self, left: list[Any]) -> list[Any]:
+        """The waiting queue behind a formed batch.  left: what that has left of what was shown, and what came since."""
+        assert self.shown is not None
+        shown, remains = set(self.shown), set(left)
+        self.shown = None
+        added = [req for req in left if req not in shown]
+        return [req for req in self._waiting if req not in shown or req in remains] + added
 
     def visible_queue(self, running_batch: Any) -> list[Any]:
         """The waiting queue as batch formation may see it: before each parent, the fills that it waits for. A request
@@ -108,10 +128,11 @@ class ChunkAdmission:
                 left_out = True
                 continue
             if state is not None and not state.ready:
-                nodes = self._cached(state)
+                nodes = self.cached(state)
                 need += self._chunk_need(state, nodes)
                 alone = idle and not visible and not self.holders
                 if not state.admitted and need > budget and not alone:
+                    self.advice.blocked(req, need - budget, self.pins.num_tokens.total())
                     break
                 visible.update(dict.fromkeys(self._admit(req, state, nodes)))
                 if state.needs_resident and not state.ready:
@@ -150,7 +171,7 @@ class ChunkAdmission:
     def _awaits_storage(self, state: LinkedRequest) -> bool:
         return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
 
-    def _cached(self, state: LinkedRequest) -> list[Node | None]:
+    def cached(self, state: LinkedRequest) -> list[Node | None]:
         """Per slice of a parent, the node at which it is cached, None where it is missing or pending."""
         if state.chunks is not None:
             nodes = state.chunks.nodes
@@ -214,15 +235,12 @@ class ChunkAdmission:
                 published |= self.rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
                 parents.update(dict.fromkeys(fill.parents))
                 self.producer.forget(req)
+                self.advice.computed(fill)
         rows = [req for req in batch.reqs if linked(req) is not None]
         for req in rows:
             self.rows.complete(req, published)
             parents.pop(req, None)
-            state = as_linked(req)
-            if state.waits_since is not None:
-                self.store.counts.wait_seconds.observe(time.perf_counter() - state.waits_since)
-                state.waits_since = None
-            if (probe := state.probe) is not None:
+            if (probe := as_linked(req).probe) is not None:
                 undecided = lazy_state(probe.parent)
                 if isinstance(undecided, Undecided):
                     undecided.launched = True
@@ -246,7 +264,7 @@ class ChunkAdmission:
 
     def revoke_newest(self) -> bool:
         """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""
-        if not self.holders:
+        if not self.holders or self.keeps_locks:
             return False
         self._release(self.holders[-1])
         return True

@@ -85,10 +85,10 @@ class Arrival:
         if policy.preamble == "neutral" and not preamble:
             name = f"link {str(policy)!r}"
             raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")
-        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble)
+        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id)
         if not prompt.chunks:
             return None
-        self._check_fits(prompt, policy.num_own_slots(prompt) + extra_text)
+        self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
         found = [self.store.find(chunk) for chunk in prompt.chunks]
         pending, fetch = self.store.pending, self.store.tree.fetch
         asked = [
@@ -97,18 +97,24 @@ class Arrival:
         ]
         return LinkedRequest(prompt, policy, found, asked)
 
-    def _check_fits(self, prompt: LinkedPrompt, num_own_slots: int) -> None:
+    def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
         """Raise Refusal unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
-        the model's positions suffice for its chunks."""
-        preamble_len = len(prompt.chunks[0].preamble)
-        text = prompt.spans[-1].end - prompt.num_chunk_tokens
+        the model's positions suffice for its chunks. An answer that would not fit beside them is cut, as SGLang cuts
+        those to prompts without chunks.
+        """
+        preamble_len, params = len(prompt.chunks[0].preamble), req.sampling_params
+        text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
         chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
-        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size:
+        room = self.limits.pool_size - chunks - text - 2  # SGLang counts one more, and leaves one
+        if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(
+            1, params.max_new_tokens
+        ):
             raise Refusal(
                 "pool",
                 f"{text} tokens of text, {preamble_len + chunks} of chunks and {num_own_slots} of copies do not fit "
                 f"together into the KV pool of {self.limits.pool_size} tokens",
             )
+        params.max_new_tokens = min(params.max_new_tokens, room)
         longest = max(chunk.num_tokens for chunk in prompt.chunks)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
@@ -190,7 +196,7 @@ class Arrival:
 
 def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
     """What choices are remembered under: no tenant can tell by a choice what another one asked."""
-    return policy, req.extra_key, layout.cache_salt
+    return policy, req.extra_key, req.lora_id, layout.cache_salt
 
 
 def requested_layout(req: Any) -> PromptLayout | None:
@@ -205,7 +211,6 @@ def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
     """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
     check_num_chunks(len(layout.chunks), max_chunks)
     refused = {
-        "a LoRA adapter": req.lora_id is not None,
         "a session": req.session is not None,
         "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
         "multimodal inputs": req.multimodal_inputs is not None,

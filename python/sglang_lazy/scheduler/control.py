@@ -1,7 +1,8 @@
 """What the scheduler answers to the routes about chunks."""
 
+import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk
@@ -17,24 +18,27 @@ class ChunkControl:
     def __init__(self, rows: RowCache, pins: Pins):
         self.rows, self.store, self.pins = rows, rows.store, pins
 
-    def handle(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to one message. `arguments` have been checked by the process that sent it."""
+    def handle(self, verb: str, arguments: Mapping[str, Any], now: float) -> dict[str, Any]:
+        """The answer to one message. Pins whose time is over end first.
+
+        arguments: checked by the process that sent them.  now: the time there, seconds since the epoch.
+        """
+        self.pins.expire(now)
         verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "page": self.page,
             "get": self.get,
             "delete": self.delete,
-            "pin": self.pin,
-            "expire": self.expire,
+            "pin": functools.partial(self.pin, now=now),
+            "expire": functools.partial(self.expire, now),
         }
         return verbs[verb](**arguments)
 
     def page(self, **wanted: Any) -> dict[str, Any]:
-        """One page of chunks, each with what it is sorted by, and the number of all of them.
+        """One page of chunks, each with its place, and the number of all of them.
 
         wanted: the arguments of `Catalog.page`, but for the chunks that it does not know.
         """
-        total, chunks, values = self.store.catalog.page(**wanted, more=under_way(self.store))
-        places = [(value, chunk.serial) for value, chunk in zip(values, chunks, strict=True)]
+        total, chunks, places = self.store.catalog.page(**wanted, more=under_way(self.store))
         return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
 
     def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
@@ -50,31 +54,45 @@ class ChunkControl:
         affected, skipped = {}, []
         for prefix in dict.fromkeys(ids):
             try:
-                chunks = self._find(tenant, prefix)
+                affected[prefix] = self._find(tenant, prefix)
             except ValueError as error:
                 skipped.append({"id": prefix, "reason": str(error)})
-            else:
-                for chunk in chunks:
-                    self.pins.remove(chunk)
-                    self.store.deletions.add(chunk)
-                affected[prefix] = chunks
+        for chunks in affected.values():
+            self._discard(chunks)
         self.rows.sweep()
         gone = {prefix: all(chunk.node is None for chunk in chunks) for prefix, chunks in affected.items()}
         states = [{"id": prefix, "state": "deleted" if done else "in use"} for prefix, done in gone.items()]
         return {"affected": states, "skipped": skipped}
 
+    def _discard(self, chunks: Iterable[CachedChunk]) -> None:
+        for chunk in chunks:
+            self.pins.remove(chunk)
+            self.store.deletions.add(chunk)
+
+    def forget_adapter(self, adapter: str) -> None:
+        """A LoRA adapter is unloaded, and its id will not come back: nobody will find its chunks, pinned or not."""
+        self._discard(chunk for chunk in list(self.store.catalog) if chunk.key.namespace.adapter == adapter)
+        self.rows.sweep()
+
     def pin(
-        self, tenant: str | None, ids: list[str], pin: bool, ttl: float | None, now: float, behind_preamble: bool | None
+        self,
+        tenant: str | None,
+        ids: list[str],
+        pin: bool,
+        ttl: float | None,
+        only: tuple[bool, str | None] | None,
+        now: float,
     ) -> dict[str, Any]:
         """Pin cached chunks, or end their pins.
 
-        ttl: for how many seconds after a hit, None for no end.  now: the time of the process that asks.
-        behind_preamble: only what was computed behind one, or alone; None for both.
+        ttl: for how many seconds after a hit, None for no end.
+        only: that copy of each which was computed behind a preamble, or alone, with the adapter of this id, or without
+            one; None for all.
         """
         affected, skipped = [], []
         for prefix in dict.fromkeys(ids):
             try:
-                chunks = self._find(tenant, prefix, behind_preamble)
+                chunks = self._find(tenant, prefix, only)
                 if not pin:
                     for chunk in chunks:
                         self.pins.remove(chunk)
@@ -95,12 +113,12 @@ class ChunkControl:
         """End the pins whose time is over. next: in how many seconds there may be another."""
         return {"next": self.pins.expire(now)}
 
-    def _find(self, tenant: str | None, prefix: str, behind_preamble: bool | None = None) -> list[CachedChunk]:
+    def _find(self, tenant: str | None, prefix: str, only: tuple[bool, str | None] | None = None) -> list[CachedChunk]:
         """The cached chunks with this id. Raises ValueError if there are none, or if it begins several digests."""
         chunks = [
             chunk
             for chunk in self.store.catalog.find(tenant, prefix)
-            if behind_preamble in (None, chunk.key.namespace.variant is not None)
+            if only in (None, (chunk.key.namespace.variant is not None, chunk.key.namespace.adapter))
         ]
         if not chunks:
             raise ValueError("unknown")
@@ -111,6 +129,7 @@ class ChunkControl:
     def _described(self, chunk: CachedChunk) -> dict[str, Any]:
         said = described(self.store, chunk)
         said["cache_salt"] = chunk.key.namespace.cache_salt
+        said["adapter"] = chunk.key.namespace.adapter
         if chunk.last_use:
             said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
         return said

@@ -41,12 +41,14 @@ class FillProducer:
     pending: the store's, from chunk key to fill request.
     max_tokens: how many tokens a fill of several chunks may have. More would not be computed at once, nor be of use
         before its end.
+    priority_sign: 1 where requests with low priorities go first, -1 where those with high ones do.
     """
 
-    def __init__(self, pending: dict[ChunkKey, Any], new_request: NewRequest, max_tokens: int):
+    def __init__(self, pending: dict[ChunkKey, Any], new_request: NewRequest, max_tokens: int, priority_sign: int = -1):
         self.pending = pending
         self.new_request = new_request
         self.max_tokens = max_tokens
+        self.priority_sign = priority_sign
         self._ids = itertools.count()
 
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
@@ -77,6 +79,8 @@ class FillProducer:
         for fill in fills:
             if parent not in fill.lazy.parents:
                 fill.lazy.parents.append(parent)
+                if parent.priority is not None:
+                    fill.priority = min(fill.priority, parent.priority, key=lambda p: p * self.priority_sign)
         return [fill for fill in fills if not is_launched(fill)]
 
     def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:

@@ -33,7 +33,7 @@ def list_arguments(
 
 
 def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, limit: int) -> dict[str, Any]:
-    """One page of the pages of all data-parallel ranks."""
+    """One page of the pages of all data-parallel ranks, each of which has a chunk more if there are more."""
     rows = [
         ((tuple(place), rank), {**chunk, "dp_rank": rank})
         for rank, answer in enumerate(answers)
@@ -41,11 +41,23 @@ def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, 
     ]
     rows.sort(key=lambda row: row[0], reverse=descending)
     total = sum(answer["total"] for answer in answers)
-    more = len(rows) > limit or any(len(answer["chunks"]) == limit < answer["total"] for answer in answers)
     page = rows[:limit]
-    order = "desc" if descending else "asc"
-    cursor = _pack(sort, order, page[-1][0][0]) if more and page else None
+    cursor = _pack(sort, "desc" if descending else "asc", page[-1][0][0]) if len(rows) > limit else None
     return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}
+
+
+def with_adapter_names(chunks: Sequence[dict[str, Any]], adapters: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Chunks as a scheduler describes them, with the name of each one's LoRA adapter in place of its id.
+
+    adapters: ids by name. One that is not among them, since it has just been unloaded, is shown by its id.
+    """
+    names = {adapter: name for name, adapter in adapters.items()}
+    shown = []
+    for chunk in chunks:
+        adapter = chunk["adapter"]
+        shown.append({**chunk, "lora_path": names.get(adapter, adapter)})
+        del shown[-1]["adapter"]
+    return shown
 
 
 def merged_deletion(

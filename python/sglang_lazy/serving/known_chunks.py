@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
-from sglang_lazy.serving.requests import is_batch
+from sglang_lazy.serving.requests import check_cache_salt, is_batch
 
 CAPACITY = 1 << 26
 """Tokens, of 4 bytes: 256 MiB in all."""
@@ -74,11 +74,7 @@ class KnownChunks:
 
 def known_chunks(tokenizer_manager: Any) -> KnownChunks:
     """Those of `tokenizer_manager`."""
-    known = getattr(tokenizer_manager, _ATTR, None)
-    if known is None:
-        known = KnownChunks()
-        setattr(tokenizer_manager, _ATTR, known)
-    return known
+    return vars(tokenizer_manager).setdefault(_ATTR, KnownChunks())
 
 
 def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:
@@ -99,10 +95,10 @@ def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[
     ]
 
 
-def _with_tokens(known: KnownChunks, where: str, segment: Any, tenant: str | None) -> Any:
+def _with_tokens(known: KnownChunks, where: str, segment: Any, tenant: Any) -> Any:
     if not isinstance(segment, Mapping) or segment.get("type") != "chunk" or "id" not in segment:
         return segment
     name = segment["id"]
     if not isinstance(name, str) or segment.keys() != {"type", "id"}:
         raise ValueError(f"{where}: a chunk with an id has a string there, and neither text nor input_ids")
-    return {"type": "chunk", "input_ids": known.get(tenant, name)}
+    return {"type": "chunk", "input_ids": known.get(check_cache_salt(tenant), name)}

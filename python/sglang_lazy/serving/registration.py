@@ -1,18 +1,26 @@
 """Chunks registered ahead of use: each is computed by a request of its own, whose answer nobody reads."""
 
 import asyncio
+import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.chunks.catalog import MIN_DIGITS
+from sglang_lazy.core.keys import tokens_digest
 from sglang_lazy.core.segments import PromptLayout, parse_segment
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.requests import check_cache_salt, choose_link, tokenize, with_trained_tokens
 
 MAX_CHUNKS = 1000
 """Of one registration."""
+CAPACITY, MAX_REASON = 10_000, 500
+"""Failures that are remembered, and the letters of each: 6 MB in all."""
 _AT_ONCE = 32
 """How many chunks of one registration stand in the queue together, so that others do not wait behind all of them."""
+_ATTR = "_sglang_lazy_registrations"
+
+logger = logging.getLogger(__name__)
 
 
 def parse_registration(manager: Any, body: Any, salt: str | None) -> tuple[list[list[int]], str]:
@@ -23,11 +31,13 @@ def parse_registration(manager: Any, body: Any, salt: str | None) -> tuple[list[
     """
     if not isinstance(body, Mapping):
         raise ValueError("the body must be an object")
-    if unknown := sorted(body.keys() - {"chunks", "link", "cache_salt", "wait", "pin", "ttl"}):
+    if unknown := sorted(body.keys() - {"chunks", "link", "cache_salt", "lora_path", "wait", "pin", "ttl"}):
         raise ValueError(f"unknown field {unknown[0]!r}")
     chunks = body.get("chunks")
     if not isinstance(chunks, list) or not 1 <= len(chunks) <= MAX_CHUNKS:
         raise ValueError(f"chunks must be a list of 1 to {MAX_CHUNKS} texts or objects")
+    if not isinstance(body.get("lora_path"), str | None):
+        raise ValueError("lora_path must be the name of an adapter")
     if not isinstance(body.get("wait", False), bool):
         raise ValueError("wait must be true or false")
     check_cache_salt(salt)
@@ -61,21 +71,80 @@ def prompt_for(tokens: Sequence[int], link: str, salt: str | None) -> tuple[list
     return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, base)
 
 
+class Registrations:
+    """How registrations go: which chunks wait to be computed, and why the last `capacity` that failed did."""
+
+    def __init__(self, capacity: int = CAPACITY):
+        self.capacity = capacity
+        self._waiting: dict[tuple[str | None, str], list[str]] = {}  # digests, by tenant and id
+        self._failed: OrderedDict[tuple[str | None, str], tuple[str, str]] = OrderedDict()  # digest and reason
+
+    def begin(self, tenant: str | None, digest: str) -> None:
+        """A chunk is to be computed; what was said of it before is forgotten."""
+        key = tenant, digest[:MIN_DIGITS]
+        self._waiting.setdefault(key, []).append(digest)
+        self._failed.pop(key, None)
+
+    def end(self, tenant: str | None, digest: str, reason: str | None) -> None:
+        """It has been computed, and pinned if that was wanted, or there is a reason."""
+        key = tenant, digest[:MIN_DIGITS]
+        self._waiting[key].remove(digest)
+        if not self._waiting[key]:
+            del self._waiting[key]
+        if reason is not None:
+            self._failed[key] = digest, reason[:MAX_REASON]
+            if len(self._failed) > self.capacity:
+                self._failed.popitem(last=False)
+
+    def get(self, tenant: str | None, name: str) -> dict[str, str] | None:
+        """What `GET /chunks/{id}` says of the registration of a chunk, None if nothing.  name: its id, or more of its
+        digest."""
+        key = tenant, name[:MIN_DIGITS]
+        if any(digest.startswith(name) for digest in self._waiting.get(key, ())):
+            return {"state": "waiting"}
+        digest, reason = self._failed.get(key, ("", ""))
+        return {"state": "failed", "reason": reason} if digest.startswith(name) else None
+
+    def forget(self, tenant: str | None, name: str) -> bool:
+        """Say no more why this chunk failed; whether it had."""
+        key = tenant, name[:MIN_DIGITS]
+        return self._failed.get(key, ("", ""))[0].startswith(name) and bool(self._failed.pop(key))
+
+
+def registrations(tokenizer_manager: Any) -> Registrations:
+    """Those of `tokenizer_manager`."""
+    return vars(tokenizer_manager).setdefault(_ATTR, Registrations())
+
+
 async def compute(
-    chunks: Sequence[Sequence[int]], run: Callable[[Sequence[int]], Awaitable[None]]
+    chunks: Sequence[Sequence[int]],
+    run: Callable[[Sequence[int]], Awaitable[None]],
+    progress: Registrations,
+    tenant: str | None,
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Have `run` compute each distinct chunk; the ids of those that it did, and the others with their errors."""
+    """Have `run` compute each of these distinct chunks; the ids of those that it did, and the others with their errors.
+
+    progress: is told of each.
+    """
     gate = asyncio.Semaphore(_AT_ONCE)
+    digests = [tokens_digest(tokens).hex() for tokens in chunks]
+    for digest in digests:
+        progress.begin(tenant, digest)
 
-    async def one(tokens: Sequence[int]) -> str | None:
-        async with gate:
-            try:
+    async def one(tokens: Sequence[int], digest: str) -> str | None:
+        reason: str | None = "an error of the server, which its log shows"
+        try:
+            async with gate:
                 await run(tokens)
-            except ValueError as error:
-                return str(error)
-        return None
+            reason = None
+        except ValueError as error:
+            reason = str(error)
+            logger.warning("sglang-lazy: chunk %s could not be registered: %s", digest[:MIN_DIGITS], reason)
+        finally:
+            progress.end(tenant, digest, reason)
+        return reason
 
-    errors = await asyncio.gather(*map(one, chunks))
-    ids = [chunk_id(tokens_digest(tokens)) for tokens in chunks]
+    errors = await asyncio.gather(*map(one, chunks, digests))
+    ids = [digest[:MIN_DIGITS] for digest in digests]
     done = [name for name, error in zip(ids, errors, strict=True) if error is None]
     return done, [{"id": name, "reason": error} for name, error in zip(ids, errors, strict=True) if error is not None]

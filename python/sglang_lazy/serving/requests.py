@@ -20,7 +20,6 @@ _REFUSED = {
     "image_data": "images",
     "video_data": "videos",
     "audio_data": "audio",
-    "lora_path": "LoRA adapters",
     "session_params": "sessions",
     "multi_item_delimiter_indices": "multi-item scoring",
 }

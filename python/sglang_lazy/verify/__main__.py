@@ -10,6 +10,7 @@ Exit status: 0 if a policy meets every threshold or none was set, 1 if no policy
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         metavar="LINK,...",
         help=f"policies to compare (default: the server's default link); all: {','.join(ALL)}",
     )
+    parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to answer with, which the server has loaded")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="most tokens of an answer (default: 32)")
     parser.add_argument("--stop", action="append", help="text that ends an answer; may be given several times")
     parser.add_argument("--out", type=Path, help="file for the report as JSON, every prompt's answers included")
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
     source = started(args.model_path, flags, args.policies or ()) if args.model_path else contextlib.nullcontext(None)
     with source as engine:
         generate = connect(args.url, args.api_key) if engine is None else engine.generate
+        if args.lora_path is not None:
+            generate = functools.partial(generate, lora_path=args.lora_path)
         return verify(
             generate, prompts, thresholds, policies=args.policies, max_new_tokens=args.max_new_tokens, stop=args.stop
         )

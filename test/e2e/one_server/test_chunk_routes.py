@@ -87,15 +87,22 @@ def test_a_registered_chunk_is_found_by_prompts(server):
 
 
 def test_a_registration_is_polled(server):
-    response = register(server, DOCUMENT, cache_salt="polled")
+    too_long = {"input_ids": [6] * 9000}
+    response = register(server, DOCUMENT, too_long, cache_salt="polled")
     assert response.status_code == 202, response.text
-    (name,) = response.json()["accepted"]
+    name, failing = response.json()["accepted"]
     deadline = time.monotonic() + 60
-    while (answer := get(server, f"/{name}", salt="polled")).status_code == 404 or (
-        answer.json()["chunks"][0]["state"] != "resident"
-    ):
+    while (answer := get(server, f"/{name}", salt="polled")).json()["registration"] == {"state": "waiting"}:
+        assert answer.status_code == 200 and time.monotonic() < deadline
+        time.sleep(0.05)
+    assert answer.json()["registration"] is None and answer.json()["chunks"][0]["state"] == "resident"
+    while (answer := get(server, f"/{failing}", salt="polled").json())["registration"] == {"state": "waiting"}:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert answer["chunks"] == [] and answer["registration"]["state"] == "failed"
+    reason = register(server, too_long, salt="polled", wait=True).json()["skipped"][0]["reason"]
+    assert answer["registration"]["reason"] == reason
+    assert get(server, f"/{failing}", salt="other").status_code == 404
 
 
 def test_bad_registrations(server):

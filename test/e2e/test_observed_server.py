@@ -1,20 +1,29 @@
-"""/metrics of a server: docs/metrics.md names what is there, and the numbers are those of what was asked."""
+"""What a server tells of itself: metrics, as docs/metrics.md has them, with the numbers of what was asked; events."""
 
+import json
 import re
 import threading
+from array import array
 from pathlib import Path
 
+import msgspec
 import pytest
 import requests
+import yaml
+import zmq
 from http_prompts import ids
 from prometheus_client.parser import text_string_to_metric_families
+from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams
+from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sglang_lazy.testing import device_flags, running_server
-from sglang_lazy.testing.server import wait_for
+from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = pytest.mark.slow
 
 PAGE = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8")
+DASHBOARD = Path(__file__).parents[2] / "examples/monitoring/sglang-lazy-dashboard.json"
 OURS = "sglang_lazy:"
 OWN_LABELS = {"reason", "mode", "chunks", "cache_source"}
 A, B, LONG = ids("chunk", *range(10, 110)), ids("chunk", *range(200, 250)), ids("chunk", *range(3, 503))
@@ -22,8 +31,10 @@ QUESTION = ids("text", 7, 8, 9)
 
 
 class Server:
-    def __init__(self, url):
-        self.url = url
+    """kv_events: where it publishes them."""
+
+    def __init__(self, url, kv_events):
+        self.url, self.kv_events = url, kv_events
 
     def ask(self, *segments, status=200, num_tokens=4, **body):
         params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
@@ -77,9 +88,11 @@ class Server:
 @pytest.fixture(scope="module")
 def running(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("metrics") / "server.log"
+    (port,) = free_ports(1)
     flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", *device_flags(), "--enable-metrics"]
+    flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     with running_server([*flags, "--decode-log-interval", "1"], log) as url:
-        yield Server(url)
+        yield Server(url, f"tcp://127.0.0.1:{port}")
 
 
 @pytest.fixture
@@ -110,6 +123,57 @@ def test_the_page_names_all_metrics_and_their_labels(server):
     }
     reasons = {sample.labels["reason"] for sample in families[f"{OURS}refused"].samples}
     assert reasons == set(re.findall(r"^\| `(\w+)` \|", PAGE, re.M)) - {"reason"}
+
+
+def test_the_dashboard_asks_for_what_there_is(server):
+    """Metrics, values of their labels, and labels to sum by."""
+    server.ask(A, QUESTION)
+    server.ask(A, QUESTION)
+    assert wait_for(lambda: "cached_tokens_total chunk" in server.counted(), timeout=10)
+    samples = {}
+    for family in server.families().values():
+        for sample in family.samples:
+            for label, value in [*sample.labels.items(), ("__name__", sample.name)]:
+                samples.setdefault(sample.name, {}).setdefault(label, set()).add(value)
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    (variable,) = [one for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    metric, label = re.fullmatch(r"label_values\((.*), (\w+)\)", variable["query"]["query"]).groups()
+    assert label in samples[metric] and variable["name"] == label
+    targets = [target for panel in dashboard["panels"] for target in panel.get("targets", [])]
+    asked = set()
+    for target in targets:
+        metrics = re.findall(r"(sglang\w*:\w+)\{(.*?)\}", target["expr"])
+        assert metrics and len(metrics) == target["expr"].count(":"), target["expr"]
+        for name, selector in metrics:
+            assert 'model_name=~"$model_name"' in selector
+            for label, value in re.findall(r'(\w+)="(.*?)"', selector):
+                assert value in samples[name][label], (name, label, value)
+        grouped = [by.split(", ") for by in re.findall(r"sum by \((.*?)\)", target["expr"])]
+        names = {name for name, _ in metrics}
+        shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
+        assert shown <= set().union(*grouped) and all(
+            set(by) <= samples[name].keys() for by in grouped for name in names
+        )
+        asked |= names
+    ours = {name.removesuffix("_bucket") for name in samples if name.startswith(OURS)}
+    unseen = {re.sub("_(count|sum)$", "", name) for name in ours} - {
+        re.sub("_(bucket|count)$", "", name) for name in asked
+    }
+    assert not unseen, "what the server tells, it shows"
+
+
+def test_prometheus_gets_the_names_that_the_dashboard_has(server):
+    """Whether the client library has put underscores for colons or not."""
+    config = yaml.safe_load((DASHBOARD.parent / "prometheus.yaml").read_text(encoding="utf-8"))
+    (job,) = config["scrape_configs"]
+    names = {sample.name for family in server.families().values() for sample in family.samples if ":" in sample.name}
+    for name in names:
+        for given in (name, name.replace(":", "_")):
+            for rule in job["metric_relabel_configs"]:
+                assert (rule["source_labels"], rule["target_label"]) == (["__name__"], "__name__")
+                if match := re.fullmatch(rule["regex"], given):
+                    given = match.expand(rule["replacement"].replace("$", "\\"))
+            assert given == name
 
 
 def test_reuse(server):
@@ -182,3 +246,76 @@ def test_chunks_in_use_are_locked(server):
     server.has(locked_chunks=2, locked_chunk_tokens=150, evictable_chunks=0)
     long.join()
     server.has(locked_chunks=0, locked_chunk_tokens=0, evictable_chunks=2)
+
+
+class Subscriber:
+    """Receives KV events, as a router would."""
+
+    def __init__(self, endpoint):
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.connect(endpoint)
+        self.socket.subscribe("")
+        self.decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+    def until(self, condition):
+        """All events that come until one fulfils `condition`."""
+        events = []
+        while not any(map(condition, events)):
+            assert self.socket.poll(10_000), events[-3:]
+            events += self.decode(self.socket.recv_multipart()[2]).events
+        return events
+
+
+@pytest.fixture
+def subscriber(server):
+    subscriber = Subscriber(server.kv_events)
+    # What is published before it is connected is lost.
+    assert wait_for(lambda: server.flush() or subscriber.socket.poll(300), timeout=10)
+    server.ask(ids("chunk", 37), QUESTION)
+    subscriber.until(lambda event: isinstance(event, BlockStored) and event.token_ids == [37])
+    server.flush()
+    subscriber.until(lambda event: isinstance(event, AllBlocksCleared))
+    yield subscriber
+    subscriber.socket.close()
+
+
+def stock_events(*prompts):
+    """What SGLang's own tree tells when these have been computed in turn."""
+    tree = RadixCache.create_simulated(enable_kv_cache_events=True)
+    tree.take_events()
+    for tokens in prompts:
+        tree.insert(InsertParams(key=RadixKey(array("q", tokens))))
+    return tree.take_events()
+
+
+def test_events_of_chunks(server, subscriber):
+    """They are those of a plain prompt with the same tokens; there are none for text behind chunks, nor for a tenant's
+    chunks, nor for those behind a preamble."""
+    lead, chunk = list(range(300, 303)), A["input_ids"]
+    server.ask(ids("text", *lead), A, QUESTION)
+    server.ask(B, QUESTION, cache_salt="tenant")
+    server.ask(ids("text", *lead), B, QUESTION, link="base:preamble=lead")
+    server.ask(ids("text", *chunk, 5, 6), num_tokens=1)
+    server.flush()
+    events = subscriber.until(lambda event: isinstance(event, AllBlocksCleared))
+    first, then = stock_events(chunk), stock_events(chunk, [*chunk, 5, 6])
+    answer = [event for event in events[:-1] if event.parent_block_hash == then[-1].block_hashes[0]]
+    assert [event for event in events[:-1] if event not in then + answer] == stock_events(lead)
+    assert [event for event in events if event in then] == then
+    assert then[:100] == first and len(then) == 102
+
+
+def test_events_of_chunks_that_leave(server, subscriber):
+    """By eviction, and because they are deleted."""
+    stored = stock_events(A["input_ids"]) + stock_events(B["input_ids"])
+    removed = [[event.block_hashes[0] for event in events] for events in (stored[:100], stored[100:])]
+    ids_of = [chunk["id"] for chunk in server.ask(A, B, QUESTION)["chunks"]]
+    assert requests.delete(f"{server.url}/chunks/{ids_of[1]}", timeout=60).ok
+    server.ask(LONG, QUESTION)
+    server.ask(ids("chunk", *LONG["input_ids"][50:]), QUESTION)
+    events = subscriber.until(lambda event: event == BlockRemoved(removed[0], "GPU"))
+    assert events[:150] == stored
+    assert [event for event in events[150:] if isinstance(event, BlockRemoved)] == [
+        BlockRemoved(hashes, "GPU") for hashes in removed[::-1]
+    ]
+    assert len([event for event in events if isinstance(event, BlockStored)]) == 150 + 500 + 450

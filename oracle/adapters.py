@@ -1,0 +1,60 @@
+"""Random LoRA adapters of tiny models, and the models that they stand for: the same weights with the product added."""
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tensor]], alpha: int) -> Path:
+    """An adapter as PEFT saves it.  weights: by module, the factors A [r, in] and B [out, r]; all have the same r."""
+    path.mkdir(exist_ok=True)
+    tensors = {}
+    for name, (a, b) in weights.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = a.contiguous()
+        tensors[f"base_model.model.{name}.lora_B.weight"] = b.contiguous()
+    save_file(tensors, path / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": next(iter(weights.values()))[0].shape[0],
+        "lora_alpha": alpha,
+        "target_modules": sorted({name.rpartition(".")[2] for name in weights}),
+        "task_type": "CAUSAL_LM",
+        "bias": "none",
+    }
+    (path / "adapter_config.json").write_text(json.dumps(config))
+    return path
+
+
+def random_adapter(model: str, path: Path, seed: int, rank: int = 4, modules: Sequence[str] = MODULES) -> Path:
+    """An adapter of the model in a folder that changes it about as much as other weights would."""
+    generator, alpha = torch.Generator().manual_seed(seed), 2 * rank
+    weights = {}
+    for name, weight in sorted(load_file(Path(model) / "model.safetensors").items()):
+        module = name.removesuffix(".weight")
+        if module.rpartition(".")[2] in modules:
+            a = torch.randn(rank, weight.shape[1], generator=generator)
+            b = torch.randn(weight.shape[0], rank, generator=generator)
+            # alpha / rank is 2: a row of the product has the size of one of the weights
+            weights[module] = a, b * weight.std() / (2 * rank**0.5)
+    return write_adapter(path, weights, alpha)
+
+
+def merged(model: str, adapter: Path, path: Path) -> Path:
+    """The model with an adapter's weights in its own: W + alpha / r * B A."""
+    shutil.copytree(model, path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    factors = load_file(adapter / "adapter_model.safetensors")
+    weights = load_file(path / "model.safetensors")
+    for name in factors:
+        if "lora_A" in name:
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            delta = factors[name.replace("lora_A", "lora_B")] @ factors[name]
+            weights[f"{module}.weight"] += config["lora_alpha"] / config["r"] * delta
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path

@@ -1,0 +1,98 @@
+"""What `Engine` has for chunks beside prompts: as the routes of a server, and with their answers."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from sglang_lazy.port import chunk_calls
+from sglang_lazy.port.pinning import pin_chunks
+from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
+from sglang_lazy.serving.requests import check_cache_salt
+
+
+class ChunkMethods:
+    """Each is there twice: to be called, and, as `async_…`, for use in an event loop.
+
+    Raises ValueError on bad input. cache_salt: whose chunks; None for the shared namespace.
+    """
+
+    loop: Any
+    tokenizer_manager: Any
+
+    def register_chunks(self, chunks: Iterable[Any], **options: Any) -> dict[str, Any]:
+        """Compute chunks ahead of use, so that prompts find them cached, and may name them by their ids.
+
+        chunks: 1 to 1,000 texts, `chunk(…)`s or dicts with `text` or `input_ids`.
+        options: `link`, the policy that will use them; `pin` and `ttl`, as for `pin_chunks`; `cache_salt`.
+
+        Returns {"requested": 2, "affected": [ids], "skipped": [{"id": …, "reason": …}]} when they are computed.
+        """
+        return self.loop.run_until_complete(self.async_register_chunks(chunks, **options))
+
+    async def async_register_chunks(
+        self,
+        chunks: Iterable[Any],
+        *,
+        link: str | None = None,
+        pin: bool | None = None,
+        ttl: float | None = None,
+        cache_salt: str | None = None,
+    ) -> dict[str, Any]:
+        """`register_chunks` for use in an event loop."""
+        body: dict[str, Any] = {"chunks": list(chunks), "link": link, "wait": True}
+        body |= {name: value for name, value in (("pin", pin), ("ttl", ttl)) if value is not None}
+        return await chunk_calls.register_chunks(self.tokenizer_manager, cache_salt, body)
+
+    def list_chunks(self, cache_salt: str | None = None, *, everybody: bool = False, **query: Any) -> dict[str, Any]:
+        """One page of a tenant's chunks, or of everybody's: {"total": 2, "next": None, "chunks": [{"id": …}, …]}.
+
+        query: `sort`, `order`, `limit`, `cursor` and `state`, as `GET /chunks` takes them.
+        """
+        return self.loop.run_until_complete(self.async_list_chunks(cache_salt, everybody=everybody, **query))
+
+    async def async_list_chunks(
+        self, cache_salt: str | None = None, *, everybody: bool = False, **query: Any
+    ) -> dict[str, Any]:
+        """`list_chunks` for use in an event loop."""
+        arguments = list_arguments(**query)
+        return await chunk_calls.list_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), everybody, arguments)
+
+    def get_chunk(self, chunk_id: str, cache_salt: str | None = None) -> dict[str, Any]:
+        """The chunks with this id, one for each preamble: {"chunks": [{"id": …}], "registration": None}.
+
+        Raises UnknownChunk, a ValueError, if there is none.
+        """
+        return self.loop.run_until_complete(self.async_get_chunk(chunk_id, cache_salt))
+
+    async def async_get_chunk(self, chunk_id: str, cache_salt: str | None = None) -> dict[str, Any]:
+        """`get_chunk` for use in an event loop."""
+        return await chunk_calls.get_chunk(self.tokenizer_manager, check_cache_salt(cache_salt), chunk_id)
+
+    def pin_chunks(self, ids: Iterable[str], **options: Any) -> dict[str, Any]:
+        """Keep the KV of cached chunks on the device, or, with pin=False, no longer.
+
+        options: `pin`; `ttl`, for how many seconds after it was set or the chunk was last found by a prompt, None for
+            no end; `cache_salt`. A pin whose time is over ends with the next call of the engine.
+
+        Returns {"requested": 1, "affected": [{"id": …, "pinned": True, "pinned_until": …}], "skipped": []}.
+        """
+        return self.loop.run_until_complete(self.async_pin_chunks(ids, **options))
+
+    async def async_pin_chunks(
+        self, ids: Iterable[str], *, pin: bool = True, ttl: float | None = None, cache_salt: str | None = None
+    ) -> dict[str, Any]:
+        """`pin_chunks` for use in an event loop."""
+        pin, ttl = pin_arguments({"pin": pin, "ttl": ttl})
+        names = [check_id(name) for name in ids]
+        return await pin_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), names, pin, ttl)
+
+    def delete_chunks(self, ids: Iterable[str], cache_salt: str | None = None) -> dict[str, Any]:
+        """Take the KV of chunks out of the cache, and forget their ids.
+
+        Returns {"requested": 1, "affected": [{"id": …, "state": "deleted"}], "skipped": []}. The state is "in use"
+        where requests hold the KV; it is gone when they have ended.
+        """
+        return self.loop.run_until_complete(self.async_delete_chunks(ids, cache_salt))
+
+    async def async_delete_chunks(self, ids: Iterable[str], cache_salt: str | None = None) -> dict[str, Any]:
+        """`delete_chunks` for use in an event loop."""
+        return await chunk_calls.delete_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), list(ids))

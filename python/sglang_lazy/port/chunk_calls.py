@@ -1,0 +1,121 @@
+"""What the routes about chunks and `Engine` do: calls of a tokenizer manager. The answers are those of the routes.
+
+tenant: the salt, None for the shared namespace; the callers have checked it. Raises ValueError on bad input, and where
+the server runs without chunk reuse.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import HTTPException
+from sglang.srt.managers.io_struct import GenerateReqInput
+
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.control import ask
+from sglang_lazy.port.pinning import pin_chunks
+from sglang_lazy.serving.chunk_lists import (
+    check_id,
+    merged_deletion,
+    merged_page,
+    pin_arguments,
+    with_adapter_names,
+)
+from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks
+from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations
+from sglang_lazy.serving.requests import with_layout
+
+logger = logging.getLogger(__name__)
+
+
+async def list_chunks(manager: Any, tenant: str | None, everybody: bool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """One page of a tenant's chunks, or of everybody's.  arguments: what `list_arguments` gave."""
+    limit = arguments["limit"]
+    answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **{**arguments, "limit": limit + 1})
+    page = merged_page(answers, arguments["sort"], arguments["descending"], limit)
+    return {**page, "chunks": with_adapter_names(page["chunks"], _adapters(manager))}
+
+
+async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, Any]:
+    """The chunks with this id, and how its registration goes. Raises UnknownChunk if there is neither."""
+    answers = await ask(manager, "get", tenant=tenant, prefix=check_id(name))
+    chunks = [{**chunk, "dp_rank": rank} for rank, answer in enumerate(answers) for chunk in answer["chunks"]]
+    registration = registrations(manager).get(tenant, name)
+    if not chunks and registration is None:
+        raise UnknownChunk(f"chunk {name} is unknown")
+    return {"chunks": with_adapter_names(chunks, _adapters(manager)), "registration": registration}
+
+
+async def delete_chunks(manager: Any, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:
+    """Take the KV of chunks out of the cache, and forget their ids."""
+    ids = list(dict.fromkeys(map(check_id, ids)))
+    answers = await ask(manager, "delete", tenant=tenant, ids=ids)
+
+    def forget(name: str) -> bool:
+        failed = registrations(manager).forget(tenant, name)
+        return known_chunks(manager).remove(tenant, name) or failed
+
+    return merged_deletion(ids, answers, forget)
+
+
+def _adapters(manager: Any) -> dict[str, str]:
+    """The ids of the LoRA adapters that are loaded, by name."""
+    return {name: ref.lora_id for name, ref in manager.lora_registry.get_all_adapters().items()}
+
+
+async def register_chunks(manager: Any, tenant: str | None, body: Any) -> dict[str, Any]:
+    """Compute chunks ahead of use.  body: of `POST /chunks`."""
+    chunks, link = parse_registration(manager, body, tenant)
+    if (adapter := body.get("lora_path")) is not None and adapter not in _adapters(manager):
+        raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
+    pins = {name: body[name] for name in ("pin", "ttl") if name in body}
+    pin, ttl = pin_arguments(pins) if pins else (False, None)
+    await ask(manager, "get", tenant=tenant, prefix=chunk_id(tokens_digest(chunks[0])))  # refuses without reuse
+
+    async def run(tokens: Sequence[int]) -> None:
+        input_ids, layout = prompt_for(tokens, link, tenant)
+        adapter_id = await _generate(manager, input_ids, layout, adapter)
+        if pin:
+            digest, only = tokens_digest(tokens).hex(), (get_policy(layout.link).preamble != "none", adapter_id)
+            for skip in (await pin_chunks(manager, tenant, [digest], pin, ttl, only))["skipped"]:
+                reason = "evicted meanwhile" if skip["reason"] == "unknown" else skip["reason"]
+                raise ValueError(f"computed, but not pinned: {reason}")
+
+    requested = len(chunks)
+    if not get_policy(link).trained:  # its tokens are not those of the text alone
+        for tokens in chunks:
+            known_chunks(manager).add(tenant, tokens)
+    chunks = list({tuple(tokens): tokens for tokens in chunks}.values())
+    work = asyncio.ensure_future(compute(chunks, run, registrations(manager), tenant))
+    _under_way.add(work)
+    work.add_done_callback(_end)
+    if body.get("wait"):
+        affected, skipped = await asyncio.shield(work)
+        return {"requested": requested, "affected": affected, "skipped": skipped}
+    accepted = [chunk_id(tokens_digest(tokens)) for tokens in chunks]
+    return {"requested": requested, "accepted": accepted, "skipped": []}
+
+
+async def _generate(manager: Any, input_ids: list[int], layout: PromptLayout, adapter: str | None) -> str | None:
+    """Serve the prompt with this adapter; returns the adapter's id."""
+    params = with_layout({"temperature": 0, "max_new_tokens": 1}, layout, manager)
+    one = GenerateReqInput(input_ids=input_ids, sampling_params=params, lora_path=adapter, log_metrics=False)
+    try:
+        async for _ in manager.generate_request(one):
+            pass
+    except HTTPException as error:  # it was aborted, or waited for too long
+        raise ValueError(str(error.detail)) from None
+    return one.lora_id
+
+
+_under_way: set[asyncio.Future] = set()
+"""Registrations: an event loop alone would not keep those that nobody waits for."""
+
+
+def _end(work: asyncio.Future) -> None:
+    _under_way.discard(work)
+    if not work.cancelled() and work.exception() is not None:
+        logger.error("sglang-lazy: a registration of chunks failed", exc_info=work.exception())

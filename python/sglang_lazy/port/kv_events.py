@@ -1,0 +1,79 @@
+"""KV events of chunks, as SGLang publishes those of prefixes (`--kv-events-config`).
+
+SGLang names the KV of a token by it and all tokens before it. That of a chunk computed alone is what a prompt that
+began with it would have, so such a name says the truth of it. It would not of a chunk that is private to a tenant, or
+was computed behind a preamble, nor of text behind chunks: of these there are no events.
+"""
+
+from typing import Any
+
+from sglang.srt.disaggregation.kv_events import StorageMedium
+from sglang.srt.mem_cache.events import KVCacheEventMixin
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from sglang_lazy.core.keys import Namespace
+
+PLAIN_CHUNKS = Namespace("chunk", None, None, None)
+
+
+class ChunkEvents(KVCacheEventMixin):
+    """Events of a tree in which the same KV may be twice, as a chunk and as the beginning of a plain prompt: it is
+    stored with the first of them, and removed with the last."""
+
+    root_node: Any
+    enable_kv_cache_events: bool
+    kv_event_queue: list[Any]
+
+    def _record_store_event(self, node: Any, medium: StorageMedium | None = None) -> None:
+        if not self.enable_kv_cache_events or not _is_public(node):
+            return
+        if not node.hash_value:  # empty for what comes from storage
+            node.hash_value = None
+        start = len(self.kv_event_queue)
+        super()._record_store_event(node, medium=medium)
+        del self.kv_event_queue[start : start + self._num_twice(node, medium)]
+
+    def _record_remove_event(self, node: Any, medium: StorageMedium | None = None) -> None:
+        if not self.enable_kv_cache_events or not _is_public(node):
+            return
+        num_kept = self._num_twice(node, medium)
+        if num_kept < len(node.key):
+            super()._record_remove_event(node, medium=medium)
+            del self.kv_event_queue[-1].block_hashes[:num_kept]
+
+    def _num_twice(self, node: Any, medium: StorageMedium | None) -> int:
+        """Of how many tokens of `node`, its first ones, the tree has the same KV in the same place a second time."""
+        namespace = node.key.extra_key
+        if namespace not in (None, PLAIN_CHUNKS):
+            return 0
+        twin = PLAIN_CHUNKS if namespace is None else None
+        path = [node]
+        while path[-1].parent is not self.root_node:
+            path.append(path[-1].parent)
+        first = path[-1].key.token_ids[:1]
+        if RadixKey(first, twin).child_key() not in self.root_node.children:  # most texts begin like no other
+            return 0
+        tokens = first[:0]
+        for part in reversed(path):
+            tokens += part.key.token_ids
+        return max(0, self._num_held(RadixKey(tokens, twin), medium) - (len(tokens) - len(node.key)))
+
+    def _num_held(self, key: RadixKey, medium: StorageMedium | None) -> int:
+        """How many of its first tokens are in the place that `medium` names."""
+        node, num_held = self.root_node, 0
+        while num_held < len(key):
+            rest = key[num_held:]
+            node = node.children.get(rest.child_key())
+            if node is None or not (node.backuped if medium == StorageMedium.CPU else not node.evicted):
+                break
+            num_same = node.key.match(rest)
+            num_held += num_same
+            if num_same < len(node.key):
+                break
+        return num_held
+
+
+def _is_public(node: Any) -> bool:
+    """Whether its KV is what SGLang's name for it says. The namespaces that clients choose are left to SGLang."""
+    namespace = node.key.extra_key
+    return not isinstance(namespace, Namespace) or namespace == PLAIN_CHUNKS

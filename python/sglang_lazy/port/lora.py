@@ -1,0 +1,45 @@
+"""Hooks on SGLang's LoRA: chunks are each adapter's own, and fills need the adapter of their parents."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_lazy.core.state import fill_of
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.scheduler import admission_of
+
+
+def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters: set[str | None]) -> bool:
+    """Around `Scheduler._can_schedule_lora_req`: where a fill is left out of a batch, so are its parents.
+
+    SGLang goes on with the next request. An adapter that it loads meanwhile may be ready when it comes to the parent.
+    """
+    admission = admission_of(scheduler)
+    if admission is None:
+        return original(scheduler, req, running_adapters)
+    if req.lora_id in admission.left_out_adapters:
+        return False
+    fits = original(scheduler, req, running_adapters)
+    if not fits and fill_of(req) is not None:
+        admission.left_out_adapters.add(req.lora_id)
+    return fits
+
+
+def unload_adapter(scheduler: Any, message: Any) -> None:
+    """Before `Scheduler.unload_lora_adapter`: whoever loads it again, under whatever name, gets another id.
+
+    Its users' requests have ended, but a fill may be left that one of them had started.
+    """
+    admission = admission_of(scheduler)
+    if admission is None:
+        return
+    admission.control.forget_adapter(message.lora_id)
+    chunked = scheduler.chunked_req
+    if chunked is not None and fill_of(chunked) is not None and chunked.lora_id == message.lora_id:
+        scheduler._pending_chunked_abort_req = chunked
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    Hook(f"{_SCHEDULER}._can_schedule_lora_req", can_schedule, "AROUND"),
+    Hook(f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "BEFORE"),
+)

@@ -1,0 +1,56 @@
+"""Pins of chunks, and their end in time: this process has the clock that all ranks go by."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+from sglang_lazy.port.control import ask
+
+_ATTR = "_sglang_lazy_end_of_pins"
+
+
+async def pin_chunks(
+    manager: Any,
+    tenant: str | None,
+    ids: list[str],
+    pin: bool,
+    ttl: float | None,
+    only: tuple[bool, str | None] | None = None,
+) -> dict[str, Any]:
+    """`affected`: the chunks that were pinned, or whose pin has ended, on any data-parallel rank; `skipped`: the others
+    with their reasons. See `ChunkControl.pin`.
+    """
+    answers = await ask(manager, "pin", tenant=tenant, ids=ids, pin=pin, ttl=ttl, only=only)
+    _end_in_time(manager, answers)
+    affected = {one["id"]: one for answer in answers for one in answer["affected"]}
+    skipped: dict[str, dict[str, Any]] = {}
+    for one in (one for answer in answers for one in answer["skipped"] if one["id"] not in affected):
+        if skipped.get(one["id"], {"reason": "unknown"})["reason"] == "unknown":
+            skipped[one["id"]] = one
+    return {"requested": len(ids), "affected": list(affected.values()), "skipped": list(skipped.values())}
+
+
+def _end_in_time(manager: Any, answers: list[dict[str, Any]]) -> None:
+    """Have pins ended when their time is over. `answers` say when the next one may be."""
+    waits = [answer["next"] for answer in answers if answer["next"] is not None]
+    ends = getattr(manager, _ATTR, None)
+    if ends is not None and not ends.task.done():
+        ends.changed.set()
+    elif waits:
+        setattr(manager, _ATTR, _EndOfPins(manager, min(waits)))
+
+
+class _EndOfPins:
+    """Asks the scheduler, when the next pin may have to end, to end those whose time is over; until none is left."""
+
+    def __init__(self, manager: Any, wait: float):
+        self.changed = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self._run(manager, wait))
+
+    async def _run(self, manager: Any, wait: float | None) -> None:
+        while wait is not None or self.changed.is_set():
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self.changed.wait(), wait)
+            self.changed.clear()  # what is pinned from here on sets it again
+            answers = await ask(manager, "expire")
+            wait = min((answer["next"] for answer in answers if answer["next"] is not None), default=None)

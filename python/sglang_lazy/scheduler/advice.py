@@ -1,0 +1,113 @@
+"""Warnings, for whoever runs the server, of traffic that gains nothing by chunks or waits for what need not be kept."""
+
+import logging
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+from sglang_lazy.chunks.counts import Counts
+from sglang_lazy.core.state import Fill, linked
+
+logger = logging.getLogger(__name__)
+
+PERIOD = 600
+"""Seconds between two warnings of one kind."""
+WINDOW = 1000
+"""Chunks computed, over which traffic is judged."""
+FEW_HITS = WINDOW // 100
+MANY_ALIKE = 32
+"""So many chunks that differ, but not in half of their tokens, are one text with something that changes."""
+MIN_LEN = 64
+"""Of chunks that are compared: short ones may well begin or end alike."""
+SAMPLES = 32
+"""Tokens by which halves of chunks are compared."""
+PATIENCE = 5
+"""For how many seconds pins may keep a prompt waiting."""
+
+
+class Advice:
+    """Watches one scheduler. What it asks for is a few operations for each chunk computed, and none for others.
+
+    speaks: whether warnings are logged; they would be the same on every tensor-parallel rank.
+    clock: in seconds.
+    """
+
+    def __init__(self, counts: Counts, clock: Callable[[], float] = time.monotonic):
+        self.speaks = True
+        self._counts, self._clock = counts, clock
+        self._warned: dict[str, float] = {}
+        self._blocked: tuple[str | None, float] = (None, 0.0)
+        self._open_window()
+
+    def _open_window(self) -> None:
+        self._num_computed, self._num_hits = 0, self._counts.num_hits
+        self._alike: dict[tuple, set[bytes]] = {}
+
+    def computed(self, fill: Fill) -> None:
+        """The chunks of a fill were missing."""
+        if _is_ahead_of_use(fill):
+            return
+        for chunk in fill.chunks:
+            if chunk.num_tokens >= MIN_LEN:
+                self._compare(chunk.tokens, chunk.key.tokens)
+        self._num_computed += len(fill.chunks)
+        if self._num_computed >= WINDOW:
+            num_hits = self._counts.num_hits - self._num_hits
+            if num_hits < FEW_HITS:
+                self._warn(
+                    "unused",
+                    "%d chunks were computed while prompts found %d cached: what no other prompt repeats costs less as "
+                    "text, or with link full",
+                    self._num_computed,
+                    num_hits,
+                )
+            self._open_window()
+
+    def _compare(self, tokens: array, digest: bytes) -> None:
+        # Rounded, so that chunks of nearly the same length are compared by the same part.
+        half = len(tokens) // 2
+        half -= half % (1 << max(0, half.bit_length() - 4))
+        step = half // SAMPLES or 1
+        for where, part in (("first", tokens[:half:step]), ("last", tokens[: -half - 1 : -step])):
+            alike = self._alike.setdefault((where, half, part.tobytes()), set())
+            alike.add(digest)
+            if len(alike) == MANY_ALIKE:
+                self._warn(
+                    "changing",
+                    "%d chunks differ, but not in their %s %d tokens, half of each or nearly so: if a template puts "
+                    "something that changes into a chunk, such as a date or a question, each is computed anew; as text "
+                    "outside of the chunk it costs nothing",
+                    MANY_ALIKE,
+                    where,
+                    half,
+                )
+
+    def blocked(self, req: Any, num_short: float, num_pinned: int) -> None:
+        """A prompt with chunks, first among those that are not admitted, lacks this many tokens; so many are pinned."""
+        now = self._clock()
+        if num_pinned < num_short:
+            self._blocked = (None, now)
+        elif req.rid != self._blocked[0]:
+            self._blocked = (req.rid, now)
+        elif now - self._blocked[1] >= PATIENCE:
+            self._warn(
+                "pins",
+                "a prompt has been waiting for memory for %.0f seconds: it lacks %d tokens, and %d are pinned; pin "
+                "less, or let pins end (ttl)",
+                now - self._blocked[1],
+                num_short,
+                num_pinned,
+            )
+
+    def _warn(self, kind: str, message: str, *args: Any) -> None:
+        now = self._clock()
+        if self.speaks and now - self._warned.get(kind, -PERIOD) >= PERIOD:
+            self._warned[kind] = now
+            logger.warning("sglang-lazy: " + message, *args)
+
+
+def _is_ahead_of_use(fill: Fill) -> bool:
+    """Whether a fill was made for a prompt of hardly anything but chunks: they were registered, or precomputed."""
+    state = linked(fill.owner)
+    return state is not None and len(fill.owner.origin_input_ids) <= state.prompt.num_chunk_tokens + 2

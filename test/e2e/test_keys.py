@@ -1,0 +1,53 @@
+"""A server with an API key and an admin key: the routes about chunks take what SGLang's for its cache take."""
+
+import pytest
+import requests
+from http_prompts import chunk, text
+
+from sglang_lazy.testing import device_flags, running_server
+
+pytestmark = pytest.mark.slow  # the same with each choice of keys, without a server: test/unit/test_routes_of_chunks.py
+
+DOCUMENT = "The lock keeper had one key for all four gates."
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model, tmp_path_factory):
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", *device_flags()]
+    flags += ["--api-key", "key", "--admin-api-key", "admin"]
+    with running_server(flags, tmp_path_factory.mktemp("keys") / "server.log") as url:
+        yield url
+
+
+def call(url, method, path, key, **body):
+    headers = {"X-Cache-Salt": "tenant"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    return requests.request(method, url + path, json=body or None, headers=headers, timeout=60)
+
+
+def test_who_may(url):
+    registered = call(url, "POST", "/chunks", "admin", chunks=[DOCUMENT], wait=True)
+    (name,) = registered.json()["affected"]
+    calls = [
+        ("POST", "/chunks", {"chunks": [DOCUMENT], "wait": True}),
+        ("GET", "/chunks", {}),
+        ("GET", "/chunks?all=true", {}),
+        ("GET", f"/chunks/{name}", {}),
+        ("PATCH", f"/chunks/{name}", {"ttl": 60}),
+        ("DELETE", f"/chunks?id={'0' * 16}", {}),
+        ("DELETE", f"/chunks/{name}", {}),
+    ]
+    for method, path, body in calls:
+        for key in (None, "other", "key"):
+            refused = call(url, method, path, key, **body)
+            assert refused.status_code == 401 and name not in refused.text, (method, path, key)
+            assert call(url, "POST", "/flush_cache", key).status_code == 401
+        if method != "DELETE":
+            assert call(url, method, path, "admin", **body).status_code == 200, (method, path)
+    segments = [text("Read: "), {"type": "chunk", "id": name}, text(" Who?")]
+    for key, status in ((None, 401), ("admin", 401), ("key", 200)):  # a prompt needs what prompts need
+        assert call(url, "POST", "/generate", key, segments=segments).status_code == status
+        assert call(url, "GET", "/lazy_info", key).status_code == status
+    for method, path, body in calls[-2:]:
+        assert call(url, method, path, "admin", **body).status_code == 200, (method, path)
+    answer = call(url, "POST", "/generate", "key", segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")])
+    assert [one["hit"] for one in answer.json()["meta_info"]["chunks"]] == [False]
