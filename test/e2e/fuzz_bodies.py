@@ -1,7 +1,9 @@
-"""Requests to every route that takes or shows chunks: well-formed ones, and such with a few things wrong."""
+"""Requests to every route that takes or shows chunks, and a few beside: well-formed ones, and such with a few things
+wrong."""
 
 import copy
 import json
+import re
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -31,12 +33,12 @@ class Sent(NamedTuple):
     @property
     def route(self) -> str:
         path = self.path.partition("?")[0]
-        return "/chunks/{id}" if path.startswith("/chunks/") else path
+        return re.sub(r"^(/chunks|/v1/responses)/[^/]*", r"\1/{id}", path)
 
 
 def mostly(usual: st.SearchStrategy, other: st.SearchStrategy, times: int = 7) -> st.SearchStrategy:
-    """`usual`, so many times for each `other`."""
-    return st.one_of(*[usual] * times, other)
+    """`usual`, so many times for each `other`. (`one_of` would drop the repetitions.)"""
+    return st.sampled_from([usual] * times + [other]).flatmap(lambda strategy: strategy)
 
 
 TEXTS = mostly(
@@ -51,7 +53,7 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=6,
 )
-TOKENS = st.lists(st.integers(6, 511), min_size=1, max_size=20)
+TOKENS = st.lists(st.integers(6, 511), min_size=1, max_size=20) | st.sampled_from([list(c.ids) for c in KNOWN_CHUNKS])
 DOCUMENTS = st.sampled_from(["A railway followed in 1871.", "The library holds books.", "x", "é\n\n"]) | TEXTS
 SALTS = mostly(st.sampled_from(["a", "b", "é"]), st.just(""))
 LINKS = mostly(
@@ -90,16 +92,18 @@ SEGMENTS = st.lists(
     max_size=5,
 )
 OURS = maybe(link=LINKS, cache_salt=SALTS, chunk_separator=st.sampled_from(["##", ""]))
-SAMPLING = maybe(
-    temperature=st.sampled_from([0, 0.5, 1]),
-    max_new_tokens=st.sampled_from([0, 1, 3]),
-    min_new_tokens=st.sampled_from([0, 1, 9]),
-    top_p=st.sampled_from([0.5, 1, 2]),
-    top_k=st.sampled_from([-1, 1, 5]),
-    stop=st.sampled_from(["e", ["a", "b"], []]),
-    n=st.sampled_from([1, 2]),
-    ignore_eos=st.booleans(),
-    custom_params=st.fixed_dictionaries({"mine": st.integers(0, 3)}),
+SAMPLING = objects(
+    maybe(
+        temperature=st.sampled_from([0, 0.5, 1]),
+        min_new_tokens=mostly(st.sampled_from([0, 1]), st.just(9)),
+        top_p=mostly(st.sampled_from([0.5, 1]), st.just(2)),
+        top_k=st.sampled_from([-1, 1, 5]),
+        stop=st.sampled_from(["e", ["a", "b"], []]),
+        n=st.sampled_from([1, 2]),
+        ignore_eos=st.booleans(),
+        custom_params=st.fixed_dictionaries({"mine": st.integers(0, 3)}),
+    ),
+    max_new_tokens=mostly(st.sampled_from([1, 3]), st.just(0)),
 )
 LOGPROBS = maybe(
     return_logprob=st.booleans(),
@@ -144,43 +148,63 @@ def messages(content: st.SearchStrategy, *roles: str) -> st.SearchStrategy:
 
 
 OPENAI = both(
-    maybe(model=st.just(MODEL), max_tokens=st.sampled_from([0, 1, 3]), temperature=st.sampled_from([0, 1])),
+    st.fixed_dictionaries(
+        {"model": st.just(MODEL), "max_tokens": st.sampled_from([1, 3])},
+        optional={"temperature": st.sampled_from([0, 1])},
+    ),
     both(OURS, both(STREAM, maybe(n=st.sampled_from([1, 2]), logprobs=st.sampled_from([1, True]), rid=st.just("r")))),
 )
+ANTHROPIC = objects(
+    both(OURS, both(STREAM, maybe(system=TEXTS | st.lists(BLOCKS, max_size=2)))),
+    model=st.just(MODEL),
+    max_tokens=st.sampled_from([1, 3]),
+    messages=messages(TEXTS | st.lists(BLOCKS, max_size=3), "user", "assistant"),
+)
+CHAT = objects(
+    both(OPENAI, maybe(chunk_roles=st.sampled_from([["tool"], ["user"], []]))),
+    messages=messages(CHAT_CONTENT, "user", "assistant", "system", "tool"),
+)
+RESPONSE = "resp_fuzz"
+"""The id of responses that later ones continue."""
 BODIES: dict[tuple[str, str], st.SearchStrategy] = {
     ("POST", "/generate"): objects(
         both(OURS, both(LOGPROBS, STREAM)),
         segments=SEGMENTS | st.lists(SEGMENTS, min_size=1, max_size=2),
-        sampling_params=SAMPLING,
+        sampling_params=SAMPLING | st.lists(SAMPLING, max_size=2),
     )
-    | objects(both(OURS, LOGPROBS), text=TEXTS, sampling_params=SAMPLING)
-    | objects(both(OURS, LOGPROBS), input_ids=TOKENS, sampling_params=SAMPLING),
-    ("POST", "/v1/completions"): objects(OPENAI, segments=SEGMENTS) | objects(OPENAI, prompt=TEXTS, echo=st.booleans()),
-    ("POST", "/v1/chat/completions"): objects(
-        both(OPENAI, maybe(chunk_roles=st.sampled_from([["tool"], ["user"], []]))),
-        messages=messages(CHAT_CONTENT, "user", "assistant", "system", "tool"),
-    ),
+    | objects(
+        both(OURS, LOGPROBS),
+        text=TEXTS | st.lists(TEXTS, max_size=2),
+        sampling_params=SAMPLING | st.lists(SAMPLING, max_size=2),
+    )
+    | objects(both(OURS, LOGPROBS), input_ids=TOKENS | st.lists(TOKENS, max_size=2), sampling_params=SAMPLING),
+    ("POST", "/v1/completions"): objects(OPENAI, segments=SEGMENTS)
+    | objects(OPENAI, prompt=TEXTS | TOKENS | st.lists(TEXTS, max_size=2), echo=st.booleans()),
+    ("POST", "/v1/chat/completions"): CHAT,
+    ("POST", "/invocations"): CHAT,
     ("POST", "/v1/responses"): objects(
-        both(
-            OURS, maybe(model=st.just(MODEL), max_output_tokens=st.just(3), store=st.booleans(), stream=st.booleans())
-        ),
+        both(OURS, both(STREAM, maybe(store=st.booleans(), previous_response_id=st.just(RESPONSE)))),
+        model=st.just(MODEL),
+        max_output_tokens=st.sampled_from([3, 4]),  # of which SGLang takes two off
+        request_id=mostly(st.just(RESPONSE), TEXTS),
         input=messages(INPUT_CONTENT, "user", "assistant", "system") | TEXTS,
     ),
-    ("POST", "/v1/messages"): objects(
-        both(OURS, both(STREAM, maybe(system=TEXTS | st.lists(BLOCKS, max_size=2)))),
-        model=st.just(MODEL),
-        max_tokens=st.sampled_from([1, 3]),
-        messages=messages(TEXTS | st.lists(BLOCKS, max_size=3), "user", "assistant"),
-    ),
+    ("GET", "/v1/responses/{id}"): st.none(),
+    ("POST", "/v1/messages"): ANTHROPIC,
+    ("POST", "/v1/messages/count_tokens"): ANTHROPIC,
     ("POST", "/chunks"): objects(
         maybe(link=LINKS, cache_salt=SALTS, wait=st.booleans(), pin=st.booleans(), ttl=st.sampled_from([1, 0.5, None])),
         chunks=st.lists(DOCUMENTS | st.fixed_dictionaries({"input_ids": TOKENS}), max_size=4),
     ),
-    ("PATCH", "/chunks/{id}"): maybe(pin=st.booleans(), ttl=st.sampled_from([1, 0.5, None])),
+    ("PATCH", "/chunks/{id}"): objects(maybe(ttl=st.sampled_from([1, 0.5, None])), pin=st.booleans()),
     ("GET", "/chunks/{id}"): st.none(),
     ("GET", "/chunks"): st.none(),
     ("DELETE", "/chunks/{id}"): st.none(),
     ("DELETE", "/chunks"): st.none(),
+    ("GET", "/lazy_info"): st.none(),
+    ("POST", "/abort_request"): maybe(rid=st.just("r"), abort_all=st.booleans()),
+    ("POST", "/v1/tokenize"): st.fixed_dictionaries({"prompt": TEXTS}),
+    ("POST", "/v1/detokenize"): st.fixed_dictionaries({"tokens": TOKENS}),
 }
 """By route, bodies as they should be, at least in form."""
 
@@ -235,14 +259,19 @@ def spoiled(draw: Any, bodies: st.SearchStrategy) -> Any:
     return body
 
 
+RAW = st.sampled_from([b"", b"{", b"\xff", b"[" * 100_000, b"null", b"[]", b'"x"', b"1e999", b'{"\xff": 1}'])
+"""Bodies that are no JSON objects."""
+
+
 @st.composite
 def requests_of(draw: Any) -> Sent:
     """A request to one of the routes."""
     method, path = draw(st.sampled_from(list(BODIES)))
     body = draw(spoiled(BODIES[method, path]))
-    if body is not None and draw(st.integers(0, 30)) == 0:
-        body = draw(st.sampled_from([b"", b"{", b"\xff", b"[" * 2000, b"null", b"[]", b'"x"', b"1e999"]))
-    path = path.replace("{id}", quote(draw(NAMES), safe="%"))
+    if body is not None:
+        body = draw(mostly(st.just(body), RAW, 30))
+    names = NAMES if path.startswith("/chunks") else mostly(st.just(RESPONSE), NAMES)
+    path = path.replace("{id}", quote(draw(names), safe="%"))
     if method in ("GET", "DELETE", "PATCH") and (query := draw(QUERIES)):
         fields = {name: _encodable(value) for name, value in query.items()}
         path += "?" + urlencode(fields, doseq=True)

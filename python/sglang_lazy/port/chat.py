@@ -37,7 +37,7 @@ class MessagesWithChunks(BaseModel):
     @classmethod
     def _take_chunks(cls, data: Any, handler: ModelWrapValidatorHandler) -> "MessagesWithChunks":
         if not isinstance(data, dict):
-            return handler(data)
+            raise ValueError("the body must be an object")
         config, separator, roles = LazyConfig.current(), data.get("chunk_separator"), data.get("chunk_roles")
         chunk_parts = ChunkParts(
             separator if isinstance(separator, str) else config.chunk_separator,

@@ -31,8 +31,11 @@ class Refused(BaseException):
 
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     """Around `AnthropicServing._convert_to_chat_completion_request`: the chat has the request's chunks and salt."""
-    if not isinstance(request, MessagesRequest):
-        return convert(serving, request)
+    if not isinstance(request, MessagesRequest):  # whose tokens are only counted
+        chat = convert(serving, request)
+        if not chat.messages:  # templates fail, which SGLang would answer with a 500
+            raise ValueError("messages is empty")
+        return chat
     request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt

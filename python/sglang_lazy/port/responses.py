@@ -62,3 +62,10 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
     input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
     request._manager, request.cache_salt = manager, None  # the cache salt travels in the layout
     return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed
+
+
+def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None) -> list:
+    """After `OpenAIServingResponses._construct_input_messages`: templates fail without any, which would be a 500."""
+    if not messages:
+        raise ValueError("input is empty")
+    return messages
