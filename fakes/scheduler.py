@@ -1,6 +1,7 @@
 """SGLang's scheduling loop: its batches, its prefill budget and our hooks, without processes and without a model."""
 
 import contextlib
+import inspect
 import types
 from array import array
 from collections.abc import Callable
@@ -24,14 +25,17 @@ def untimed(_step: str) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
+PREEMPT = inspect.unwrap(PrefillAdder.preempt_to_schedule)
+
+
 class Policy(SchedulePolicy):
-    """SGLang's, with our hooks."""
+    """SGLang's, with our hooks once: an engine that ran in this process may have put them on as well."""
 
     def calc_priority(self, waiting_queue: list[Req], running_batch: ScheduleBatch | None = None) -> None:
-        schedule_policy.calc_priority(SchedulePolicy.calc_priority, self, waiting_queue, running_batch)
+        schedule_policy.calc_priority(inspect.unwrap(SchedulePolicy.calc_priority), self, waiting_queue, running_batch)
 
     def _compute_prefix_matches(self, waiting_queue: list[Req], policy: Any) -> set[str]:
-        found = super()._compute_prefix_matches(waiting_queue, policy)
+        found = inspect.unwrap(SchedulePolicy._compute_prefix_matches)(self, waiting_queue, policy)
         return schedule_policy.compute_prefix_matches(found, self, waiting_queue, policy)
 
 
@@ -182,8 +186,7 @@ class Scheduler:
             if len(adder.can_run_list) >= room:
                 running_batch.batch_is_full = True
             if running_batch.batch_is_full and not (
-                self.prioritizes
-                and schedule_policy.preempt_to_schedule(type(adder).preempt_to_schedule, adder, req, flags)
+                self.prioritizes and schedule_policy.preempt_to_schedule(PREEMPT, adder, req, flags)
             ):
                 break
             with self.clock("layout"):

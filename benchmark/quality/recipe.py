@@ -42,7 +42,6 @@ class Recipe:
     hard_share: float = 0.5
     block_share: float = 0.5
     start: str = ""  # the folder of the model whose weights training begins with
-    lora_rank: int = 0  # of an adapter that is trained in place of the weights
     seed: int = 0
 
     @property

@@ -26,7 +26,6 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmark.quality.leaning import FAMILIES, LEANING
 from benchmark.quality.llama import Llama, Mask, save_for_serving
-from benchmark.quality.lora import adapt, save_adapter
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, make_row
 from benchmark.quality.recipe import Feed, Recipe
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
@@ -94,14 +93,8 @@ class Trainer:
         self.tokenizer = train_tokenizer()
         torch.manual_seed(recipe.seed)
         self.model = Llama(recipe.shape).to(device)
-        if recipe.start:
-            weights = load_file(Path(recipe.start) / "model.safetensors")
-            self.model.load_state_dict({name: weight.float() for name, weight in weights.items()})
-        if recipe.lora_rank:
-            adapt(self.model, recipe.lora_rank)
-        trained = [weight for weight in self.model.parameters() if weight.requires_grad]
-        matrices = [weight for weight in trained if weight.dim() > 1]
-        norms = [weight for weight in trained if weight.dim() == 1]
+        matrices = [weight for weight in self.model.parameters() if weight.dim() > 1]
+        norms = [weight for weight in self.model.parameters() if weight.dim() == 1]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": norms, "weight_decay": 0.0}],
             betas=(0.9, 0.98),
@@ -115,8 +108,12 @@ class Trainer:
         return self.directory / "checkpoint.pt"
 
     def resume(self) -> None:
-        """Resume from the checkpoint, if there is one. Raises ValueError if it was made by another recipe."""
+        """Resume from the checkpoint or, if there is none, begin with the weights that the recipe starts from. Raises
+        ValueError if the checkpoint was made by another recipe."""
         if not self.checkpoint.exists():
+            if self.recipe.start:
+                weights = load_file(Path(self.recipe.start) / "model.safetensors")
+                self.model.load_state_dict({name: weight.float() for name, weight in weights.items()})
             return
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
         if saved["recipe"] != repr(self.recipe):
@@ -131,9 +128,6 @@ class Trainer:
         partial = self.checkpoint.with_suffix(".partial")
         torch.save({**state, "step": self.step, "recipe": repr(self.recipe)}, partial)
         os.replace(partial, self.checkpoint)
-        if self.recipe.lora_rank:
-            save_adapter(self.model, self.directory, torch.bfloat16)
-            return
         save_for_serving(self.model, self.directory, torch.bfloat16, bos=BOS, eos=EOS, pad=PAD)
         save_tokenizer(self.tokenizer, self.directory, self.recipe.shape.max_position_embeddings)
 
@@ -238,10 +232,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families that come more often")
     parser.add_argument("--start", default="", help="folder of the model to go on with")
-    parser.add_argument(
-        "--lora-rank", type=int, default=0, help="train an adapter of this rank of the model at --start"
-    )
-    parser.add_argument("--length", type=int, default=recipe.length, help="of a row, in tokens; default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
     parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
@@ -260,8 +250,6 @@ def main() -> None:
         block_share=BLOCK_SHARES[args.mask],
         families=(*WORLDS[args.world], *args.more),
         start=args.start,
-        lora_rank=args.lora_rank,
-        length=args.length,
         seed=args.seed,
     )
     trainer = Trainer(

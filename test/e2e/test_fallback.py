@@ -17,16 +17,16 @@ def server_log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def falling_back(tiny_model, server_log):
-    """URL of a server with a schedule policy that chunks do not go with. On a CPU it chooses its backends itself."""
+    """URL of a server without the radix cache, which chunks need. On a CPU it chooses its backends itself."""
     device = device_flags() if torch.cuda.is_available() else ["--device", "cpu", "--dtype", "float32"]
-    flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--schedule-policy", "lpm", "--lazy-fallback"]
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--disable-radix-cache", "--lazy-fallback"]
     with running_server([*flags, *device], server_log) as url:
         yield url
 
 
 def test_it_says_why(falling_back, server_log):
     log = server_log.read_text()
-    assert "Serving without chunk reuse: schedule policy 'lpm'" in log
+    assert "Serving without chunk reuse: --disable-radix-cache" in log
     assert call(falling_back, "/v1/completions", model="default", prompt="Who?", max_tokens=4)["choices"]
 
 

@@ -72,8 +72,8 @@ def state_of(url, segment) -> dict:
     return answer.json()["chunks"][0] if answer.ok else {}
 
 
-def num_waiting(url) -> int:
-    return requests.get(f"{url}/v1/loads", timeout=PATIENCE).json()["loads"][0]["num_waiting_reqs"]
+def load_of(url) -> dict:
+    return requests.get(f"{url}/v1/loads", timeout=PATIENCE).json()["loads"][0]
 
 
 def refusal(answer) -> str:
@@ -104,18 +104,15 @@ def test_a_client_leaves_in_mid_stream(url, oracle):
 
 
 @contextlib.contextmanager
-def busy(url):
-    """Two plain requests run meanwhile, so that nothing else does; they end when their clients leave."""
-    params = {"temperature": 0, "max_new_tokens": 700, "ignore_eos": True}
-    with contextlib.ExitStack() as streams:
-        running = []
-        for first in (7, 8):
-            plain = {"input_ids": [first, 9], "sampling_params": params, "stream": True}
-            response = requests.post(f"{url}/generate", json=plain, stream=True, timeout=PATIENCE)
-            running.append(streams.enter_context(response).iter_lines())
-            assert next(running[-1]).startswith(b"data: ")
-        yield
-        assert all(next(lines) == b"" for lines in running)  # still there
+def busy(url, clients, dice):
+    """A long plain prompt is computed meanwhile, so that nothing else is; an abort ends it."""
+    plain = {"input_ids": dice.ids(150 * PREFILL_SIZE), "sampling_params": {"max_new_tokens": 1}, "rid": "busy"}
+    answer = clients.submit(requests.post, f"{url}/generate", json=plain, timeout=PATIENCE)
+    assert wait_for(lambda: load_of(url)["num_used_tokens"] > 0, PATIENCE)
+    yield
+    assert not answer.done()
+    abort(url, rid="busy")
+    answer.result()
 
 
 def three_parents(url, clients, document, dice):
@@ -126,7 +123,7 @@ def three_parents(url, clients, document, dice):
         answers.append(clients.submit(ask, url, prompt, rid=f"parent-{number}"))
         if not number:
             assert wait_for(lambda: state_of(url, document).get("state") == "pending", PATIENCE)
-    assert wait_for(lambda: num_waiting(url) == len(prompts), PATIENCE)
+    assert wait_for(lambda: load_of(url)["num_waiting_reqs"] == len(prompts), PATIENCE)
     return prompts, answers
 
 
@@ -143,7 +140,7 @@ def test_a_fill_goes_with_its_owner_while_two_others_wait(url, oracle):
     dice = Dice("owner leaves")
     document = dice.chunk(60)
     with ThreadPoolExecutor() as clients:
-        with busy(url):
+        with busy(url, clients, dice):
             prompts, answers = three_parents(url, clients, document, dice)
             abort(url, rid="parent-0")
             assert is_aborted(answers[0].result())
@@ -164,13 +161,14 @@ def test_a_fill_that_has_started_outlives_its_owner(url, oracle):
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_fill_is_aborted_while_three_parents_wait(url, oracle, started):
-    """With all requests: none hangs, and what was computed of the chunk is not taken for the chunk."""
+    """With all of them: none hangs, and what was computed of the chunk is not taken for the chunk."""
     dice = Dice(f"aborted {started}")
     document = dice.chunk(150 * PREFILL_SIZE if started else 60)
     with ThreadPoolExecutor() as clients:
-        with contextlib.nullcontext() if started else busy(url):
+        with contextlib.nullcontext() if started else busy(url, clients, dice):
             prompts, answers = three_parents(url, clients, document, dice)
-            abort(url, abort_all=True)
+            for number in range(len(prompts)):
+                abort(url, rid=f"parent-{number}")
         assert all(is_aborted(answer.result()) for answer in answers)
     answer = ask(url, prompts[1])
     check_answer(oracle, prompts[1], answer)

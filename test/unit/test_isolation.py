@@ -12,6 +12,7 @@ import types
 import fastapi
 import httpx
 import pytest
+from sglang.srt.lora.lora_registry import LoRARegistry
 
 from fakes.loop import Loop
 from fakes.requests import CHUNK, TEXT
@@ -50,7 +51,7 @@ class Server:
     def __init__(self, monkeypatch, **options):
         self.loop = Loop(context_len=64, **options)
         self.model_config, self.tokenizer = self.loop.model_config, None
-        self.preferred_sampling_params = None
+        self.preferred_sampling_params, self.lora_registry = None, LoRARegistry(None)
         self.server_args = types.SimpleNamespace(admin_api_key=None)
         self.texts = SegmentTokenizer(CountingTokenizer())
         monkeypatch.setattr(chunk_routes, "_manager", lambda: self)

@@ -71,8 +71,8 @@ class EventHistories(CacheHistories):
         super().__init__()
         self.follower = Follower(self.pools.cache, self.strict)
 
-    def begin(self, num_tokens, parts, tenant=(None, None), pick=0):
-        super().begin(num_tokens, parts, (None, tenant[1]), pick)
+    def begin(self, num_tokens, parts, tenant=(None, None, None), pick=0):
+        super().begin(num_tokens, parts, (None, tenant[1], None), pick)
 
     @invariant()
     def follow(self):
