@@ -110,8 +110,9 @@ def test_a_layer_that_cannot_be_run():
 def test_angles_of_a_short_context(context_len):
     """The table goes on with negative positions, which the model's does not have."""
     rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 2048, 10000, True, torch.float32)
-    expected = rope._compute_cos_sin_cache()
-    assert torch.allclose(layer_rope(rope, context_len, "cpu").cos_sin_cache[:context_len], expected[:context_len])
+    expected = rope._compute_cos_sin_cache()[:context_len]
+    # Angles of up to 2,048 radians in float32 are off by some 1e-4.
+    assert torch.allclose(layer_rope(rope, context_len, "cpu").cos_sin_cache[:context_len], expected, atol=1e-3)
 
 
 def test_angles_that_are_not_position_times_frequency():
