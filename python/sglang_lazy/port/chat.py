@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.requests import (
     check_cache_salt,
@@ -125,7 +126,8 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     if not isinstance(request, ChatRequest):
         return convert(serving, request, raw_request)
     try:
-        return _convert(convert, serving, request, raw_request)
+        with reading():
+            return _convert(convert, serving, request, raw_request)
     except ValueError as error:
         raise request._refusal(str(error)) from None
 

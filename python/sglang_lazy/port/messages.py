@@ -39,8 +39,6 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
-    if not request.has_chunks and request.link is None:
-        return chat
     # As SGLang left it: validated again, fields that it has set meanwhile might be taken for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
     ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused

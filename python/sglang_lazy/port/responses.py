@@ -8,6 +8,7 @@ from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequ
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.chat import MessagesWithChunks, check_chunks, put_chunks, with_placeholders
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import check_cache_salt, with_layout
 
@@ -44,8 +45,13 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
 
     earlier: the response that the request follows, or None.
     """
-    if not isinstance(request, ResponsesRequest):
-        return await make(serving, request, earlier, tokenizer)
+    with reading():
+        if not isinstance(request, ResponsesRequest):
+            return await make(serving, request, earlier, tokenizer)
+        return await _make_request(make, serving, request, earlier, tokenizer)
+
+
+async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:
     request.refuse_misplaced()
     chunk_parts = request._chunk_parts
     stored = None if earlier is None else serving.msg_store.get(earlier.id)

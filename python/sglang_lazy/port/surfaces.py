@@ -29,10 +29,8 @@ HOOKS = (
         completions.convert_request,
         "AROUND",
     ),
-    Hook(f"{_OPENAI}.serving_responses.OpenAIServingResponses._make_request", responses.make_request, "AROUND"),
-    Hook(
-        f"{_OPENAI}.serving_responses.OpenAIServingResponses._construct_input_messages", responses.refuse_empty, "AFTER"
-    ),
+    Hook(f"{_RESPONSES}._make_request", responses.make_request, "AROUND"),
+    Hook(f"{_RESPONSES}._construct_input_messages", responses.refuse_empty, "AFTER"),
     Hook(
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
         messages.convert_messages,

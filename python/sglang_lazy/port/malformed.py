@@ -1,0 +1,85 @@
+"""Requests that SGLang stumbles over: refused with a 400, where it would answer with a 500 or lose its scheduler."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from sglang_lazy.port.hooks import Hook
+
+_STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
+_ONE_FOR_EACH_PROMPT = (
+    "rid",
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_sampling_mask",
+    "return_hidden_states",
+    "lora_path",
+    "custom_logit_processor",
+    "extra_key",
+)
+"""Fields that are lists where the prompts are a batch, and only there."""
+_logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Raise ValueError, which surfaces answer with a 400, for whatever Python cannot do while a request is read.
+
+    Until it is sent to a scheduler, nothing can be wrong but the request itself. Should that be untrue, the log has the
+    whole story.
+    """
+    try:
+        yield
+    except _STUMBLES as error:
+        _logger.exception("A request cannot be read")
+        raise ValueError(f"the request is malformed: {type(error).__name__}: {error}") from error
+
+
+def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around what reads requests."""
+    with reading():
+        return function(*args, **kwargs)
+
+
+def normalize(normalize: Callable, obj: Any) -> None:
+    """Around `GenerateReqInput.normalize_batch_and_arguments`: there is one value for each prompt."""
+    with reading():
+        normalize(obj)
+    for name in _ONE_FOR_EACH_PROMPT:
+        value = getattr(obj, name)
+        if not isinstance(value, list):
+            continue
+        if obj.is_single:
+            raise ValueError(f"{name} is a list, which is for batches of prompts")
+        if len(value) < obj.batch_size:
+            raise ValueError(f"{name} has {len(value)} values for a batch of {obj.batch_size} prompts")
+
+
+def check_token_ids(input_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ValueError for a token that the model does not have: the embedding would fail, and the scheduler end."""
+    if max(input_ids) >= vocab_size or min(input_ids) < 0:
+        raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
+
+
+def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
+    """Before `OpenAIServingDetokenize._convert_to_internal_request`: tokenizers take numbers of 32 bits."""
+    for item in request.tokens:
+        for token in item if isinstance(item, list) else [item]:
+            if not 0 <= token < 2**32:
+                raise ValueError(f"{token} is no token")
+
+
+_INPUTS = "sglang.srt.managers.io_struct"
+HOOKS = (
+    Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", normalize, "AROUND"),
+    Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", read, "AROUND"),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state", read, "AROUND"),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
+        check_detokenized,
+        "BEFORE",
+    ),
+)
