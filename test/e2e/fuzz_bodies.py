@@ -259,22 +259,68 @@ def spoiled(draw: Any, bodies: st.SearchStrategy) -> Any:
     return body
 
 
+def values(schema: dict[str, Any], definitions: dict[str, Any], depth: int = 0) -> st.SearchStrategy:
+    """What fits a JSON schema of OpenAPI's.  definitions: what its references name."""
+    if "$ref" in schema:
+        target = definitions[schema["$ref"].rpartition("/")[2]]
+        return values(target, definitions, depth + 1) if depth < 3 else JUNK
+    if kinds := schema.get("anyOf", schema.get("oneOf")):
+        return st.one_of([values(kind, definitions, depth) for kind in kinds])
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum", [schema.get("const")]))
+    match schema.get("type"):
+        case "object" if properties := schema.get("properties"):
+            fields = {name: values(of, definitions, depth) for name, of in properties.items()}
+            required = {name: fields.pop(name) for name in schema.get("required", ()) if name in fields}
+            return st.fixed_dictionaries(required, optional=fields)
+        case "object":
+            return st.dictionaries(TEXTS, JUNK, max_size=2)
+        case "array":
+            return st.lists(values(schema.get("items", {}), definitions, depth), max_size=3)
+        case "integer":
+            return st.integers(-1, 9) | NUMBERS.filter(lambda number: isinstance(number, int))
+        case "number":
+            return st.floats(-1, 2) | NUMBERS
+        case "boolean":
+            return st.booleans()
+        case "string":
+            return TEXTS
+        case "null":
+            return st.none()
+    return JUNK
+
+
+def fields_of(api: dict[str, Any]) -> dict[tuple[str, str], dict[str, st.SearchStrategy]]:
+    """By route, all fields of its body, by the server's own schema (`/openapi.json`)."""
+    definitions, found = api["components"]["schemas"], {}
+    for method, path in BODIES:
+        content = api["paths"].get(path, {}).get(method.lower(), {}).get("requestBody", {}).get("content", {})
+        reference = content.get("application/json", {}).get("schema", {}).get("$ref")
+        if reference:
+            properties = definitions[reference.rpartition("/")[2]]["properties"]
+            found[method, path] = {name: values(schema, definitions) for name, schema in properties.items()}
+    return found
+
+
 RAW = st.sampled_from([b"", b"{", b"\xff", b"[" * 100_000, b"null", b"[]", b'"x"', b"1e999", b'{"\xff": 1}'])
 """Bodies that are no JSON objects."""
 
 
 @st.composite
-def requests_of(draw: Any) -> Sent:
-    """A request to one of the routes."""
+def requests_of(draw: Any, fields: dict[tuple[str, str], dict[str, st.SearchStrategy]]) -> Sent:
+    """A request to one of the routes.  fields: by route, what its body may have besides."""
     method, path = draw(st.sampled_from(list(BODIES)))
-    body = draw(spoiled(BODIES[method, path]))
+    bodies = BODIES[method, path]
+    if others := fields.get((method, path)):
+        names = draw(st.lists(st.sampled_from(list(others)), max_size=2, unique=True))
+        bodies = both(bodies, st.fixed_dictionaries({name: others[name] for name in names}))
+    body = draw(spoiled(bodies))
     if body is not None:
         body = draw(mostly(st.just(body), RAW, 30))
     names = NAMES if path.startswith("/chunks") else mostly(st.just(RESPONSE), NAMES)
     path = path.replace("{id}", quote(draw(names), safe="%"))
     if method in ("GET", "DELETE", "PATCH") and (query := draw(QUERIES)):
-        fields = {name: _encodable(value) for name, value in query.items()}
-        path += "?" + urlencode(fields, doseq=True)
+        path += "?" + urlencode({name: _encodable(value) for name, value in query.items()}, doseq=True)
     return Sent(method, path, body, draw(HEADERS))
 
 

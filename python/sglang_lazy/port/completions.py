@@ -46,6 +46,8 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     """Around `OpenAIServingCompletion._convert_to_internal_request`: the prompt is what the segments stand for."""
     if not isinstance(request, CompletionsRequest):
         return convert(serving, request, raw_request)
+    if request.echo and request.logprobs == 0:
+        raise ValueError("echo and logprobs 0 cannot be combined, which SGLang fails at: logprobs must be at least 1")
     if request.segments is None:
         if request.link is not None and not chosen_separator(request.chunk_separator):
             raise ValueError("link needs a prompt given as segments")

@@ -2,8 +2,10 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import Hook
 
@@ -17,10 +19,18 @@ _ONE_FOR_EACH_PROMPT = (
     "return_sampling_mask",
     "return_hidden_states",
     "lora_path",
+    "lora_id",
     "custom_logit_processor",
     "extra_key",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
 )
 """Fields that are lists where the prompts are a batch, and only there."""
+MAX_SAMPLES = 16_384
+"""Of all prompts of a request together, where it wants several of each."""
 _logger = logging.getLogger(__name__)
 
 
@@ -58,10 +68,24 @@ def normalize(normalize: Callable, obj: Any) -> None:
             raise ValueError(f"{name} has {len(value)} values for a batch of {obj.batch_size} prompts")
 
 
-def check_token_ids(input_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError for a token that the model does not have: the embedding would fail, and the scheduler end."""
-    if max(input_ids) >= vocab_size or min(input_ids) < 0:
+def check_samples(_result: Any, obj: Any) -> None:
+    """After `GenerateReqInput._handle_parallel_sampling`: each sample takes memory, and SGLang has no limit."""
+    num_samples = obj.batch_size * obj.parallel_sample_num
+    if obj.parallel_sample_num < 1:
+        raise ValueError(f"n must be at least 1, got {obj.parallel_sample_num}")
+    if obj.parallel_sample_num > 1 and num_samples > MAX_SAMPLES:
+        raise ValueError(f"a request may want {MAX_SAMPLES} samples of its prompts (n), this one wants {num_samples}")
+
+
+def check_one(obj: Any, vocab_size: int) -> None:
+    """Raise ValueError for a request, one of a batch, that would end the scheduler."""
+    ids = None if obj.contains_mm_input() else obj.input_ids
+    if ids is not None and (max(ids) >= vocab_size or min(ids) < 0):
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
+    if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
+        raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
+    if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
+        raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 
 
 def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
@@ -75,6 +99,7 @@ def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> No
 _INPUTS = "sglang.srt.managers.io_struct"
 HOOKS = (
     Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", normalize, "AROUND"),
+    Hook(f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling", check_samples, "AFTER"),
     Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", read, "AROUND"),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state", read, "AROUND"),
     Hook(
