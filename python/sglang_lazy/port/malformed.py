@@ -84,6 +84,10 @@ def check_one(obj: Any, vocab_size: int) -> None:
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
     if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
+    for name, value in obj.sampling_params.items():
+        bits = 64 if name == "sampling_seed" else 32
+        if isinstance(value, int) and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            raise ValueError(f"sampling_params: {name} must be an integer of {bits} bits, got {value}")
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 
