@@ -31,6 +31,7 @@ _ONE_FOR_EACH_PROMPT = (
 """Fields that are lists where the prompts are a batch, and only there."""
 MAX_SAMPLES = 16_384
 """Of all prompts of a request together, where it wants several of each."""
+MIN_PENALTY, MAX_BIAS = 1e-6, 1e6
 _logger = logging.getLogger(__name__)
 
 
@@ -84,12 +85,22 @@ def check_one(obj: Any, vocab_size: int) -> None:
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
     if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
-    for name, value in obj.sampling_params.items():
-        bits = 64 if name == "sampling_seed" else 32
-        if isinstance(value, int) and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-            raise ValueError(f"sampling_params: {name} must be an integer of {bits} bits, got {value}")
+    _check_sampling(obj.sampling_params)
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
+
+
+def _check_sampling(params: dict[str, Any]) -> None:
+    """Raise ValueError for numbers beyond those of SGLang's tensors, and for such as would make logits infinite."""
+    for name, value in params.items():
+        bits = 64 if name == "sampling_seed" else 32
+        if isinstance(value, int) and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
+            raise ValueError(f"{name} must be an integer of {bits} bits, got {value}")
+    penalty, biases = params.get("repetition_penalty"), params.get("logit_bias") or {}
+    if penalty is not None and 0 < penalty < MIN_PENALTY:
+        raise ValueError(f"repetition_penalty must be at least {MIN_PENALTY}, got {penalty}")
+    if not all(abs(bias) <= MAX_BIAS for bias in biases.values()):
+        raise ValueError(f"logit_bias must have values from -{MAX_BIAS} to {MAX_BIAS}")
 
 
 def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:

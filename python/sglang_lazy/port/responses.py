@@ -16,6 +16,8 @@ from sglang_lazy.serving.requests import check_cache_salt, with_layout
 class ResponsesRequest(MessagesWithChunks, StockRequest):
     """SGLang's request to `/v1/responses` with chunk parts and their link."""
 
+    metadata: dict[str, str] | None = None  # as events of streams have it, which would break off with other values
+
     _layout: PromptLayout | None = PrivateAttr(default=None)
     _manager: Any = PrivateAttr(default=None)
 
