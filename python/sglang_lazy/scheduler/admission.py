@@ -108,6 +108,7 @@ class ChunkAdmission:
         if not self.linked_waiting and not _recomputes(self.scheduler.chunked_req):
             return waiting
         budget = self.budget.for_waiting(running_batch)
+        for_answers = self.budget.num_free() - self.budget.num_left() - budget
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
         left_out = False
@@ -139,6 +140,11 @@ class ChunkAdmission:
                     budget -= need
                     left_out = True
                     continue
+            # SGLang takes what has memory for its text. Of slots that a policy takes besides it knows nothing, and what
+            # admission had found for them may have been pinned since.
+            takes_now = need - self.budget.growth(waiting_req)
+            if state is not None and state.num_own_slots and takes_now > budget + for_answers:
+                break
             budget -= need
             visible[req] = None
         # Probes of the deviation run the first layers only, so whatever shares their batch must be such a probe, too.
