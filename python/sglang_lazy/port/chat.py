@@ -45,7 +45,8 @@ class MessagesWithChunks(BaseModel):
             roles if isinstance(roles, list) else [role for role in config.chunk_roles.split(",") if role],
             cls.blocks,
         )
-        request = handler(cls.take_chunks(data, chunk_parts))
+        with reading():
+            request = handler(cls.take_chunks(data, chunk_parts))
         request._chunk_parts, request._given = chunk_parts, frozenset(data)
         return request
 

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from pydantic import ModelWrapValidatorHandler, model_validator
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 
 from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
 
@@ -23,6 +25,16 @@ class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
         if "system" in data:
             data["system"] = chunk_parts.take_from_content(data["system"], "system", "system")
         return data
+
+
+class CountRequest(AnthropicCountTokensRequest):
+    """SGLang's request to `/v1/messages/count_tokens`, refused where SGLang fails to read it."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: ModelWrapValidatorHandler) -> "CountRequest":
+        with reading():
+            return handler(data)
 
 
 class Refused(BaseException):

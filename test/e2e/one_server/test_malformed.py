@@ -21,6 +21,16 @@ CASES = {
     "a chat that is no object": ("/v1/chat/completions", [CHAT], "the body must be an object"),
     "a chat without messages": ("/v1/chat/completions", {**CHAT, "messages": []}, "Messages cannot be empty"),
     "no messages to count": ("/v1/messages/count_tokens", {"model": "default", "messages": []}, "messages is empty"),
+    "tools of no type, to count": (
+        "/v1/messages/count_tokens",
+        {"model": "default", "messages": [USER], "tools": [{"name": "a", "type": ["b"]}]},
+        "AttributeError",
+    ),
+    "tools of no type": (
+        "/v1/messages",
+        {"model": "default", "messages": [USER], "max_tokens": 1, "tools": [{"name": "a", "type": ["b"]}]},
+        "AttributeError",
+    ),
     "no input": ("/v1/responses", {**RESPONSE, "input": []}, "input is empty"),
     "metadata that no event can have": ("/v1/responses", {**RESPONSE, "metadata": {"a": None}}, "metadata"),
     # Lists
