@@ -268,6 +268,17 @@ def test_a_pin_yields_to_copies_of_chunks(overlap):
     assert len(req.output_ids) == 1 and len(loop.admission.pins) == 1
 
 
+def test_copies_of_chunks_have_their_memory_whatever_comes_behind_them():
+    """SGLang would take the plain prompt in the same pass: it does not know what the copies take."""
+    loop = Loop(pool_size=40, link="copy")
+    loop.warm(A, B, C)
+    loop.new_token_ratio_tracker.current = 0.0
+    copies = loop.submit([A, B, C, QUESTION], "copies", max_new_tokens=1)
+    plain = loop.submit([(TEXT, (3,) * 20)], "plain", max_new_tokens=1)
+    loop.run()
+    assert copies.finished() and plain.finished()
+
+
 def test_what_is_left_of_a_prompt_is_not_given_to_others():
     loop = Loop(pool_size=40, chunked_prefill_size=8)
     loop.warm(A, B)

@@ -111,7 +111,7 @@ class ChunkAdmission:
         for_answers = self.budget.num_free() - self.budget.num_left() - budget
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
-        left_out = False
+        left_out = takes_more = False
         for waiting_req in waiting:
             undecided = lazy_state(waiting_req)
             req = undecided.probe if isinstance(undecided, Undecided) else waiting_req
@@ -135,15 +135,17 @@ class ChunkAdmission:
                 if not state.admitted and need > budget and not alone:
                     self.advice.blocked(req, need - budget, self.pins.num_tokens.total())
                     break
+                if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
+                    break
                 visible.update(dict.fromkeys(self._admit(req, state, nodes)))
                 if state.needs_resident and not state.ready:
                     budget -= need
                     left_out = True
                     continue
-            # SGLang takes what has memory for its text. Of slots that a policy takes besides it knows nothing, and what
-            # admission had found for them may have been pinned since.
-            takes_now = need - self.budget.growth(waiting_req)
-            if state is not None and state.num_own_slots and takes_now > budget + for_answers:
+            # SGLang takes what has memory for its text. It knows nothing of slots that a policy takes besides, so these
+            # must be free when the batch is formed, whatever is in it; what admission had found may have been pinned.
+            takes_more |= state is not None and state.num_own_slots > 0
+            if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
                 break
             budget -= need
             visible[req] = None
