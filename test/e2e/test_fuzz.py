@@ -19,7 +19,7 @@ from sglang_lazy.testing import device_flags, log_tail, running_server
 
 pytestmark = pytest.mark.slow  # a server of its own
 
-NUM_REQUESTS = int(os.environ.get("LAZY_FUZZ_REQUESTS", "800"))
+NUM_REQUESTS = int(os.environ.get("LAZY_FUZZ_REQUESTS", "1500"))
 PATIENCE = 60  # seconds
 KNOWN = {
     "output_token_logprobs_length": "a stream of completions with logprobs whose grammar the scheduler refuses: SGLang "

@@ -91,12 +91,11 @@ def check_one(obj: Any, vocab_size: int) -> None:
 
 
 def _check_sampling(params: dict[str, Any]) -> None:
-    """Raise ValueError for numbers beyond those of SGLang's tensors, and for such as would make logits infinite."""
-    for name, value in params.items():
-        bits = 64 if name == "sampling_seed" else 32
-        if isinstance(value, int) and not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-            raise ValueError(f"{name} must be an integer of {bits} bits, got {value}")
-    penalty, biases = params.get("repetition_penalty"), params.get("logit_bias") or {}
+    """Raise ValueError for numbers that SGLang's tensors do not hold, or that make logits infinite."""
+    top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
+    biases = params.get("logit_bias") or {}
+    if top_k is not None and top_k >= 2**31:
+        raise ValueError(f"top_k must be an integer of 32 bits, got {top_k}")
     if penalty is not None and 0 < penalty < MIN_PENALTY:
         raise ValueError(f"repetition_penalty must be at least {MIN_PENALTY}, got {penalty}")
     if not all(abs(bias) <= MAX_BIAS for bias in biases.values()):

@@ -19,7 +19,6 @@ def sampling(**params):
 CASES = {
     # Bodies of another form
     "a chat that is no object": ("/v1/chat/completions", [CHAT], "the body must be an object"),
-    "a chat without messages": ("/v1/chat/completions", {**CHAT, "messages": []}, "Messages cannot be empty"),
     "no messages to count": ("/v1/messages/count_tokens", {"model": "default", "messages": []}, "messages is empty"),
     "tools of no type, to count": (
         "/v1/messages/count_tokens",
@@ -32,7 +31,11 @@ CASES = {
         "AttributeError",
     ),
     "no input": ("/v1/responses", {**RESPONSE, "input": []}, "input is empty"),
-    "metadata that no event can have": ("/v1/responses", {**RESPONSE, "metadata": {"a": None}}, "metadata"),
+    "metadata that no event can have": (
+        "/v1/responses",
+        {**RESPONSE, "stream": True, "metadata": {"a": None}},
+        "metadata",
+    ),
     # Lists
     "no parameters": ("/generate", {"text": "Who?", "sampling_params": []}, "sampling_params is an empty list"),
     "parameters for a batch": (
@@ -67,7 +70,6 @@ CASES = {
     "no samples": ("/v1/completions", {**COMPLETION, "echo": True, "n": 0}, "n must be at least 1, got 0"),
     "null samples": ("/generate", sampling(n=None), "the request is malformed: TypeError"),
     "a top_k of 33 bits": ("/generate", sampling(top_k=2**31), "top_k must be an integer of 32 bits"),
-    "a seed of 65 bits": ("/generate", sampling(sampling_seed=2**63), "sampling_seed must be an integer of 64 bits"),
     "a penalty of nearly 0": ("/generate", sampling(repetition_penalty=1e-237), "repetition_penalty must be at least"),
     "an infinite bias": ("/generate", sampling(logit_bias={"20": 1e308}), "logit_bias must have values from"),
     # Combinations
@@ -100,7 +102,7 @@ def test_what_is_nearly_malformed_is_answered(server, path):
         answer = requests.post(server + path, json=body, timeout=60)
         assert len(answer.json()["choices"]) == 4
         return
-    params = [{"max_new_tokens": 1, "top_k": 2**31 - 1, "repetition_penalty": 1e-6, "logit_bias": {"20": 100}}] * 3
+    params = [{"max_new_tokens": 1, "top_k": 2**31 - 1, "logit_bias": {"20": 100}}] * 3
     body = {"text": [RIVER, RAILWAY], "sampling_params": params, "rid": ["a", "b"], "return_logprob": [True, False]}
     answer = requests.post(server + path, json=body, timeout=60).json()
     assert ["output_token_logprobs" in one["meta_info"] for one in answer] == [True, False]
