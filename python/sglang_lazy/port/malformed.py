@@ -55,7 +55,7 @@ def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
-def normalize(normalize: Callable, obj: Any) -> None:
+def check_lists(normalize: Callable, obj: Any) -> None:
     """Around `GenerateReqInput.normalize_batch_and_arguments`: there is one value for each prompt."""
     with reading():
         normalize(obj)
@@ -85,7 +85,7 @@ def check_one(obj: Any, vocab_size: int) -> None:
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
     if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
-    _check_sampling(obj.sampling_params)
+    _check_sampling(obj.sampling_params or {})
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 
@@ -112,7 +112,7 @@ def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> No
 
 _INPUTS = "sglang.srt.managers.io_struct"
 HOOKS = (
-    Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", normalize, "AROUND"),
+    Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", check_lists, "AROUND"),
     Hook(f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling", check_samples, "AFTER"),
     Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", read, "AROUND"),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state", read, "AROUND"),
