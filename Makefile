@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo demo-exact test test-all lint format soak bench-smoke examples-smoke wheels wheels-smoke setup key
+.PHONY: demo demo-exact test test-all lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke setup key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -42,6 +42,12 @@ MINUTES ?= 15
 
 soak: $(READY) # small servers under hostile traffic, every answer held against the oracle
 	$(BIN)/python -m benchmark.soak --minutes $(MINUTES)
+
+REQUESTS ?= 10000
+SEED ?= 0
+
+fuzz: $(READY) # requests that are wrong in something, to every route that takes or shows chunks
+	LAZY_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest test/e2e/test_fuzz.py -s --hypothesis-seed=$(SEED)
 
 SMOKE := $(VENV)/bench-smoke
 

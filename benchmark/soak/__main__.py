@@ -49,14 +49,15 @@ class Variant:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
+# SGLang takes running requests back every third step, whether memory is short or not.
+RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
 VARIANTS = {
     "device": Variant(),
     "host": Variant(HOST),
     "storage": Variant((*HOST, *STORAGE)),
-    # SGLang takes running requests back every third step, whether memory is short or not.
-    "retraction": Variant(
-        ("--disable-overlap-schedule",), {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
-    ),
+    "retraction": Variant(("--disable-overlap-schedule",), RETRACT),
+    # Requests have copies of their chunks, so prompts take twice as much.
+    "copies": Variant(("--lazy-default-link", "copy", "--max-total-tokens", "1300"), RETRACT),
 }
 
 
@@ -137,8 +138,12 @@ def main() -> int:
             except (Wrong, ServerError) as error:
                 print(f"{name}: {error}\n{log_tail(log)}\nAll of it: {log}", file=sys.stderr)
                 return 1
-            if "Traceback" in log.read_text(errors="replace"):
+            said = log.read_text(errors="replace")
+            if "Traceback" in said:
                 print(f"{name}: an exception is in {log}", file=sys.stderr)
+                return 1
+            if ("Testing retraction" in said) != (variant.environment == RETRACT):
+                print(f"{name}: requests were taken back, or were not, by {log}", file=sys.stderr)
                 return 1
             total = sum(counts.values())
             did = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))

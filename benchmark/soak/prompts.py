@@ -12,7 +12,8 @@ from oracle.segments import Segment, text, token_ids
 
 NUM_TOKENS = 5
 """Of an answer."""
-LINKS = ("block", "full", "epic:tokens=2")
+LINKS = (None, "full", "epic:tokens=2")
+"""None is the server's default, whose answers are those of `block`."""
 ALPHA = 1.1
 """Exponent of the Zipf distribution by which prompts recur."""
 
@@ -22,7 +23,7 @@ class Prompt:
     """A prompt and its answer, by the oracle."""
 
     segments: tuple[Segment, ...]
-    link: str
+    link: str | None
     answer: tuple[int, ...]
 
     @property
@@ -44,7 +45,7 @@ def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
         segments = [dice.text(dice.rng.randint(1, 6))]
         for segment in picked:
             segments += [segment, dice.text(dice.rng.randint(1, 3))]
-        link = LINKS[number % len(LINKS)] if picked else "block"
+        link = LINKS[number % len(LINKS)] if picked else None
         try:
             prompts.append(Prompt(tuple(segments), link, _answer(oracle, segments, link)))
         except ValueError:  # two tokens too close to tell apart
@@ -52,10 +53,10 @@ def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
     raise AssertionError
 
 
-def _answer(oracle: PolicyOracle, segments: list[Segment], link: str) -> tuple[int, ...]:
+def _answer(oracle: PolicyOracle, segments: list[Segment], link: str | None) -> tuple[int, ...]:
     if link == "full":
         segments = [text(token_ids(segments))]
-    kept = epic(segments, 2) if link.startswith("epic") else keep_all_but(segments, ())
+    kept = epic(segments, 2) if link == "epic:tokens=2" else keep_all_but(segments, ())
     answer: list[int] = []
     for _ in range(NUM_TOKENS):
         answer += greedy(oracle.logprobs(segments, answer, kept)[-1:])

@@ -4,14 +4,16 @@ Half alive it would take requests and answer none.
 """
 
 import contextlib
+import json
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import requests
-from http_prompts import SEGMENTS
+from http_prompts import RAILWAY, SEGMENTS, chunk, generate, text
 
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
@@ -64,3 +66,22 @@ def test_the_server_ends_with_each_of_its_processes(victim, tiny_model, tmp_path
         assert ended.wait(PATIENCE), "a client still waits"
     if victim != "http":
         assert f"(pid={processes[victim].pid}) crashed" in log.read_text()
+
+
+def test_a_server_that_is_asked_to_end_finishes_its_answers(tiny_model, tmp_path):
+    """One that streams, and one that waits for its chunks."""
+    log = tmp_path / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", "--max-running-requests", "1", *device_flags()]
+    with running_server(flags, log) as url, ThreadPoolExecutor() as clients:
+        processes = processes_of(url)
+        body = {"segments": SEGMENTS, "sampling_params": {**LONG, "max_new_tokens": 600}, "stream": True}
+        with requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE) as response:
+            lines = filter(None, response.iter_lines())
+            next(lines)
+            waiting = clients.submit(generate, url, segments=[chunk(RAILWAY), text(" Who?")])
+            assert wait_for(lambda: requests.get(f"{url}/v1/loads").json()["loads"][0]["num_waiting_reqs"], PATIENCE)
+            os.kill(processes["http"].pid, signal.SIGTERM)
+            *_, last, done = lines
+        assert done == b"data: [DONE]" and len(json.loads(last.removeprefix(b"data: "))["output_ids"]) == 600
+        assert len(waiting.result()["output_ids"]) == 8
+        assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]

@@ -303,9 +303,13 @@ def test_idle_check_sees_what_was_forgotten(forget):
 
 @both_loops
 @pytest.mark.parametrize("pool_size, link", [(34, "block"), (40, "copy")])
+@pytest.mark.parametrize("ratio", [1.0, 0.1])
 @pytest.mark.parametrize("seed", range(6))
-def test_everything_is_answered_in_a_tight_pool(seed, overlap, pool_size, link):
-    """Random requests and aborts in a barely sufficient pool: all others are answered, nothing fails or stays held."""
+def test_everything_is_answered_in_a_tight_pool(seed, ratio, overlap, pool_size, link):
+    """Random requests and aborts in a barely sufficient pool: all others are answered, nothing fails or stays held.
+
+    ratio: how much of the answers that run SGLang leaves room for.
+    """
     dice = random.Random(seed)
     chunked_prefill_size = dice.choice([3, 64])
     scheduler = Loop(
@@ -315,6 +319,7 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap, pool_size, link):
         link=link,
         max_fill_tokens=dice.choice([3, 9, 64]),
     )
+    scheduler.new_token_ratio_tracker.current = ratio
     reqs, aborted = [], set()
     for i in range(40):
         parts = [dice.choice([A, B, C, D, QUESTION, (CHUNK, (1, 2))]) for _ in range(dice.randint(1, 5))]

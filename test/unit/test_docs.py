@@ -17,7 +17,7 @@ PAGES = sorted(
         *(page for folder in ("docs", "examples", "sgl-kernel-lazy") for page in (ROOT / folder).rglob("*.md")),
     ]
 )
-MAX_WORDS = {"README.md": 1000, "docs/design.md": 2500}
+MAX_WORDS = {"README.md": 1000, "docs/design.md": 2500, "docs/operations.md": 1500}
 
 FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)(?:(?: {4}.*)?\n)+")
@@ -72,6 +72,18 @@ def test_pages_are_short(page):
     """Code and diagrams count too, the borders of tables do not."""
     words = [word for word in (ROOT / page).read_text(encoding="utf-8").split() if re.search(r"\w", word)]
     assert len(words) < MAX_WORDS[page]
+
+
+def named_tests(page: Path) -> set[str]:
+    """The tests that a page names."""
+    return set(re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")))
+
+
+def test_every_test_that_a_page_names_exists():
+    modules = (ROOT / "test").rglob("test_*.py")
+    there = {name for module in modules for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)}
+    assert named_tests(ROOT / "docs" / "operations.md")
+    assert {name for page in PAGES for name in named_tests(page)} - there == set()
 
 
 def test_broken_links_are_found(tmp_path):

@@ -7,7 +7,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_chunk_lists import deleted, id_of, listed
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
-from fakes.requests import TEXT
+from fakes.requests import CHUNK, TEXT
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -254,6 +254,29 @@ def test_a_pin_yields_to_what_is_left_of_a_prompt_that_is_computed_in_pieces():
     assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])
     loop.run()
     assert len(req.output_ids) == 1 and len(loop.admission.pins) == 1
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_pin_yields_to_copies_of_chunks(overlap):
+    """It was set while the chunks were computed, and took the memory that admission had found for their copies."""
+    loop = Loop(pool_size=34, chunked_prefill_size=8, overlap=overlap, link="copy")
+    loop.warm(A, B)
+    req = loop.submit([(CHUNK, (3,) * 14), QUESTION], "copies", max_new_tokens=1)
+    loop.step()
+    assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])
+    loop.run()
+    assert len(req.output_ids) == 1 and len(loop.admission.pins) == 1
+
+
+def test_copies_of_chunks_have_their_memory_whatever_comes_behind_them():
+    """SGLang would take the plain prompt in the same pass: it does not know what the copies take."""
+    loop = Loop(pool_size=40, link="copy")
+    loop.warm(A, B, C)
+    loop.new_token_ratio_tracker.current = 0.0
+    copies = loop.submit([A, B, C, QUESTION], "copies", max_new_tokens=1)
+    plain = loop.submit([(TEXT, (3,) * 20)], "plain", max_new_tokens=1)
+    loop.run()
+    assert copies.finished() and plain.finished()
 
 
 def test_what_is_left_of_a_prompt_is_not_given_to_others():

@@ -156,7 +156,7 @@ def test_chunks_alone_pass():
 
 def test_ordinary_requests_are_none_of_its_business():
     for obj in (GenerateReqInput(text="x", lora_path="a", sampling_params={}), EmbeddingReqInput(text="x")):
-        prepare_request(None, obj, [1])
+        prepare_request(manager(), obj, [1])
         assert layout_of(obj) is None
 
 

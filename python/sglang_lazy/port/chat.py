@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.requests import (
     check_cache_salt,
@@ -37,14 +38,15 @@ class MessagesWithChunks(BaseModel):
     @classmethod
     def _take_chunks(cls, data: Any, handler: ModelWrapValidatorHandler) -> "MessagesWithChunks":
         if not isinstance(data, dict):
-            return handler(data)
+            raise ValueError("the body must be an object")
         config, separator, roles = LazyConfig.current(), data.get("chunk_separator"), data.get("chunk_roles")
         chunk_parts = ChunkParts(
             separator if isinstance(separator, str) else config.chunk_separator,
             roles if isinstance(roles, list) else [role for role in config.chunk_roles.split(",") if role],
             cls.blocks,
         )
-        request = handler(cls.take_chunks(data, chunk_parts))
+        with reading():
+            request = handler(cls.take_chunks(data, chunk_parts))
         request._chunk_parts, request._given = chunk_parts, frozenset(data)
         return request
 
@@ -125,7 +127,8 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     if not isinstance(request, ChatRequest):
         return convert(serving, request, raw_request)
     try:
-        return _convert(convert, serving, request, raw_request)
+        with reading():
+            return _convert(convert, serving, request, raw_request)
     except ValueError as error:
         raise request._refusal(str(error)) from None
 

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.requests import refuse_salt, to_generate_args
 from sglang_lazy.serving.text import chosen_separator, segments_in
 
@@ -40,10 +41,13 @@ class CompletionsRequest(CompletionRequest):
         return request
 
 
+@reading()
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
     """Around `OpenAIServingCompletion._convert_to_internal_request`: the prompt is what the segments stand for."""
     if not isinstance(request, CompletionsRequest):
         return convert(serving, request, raw_request)
+    if request.echo and request.logprobs == 0:
+        raise ValueError("echo and logprobs 0 cannot be combined, which SGLang fails at: logprobs must be at least 1")
     if request.segments is None:
         if request.link is not None and not chosen_separator(request.chunk_separator):
             raise ValueError("link needs a prompt given as segments")

@@ -14,7 +14,7 @@ from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.chunk_routes import add_routes
 from sglang_lazy.port.completions import CompletionsRequest
-from sglang_lazy.port.messages import MessagesRequest, Refused
+from sglang_lazy.port.messages import CountRequest, MessagesRequest, Refused
 from sglang_lazy.port.protocol import extend_protocol
 from sglang_lazy.port.responses import ResponsesRequest
 from sglang_lazy.port.sampling import check_sampling_params
@@ -161,6 +161,11 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
     return await fail_before_stream(response, refuse) if request.has_chunks else response
 
 
+async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
+    """Anthropic-compatible token counting endpoint."""
+    return await http_server.anthropic_v1_count_tokens(request, raw_request)
+
+
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
     return {"config": dataclasses.asdict(LazyConfig.current())}
@@ -176,6 +181,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
         _replace_route(app, path, chat)
     _replace_route(app, "/v1/responses", responses)
     _replace_route(app, "/v1/messages", messages)
+    _replace_route(app, "/v1/messages/count_tokens", count_tokens)
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     add_routes(app)

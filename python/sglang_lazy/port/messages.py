@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from pydantic import ModelWrapValidatorHandler, model_validator
+from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 
 from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
 
@@ -25,19 +27,30 @@ class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
         return data
 
 
+class CountRequest(AnthropicCountTokensRequest):
+    """SGLang's request to `/v1/messages/count_tokens`, refused where SGLang fails to read it."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _read(cls, data: Any, handler: ModelWrapValidatorHandler) -> "CountRequest":
+        with reading():
+            return handler(data)
+
+
 class Refused(BaseException):
     """A request that is not valid. SGLang answers any Exception of the conversion with a 500, so this is none."""
 
 
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     """Around `AnthropicServing._convert_to_chat_completion_request`: the chat has the request's chunks and salt."""
-    if not isinstance(request, MessagesRequest):
-        return convert(serving, request)
+    if not isinstance(request, MessagesRequest):  # whose tokens are only counted
+        chat = convert(serving, request)
+        if not chat.messages:  # templates fail, which SGLang would answer with a 500
+            raise ValueError("messages is empty")
+        return chat
     request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
-    if not request.has_chunks and request.link is None:
-        return chat
     # As SGLang left it: validated again, fields that it has set meanwhile might be taken for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
     ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused

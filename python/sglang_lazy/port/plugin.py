@@ -52,6 +52,7 @@ def install() -> None:
         cpu,
         host_pool,
         lora,
+        malformed,
         model_runner,
         schedule_policy,
         scheduler,
@@ -71,6 +72,7 @@ def install() -> None:
         model_runner,
         host_pool,
         surfaces,
+        malformed,
         chunk_metrics,
         watchdog,
     )

@@ -8,12 +8,15 @@ from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequ
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.chat import MessagesWithChunks, check_chunks, put_chunks, with_placeholders
+from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import check_cache_salt, with_layout
 
 
 class ResponsesRequest(MessagesWithChunks, StockRequest):
     """SGLang's request to `/v1/responses` with chunk parts and their link."""
+
+    metadata: dict[str, str] | None = None  # as events of streams have it, which would break off with other values
 
     _layout: PromptLayout | None = PrivateAttr(default=None)
     _manager: Any = PrivateAttr(default=None)
@@ -44,8 +47,13 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
 
     earlier: the response that the request follows, or None.
     """
-    if not isinstance(request, ResponsesRequest):
-        return await make(serving, request, earlier, tokenizer)
+    with reading():
+        if not isinstance(request, ResponsesRequest):
+            return await make(serving, request, earlier, tokenizer)
+        return await _make_request(make, serving, request, earlier, tokenizer)
+
+
+async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:
     request.refuse_misplaced()
     chunk_parts = request._chunk_parts
     stored = None if earlier is None else serving.msg_store.get(earlier.id)
@@ -62,3 +70,10 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
     input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
     request._manager, request.cache_salt = manager, None  # the cache salt travels in the layout
     return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed
+
+
+def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None) -> list:
+    """After `OpenAIServingResponses._construct_input_messages`: templates fail without any, which would be a 500."""
+    if not messages:
+        raise ValueError("input is empty")
+    return messages

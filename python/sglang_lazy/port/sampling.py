@@ -19,6 +19,8 @@ def check_sampling_params(params: Any) -> None:
     SGLang checks ranges, but not types: some make its surfaces answer with a 500, others end its scheduler. None stands
     for a parameter's default. params: one object, or a list of them for a batch.
     """
+    if isinstance(params, list | tuple) and not params:
+        raise ValueError("sampling_params is an empty list")
     for one in params if isinstance(params, list | tuple) else [params]:
         if one is not None and not isinstance(one, Mapping):
             raise ValueError(f"sampling_params must be an object, got {type(one).__name__}")

@@ -4,6 +4,7 @@ from sglang_lazy.port import chat, completions, http, messages, protocol, respon
 from sglang_lazy.port.hooks import Hook
 
 _OPENAI = "sglang.srt.entrypoints.openai"
+_RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"
 _TOKENIZER_MANAGER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _NEED_IDLE = (
     "flush_cache",
@@ -28,7 +29,8 @@ HOOKS = (
         completions.convert_request,
         "AROUND",
     ),
-    Hook(f"{_OPENAI}.serving_responses.OpenAIServingResponses._make_request", responses.make_request, "AROUND"),
+    Hook(f"{_RESPONSES}._make_request", responses.make_request, "AROUND"),
+    Hook(f"{_RESPONSES}._construct_input_messages", responses.refuse_empty, "AFTER"),
     Hook(
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing._convert_to_chat_completion_request",
         messages.convert_messages,

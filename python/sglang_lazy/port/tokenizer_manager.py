@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port.malformed import check_one, reading
 from sglang_lazy.port.shadow import shadow_of
 from sglang_lazy.port.streams import announce
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
@@ -15,21 +16,23 @@ from sglang_lazy.serving.shadow import shadowed
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
     """Around `TokenizerManager._tokenize_one_request`, which checks every request: tell streams of a refusal."""
     try:
-        return await tokenize(manager, obj)
+        with reading():
+            return await tokenize(manager, obj)
     except ValueError as error:
         announce(error)
         raise
 
 
 def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """Before `TokenizerManager._validate_one_request`, which every request passes: refuse an empty prompt, which would
-    end the scheduler, and check one with a layout.
+    """Before `TokenizerManager._validate_one_request`, which every request passes: refuse what would end the
+    scheduler, an empty prompt among it, and check a prompt with a layout.
 
     Raises ValueError, answered with a 400, for these and for what cannot be combined with chunks. The cache salt joins
     the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
+    check_one(obj, manager.model_config.vocab_size)
     packed = packed_layout(obj)
     if packed is None or input_ids is None:
         return

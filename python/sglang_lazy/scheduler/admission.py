@@ -108,9 +108,10 @@ class ChunkAdmission:
         if not self.linked_waiting and not _recomputes(self.scheduler.chunked_req):
             return waiting
         budget = self.budget.for_waiting(running_batch)
+        for_answers = self.budget.num_free() - self.budget.num_left() - budget
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
-        left_out = False
+        left_out = takes_more = False
         for waiting_req in waiting:
             undecided = lazy_state(waiting_req)
             req = undecided.probe if isinstance(undecided, Undecided) else waiting_req
@@ -134,11 +135,18 @@ class ChunkAdmission:
                 if not state.admitted and need > budget and not alone:
                     self.advice.blocked(req, need - budget, self.pins.num_tokens.total())
                     break
+                if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
+                    break
                 visible.update(dict.fromkeys(self._admit(req, state, nodes)))
                 if state.needs_resident and not state.ready:
                     budget -= need
                     left_out = True
                     continue
+            # SGLang takes what has memory for its text. It knows nothing of slots that a policy takes besides, so these
+            # must be free when the batch is formed, whatever is in it; what admission had found may have been pinned.
+            takes_more |= state is not None and state.num_own_slots > 0
+            if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
+                break
             budget -= need
             visible[req] = None
         # Probes of the deviation run the first layers only, so whatever shares their batch must be such a probe, too.

@@ -21,7 +21,7 @@ class Budget:
     def for_waiting(self, running_batch: Any) -> float:
         """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones and
         what is left of a request that is computed in pieces."""
-        growth = sum(self._growth(req) for req in running_batch.reqs)
+        growth = sum(self.growth(req) for req in running_batch.reqs)
         return self.num_free() - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
 
     def num_free(self) -> int:
@@ -33,13 +33,14 @@ class Budget:
         req = self.scheduler.chunked_req
         return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_range.end
 
-    def _growth(self, req: Any) -> int:
+    def growth(self, req: Any) -> int:
+        """How much of the answer of `req`, which is yet to come, is reserved."""
         return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
 
     def own_need(self, req: Any, state: LinkedRequest | None) -> int:
         """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
-        return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
+        return len(req.origin_input_ids) - shared + len(req.output_ids) + self.growth(req) + 1
 
     def chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
         """Tokens that the chunks of a parent, cached at `nodes`, still take from what is free or evictable.

@@ -1,0 +1,124 @@
+"""Requests that SGLang stumbles over: refused with a 400, where it would answer with a 500 or lose its scheduler."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang.srt.managers.embed_types import PositionalEmbeds
+
+from sglang_lazy.port.hooks import Hook
+
+_STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
+_ONE_FOR_EACH_PROMPT = (
+    "rid",
+    "sampling_params",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_sampling_mask",
+    "return_hidden_states",
+    "lora_path",
+    "lora_id",
+    "custom_logit_processor",
+    "extra_key",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "bootstrap_pair_key",
+    "decode_tp_size",
+)
+"""Fields that are lists where the prompts are a batch, and only there."""
+MAX_SAMPLES = 16_384
+"""Of all prompts of a request together, where it wants several of each."""
+MIN_PENALTY, MAX_BIAS = 1e-6, 1e6
+_logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Raise ValueError, which surfaces answer with a 400, for whatever Python cannot do while a request is read.
+
+    Until it is sent to a scheduler, nothing can be wrong but the request itself. Should that be untrue, the log has the
+    whole story.
+    """
+    try:
+        yield
+    except _STUMBLES as error:
+        _logger.exception("A request cannot be read")
+        raise ValueError(f"the request is malformed: {type(error).__name__}: {error}") from error
+
+
+def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Around what reads requests."""
+    with reading():
+        return function(*args, **kwargs)
+
+
+def check_lists(normalize: Callable, obj: Any) -> None:
+    """Around `GenerateReqInput.normalize_batch_and_arguments`: there is one value for each prompt."""
+    with reading():
+        normalize(obj)
+    for name in _ONE_FOR_EACH_PROMPT:
+        value = getattr(obj, name)
+        if not isinstance(value, list):
+            continue
+        if obj.is_single:
+            raise ValueError(f"{name} is a list, which is for batches of prompts")
+        if len(value) < obj.batch_size:
+            raise ValueError(f"{name} has {len(value)} values for a batch of {obj.batch_size} prompts")
+
+
+def check_samples(_result: Any, obj: Any) -> None:
+    """After `GenerateReqInput._handle_parallel_sampling`: each sample takes memory, and SGLang has no limit."""
+    num_samples = obj.batch_size * obj.parallel_sample_num
+    if obj.parallel_sample_num < 1:
+        raise ValueError(f"n must be at least 1, got {obj.parallel_sample_num}")
+    if obj.parallel_sample_num > 1 and num_samples > MAX_SAMPLES:
+        raise ValueError(f"a request may want {MAX_SAMPLES} samples of its prompts (n), this one wants {num_samples}")
+
+
+def check_one(obj: Any, vocab_size: int) -> None:
+    """Raise ValueError for a request, one of a batch, that would end the scheduler."""
+    ids = None if obj.contains_mm_input() else obj.input_ids
+    if ids is not None and (max(ids) >= vocab_size or min(ids) < 0):
+        raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
+    if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
+        raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
+    _check_sampling(obj.sampling_params or {})
+    if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
+        raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
+
+
+def _check_sampling(params: dict[str, Any]) -> None:
+    """Raise ValueError for numbers that SGLang's tensors do not hold, or that make logits infinite."""
+    top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
+    biases = params.get("logit_bias") or {}
+    if top_k is not None and top_k >= 2**31:
+        raise ValueError(f"top_k must be an integer of 32 bits, got {top_k}")
+    if penalty is not None and 0 < penalty < MIN_PENALTY:
+        raise ValueError(f"repetition_penalty must be at least {MIN_PENALTY}, got {penalty}")
+    if not all(abs(bias) <= MAX_BIAS for bias in biases.values()):
+        raise ValueError(f"logit_bias must have values from -{MAX_BIAS} to {MAX_BIAS}")
+
+
+def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
+    """Before `OpenAIServingDetokenize._convert_to_internal_request`: tokenizers take numbers of 32 bits."""
+    for item in request.tokens:
+        for token in item if isinstance(item, list) else [item]:
+            if not 0 <= token < 2**32:
+                raise ValueError(f"{token} is no token")
+
+
+_INPUTS = "sglang.srt.managers.io_struct"
+HOOKS = (
+    Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", check_lists, "AROUND"),
+    Hook(f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling", check_samples, "AFTER"),
+    Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", read, "AROUND"),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state", read, "AROUND"),
+    Hook(
+        "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
+        check_detokenized,
+        "BEFORE",
+    ),
+)

@@ -1,0 +1,108 @@
+"""Requests that SGLang alone answers with a 500, or that end its scheduler or its HTTP process: 400 and a reason."""
+
+import pytest
+import requests
+from http_prompts import GREEDY, RAILWAY, RIVER, chunk, generate, text
+
+ONE = {"sampling_params": {"max_new_tokens": 1}}
+TWO = {"text": ["Who?", "Where?"], **ONE}
+USER = {"role": "user", "content": "Who?"}
+CHAT = {"model": "default", "messages": [USER], "max_tokens": 1}
+COMPLETION = {"model": "default", "prompt": "Who?", "max_tokens": 1}
+RESPONSE = {"model": "default", "input": "Who?", "max_output_tokens": 4}
+
+
+def sampling(**params):
+    return {"text": "Who?", "sampling_params": {"max_new_tokens": 1, **params}}
+
+
+CASES = {
+    # Bodies of another form
+    "a chat that is no object": ("/v1/chat/completions", [CHAT], "the body must be an object"),
+    "no messages to count": ("/v1/messages/count_tokens", {"model": "default", "messages": []}, "messages is empty"),
+    "tools of no type, to count": (
+        "/v1/messages/count_tokens",
+        {"model": "default", "messages": [USER], "tools": [{"name": "a", "type": ["b"]}]},
+        "AttributeError",
+    ),
+    "tools of no type": (
+        "/v1/messages",
+        {"model": "default", "messages": [USER], "max_tokens": 1, "tools": [{"name": "a", "type": ["b"]}]},
+        "AttributeError",
+    ),
+    "no input": ("/v1/responses", {**RESPONSE, "input": []}, "input is empty"),
+    "metadata that no event can have": (
+        "/v1/responses",
+        {**RESPONSE, "stream": True, "metadata": {"a": None}},
+        "metadata",
+    ),
+    # Lists
+    "no parameters": ("/generate", {"text": "Who?", "sampling_params": []}, "sampling_params is an empty list"),
+    "parameters for a batch": (
+        "/generate",
+        {"text": "Who?", "sampling_params": [{"max_new_tokens": 1}]},
+        "sampling_params is a list, which is for batches of prompts",
+    ),
+    "parameters for another batch": (
+        "/generate",
+        {**TWO, "sampling_params": [{"max_new_tokens": 1}]},
+        "sampling_params has 1 values for a batch of 2 prompts",
+    ),
+    "lengths for another batch": ("/generate", {**TWO, "top_logprobs_num": []}, "top_logprobs_num has 0 values"),
+    "videos for another batch": ("/generate", {**TWO, "video_data": []}, "the request is malformed: IndexError"),
+    "a list of adapters": ("/generate", {"text": "Who?", "lora_id": [], **ONE}, "lora_id is a list"),
+    "a list of names": ("/v1/chat/completions", {**CHAT, "rid": ["r"]}, "rid is a list"),
+    "a list of salts": ("/v1/chat/completions", {**CHAT, "cache_salt": ["a"]}, "cache_salt must be a string"),
+    "a list of keys": ("/v1/completions", {**COMPLETION, "extra_key": ["a"]}, "extra_key must be a string"),
+    # Numbers
+    "a token beyond the vocabulary": ("/generate", {"input_ids": [20, 512], **ONE}, "not in the vocabulary"),
+    "a negative token": ("/generate", {"input_ids": [[20], [20, -1]], **ONE}, "not in the vocabulary"),
+    "a huge token": ("/v1/completions", {**COMPLETION, "prompt": [2**31]}, "not in the vocabulary"),
+    "a token to print": ("/v1/detokenize", {"model": "default", "tokens": [20, 2**63]}, f"{2**63} is no token"),
+    "tokens to print": ("/v1/detokenize", {"model": "default", "tokens": [[20], [-1]]}, "-1 is no token"),
+    "more logprobs than tokens": (
+        "/v1/chat/completions",
+        {**CHAT, "logprobs": True, "top_logprobs": 513},
+        "top_logprobs_num must be from 0 to 512, got 513",
+    ),
+    "all samples there are": ("/v1/completions", {**COMPLETION, "n": 2**31 - 1}, "this one wants 2147483647"),
+    "samples of many prompts": ("/generate", {**TWO, "sampling_params": {"n": 10_000}}, "this one wants 20000"),
+    "no samples": ("/v1/completions", {**COMPLETION, "echo": True, "n": 0}, "n must be at least 1, got 0"),
+    "null samples": ("/generate", sampling(n=None), "the request is malformed: TypeError"),
+    "a top_k of 33 bits": ("/generate", sampling(top_k=2**31), "top_k must be an integer of 32 bits"),
+    "a penalty of nearly 0": ("/generate", sampling(repetition_penalty=1e-237), "repetition_penalty must be at least"),
+    "an infinite bias": ("/generate", sampling(logit_bias={"20": 1e308}), "logit_bias must have values from"),
+    # Combinations
+    "embeddings from JSON": (
+        "/generate",
+        {"text": "Who?", "positional_embed_overrides": False, **ONE},
+        "positional_embed_overrides must be PositionalEmbeds",
+    ),
+    "echo without logprobs": (
+        "/v1/completions",
+        {**COMPLETION, "echo": True, "logprobs": 0},
+        "logprobs must be at least 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_refused_with_a_reason(server, case):
+    path, body, reason = CASES[case]
+    response = requests.post(server + path, json=body, timeout=60)
+    assert response.status_code == 400 and reason in response.text, response.text
+    assert generate(server, segments=[text("Read: "), chunk(RIVER)], sampling_params=GREEDY)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
+def test_what_is_nearly_malformed_is_answered(server, path):
+    """Batches with as many values as prompts, of which SGLang allows more; the last token; all logprobs; samples."""
+    if path == "/v1/completions":
+        body = {**COMPLETION, "prompt": [[511], [0]], "n": 2, "logprobs": 512, "echo": False}
+        answer = requests.post(server + path, json=body, timeout=60)
+        assert len(answer.json()["choices"]) == 4
+        return
+    params = [{"max_new_tokens": 1, "top_k": 2**31 - 1, "logit_bias": {"20": 100}}] * 3
+    body = {"text": [RIVER, RAILWAY], "sampling_params": params, "rid": ["a", "b"], "return_logprob": [True, False]}
+    answer = requests.post(server + path, json=body, timeout=60).json()
+    assert ["output_token_logprobs" in one["meta_info"] for one in answer] == [True, False]
