@@ -88,11 +88,15 @@ class _View:
 
 
 def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
-    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart."""
+    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart.
+
+    It takes every model for one of text: for others SGLang would decode the prompt, to find images in it.
+    """
     manager = serving.tokenizer_manager
     view = copy.copy(serving)
     tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
-    view.tokenizer_manager = _View(manager, tokenizer=tokenizer)
+    model_config = _View(manager.model_config, is_multimodal=False)
+    view.tokenizer_manager = _View(manager, tokenizer=tokenizer, model_config=model_config)
     return view
 
 
@@ -115,8 +119,6 @@ def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkPa
     refuse_salt(request._given)
     if manager.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
-    if manager.model_config.is_multimodal:
-        raise ValueError("chunk parts are not supported on multimodal models")
     chunk_parts.parse(manager.model_config.vocab_size)
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from sgl_kernel_lazy import get_implementation
@@ -154,12 +155,18 @@ def involves_chunks(batch: Any, table: SegmentTable) -> bool:
     return any(lazy_state(req) is not None for req in batch.reqs)
 
 
-def init_new(forward_batch: Any, _cls: Any, _batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
     table = table_of(runner.req_to_token_pool)
     if table is not None and table.current is not None and table.current.rows:
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
+        if forward_batch.mrope_positions is not None:
+            # Text stands at the same place on all axes. Only ordinary requests have images, and SGLang places those.
+            rows = table.current.rows
+            of_text = [batch.multimodal_inputs[row.request] is None for row in rows]
+            is_text = to_device(np.repeat(of_text, [row.num_new for row in rows]), positions.device)
+            forward_batch.mrope_positions = torch.where(is_text, positions, forward_batch.mrope_positions)
 
 
 def capture_one_shape(

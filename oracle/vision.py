@@ -1,0 +1,100 @@
+"""Tiny random models that see images, with their processors, built without a network.
+
+Their language models have M-RoPE: positions of three axes, which are equal for text.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+from .models import _init
+from .tokenizer import VOCAB_SIZE, build_tokenizer
+
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
+MAX_POSITION = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionSpec:
+    """One architecture by its names in `transformers`; the settings of its two parts that others lack."""
+
+    config: str
+    processor: str
+    vision: dict
+    text: dict
+
+
+VISION_MODELS = {
+    "qwen2.5-vl": VisionSpec(
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLProcessor",
+        dict(out_hidden_size=128, fullatt_block_indexes=[1], window_size=56, tokens_per_second=2),
+        dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6])),
+    ),
+    # Axes interleaved, and image embeddings added behind several layers
+    "qwen3-vl": VisionSpec(
+        "Qwen3VLConfig",
+        "Qwen3VLProcessor",
+        dict(out_hidden_size=128, deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
+        dict(
+            head_dim=32,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True
+            ),
+        ),
+    ),
+}
+
+
+def vision_config(name: str) -> transformers.PretrainedConfig:
+    spec = VISION_MODELS[name]
+    return getattr(transformers, spec.config)(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=False,
+        dtype="float32",
+        vision_config=dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=14, **spec.vision),
+        text_config=dict(
+            vocab_size=VOCAB_SIZE + 32,
+            hidden_size=128,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_POSITION,
+            **spec.text,
+        ),
+    )
+
+
+def build_vision_model(name: str, path: Path) -> Path:
+    """The model `name` in folder `path`: config, fp32 safetensors, tokenizer and processor."""
+    config = vision_config(name)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter, weight in sorted(model.named_parameters()):
+            _init(parameter, weight, generator, tied=False)
+    model.save_pretrained(path)
+    build_tokenizer(path, add_bos=False, chat_parts=True, max_length=MAX_POSITION)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [VISION_START, VISION_END, IMAGE, VIDEO]
+    tokenizer.save_pretrained(path)
+    pixels = dict(patch_size=14, merge_size=2, temporal_patch_size=2, size=dict(shortest_edge=3136, longest_edge=50176))
+    (path / "preprocessor_config.json").write_text(
+        json.dumps(
+            dict(image_processor_type="Qwen2VLImageProcessor", processor_class=VISION_MODELS[name].processor, **pixels)
+        )
+    )
+    video = "Qwen3VLVideoProcessor" if name == "qwen3-vl" else "Qwen2VLVideoProcessor"
+    (path / "video_preprocessor_config.json").write_text(
+        json.dumps(dict(video_processor_type=video, processor_class=VISION_MODELS[name].processor, **pixels))
+    )
+    return path
