@@ -2,7 +2,6 @@
 
 import base64
 import io
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from oracle.block_mask import greedy, visibility
 from oracle.scenarios import Dice
 from oracle.segments import Segment, token_ids
 from oracle.vision import VISION_MODELS, build_vision_model
-from sglang_lazy.testing import Client, device_flags, running_server
+from sglang_lazy.testing import device_flags, running_server
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 5
@@ -97,26 +96,6 @@ def test_text_chunks(served):
     assert ask(served, second, [dice.text(30)]) == [[True, True, False], []]
     assert ask(served, second) == [[True] * 3]
     assert ask(served, [dice.text(6), docs[2], docs[0], dice.text(5)], link="copy") == [[True, True]]
-
-
-def test_prompts_with_images_beside_chunks(served):
-    """An image's places are SGLang's own, also where it is computed together with chunks."""
-    url, _ = served
-    dice = Dice("beside")
-    text_ids = {"sampling_params": GREEDY, "return_logprob": True}
-    shown = {"text": f"See {IMAGE_TEXT} and say", "image_data": image(), **text_ids}
-
-    def answer_shown():
-        output = post(url, shown).json()
-        return output["output_ids"], [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
-
-    alone = answer_shown()
-    Client(url).flush_cache()
-    with ThreadPoolExecutor() as threads:
-        beside = threads.submit(answer_shown)
-        ask(served, *([dice.text(5), *dice.chunks(2, 20, 40), dice.text(5)] for _ in range(4)))
-    assert beside.result()[0] == alone[0]
-    assert beside.result()[1] == pytest.approx(alone[1], abs=TOLERANCE)
 
 
 def test_a_chat_of_text(served):
