@@ -16,6 +16,7 @@ from .tokenizer import VOCAB_SIZE, build_tokenizer
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
 MAX_POSITION = 2048
+LAYERS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ def vision_config(name: str) -> transformers.PretrainedConfig:
             vocab_size=VOCAB_SIZE + 32,
             hidden_size=128,
             intermediate_size=256,
-            num_hidden_layers=3,
+            num_hidden_layers=LAYERS,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=MAX_POSITION,

@@ -7,13 +7,12 @@ import numpy as np
 import pytest
 import requests
 import torch
-import transformers
 from PIL import Image
 
-from oracle.block_mask import greedy, visibility
+from oracle.policies import PolicyOracle, epic, keep_all_but, without_best_of_each
 from oracle.scenarios import Dice
-from oracle.segments import Segment, token_ids
-from oracle.vision import VISION_MODELS, build_vision_model
+from oracle.segments import Segment
+from oracle.vision import LAYERS, VISION_MODELS, build_vision_model
 from sglang_lazy.testing import device_flags, running_server
 
 TOLERANCE = 1e-4  # of a log-probability
@@ -22,37 +21,31 @@ IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
-class VisionOracle:
-    """The model in fp32 under the mask of chunks, text at the same place on all three axes."""
-
-    def __init__(self, path):
-        model = transformers.AutoModelForImageTextToText.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        )
-        self.language, self.head = model.model.language_model.eval(), model.lm_head
-
-    @torch.inference_mode()
-    def logprobs(self, prompt: list[Segment], generated: list[int]) -> torch.Tensor:
-        """Of the next token after the prompt and after each generated one, [1 + len(generated), vocab_size]."""
-        ids = torch.tensor(token_ids(prompt) + generated)
-        visible = visibility(prompt, len(generated))
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-        hidden = self.language(
-            inputs_embeds=self.language.embed_tokens(ids[None]),
-            attention_mask=mask[None, None],
-            position_ids=torch.arange(len(ids)).expand(3, 1, -1),
-            use_cache=False,
-        ).last_hidden_state
-        return self.head(hidden[0, len(ids) - len(generated) - 1 :]).log_softmax(-1)
+def kept(oracle: PolicyOracle, prompt: list[Segment], link: str):
+    """What the policy `link` keeps of each chunk."""
+    name, _, value = link.partition("=")
+    match name:
+        case "block" | "copy":
+            return keep_all_but(prompt, ())
+        case "epic:tokens":
+            return epic(prompt, int(value))
+        case "query:ratio":
+            return oracle.query(prompt, float(value), [LAYERS - 1])
+        case "blend:ratio":
+            return oracle.blend(prompt, float(value))
+        case "static:ratio":
+            return without_best_of_each(prompt, -oracle.key_sizes(prompt), float(value))
+    raise ValueError(link)
 
 
-def check(oracle: VisionOracle, prompt: list[Segment], output: dict) -> None:
-    """Each token is the oracle's choice after those before it, with its log-probability."""
+def check(oracle: PolicyOracle, prompt: list[Segment], link: str, output: dict) -> None:
+    """Each token is the oracle's best after those before it, and the log-probabilities are its."""
     tokens = output["output_ids"]
-    expected = oracle.logprobs(prompt, tokens[:-1])
-    assert greedy(expected) == tokens
+    expected = oracle.logprobs(prompt, tokens[:-1], kept(oracle, prompt, link))
+    chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
-    assert (expected.amax(-1) - reported).abs().max() <= TOLERANCE
+    assert (chosen - reported).abs().max() <= TOLERANCE
+    assert (expected.amax(-1) - chosen).max() <= TOLERANCE
 
 
 def image() -> str:
@@ -68,22 +61,22 @@ def served(request, tmp_path_factory):
     path = build_vision_model(request.param, folder / "model")
     flags = ["--model-path", str(path), "--max-total-tokens", "2048", "--disable-fast-image-processor"]
     with running_server([*flags, *device_flags()], folder / "server.log") as url:
-        yield url, VisionOracle(path)
+        yield url, PolicyOracle(str(path))
 
 
 def post(url: str, body: dict, path: str = "/generate") -> requests.Response:
     return requests.post(url + path, json=body, timeout=120)
 
 
-def ask(served, *prompts: list[Segment], **more) -> list[list[bool]]:
+def ask(served, *prompts: list[Segment], link: str = "block") -> list[list[bool]]:
     """Answer the prompts as one batch and hold each against the oracle; of each, whether its chunks were hits."""
     url, oracle = served
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
-    body = {"segments": segments, "sampling_params": GREEDY, "return_logprob": True, **more}
+    body = {"segments": segments, "sampling_params": GREEDY, "return_logprob": True, "link": link}
     response = post(url, body)
     assert response.ok, response.text
     for prompt, output in zip(prompts, response.json(), strict=True):
-        check(oracle, prompt, output)
+        check(oracle, prompt, link, output)
     return [[entry["hit"] for entry in output["meta_info"].get("chunks", [])] for output in response.json()]
 
 
@@ -96,6 +89,15 @@ def test_text_chunks(served):
     assert ask(served, second, [dice.text(30)]) == [[True, True, False], []]
     assert ask(served, second) == [[True] * 3]
     assert ask(served, [dice.text(6), docs[2], docs[0], dice.text(5)], link="copy") == [[True, True]]
+
+
+@pytest.mark.parametrize("link", ["epic:tokens=4", "query:ratio=0.2", "blend:ratio=0.2", "static:ratio=0.2"])
+def test_policies(served, link):
+    """Those that recompute tokens, with missing chunks and with cached ones."""
+    dice = Dice(f"axes {link}")
+    docs, lead, question = dice.chunks(2, 20, 40), dice.text(6), dice.text(5)
+    ask(served, [lead, *docs, question], link=link)
+    assert ask(served, [dice.text(9), *reversed(docs), question], link=link) == [[True, True]]
 
 
 def test_a_chat_of_text(served):

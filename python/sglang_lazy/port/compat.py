@@ -141,7 +141,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if config.is_hybrid_swa or runner.sliding_window_size is not None and runner.sliding_window_size > -1:
         reasons.append("sliding window: the link kernels know none")
     if config.is_multimodal and not config.model_is_mrope:
-        reasons.append("multimodal model without M-RoPE: none was tested")
+        reasons.append("multimodal model without M-RoPE: none has been tested")
     if not config.is_generation:
         reasons.append("embedding or reward model: nothing is generated")
     if architecture(runner) not in TESTED and not untested:

@@ -48,7 +48,7 @@ INV_FREQ = {
 
 def on_axes(positions: torch.Tensor, rope: Any) -> torch.Tensor:
     """Positions of text, [n], as SGLang's module `rope` takes them: [3, n] where it has several axes."""
-    return positions.expand(3, -1) if isinstance(rope, mrope.MRotaryEmbedding) else positions
+    return positions.repeat(3, 1) if isinstance(rope, mrope.MRotaryEmbedding) else positions
 
 
 def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:
