@@ -33,14 +33,14 @@ VISION_MODELS = {
     "qwen2.5-vl": VisionSpec(
         "Qwen2_5_VLConfig",
         "Qwen2_5_VLProcessor",
-        dict(out_hidden_size=128, fullatt_block_indexes=[1], window_size=56, tokens_per_second=2),
+        dict(fullatt_block_indexes=[1], window_size=56, tokens_per_second=2),
         dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6])),
     ),
     # Axes interleaved, and image embeddings added behind several layers
     "qwen3-vl": VisionSpec(
         "Qwen3VLConfig",
         "Qwen3VLProcessor",
-        dict(out_hidden_size=128, deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
+        dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
         dict(
             head_dim=32,
             rope_parameters=dict(
@@ -51,8 +51,12 @@ VISION_MODELS = {
 }
 
 
-def vision_config(name: str) -> transformers.PretrainedConfig:
-    spec = VISION_MODELS[name]
+def vision_config(name: str, width: int = 1) -> transformers.PretrainedConfig:
+    """width: of heads and hidden states of the language model, in units of 32 and 128."""
+    spec, head = VISION_MODELS[name], {"head_dim": 32 * width} if "head_dim" in VISION_MODELS[name].text else {}
+    rope = spec.text["rope_parameters"]
+    sections = [width * section for section in rope["mrope_section"]]
+    vision = {**spec.vision, "out_hidden_size": 128 * width}
     return getattr(transformers, spec.config)(
         image_token_id=IMAGE,
         video_token_id=VIDEO,
@@ -60,23 +64,23 @@ def vision_config(name: str) -> transformers.PretrainedConfig:
         vision_end_token_id=VISION_END,
         tie_word_embeddings=False,
         dtype="float32",
-        vision_config=dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=14, **spec.vision),
+        vision_config=dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=14, **vision),
         text_config=dict(
             vocab_size=VOCAB_SIZE + 32,
-            hidden_size=128,
-            intermediate_size=256,
+            hidden_size=128 * width,
+            intermediate_size=256 * width,
             num_hidden_layers=LAYERS,
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=MAX_POSITION,
-            **spec.text,
+            **{**spec.text, **head, "rope_parameters": {**rope, "mrope_section": sections}},
         ),
     )
 
 
-def build_vision_model(name: str, path: Path) -> Path:
+def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
     """The model `name` in folder `path`: config, fp32 safetensors, tokenizer and processor."""
-    config = vision_config(name)
+    config = vision_config(name, width)
     model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
