@@ -105,8 +105,13 @@ def test_a_chat_of_text(served):
     url, _ = served
     question = [{"type": "chunk", "text": "The bridge is old."}, {"type": "text", "text": "Who built it?"}]
 
-    def chat(*parts):
-        body = {"messages": [{"role": "user", "content": [*question, *parts]}], "temperature": 0, "max_tokens": 2}
+    def chat(*parts, **more):
+        body = {
+            **more,
+            "messages": [{"role": "user", "content": [*question, *parts]}],
+            "temperature": 0,
+            "max_tokens": 2,
+        }
         return post(url, {"model": "default", "return_cached_tokens_details": True, **body}, "/v1/chat/completions")
 
     segments = {"segments": [{"type": "chunk", "text": "The bridge is old."}, "Where?"], "sampling_params": GREEDY}
@@ -114,8 +119,9 @@ def test_a_chat_of_text(served):
     answer = chat()
     assert answer.ok, answer.text
     assert answer.json()["sglext"]["cached_tokens_details"]["chunk"] == brought["tokens"]
-    refused = chat({"type": "image_url", "image_url": {"url": image()}})
-    assert refused.status_code == 400 and "images" in refused.text
+    for link in ("block", "full"):
+        refused = chat({"type": "image_url", "image_url": {"url": image()}}, link=link)
+        assert refused.status_code == 400 and "chunk parts cannot be combined with image parts" in refused.text
 
 
 def test_images_with_chunks_are_refused(served):

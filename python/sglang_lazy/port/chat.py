@@ -122,6 +122,13 @@ def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkPa
     chunk_parts.parse(manager.model_config.vocab_size)
 
 
+def refuse_media(rendered: Any) -> None:
+    """Raise ValueError if a chat with chunk parts has others than text, under any policy."""
+    for kind in ("image", "video", "audio"):
+        if getattr(rendered, f"{kind}_data", None):
+            raise ValueError(f"chunk parts cannot be combined with {kind} parts")
+
+
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
     """Around `OpenAIServingChat._convert_to_internal_request`: render with placeholders, then put the chunks in."""
     if not isinstance(request, ChatRequest):
@@ -143,6 +150,7 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     if request.input_ids is not None:
         raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
     adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
+    refuse_media(adapted)
     adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
     adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
     adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
