@@ -25,9 +25,6 @@ def untimed(_step: str) -> AbstractContextManager:
     return contextlib.nullcontext()
 
 
-PREEMPT = inspect.unwrap(PrefillAdder.preempt_to_schedule)
-
-
 class Policy(SchedulePolicy):
     """SGLang's, with our hooks once: an engine that ran in this process may have put them on as well."""
 
@@ -186,7 +183,10 @@ class Scheduler:
             if len(adder.can_run_list) >= room:
                 running_batch.batch_is_full = True
             if running_batch.batch_is_full and not (
-                self.prioritizes and schedule_policy.preempt_to_schedule(PREEMPT, adder, req, flags)
+                self.prioritizes
+                and schedule_policy.preempt_to_schedule(
+                    inspect.unwrap(PrefillAdder.preempt_to_schedule), adder, req, flags
+                )
             ):
                 break
             with self.clock("layout"):

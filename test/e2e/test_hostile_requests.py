@@ -178,6 +178,16 @@ def test_a_fill_is_aborted_while_three_parents_wait(url, oracle, started):
 # Prompts
 
 
+@pytest.mark.parametrize("input_ids", [[[]], [[], [5, 6]]])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_empty_prompt_is_refused(url, oracle, input_ids, n):
+    """Alone in a pass, it would end the scheduler."""
+    plain = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 3, "n": n}}
+    assert "the prompt is empty" in refusal(requests.post(f"{url}/generate", json=plain, timeout=PATIENCE))
+    prompt = [Dice("not empty").text(3), Dice("not empty either").chunk(20), chunk([5])]
+    check_answer(oracle, prompt, ask(url, prompt))
+
+
 def test_ten_thousand_chunks_are_refused(url, oracle):
     dice = Dice("ten thousand")
     chunks = [dice.chunk(1) for _ in range(10_000)]

@@ -61,7 +61,8 @@ def cached(pools):
 
 
 class EventHistories(CacheHistories):
-    """The histories of the cache, followed. All tenants have salts alone: SGLang's own events ignore `extra_key`."""
+    """The histories of the cache, followed. All tenants have salts alone: SGLang's own events know neither `extra_key`
+    nor adapters."""
 
     pool_size = 40
     links = ("block", "base", "copy", "base:preamble=lead", "epic:tokens=2")

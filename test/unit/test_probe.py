@@ -106,6 +106,15 @@ def test_a_layer_that_cannot_be_run():
         check(lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
 
 
+@pytest.mark.parametrize("context_len", [1, 100, 511, 512, 1023, 2048])
+def test_angles_of_a_short_context(context_len):
+    """The table goes on with negative positions, which the model's does not have."""
+    rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 2048, 10000, True, torch.float32)
+    expected = rope._compute_cos_sin_cache()[:context_len]
+    # Angles of up to 2,048 radians in float32 are off by some 1e-4.
+    assert torch.allclose(layer_rope(rope, context_len, "cpu").cos_sin_cache[:context_len], expected, atol=1e-3)
+
+
 def test_angles_that_are_not_position_times_frequency():
     """The table is compared with the model's own."""
     rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 2048, 10000, True, torch.float32)

@@ -21,14 +21,17 @@ async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
         raise
 
 
-def prepare_request(manager: Any, obj: Any, input_ids: list[int]) -> None:
-    """Before `TokenizerManager._validate_one_request`, which every request passes: check one with a layout.
+def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
+    """Before `TokenizerManager._validate_one_request`, which every request passes: refuse an empty prompt, which would
+    end the scheduler, and check one with a layout.
 
-    Raises ValueError, answered with a 400, for what cannot be combined with chunks. The cache salt joins the request's
-    `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts.
+    Raises ValueError, answered with a 400, for these and for what cannot be combined with chunks. The cache salt joins
+    the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts.
     """
+    if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
+        raise ValueError("the prompt is empty")
     packed = packed_layout(obj)
-    if packed is None:
+    if packed is None or input_ids is None:
         return
     if obj.input_ids is None:
         raise ValueError("a prompt layout must come with the input_ids that it describes")

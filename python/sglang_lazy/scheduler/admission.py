@@ -31,6 +31,7 @@ from sglang_lazy.core.state import (
 )
 from sglang_lazy.scheduler.advice import Advice
 from sglang_lazy.scheduler.arrival import Arrival
+from sglang_lazy.scheduler.budget import Budget
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.producer import Producer
 
@@ -43,8 +44,7 @@ class ChunkAdmission:
     shown: while SGLang forms a batch, what it sees of the queue; None where that is all of it.
     keeps_locks: whether no lock may be taken back now.
     left_out_adapters: LoRA adapters that a fill needs, but SGLang could not load for the batch that it is forming.
-    max_growth: SGLang's bound on how much of an answer is reserved.
-    max_pinned: how many tokens may be pinned.
+    max_growth: as in `Budget`.  max_pinned: how many tokens may be pinned.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ChunkAdmission:
         self.scheduler = scheduler
         self.rows, self.store = rows, rows.store
         self.arrival, self.producer = arrival, producer
-        self.max_growth = max_growth
+        self.budget = Budget(scheduler, rows, producer, max_growth)
         self.pins = Pins(self.store.tree, max_pinned)
         self.control = ChunkControl(rows, self.pins)
         self.advice = Advice(self.store.counts)
@@ -107,7 +107,7 @@ class ChunkAdmission:
         self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
         if not self.linked_waiting and not _recomputes(self.scheduler.chunked_req):
             return waiting
-        budget = self._budget(running_batch)
+        budget = self.budget.for_waiting(running_batch)
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
         left_out = False
@@ -115,7 +115,7 @@ class ChunkAdmission:
             undecided = lazy_state(waiting_req)
             req = undecided.probe if isinstance(undecided, Undecided) else waiting_req
             state = linked(req)
-            need = self._own_need(waiting_req, state)  # of a probe: that of its parent, which comes next
+            need = self.budget.own_need(waiting_req, state)  # of a probe: that of its parent, which comes next
             if left_out and need > budget:
                 break
             left_out |= req is not waiting_req
@@ -129,7 +129,7 @@ class ChunkAdmission:
                 continue
             if state is not None and not state.ready:
                 nodes = self.cached(state)
-                need += self._chunk_need(state, nodes)
+                need += self.budget.chunk_need(state, nodes)
                 alone = idle and not visible and not self.holders
                 if not state.admitted and need > budget and not alone:
                     self.advice.blocked(req, need - budget, self.pins.num_tokens.total())
@@ -145,29 +145,6 @@ class ChunkAdmission:
         first = self.scheduler.chunked_req or next(iter(visible), None)
         return [req for req in visible if _recomputes(req) == _recomputes(first)]
 
-    def _budget(self, running_batch: Any) -> float:
-        """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones and
-        what is left of a request that is computed in pieces."""
-        growth = sum(self._growth(req) for req in running_batch.reqs)
-        return self._num_free() - self._num_left() - growth * self.scheduler.new_token_ratio_tracker.current
-
-    def _num_free(self) -> int:
-        """How many tokens are free or evictable."""
-        return self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
-
-    def _num_left(self) -> int:
-        """How many tokens of a request that is computed in pieces have no slots yet."""
-        req = self.scheduler.chunked_req
-        return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_range.end
-
-    def _growth(self, req: Any) -> int:
-        return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
-
-    def _own_need(self, req: Any, state: LinkedRequest | None) -> int:
-        """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
-        shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
-        return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
-
     def _awaits_storage(self, state: LinkedRequest) -> bool:
         return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
 
@@ -181,21 +158,6 @@ class ChunkAdmission:
             self.store.find(chunk) if node is None and chunk.key not in self.store.pending else node
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
         ]
-
-    def _chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
-        """Tokens that the chunks of a parent, cached at `nodes`, still take from what is free or evictable.
-
-        Missing chunks, unless they have memory already, and cached ones that nobody has locked yet.
-        """
-        to_start = {
-            chunk.key: chunk
-            for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
-            if node is None and not (chunk.key in self.store.pending and self.producer.started(chunk.key))
-        }
-        num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
-        if to_start:  # at most once for each fill, and fills are few
-            num_missing += len(state.prompt.chunks[0].preamble)
-        return num_missing + self.store.unlocked_size(node for node in nodes if node is not None)
 
     def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any]:
         """Lock the chunks of a parent cached at `nodes`, have those on the host loaded and the others produced; returns
@@ -284,10 +246,10 @@ class ChunkAdmission:
         """Before the next step: SGLang aborts the last request of a batch that has no slot for another token, and takes
         the next piece of a prompt whether there is room for it or not.
         """
-        needed = min(self._num_left(), self.scheduler.chunked_prefill_size or 0)
+        needed = min(self.budget.num_left(), self.scheduler.chunked_prefill_size or 0)
         if len(running_batch.reqs) == 1:
             needed += 1
-        while self._num_free() < needed and (self.holders or len(self.pins)):
+        while self.budget.num_free() < needed and (self.holders or len(self.pins)):
             if not self.revoke_newest():
                 self.pins.give_up()
 

@@ -1,0 +1,57 @@
+"""Slots of the KV pool: how many waiting requests may claim, and how many each of them takes."""
+
+from typing import Any
+
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.state import LinkedRequest
+from sglang_lazy.scheduler.producer import Producer
+
+
+class Budget:
+    """All numbers are of tokens.
+
+    max_growth: SGLang's bound on how much of an answer is reserved.
+    """
+
+    def __init__(self, scheduler: Any, rows: RowCache, producer: Producer, max_growth: int):
+        self.scheduler, self.rows, self.producer = scheduler, rows, producer
+        self.max_growth = max_growth
+
+    def for_waiting(self, running_batch: Any) -> float:
+        """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones and
+        what is left of a request that is computed in pieces."""
+        growth = sum(self._growth(req) for req in running_batch.reqs)
+        return self.num_free() - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
+
+    def num_free(self) -> int:
+        """How many tokens are free or evictable."""
+        return self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
+
+    def num_left(self) -> int:
+        """How many tokens of a request that is computed in pieces have no slots yet."""
+        req = self.scheduler.chunked_req
+        return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_range.end
+
+    def _growth(self, req: Any) -> int:
+        return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
+
+    def own_need(self, req: Any, state: LinkedRequest | None) -> int:
+        """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
+        shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
+        return len(req.origin_input_ids) - shared + len(req.output_ids) + self._growth(req) + 1
+
+    def chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
+        """Tokens that the chunks of a parent, cached at `nodes`, still take from what is free or evictable.
+
+        Missing chunks, unless they have memory already, and cached ones that nobody has locked yet.
+        """
+        to_start = {
+            chunk.key: chunk
+            for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
+            if node is None and not (chunk.key in self.rows.store.pending and self.producer.started(chunk.key))
+        }
+        num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
+        if to_start:  # at most once for each fill, and fills are few
+            num_missing += len(state.prompt.chunks[0].preamble)
+        return num_missing + self.rows.store.unlocked_size(node for node in nodes if node is not None)
