@@ -11,8 +11,16 @@ import torch
 import transformers
 
 from .models import _init
+from .policies import Layers, PolicyOracle
+from .segments import Segment, token_ids
 from .tokenizer import VOCAB_SIZE, build_tokenizer
 
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + IMAGE_TEXT + "{% endif %}"
+    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
 MAX_POSITION = 2048
@@ -91,6 +99,7 @@ def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [VISION_START, VISION_END, IMAGE, VIDEO]
+    tokenizer.chat_template = CHAT_TEMPLATE
     tokenizer.save_pretrained(path)
     pixels = dict(patch_size=14, merge_size=2, temporal_patch_size=2, size=dict(shortest_edge=3136, longest_edge=50176))
     (path / "preprocessor_config.json").write_text(
@@ -103,3 +112,50 @@ def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
         json.dumps(dict(video_processor_type=video, processor_class=VISION_MODELS[name].processor, **pixels))
     )
     return path
+
+
+class VisionOracle(PolicyOracle):
+    """The oracle of prompts with images, whose places on three axes are Hugging Face's."""
+
+    def __init__(self, model_path: str):
+        super().__init__(model_path)
+        self.processor = transformers.AutoImageProcessor.from_pretrained(model_path, use_fast=False)
+        self.media, self.table, self.filling = {}, torch.zeros(3, 0, dtype=torch.long), False
+
+    def show(self, segments: list[Segment], images: list) -> list[Segment]:
+        """The prompt whose image tokens, one for each of `images` (PIL), are as many as these take; what is asked next
+        is about it."""
+        shown = self.processor(images=images, return_tensors="pt") if images else {}
+        grids = shown.get("image_grid_thw", [])
+        lens = iter([int(grid.prod()) // self.processor.merge_size**2 for grid in grids])
+        expanded = [
+            Segment(
+                segment.kind, tuple(i for token in segment.ids for i in [token] * (next(lens) if token == IMAGE else 1))
+            )
+            for segment in segments
+        ]
+        assert next(lens, None) is None
+        self.media, ids = dict(shown), torch.tensor([token_ids(expanded)])
+        if images:
+            kinds = (ids == IMAGE).int()
+            self.table = self.model.model.get_rope_index(ids, kinds, image_grid_thw=grids)[0][:, 0]
+        else:
+            self.table = torch.arange(ids.shape[1]).expand(3, -1)
+        return expanded
+
+    def fill(self, segments: list[Segment], preamble=()) -> Layers:
+        self.filling = True
+        try:
+            return super().fill(segments, preamble)
+        finally:
+            self.filling = False
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        last = self.table.shape[1] - 1
+        if self.filling:  # a chunk, and its preamble, which is no part of the prompt: all of it text
+            return (positions + self.table[0, positions[-1]] - positions[-1]).expand(3, 1, -1)
+        behind = self.table[0, last] + positions - last
+        return torch.where(positions > last, behind, self.table[:, positions.clamp(max=last)])[:, None]
+
+    def forward(self, ids, *args, **options):
+        return super().forward(ids, *args, **(self.media if IMAGE in ids else {}), **options)

@@ -1,4 +1,5 @@
-"""Text chunks on models whose positions have several axes, against Hugging Face models with explicit positions."""
+"""Text chunks on models whose positions have several axes, beside images too, against Hugging Face models with explicit
+positions and masks."""
 
 import base64
 import io
@@ -11,8 +12,8 @@ from PIL import Image
 
 from oracle.policies import PolicyOracle, epic, keep_all_but, without_best_of_each
 from oracle.scenarios import Dice
-from oracle.segments import Segment
-from oracle.vision import LAYERS, VISION_MODELS, build_vision_model
+from oracle.segments import Segment, text
+from oracle.vision import IMAGE, LAYERS, VISION_END, VISION_MODELS, VISION_START, VisionOracle, build_vision_model
 from sglang_lazy.testing import device_flags, running_server
 
 TOLERANCE = 1e-4  # of a log-probability
@@ -27,6 +28,8 @@ def kept(oracle: PolicyOracle, prompt: list[Segment], link: str):
     match name:
         case "block" | "copy":
             return keep_all_but(prompt, ())
+        case "full":
+            return [() for segment in prompt if segment.kind == "chunk"]
         case "epic:tokens":
             return epic(prompt, int(value))
         case "query:ratio":
@@ -48,9 +51,13 @@ def check(oracle: PolicyOracle, prompt: list[Segment], link: str, output: dict) 
     assert (expected.amax(-1) - chosen).max() <= TOLERANCE
 
 
-def image() -> str:
-    pixels, file = np.random.default_rng(0).integers(0, 255, (84, 112, 3), dtype=np.uint8), io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
+def picture(seed: int, width: int = 112, height: int = 84) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8))
+
+
+def data_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
@@ -61,23 +68,36 @@ def served(request, tmp_path_factory):
     path = build_vision_model(request.param, folder / "model")
     flags = ["--model-path", str(path), "--max-total-tokens", "2048", "--disable-fast-image-processor"]
     with running_server([*flags, *device_flags()], folder / "server.log") as url:
-        yield url, PolicyOracle(str(path))
+        yield url, VisionOracle(str(path))
 
 
 def post(url: str, body: dict, path: str = "/generate") -> requests.Response:
     return requests.post(url + path, json=body, timeout=120)
 
 
-def ask(served, *prompts: list[Segment], link: str = "block") -> list[list[bool]]:
-    """Answer the prompts as one batch and hold each against the oracle; of each, whether its chunks were hits."""
+def ask(served, *prompts: list[Segment], link: str = "block", images: list | None = None) -> list[list[bool]]:
+    """Answer the prompts as one batch and hold each against the oracle; of each, whether its chunks were hits.
+
+    images: of each prompt a list.
+    """
+    return [
+        [entry["hit"] for entry in output["meta_info"].get("chunks", [])]
+        for output in answers(served, *prompts, link=link, images=images)
+    ]
+
+
+def answers(served, *prompts: list[Segment], link: str = "block", images: list | None = None) -> list[dict]:
     url, oracle = served
+    images = images or [[] for _ in prompts]
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
     body = {"segments": segments, "sampling_params": GREEDY, "return_logprob": True, "link": link}
+    if any(images):
+        body["image_data"] = [[data_url(image) for image in shown] for shown in images]
     response = post(url, body)
     assert response.ok, response.text
-    for prompt, output in zip(prompts, response.json(), strict=True):
-        check(oracle, prompt, link, output)
-    return [[entry["hit"] for entry in output["meta_info"].get("chunks", [])] for output in response.json()]
+    for prompt, shown, output in zip(prompts, images, response.json(), strict=True):
+        check(oracle, oracle.show(prompt, shown), link, output)
+    return response.json()
 
 
 def test_text_chunks(served):
@@ -120,13 +140,37 @@ def test_a_chat_of_text(served):
     assert answer.ok, answer.text
     assert answer.json()["sglext"]["cached_tokens_details"]["chunk"] == brought["tokens"]
     for link in ("block", "full"):
-        refused = chat({"type": "image_url", "image_url": {"url": image()}}, link=link)
-        assert refused.status_code == 400 and "chunk parts cannot be combined with image parts" in refused.text
+        refused = chat({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}, link=link)
+        assert refused.status_code == 400 and "chunk parts cannot be combined with video parts" in refused.text
 
 
-def test_images_with_chunks_are_refused(served):
-    url, _ = served
-    segments = [{"type": "chunk", "text": "The bridge is old."}, f"What is this? {IMAGE_TEXT}"]
-    refused = post(url, {"segments": segments, "image_data": image(), "sampling_params": GREEDY})
-    assert refused.status_code == 400 and "images" in refused.text
-    assert post(url, {"text": "Who?", "sampling_params": GREEDY}).ok
+def with_image(dice: Dice, before: int, behind: int) -> Segment:
+    """Text in which an image stands."""
+    return text([*dice.text(before).ids, VISION_START, IMAGE, VISION_END, *dice.text(behind).ids])
+
+
+def test_images_beside_chunks(served):
+    """In the question, between chunks and before them; cold, warm, in a new order, and in one batch with others."""
+    dice = Dice("images")
+    docs = dice.chunks(3, 20, 60)
+    wide, high, other = picture(1, 168, 56), picture(2, 56, 140), picture(3)
+    question = with_image(dice, 3, 6)
+    assert ask(served, [dice.text(7), docs[0], docs[1], question], images=[[wide]]) == [[False, False]]
+    between = [with_image(dice, 2, 4), docs[1], with_image(dice, 3, 1), docs[0], docs[2], question]
+    shown = [high, other, wide]
+    beside = [dice.text(30)], [with_image(dice, 5, 5)], [dice.text(4), docs[0], dice.text(3)]
+    first, *_ = ask(served, between, *beside, images=[shown, [], [other], []])
+    assert first == [True, True, False]
+    again, changed = answers(served, between, between, images=[shown, [high, wide, wide]])
+    assert again["meta_info"]["cached_tokens"] > changed["meta_info"]["cached_tokens"]
+    assert ask(served, [docs[2], with_image(dice, 1, 1), docs[0], dice.text(5)], images=[[other]]) == [[True, True]]
+
+
+@pytest.mark.parametrize("link", ["full", "copy", "epic:tokens=4"])
+def test_policies_beside_images(served, link):
+    dice = Dice(f"images {link}")
+    docs = dice.chunks(2, 20, 40)
+    prompt = [with_image(dice, 4, 2), docs[0], with_image(dice, 0, 3), docs[1], with_image(dice, 2, 5)]
+    shown = [picture(4, 168, 56), picture(5), picture(6, 56, 140)]
+    for _ in range(2):
+        ask(served, prompt, link=link, images=[shown])

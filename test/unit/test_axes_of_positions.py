@@ -1,4 +1,4 @@
-"""Positions of three axes in a batch of linked rows and ordinary ones."""
+"""Positions of three axes, and images, in a batch of linked rows and ordinary ones."""
 
 from types import SimpleNamespace
 
@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
+from sglang_lazy.port.images import in_row_order
 from sglang_lazy.port.model_runner import init_new
 
 
@@ -17,9 +18,22 @@ def test_only_text_is_placed_by_its_row():
     ]
     table = SimpleNamespace(current=LinkedBatch(rows, [0]))
     runner = SimpleNamespace(req_to_token_pool=SimpleNamespace(segment_table=table))
-    batch = SimpleNamespace(multimodal_inputs=[None, object()])
-    placed = torch.tensor([[2, 3, 0, 1, 1], [2, 3, 0, 1, 1], [2, 3, 0, 1, 2]])
-    forward_batch = SimpleNamespace(positions=torch.tensor([2, 3, 0, 1, 2]), mrope_positions=placed)
+    shown = SimpleNamespace(
+        mrope_positions=torch.tensor([[0, 1], [0, 1], [0, 2]]), mrope_position_delta=torch.tensor([[1]])
+    )
+    batch = SimpleNamespace(multimodal_inputs=[None, shown], reqs=[SimpleNamespace(), SimpleNamespace()])
+    forward_batch = SimpleNamespace(positions=torch.tensor([2, 3, 0, 1, 2]), mrope_positions=torch.zeros(3, 5))
     init_new(forward_batch, None, batch, runner)
     assert forward_batch.positions.tolist() == [0, 9, 0, 1, 2]
-    assert forward_batch.mrope_positions.tolist() == [[0, 9, 0, 1, 1], [0, 9, 0, 1, 1], [0, 9, 0, 1, 2]]
+    # The last token was generated behind the prompt of two
+    assert forward_batch.mrope_positions.tolist() == [[0, 9, 0, 1, 3], [0, 9, 0, 1, 3], [0, 9, 0, 2, 3]]
+    assert forward_batch.mm_inputs == [None, shown]
+
+
+def test_images_go_where_their_row_has_them():
+    """The row: text 4 of the prompt, then the second image (5 to 6), text 0, and the first image (1 to 3)."""
+    first, second = SimpleNamespace(offsets=[(1, 3)]), SimpleNamespace(offsets=[(5, 6)])
+    inputs = SimpleNamespace(mm_items=[first, second])
+    moved = in_row_order(inputs, np.array([4, 5, 6, 0, 1, 2, 3], dtype=np.int32))
+    assert [item.offsets for item in moved.mm_items] == [[(1, 2)], [(4, 6)]]
+    assert inputs.mm_items == [first, second] and first.offsets == [(1, 3)]

@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.requests import (
     check_cache_salt,
@@ -77,16 +78,6 @@ class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
     _refusal: type[BaseException] = PrivateAttr(default=ValueError)
 
 
-class _View:
-    """`target` with the given attributes replaced."""
-
-    def __init__(self, target: Any, **replaced: Any):
-        self.__dict__.update(replaced, _target=target)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-
 def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
     """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart.
 
@@ -95,8 +86,8 @@ def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
     manager = serving.tokenizer_manager
     view = copy.copy(serving)
     tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
-    model_config = _View(manager.model_config, is_multimodal=False)
-    view.tokenizer_manager = _View(manager, tokenizer=tokenizer, model_config=model_config)
+    model_config = View(manager.model_config, is_multimodal=False)
+    view.tokenizer_manager = View(manager, tokenizer=tokenizer, model_config=model_config)
     return view
 
 
@@ -122,9 +113,9 @@ def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkPa
     chunk_parts.parse(manager.model_config.vocab_size)
 
 
-def refuse_media(rendered: Any) -> None:
-    """Raise ValueError if a chat with chunk parts has others than text, under any policy."""
-    for kind in ("image", "video", "audio"):
+def refuse_media(rendered: Any, *kinds: str) -> None:
+    """Raise ValueError if a chat with chunk parts has others of these kinds, under any policy."""
+    for kind in kinds:
         if getattr(rendered, f"{kind}_data", None):
             raise ValueError(f"chunk parts cannot be combined with {kind} parts")
 
@@ -150,7 +141,7 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     if request.input_ids is not None:
         raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
     adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
-    refuse_media(adapted)
+    refuse_media(adapted, "video", "audio", *(() if manager.mm_processor else ("image",)))
     adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
     adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
     adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)

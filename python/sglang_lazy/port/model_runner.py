@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from sgl_kernel_lazy import get_implementation
@@ -21,6 +20,7 @@ from sglang_lazy.port import layer_range
 from sglang_lazy.port.attention import with_link_path
 from sglang_lazy.port.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
 from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.images import place_rows
 from sglang_lazy.port.probe import check_rotation
 from sglang_lazy.port.probing import probing
 from sglang_lazy.port.rope import layer_ropes
@@ -162,11 +162,7 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
         if forward_batch.mrope_positions is not None:
-            # Text stands at the same place on all axes. Only ordinary requests have images, and SGLang places those.
-            rows = table.current.rows
-            of_text = [batch.multimodal_inputs[row.request] is None for row in rows]
-            is_text = to_device(np.repeat(of_text, [row.num_new for row in rows]), positions.device)
-            forward_batch.mrope_positions = torch.where(is_text, positions, forward_batch.mrope_positions)
+            place_rows(forward_batch, batch, table.current.rows)
 
 
 def capture_one_shape(

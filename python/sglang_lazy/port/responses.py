@@ -59,7 +59,7 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
     check_cache_salt(request.cache_salt)
     view = with_placeholders(serving, chunk_parts)
     messages, _, _, processed = await make(view, request, earlier, view.tokenizer_manager.tokenizer)
-    refuse_media(processed)
+    refuse_media(processed, "image", "video", "audio")  # SGLang's requests of this API carry none of them
     input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
     request._manager, request.cache_salt = manager, None  # the cache salt travels in the layout
     return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed
