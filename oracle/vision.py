@@ -17,9 +17,10 @@ from .tokenizer import VOCAB_SIZE, build_tokenizer
 
 IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|>{% for part in message.content %}"
-    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + IMAGE_TEXT + "{% endif %}"
-    "{% endfor %}</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + IMAGE_TEXT + "{% endif %}{% endfor %}{% endif %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 VISION_START, VISION_END, IMAGE, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
@@ -120,6 +121,7 @@ class VisionOracle(PolicyOracle):
     def __init__(self, model_path: str):
         super().__init__(model_path)
         self.processor = transformers.AutoImageProcessor.from_pretrained(model_path, use_fast=False)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
         self.media, self.table, self.filling = {}, torch.zeros(3, 0, dtype=torch.long), False
 
     def show(self, segments: list[Segment], images: list) -> list[Segment]:

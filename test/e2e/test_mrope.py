@@ -12,13 +12,22 @@ from PIL import Image
 
 from oracle.policies import PolicyOracle, epic, keep_all_but, without_best_of_each
 from oracle.scenarios import Dice
-from oracle.segments import Segment, text
-from oracle.vision import IMAGE, LAYERS, VISION_END, VISION_MODELS, VISION_START, VisionOracle, build_vision_model
+from oracle.segments import Segment, chunk, text
+from oracle.vision import (
+    IMAGE,
+    IMAGE_TEXT,
+    LAYERS,
+    VISION_END,
+    VISION_MODELS,
+    VISION_START,
+    VisionOracle,
+    build_vision_model,
+)
+from sglang_lazy.core.config import PREAMBLE
 from sglang_lazy.testing import device_flags, running_server
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 5
-IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 
 
@@ -26,7 +35,7 @@ def kept(oracle: PolicyOracle, prompt: list[Segment], link: str):
     """What the policy `link` keeps of each chunk."""
     name, _, value = link.partition("=")
     match name:
-        case "block" | "copy":
+        case "block" | "base" | "copy":
             return keep_all_but(prompt, ())
         case "full":
             return [() for segment in prompt if segment.kind == "chunk"]
@@ -44,7 +53,8 @@ def kept(oracle: PolicyOracle, prompt: list[Segment], link: str):
 def check(oracle: PolicyOracle, prompt: list[Segment], link: str, output: dict) -> None:
     """Each token is the oracle's best after those before it, and the log-probabilities are its."""
     tokens = output["output_ids"]
-    expected = oracle.logprobs(prompt, tokens[:-1], kept(oracle, prompt, link))
+    preamble = oracle.tokenizer.encode(PREAMBLE) if link == "base" else ()
+    expected = oracle.logprobs(prompt, tokens[:-1], kept(oracle, prompt, link), preamble)
     chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
     reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
     assert (chosen - reported).abs().max() <= TOLERANCE
@@ -67,6 +77,8 @@ def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     path = build_vision_model(request.param, folder / "model")
     flags = ["--model-path", str(path), "--max-total-tokens", "2048", "--disable-fast-image-processor"]
+    if request.param == "qwen3-vl":  # prompts are computed in pieces, some of which end inside an image
+        flags += ["--chunked-prefill-size", "32"]
     with running_server([*flags, *device_flags()], folder / "server.log") as url:
         yield url, VisionOracle(str(path))
 
@@ -166,7 +178,7 @@ def test_images_beside_chunks(served):
     assert ask(served, [docs[2], with_image(dice, 1, 1), docs[0], dice.text(5)], images=[[other]]) == [[True, True]]
 
 
-@pytest.mark.parametrize("link", ["full", "copy", "epic:tokens=4"])
+@pytest.mark.parametrize("link", ["full", "copy", "epic:tokens=4", "base"])
 def test_policies_beside_images(served, link):
     dice = Dice(f"images {link}")
     docs = dice.chunks(2, 20, 40)
@@ -174,3 +186,71 @@ def test_policies_beside_images(served, link):
     shown = [picture(4, 168, 56), picture(5), picture(6, 56, 140)]
     for _ in range(2):
         ask(served, prompt, link=link, images=[shown])
+
+
+def test_a_chat_with_images(served):
+    """Its tokens are those that the template gives; a second turn finds the first one's images and text."""
+    url, oracle = served
+    document, shown = "The bridge is old.", [picture(7), picture(8, 56, 140)]
+    first, second = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in shown)
+    chunk_part = {"type": "chunk", "text": document}
+    say = {"type": "text", "text": "Who built it?"}
+    messages = [{"role": "user", "content": [first, chunk_part, second, say]}]
+
+    def chat(messages, **more):
+        body = {"model": "default", "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, **more}
+        return post(url, {**body, "return_cached_tokens_details": True, "logprobs": True}, "/v1/chat/completions")
+
+    def encode(text):
+        return tuple(oracle.tokenizer.encode(text))
+
+    rendered = [f"<|user|>{IMAGE_TEXT}", f"{IMAGE_TEXT}Who built it?</s><|assistant|>"]
+    prompt = [text(encode(rendered[0])), chunk(encode(document)), text(encode(rendered[1]))]
+    answer = chat(messages, ignore_eos=True)
+    assert answer.ok, answer.text
+    shown_prompt = oracle.show(prompt, shown)
+    assert answer.json()["usage"]["prompt_tokens"] == sum(len(segment.ids) for segment in shown_prompt)
+    reported = [entry["logprob"] for entry in answer.json()["choices"][0]["logprobs"]["content"]]
+    tokens, expected = [], []
+    for _ in reported:
+        logprob, token = oracle.logprobs(shown_prompt, tokens, kept(oracle, shown_prompt, "block"))[-1].max(-1)
+        tokens.append(token.item())
+        expected.append(logprob.item())
+    assert len(tokens) == NUM_TOKENS and reported == pytest.approx(expected, abs=TOLERANCE)
+
+    turns = [*messages, {"role": "assistant", "content": "Nobody."}, {"role": "user", "content": [first, say]}]
+    later = chat(turns)
+    assert later.ok, later.text
+    assert later.json()["sglext"]["cached_tokens_details"]["device"] >= answer.json()["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("link", ["query", "blend", "static", "base:preamble=lead"])
+def test_policies_that_know_no_images(served, link):
+    dice = Dice(f"unseen {link}")
+    url, _ = served
+    segments = [segment.to_request() for segment in [with_image(dice, 2, 2), *dice.chunks(1, 9, 9), dice.text(3)]]
+    refused = post(url, {"segments": segments, "image_data": data_url(picture(1)), "link": link})
+    assert refused.status_code == 400 and "image" in refused.json()["error"]["message"], refused.text
+
+
+def test_what_images_do_not_go_with(served):
+    """Each is refused with its reason, and the server goes on."""
+    dice, url, image = Dice("refused images"), served[0], data_url(picture(1))
+    prompt = [dice.text(3), dice.chunk(9), with_image(dice, 1, 4)]
+    inside = [dice.text(3), chunk(with_image(dice, 2, 2).ids), dice.text(4)]
+    bare = [dice.chunk(9), text([*dice.ids(2), IMAGE, *dice.ids(2)])]
+    for segments, fields, reason in [
+        (inside, {"image_data": image}, "images can stand in text only"),
+        (prompt, {"image_data": [image, image]}, "places for 1 images, but 2 are given"),
+        (bare, {"image_data": image}, "must stand behind the token that begins one"),
+        (prompt, {"image_data": image, "mm_hashes": ["ab"]}, "hashes of images"),
+        (prompt, {"image_data": image, "video_data": "v.mp4"}, "not with videos or audio"),
+    ]:
+        body = {"segments": [segment.to_request() for segment in segments], "sampling_params": GREEDY, **fields}
+        refused = post(url, body)
+        assert refused.status_code == 400 and reason in refused.json()["error"]["message"], refused.text
+    part = {"type": "chunk", "image_url": {"url": image}}
+    messages = [{"role": "user", "content": [part, {"type": "text", "text": "Who?"}]}]
+    refused = post(url, {"model": "default", "messages": messages}, "/v1/chat/completions")
+    assert refused.status_code == 400 and "messages[0].content[0]" in refused.text
+    ask(served, prompt, images=[[picture(1)]])

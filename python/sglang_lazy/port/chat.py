@@ -141,7 +141,7 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     if request.input_ids is not None:
         raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
     adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
-    refuse_media(adapted, "video", "audio", *(() if manager.mm_processor else ("image",)))
+    refuse_media(adapted, "video", "audio")
     adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
     adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
     adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)

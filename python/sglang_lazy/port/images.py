@@ -25,14 +25,17 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
 
     SGLang's processors decode a prompt that shows images and encode it again, which moves the borders of chunks.
     """
-    if not getattr(obj, "image_data", None) or manager.mm_processor is None or obj.input_ids is None:
+    if not getattr(obj, "image_data", None) or obj.input_ids is None:
         return manager
-    layout = layout_of(obj)
+    layout, processor = layout_of(obj), manager.mm_processor
     if layout is None or not layout.chunks:
         return manager
+    if not _is_known(processor):
+        raise ValueError("chunks cannot be combined with images on this model")
     if manager.server_args.language_only:
         raise ValueError("chunks cannot be combined with images that another server encodes (--language-only)")
-    processor = manager.mm_processor
+    if obj.video_data or obj.audio_data:
+        raise ValueError("chunks can be combined with images, but not with videos or audio")
 
     async def process(image_data: Any, input_text: Any, request_obj: Any, **kwargs: Any) -> Any:
         """In place of `process_mm_data_async`: the images alone, put into the prompt as it is."""
@@ -67,6 +70,13 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
         )
 
     return View(manager, mm_processor=View(processor, process_mm_data_async=process))
+
+
+def _is_known(processor: Any) -> bool:
+    """Whether it is of the kind that Qwen's models have. None where a model is one of text."""
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # and all of Qwen's models
+
+    return isinstance(processor, QwenVLImageProcessor)
 
 
 def name_apart(item: Any) -> None:
