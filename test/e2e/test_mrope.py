@@ -178,6 +178,16 @@ def test_images_beside_chunks(served):
     assert ask(served, [docs[2], with_image(dice, 1, 1), docs[0], dice.text(5)], images=[[other]]) == [[True, True]]
 
 
+def test_images_of_equal_patches(served):
+    """Two white images that differ in shape alone, the same question, one after the other and as one batch."""
+    dice = Dice("white")
+    prompt = [dice.text(3), dice.chunk(9), with_image(dice, 1, 4)]
+    shapes = [Image.new("RGB", size, "white") for size in ((168, 56), (56, 168))]
+    for image in shapes:
+        ask(served, prompt, images=[[image]])
+    ask(served, prompt, prompt, images=[[image] for image in shapes])
+
+
 @pytest.mark.parametrize("link", ["full", "copy", "epic:tokens=4", "base"])
 def test_policies_beside_images(served, link):
     dice = Dice(f"images {link}")

@@ -289,7 +289,7 @@ def test_cache_salt_and_extra_key_separate_tenants(extra_key):
 def with_images(digests, places=None):
     """Text 7, an image of two tokens, a chunk of two, an image of two, text 7: pad values of both images are 9."""
     ids = array("q", [7, 9, 9, 1, 2, 9, 9, 7])
-    images = Images([(1, 3), (5, 7)], digests, np.arange(8) if places is None else np.array(places))
+    images = Images([None, None], [(1, 3), (5, 7)], digests, np.arange(8) if places is None else np.array(places))
     return LinkedPrompt.build(ids, PromptLayout(((3, 5),)), [((0, 2),)], None, images=images)
 
 

@@ -5,7 +5,7 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,12 +43,14 @@ def tokens_at(ids: array, positions: np.ndarray) -> array:
 class Images(NamedTuple):
     """The images of a prompt, all of them in its text.
 
+    items: SGLang's.
     ranges: of each the half-open range of its tokens in the prompt; ascending.
     digests: of each, what tells its KV from that of others at the same place.
     places: int64 [number of prompt tokens], of each token on the first axis of M-RoPE. On all axes, an image takes up
         fewer places than it has tokens.
     """
 
+    items: Sequence[Any]
     ranges: Ranges
     digests: Sequence[bytes]
     places: np.ndarray
@@ -159,6 +161,7 @@ class LinkedPrompt(NamedTuple):
     chunks: tuple[ChunkSlice, ...]
     spans: tuple[TextSpan, ...]
     num_chunk_tokens: int
+    images: Images | None = None
 
     @property
     def num_leading_tokens(self) -> int:
@@ -234,4 +237,4 @@ class LinkedPrompt(NamedTuple):
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))
-        return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks))
+        return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks), images)

@@ -1,6 +1,5 @@
 """Images beside chunks in SGLang's processes: their tokens in the prompt, their embeddings and places in the row."""
 
-import copy
 import dataclasses
 import hashlib
 from collections.abc import Sequence
@@ -11,7 +10,8 @@ import torch
 
 from sglang_lazy.attention.rows import AttentionRow
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.state import linked
+from sglang_lazy.core.prompt import Images
+from sglang_lazy.core.rows import Row
 from sglang_lazy.port.view import View
 from sglang_lazy.serving.images import expand, image_ranges
 from sglang_lazy.serving.requests import layout_of, with_layout
@@ -91,7 +91,7 @@ def name_apart(item: Any) -> None:
 
 
 def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> None:
-    """Positions on all axes, and images, of a prefill batch whose requests lay out their rows in their own order.
+    """Positions on all axes of a prefill batch whose requests lay out their rows in their own order.
 
     Text stands at the same place on all axes, unless there are images before it; then SGLang has listed places by
     position.
@@ -99,10 +99,6 @@ def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> 
     inputs_of = batch.multimodal_inputs
     places = [places_of(inputs_of[row.request], row.positions[row.prefix_len :]) for row in rows]
     forward_batch.mrope_positions = to_device(torch.cat(places, 1).numpy(), forward_batch.positions.device)
-    forward_batch.mm_inputs = [
-        inputs if inputs is None or (state := linked(req)) is None else in_row_order(inputs, state.row.positions)
-        for req, inputs in zip(batch.reqs, inputs_of, strict=True)
-    ]
 
 
 def places_of(inputs: Any, positions: np.ndarray) -> torch.Tensor:
@@ -118,17 +114,10 @@ def places_of(inputs: Any, positions: np.ndarray) -> torch.Tensor:
     return torch.where(index <= last, listed[:, index.clamp(max=last)], index + inputs.mrope_position_delta.item())
 
 
-def in_row_order(inputs: Any, positions: np.ndarray) -> Any:
-    """A copy of SGLang's `inputs` of a request whose images stand where a row has them, in that order.
-
-    positions: of the row's tokens. Each image stands in one piece: see `RowCache`.
-    """
-    places = np.argsort(positions)
-    items = []
-    for item in inputs.mm_items:
-        ((first, last),) = item.offsets
-        items.append(copy.copy(item))
-        items[-1].offsets = [(int(places[first]), int(places[last]))]
-    moved = copy.copy(inputs)
-    moved.mm_items = sorted(items, key=lambda item: item.offsets[0])
-    return moved
+def order_images(inputs: Any, images: Images, row: Row) -> None:
+    """Tell SGLang's `inputs` of a request where its row has the images, and in which order: it takes them out of the
+    row by index. Each stands there in one piece, see `RowCache`."""
+    places = np.argsort(row.positions)
+    for item, (start, end) in zip(images.items, images.ranges, strict=True):
+        item.offsets = [(int(places[start]), int(places[end - 1]))]
+    inputs.mm_items.sort(key=lambda item: item.offsets[0])

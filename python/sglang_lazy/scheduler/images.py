@@ -37,4 +37,4 @@ def images_of(req: Any, layout: PromptLayout, policy: Policy) -> Images | None:
     for item, (first, end) in zip(items, ranges, strict=True):
         axes = places[:, first:end] - places[0, first]
         digests.append(hashlib.sha256(b"%d %b" % (item.hash, axes.tobytes())).digest())
-    return Images(ranges, digests, places[0])
+    return Images(items, ranges, digests, places[0])
