@@ -180,7 +180,7 @@ def test_images_beside_chunks(served):
 
 def test_images_of_equal_patches(served):
     """Two white images that differ in shape alone, the same question, one after the other and as one batch."""
-    dice = Dice("white")
+    dice = Dice("white images")
     prompt = [dice.text(3), dice.chunk(9), with_image(dice, 1, 4)]
     shapes = [Image.new("RGB", size, "white") for size in ((168, 56), (56, 168))]
     for image in shapes:
@@ -227,6 +227,23 @@ def test_a_chat_with_images(served):
         tokens.append(token.item())
         expected.append(logprob.item())
     assert len(tokens) == NUM_TOKENS and reported == pytest.approx(expected, abs=TOLERANCE)
+
+    blocks = [
+        {
+            "type": "image",
+            "source": {"type": "base64", "media_type": "image/png", "data": data_url(image).split(",")[1]},
+        }
+        for image in shown
+    ]
+    anthropic = [{"role": "user", "content": [blocks[0], chunk_part, blocks[1], say]}]
+    body = {"model": "default", "messages": anthropic, "temperature": 0, "max_tokens": NUM_TOKENS}
+    same = post(url, body, "/v1/messages")
+    assert same.ok, same.text
+    assert (
+        same.json()["usage"]["output_tokens"]
+        and "".join(block.get("text", "") for block in same.json()["content"])
+        == chat(messages).json()["choices"][0]["message"]["content"]
+    )
 
     turns = [*messages, {"role": "assistant", "content": "Nobody."}, {"role": "user", "content": [first, say]}]
     later = chat(turns)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
-from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.images import name_apart
+from sglang_lazy.port.images import keeping_tokens, name_apart
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.serving.images import expand, image_ranges
 from sglang_lazy.serving.tokenization import TokenizedPrompt
@@ -33,6 +33,14 @@ def test_each_image_takes_its_tokens():
 def test_chunks_hold_no_images(token):
     with pytest.raises(ValueError, match="chunk at position 1 .* text only"):
         image_ranges(TokenizedPrompt([1, 2, token, 3], ((1, 3),)), IMAGE, [VIDEO])
+
+
+def test_models_of_text_refuse_images():
+    layout = PromptLayout(((0, 2),))
+    params = {"custom_params": {LAYOUT_PARAM: layout.pack()}}
+    obj = SimpleNamespace(image_data=["image"], input_ids=[1, 2, 3], sampling_params=params)
+    with pytest.raises(ValueError, match="images on this model"):
+        keeping_tokens(SimpleNamespace(mm_processor=None), obj)
 
 
 def item(grid, offsets=((0, 3),)):

@@ -43,7 +43,7 @@ def tokens_at(ids: array, positions: np.ndarray) -> array:
 class Images(NamedTuple):
     """The images of a prompt, all of them in its text.
 
-    items: SGLang's.
+    items: what SGLang has of each.
     ranges: of each the half-open range of its tokens in the prompt; ascending.
     digests: of each, what tells its KV from that of others at the same place.
     places: int64 [number of prompt tokens], of each token on the first axis of M-RoPE. On all axes, an image takes up
@@ -188,8 +188,8 @@ class LinkedPrompt(NamedTuple):
 
         Each slice begins a new span, which holds the tokens recomputed behind the slice's first kept range and the text
         up to the next slice. It is keyed by the SHA-256 of the path before it: every text token, every slice, and every
-        chunk token that a slice depends on. So its KV is found again exactly where it is valid. So does each image: its
-        token ids are 30 bits of a hash, which do not tell it from all others, and its digest joins the path.
+        chunk token that a slice depends on. So its KV is found again exactly where it is valid. An image
+        begins a span, too: its token ids are 30 bits of a hash, so its digest joins the path.
         """
         preamble = preamble or array("q")
         path, ids = hashlib.sha256(), np.asarray(as_int32(input_ids))

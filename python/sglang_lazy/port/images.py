@@ -30,7 +30,7 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
     layout, processor = layout_of(obj), manager.mm_processor
     if layout is None or not layout.chunks:
         return manager
-    if not _is_known(processor):
+    if processor is None or not _is_known(processor):
         raise ValueError("chunks cannot be combined with images on this model")
     if manager.server_args.language_only:
         raise ValueError("chunks cannot be combined with images that another server encodes (--language-only)")
@@ -73,8 +73,8 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
 
 
 def _is_known(processor: Any) -> bool:
-    """Whether it is of the kind that Qwen's models have. None where a model is one of text."""
-    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # and all of Qwen's models
+    """Whether it is of the kind that Qwen's models have."""
+    from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # imports all of Qwen's models
 
     return isinstance(processor, QwenVLImageProcessor)
 
@@ -109,7 +109,7 @@ def places_of(inputs: Any, positions: np.ndarray) -> torch.Tensor:
     index = torch.from_numpy(positions).long()
     if inputs is None:
         return index.expand(3, -1)
-    listed = inputs.mrope_positions.cpu()
+    listed = inputs.mrope_positions.to(index)
     last = listed.shape[1] - 1
     return torch.where(index <= last, listed[:, index.clamp(max=last)], index + inputs.mrope_position_delta.item())
 

@@ -32,7 +32,7 @@ def images_of(req: Any, layout: PromptLayout, policy: Policy) -> Images | None:
             raise ValueError("an image stands inside a chunk: images can stand in text only")
         if policy.preamble == "lead" and first < layout.chunks[0][0]:
             raise Refusal("policy", f"link {policy}: chunks cannot be computed behind an image")
-    places = inputs.mrope_positions.numpy().astype(np.int64)
+    places = inputs.mrope_positions.cpu().numpy().astype(np.int64)
     digests = []
     for item, (first, end) in zip(items, ranges, strict=True):
         axes = places[:, first:end] - places[0, first]
