@@ -115,7 +115,10 @@ def greedy(logprobs: torch.Tensor) -> list[int]:
 
 def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
     """The model for masks of any kind, with the rotary frequencies that SGLang serves it with."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
+    config = transformers.AutoConfig.from_pretrained(model_path)
+    sees = hasattr(config, "vision_config")
+    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
     _fix_dynamic_ntk(model)
     return model.to(device).eval()
 

@@ -180,6 +180,10 @@ class PolicyOracle:
         positions = sorted(set(range(len(ids))) - set(past_positions))
         return self.forward([ids[i] for i in positions], positions, past, past_positions, **options)
 
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        """Where the rotation has tokens at these positions, [n]: `position_ids` of the model."""
+        return positions[None]
+
     @torch.inference_mode()
     def forward(
         self,
@@ -197,7 +201,7 @@ class PolicyOracle:
         return self.model(
             torch.tensor([list(ids)], device=self.model.device),
             attention_mask=mask[None, None],
-            position_ids=query[None],
+            position_ids=self.places(query),
             past_key_values=DynamicCache(past),
             use_cache=True,
             **options,

@@ -8,11 +8,12 @@ import torch
 import transformers
 
 from oracle.adapters import merged, random_adapter
-from oracle.block_mask import Oracle, RoundedCache, visibility
+from oracle.block_mask import Oracle, RoundedCache, load_model, visibility
 from oracle.models import MODELS, ModelSpec, build
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
+from oracle.vision import VISION_MODELS, build_vision_model
 from sglang_lazy.core.config import PREAMBLE
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA path needs a GPU")
@@ -55,6 +56,9 @@ ENGINE = {
 
 def wide(name: str, model_dir) -> str:
     """The path of a model with wider heads."""
+    if name in VISION_MODELS:
+        path = model_dir / f"{name}-wide"
+        return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
     wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
     MODELS[wide.name] = wide
@@ -69,6 +73,8 @@ def wide(name: str, model_dir) -> str:
         "glm4",
         "glm4-moe",
         "minimax-m2",
+        "qwen2.5-vl",
+        "qwen3-vl",
         "llama fa3",
         "llama flashinfer",
         "llama triton",
@@ -101,7 +107,7 @@ def served(request, model_dir):
 
 def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Tensor:
     """What plain PyTorch gives in bf16 under the same mask: log-probabilities [1 + len(tokens), vocab_size]."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation="eager")
+    model = load_model(path, torch.bfloat16, "cpu")
     if cache_dtype != torch.bfloat16:
         RoundedCache(model, cache_dtype).expect(prompt, len(tokens))
     ids = torch.tensor(token_ids(prompt) + list(tokens))
@@ -166,7 +172,7 @@ def test_chunks_on_cuda(served):
 
 def of_the_query(oracle: PolicyOracle, prompt, ratio: float, preamble):
     """What `query` keeps: its probe sums attention over the last third of the layers."""
-    num_layers = oracle.model.config.num_hidden_layers
+    num_layers = oracle.model.config.get_text_config().num_hidden_layers
     return oracle.query(prompt, ratio, range(num_layers - math.ceil(num_layers / 3), num_layers), preamble)
 
 

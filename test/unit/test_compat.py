@@ -8,7 +8,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
-from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding
+from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.core.policy import ServerTraits
@@ -155,7 +155,6 @@ def test_a_plain_model_fits():
     [
         ({"use_mla_backend": True}, "rotary part of keys"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_is_mrope": True}, "M-RoPE"),
         ({"is_hybrid_swa": True}, "sliding window"),
         ({"sliding_window_size": 4096}, "sliding window"),
         ({"is_multimodal": True}, "multimodal"),
@@ -253,10 +252,17 @@ def test_a_query_scale_that_depends_on_the_position():
 
 def test_unfit_rotary_embeddings():
     """None, and one whose angles a rotation cannot take back."""
-    mrope = MRotaryEmbedding(32, 32, 128, 10000, True, torch.float32, mrope_section=[4, 6, 6])
-    for rope, reason in ((None, "layers without a rotary embedding"), (mrope, "MRotaryEmbedding")):
+    sections = dict(mrope_section=[4, 6, 6], scaling_factor=2.0)
+    mrope = YaRNScalingMRotaryEmbedding(32, 32, 128, 10000, True, dtype=torch.float32, **sections)
+    for rope, reason in ((None, "layers without a rotary embedding"), (mrope, "YaRNScalingMRotaryEmbedding")):
         (given,) = compat.unfit_model(runner(Layer(rope)))
         assert reason in given
+
+
+def test_positions_of_several_axes():
+    """They fit, also where a model sees images: text stands at the same place on all of them."""
+    mrope = MRotaryEmbedding(32, 32, 128, 10000, True, torch.float32, mrope_section=[4, 6, 6])
+    assert compat.unfit_model(runner(Layer(mrope), model_is_mrope=True, is_multimodal=True)) == []
 
 
 def test_an_architecture_that_was_not_tested():

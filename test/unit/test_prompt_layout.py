@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.prompt import Images, LinkedPrompt
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.segments import PromptLayout
 
@@ -284,3 +284,30 @@ def test_cache_salt_and_extra_key_separate_tenants(extra_key):
     assert len(set(names)) == len(names)
     assert all(isinstance(name, tuple) for name in names)
     assert {prompt.spans[0].namespace for prompt in prompts.values()} == {None}
+
+
+def with_images(digests, places=None):
+    """Text 7, an image of two tokens, a chunk of two, an image of two, text 7: pad values of both images are 9."""
+    ids = array("q", [7, 9, 9, 1, 2, 9, 9, 7])
+    images = Images([None, None], [(1, 3), (5, 7)], digests, np.arange(8) if places is None else np.array(places))
+    return LinkedPrompt.build(ids, PromptLayout(((3, 5),)), [((0, 2),)], None, images=images)
+
+
+def test_images_begin_spans_of_their_own():
+    prompt = with_images([b"a", b"b"], [0, 1, 1, 2, 3, 4, 4, 5])
+    assert [(span.positions.tolist(), span.image_len) for span in prompt.spans] == [
+        ([0], 0),
+        ([1, 2], 2),
+        ([5, 6, 7], 2),
+    ]
+    assert prompt.spans[0].namespace is None and all(span.namespace for span in prompt.spans[1:])
+    assert [chunk.offset for chunk in prompt.chunks] == [2]
+
+
+def test_images_that_share_a_pad_value_share_no_path():
+    """The first image is part of every path behind it, the second of its own span's alone."""
+    one, other, later = with_images([b"a", b"b"]), with_images([b"c", b"b"]), with_images([b"a", b"c"])
+    namespaces = [[span.namespace for span in prompt.spans] for prompt in (one, other, later)]
+    assert namespaces[0][1] == namespaces[2][1] and namespaces[0][1] != namespaces[1][1]
+    assert len({names[2] for names in namespaces}) == 3
+    assert with_images([b"a", b"b"]).spans[2].namespace == namespaces[0][2]

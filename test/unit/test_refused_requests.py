@@ -126,7 +126,6 @@ def test_what_is_not_refused_is_answered(link, text):
     [
         ("session", object(), "a session"),
         ("input_embeds", [[0.0]], "input embeddings"),
-        ("multimodal_inputs", object(), "multimodal inputs"),
         ("return_hidden_states", True, "hidden states"),
         ("return_routed_experts", True, "routed experts"),
     ],

@@ -5,6 +5,7 @@ from array import array
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.pools import Pools
@@ -99,6 +100,29 @@ def test_client_keys_reach_no_private_namespace(forge):
         other = new_request([(CHUNK, tokens[:3]), (TEXT, (4,))], extra_key=forge(namespace))
         pools.arrive(other)
         assert linked(other).hit_mask == 0
+
+
+def test_an_image_is_found_whole_or_not_at_all():
+    """A prompt was aborted with two of its first image's three tokens computed: the next one computes all of them, and
+    keeps the slots of those two. SGLang finds each image in one piece of the row."""
+    pools, parts = Steps(60), [(TEXT, (1, 9, 9, 9, 4)), (CHUNK, (5, 6)), (TEXT, (9, 9, 9, 7))]
+
+    def with_images():
+        req = new_request(parts)
+        places = torch.arange(len(req.origin_input_ids)).expand(3, -1)
+        items = [MultimodalDataItem(Modality.IMAGE, hash=3, offsets=[offset]) for offset in ((1, 3), (7, 9))]
+        req.multimodal_inputs = MultimodalInputs(items, mrope_positions=places)
+        return req
+
+    aborted, req, again = with_images(), with_images(), with_images()
+    pools.arrive(aborted)
+    assert pools.begin(aborted, 3)
+    pools.end_piece(aborted)
+    pools.release(aborted, is_insert=False)
+    assert run(pools, req) == 8
+    assert linked(req).row.cached == [1, 0, 0]
+    assert [item.offsets for item in req.multimodal_inputs.mm_items] == [[(3, 5)], [(7, 9)]]
+    assert run(pools, again) == 1
 
 
 def test_segment_table_rows_follow_their_requests():

@@ -32,10 +32,10 @@ class Serving:
 
     rendered = ""
 
-    def __init__(self, tokenizer, template=TEMPLATES["joined"], prefix=None, is_multimodal=False):
+    def __init__(self, tokenizer, template=TEMPLATES["joined"], prefix=None):
         self.tokenizer_manager = SimpleNamespace(
             tokenizer=tokenizer, preferred_sampling_params=None,
-            model_config=SimpleNamespace(vocab_size=400, is_multimodal=is_multimodal),
+            model_config=SimpleNamespace(vocab_size=400, is_multimodal=False),
         )  # fmt: skip
         self.template, self.prefix = template, prefix
 
@@ -139,8 +139,6 @@ def test_a_chunk_that_the_template_leaves_out_is_an_error(tokenizer):
 
 
 def test_what_chunk_parts_do_not_go_with(tokenizer):
-    with pytest.raises(ValueError, match="multimodal"):
-        convert(Serving(tokenizer, is_multimodal=True), chat(part("chunk", "x")))
     with pytest.raises(ValueError, match="input_ids"):
         convert(Serving(tokenizer), chat(part("chunk", "x"), input_ids=[1]))
     with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):

@@ -162,7 +162,7 @@ def test_ordinary_requests_are_none_of_its_business():
 
 @pytest.mark.parametrize(
     "field, value",
-    [("session_params", {"id": "s"}), ("image_data", ["image"]), ("audio_data", ["sound"])],
+    [("session_params", {"id": "s"}), ("video_data", ["film"]), ("audio_data", ["sound"]), ("mm_hashes", ["ab"])],
 )
 def test_what_chunks_do_not_go_with(field, value):
     with pytest.raises(ValueError, match=field):

@@ -69,7 +69,7 @@ class Manager:
 def user_request(**params):
     params = {"temperature": 0, "custom_params": {LAYOUT_PARAM: LAYOUT.pack(), "mine": 1}, **params}
     return SimpleNamespace(
-        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", lora_path=None,
+        rid="user", input_ids=[1, 2, 3], sampling_params=params, extra_key="key", lora_path=None, image_data=None,
         custom_logit_processor=None, require_reasoning=False, max_thinking_tokens=None,
     )  # fmt: skip
 
@@ -118,11 +118,14 @@ def test_greedy_by_top_k_is_greedy_and_all_else_is_ineligible():
         bare = user_request()
         del bare.sampling_params["temperature"]  # SGLang's default is 1
         subject.offer(bare, LAYOUT, ANSWER)
+        shown = user_request()
+        shown.image_data = ["image"]
+        subject.offer(shown, LAYOUT, ANSWER)
         subject.offer(user_request(temperature=1, top_k=1), LAYOUT, ANSWER)
         await manager.next_request()
         manager.reply(ANSWER)
 
-    assert run(scenario) == {"ineligible": 4, "requests": 1, "identical_answers": 1, "first_token_agreements": 1}
+    assert run(scenario) == {"ineligible": 5, "requests": 1, "identical_answers": 1, "first_token_agreements": 1}
 
 
 def test_one_at_a_time():

@@ -81,11 +81,13 @@ class RowCache:
         return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, list(nodes))
 
     def _cached_text(self, req: Any, state: LinkedRequest, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
-        """Per text span, the slots of its cached beginning, and where that ends."""
+        """Per text span, the slots of its cached beginning, and where that ends. Of an image all is cached, or nothing:
+        SGLang embeds what is to be computed of it from one range of the row."""
         last = state.prompt.spans[-1]
         for span in state.prompt.spans:
             tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
-            yield self.tree.find(tokens, _namespace(req, span))
+            slots, node = self.tree.find(tokens, _namespace(req, span))
+            yield slots if len(slots) >= span.image_len else slots[:0], node
 
     def rank(
         self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]

@@ -5,7 +5,7 @@ import functools
 import hashlib
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -40,6 +40,22 @@ def tokens_at(ids: array, positions: np.ndarray) -> array:
     return array("q", np.frombuffer(ids, dtype=np.int64)[positions].tobytes())
 
 
+class Images(NamedTuple):
+    """The images of a prompt, all of them in its text.
+
+    items: what SGLang has of each.
+    ranges: of each the half-open range of its tokens in the prompt; ascending.
+    digests: of each, what tells its KV from that of others at the same place.
+    places: int64 [number of prompt tokens], of each token on the first axis of M-RoPE. On all axes, an image takes up
+        fewer places than it has tokens.
+    """
+
+    items: Sequence[Any]
+    ranges: Ranges
+    digests: Sequence[bytes]
+    places: np.ndarray
+
+
 @dataclasses.dataclass(eq=False)
 class ChunkSlice:
     """What a prompt uses of a chunk.
@@ -51,6 +67,7 @@ class ChunkSlice:
     num_tokens: its length: what is computed and kept in the cache.
     kept: ranges of its tokens, relative to `start`, whose cached KV the prompt uses; never empty.
     preamble: int64, the tokens behind which the chunk is computed.
+    shift: by how much the places of its tokens, on all axes of M-RoPE, exceed their positions; 0 without images.
     """
 
     key: ChunkKey
@@ -60,6 +77,7 @@ class ChunkSlice:
     num_tokens: int
     kept: tuple[tuple[int, int], ...]
     preamble: array = dataclasses.field(default_factory=lambda: array("q"))
+    shift: int = 0
 
     def __post_init__(self):
         self.num_kept = sum([end - begin for begin, end in self.kept])
@@ -94,21 +112,23 @@ class ChunkSlice:
 
     @property
     def offset(self) -> int:
-        """By how much its tokens' positions exceed those their keys are stored at; negative behind a long preamble."""
-        return self.start - len(self.preamble)
+        """By how much its tokens' places exceed those their keys are stored at; negative behind a long preamble."""
+        return self.start + self.shift - len(self.preamble)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextSpan:
-    """Text that depends on the same slices of chunks.
+    """Text that depends on the same slices of chunks and the same images.
 
     namespace: None for leading text, which shares the ordinary namespace of the request.
     positions: int32, of its tokens in the prompt, ascending. The tokens generated behind a prompt are text of its last
         span.
+    image_len: how many of them, the first ones, are those of an image.
     """
 
     namespace: Namespace | None
     positions: np.ndarray
+    image_len: int = 0
 
     @property
     def start(self) -> int:
@@ -141,6 +161,7 @@ class LinkedPrompt(NamedTuple):
     chunks: tuple[ChunkSlice, ...]
     spans: tuple[TextSpan, ...]
     num_chunk_tokens: int
+    images: Images | None = None
 
     @property
     def num_leading_tokens(self) -> int:
@@ -156,6 +177,7 @@ class LinkedPrompt(NamedTuple):
         extra_key: str | None,
         preamble: array | None = None,
         adapter: str | None = None,
+        images: Images | None = None,
     ) -> "LinkedPrompt":
         """Cut `input_ids` (int64) by `layout`. Raises ValueError for a token id that is negative or at least 2**31.
 
@@ -166,7 +188,8 @@ class LinkedPrompt(NamedTuple):
 
         Each slice begins a new span, which holds the tokens recomputed behind the slice's first kept range and the text
         up to the next slice. It is keyed by the SHA-256 of the path before it: every text token, every slice, and every
-        chunk token that a slice depends on. So its KV is found again exactly where it is valid.
+        chunk token that a slice depends on. So its KV is found again exactly where it is valid. An image
+        begins a span, too: its token ids are 30 bits of a hash, so its digest joins the path.
         """
         preamble = preamble or array("q")
         path, ids = hashlib.sha256(), np.asarray(as_int32(input_ids))
@@ -178,13 +201,22 @@ class LinkedPrompt(NamedTuple):
         holes = _NONE  # of the last slice
         position = 0
 
-        def end_span(end: int) -> None:
-            positions = np.concatenate([holes, np.arange(position, end, dtype=np.int32)])
+        def add_span(positions: np.ndarray, image_len: int = 0) -> None:
             if len(positions):
-                namespace = chunk_namespace._replace(kind="text", variant=path.digest()) if chunks else None
-                spans.append(TextSpan(namespace, positions))
+                own = chunk_namespace._replace(kind="text", variant=path.digest())
+                namespace = own if chunks or image_len else None
+                spans.append(TextSpan(namespace, positions, image_len))
                 path.update(b"text %d " % len(positions))
                 path.update(ids[positions].data)
+
+        def end_span(end: int) -> None:
+            begin, before, image_len = position, holes, 0
+            for (first, last), digest in zip(images.ranges, images.digests, strict=True) if images else ():
+                if position <= first < end:
+                    add_span(np.concatenate([before, np.arange(begin, first, dtype=np.int32)]), image_len)
+                    path.update(b"image %d %b" % (last - first, digest))
+                    begin, before, image_len = first, _NONE, last - first
+            add_span(np.concatenate([before, np.arange(begin, end, dtype=np.int32)]), image_len)
 
         for index, ((start, end), ranges) in enumerate(zip(layout.chunks, kept, strict=True)):
             if end == len(input_ids):
@@ -194,7 +226,8 @@ class LinkedPrompt(NamedTuple):
                 continue
             end_span(start + ranges[0][0])
             key = chunk_key(ids[start:end].data, chunk_namespace)
-            chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble)
+            shift = int(images.places[start]) - start if images else 0
+            chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble, shift)
             chunks.append(chunk)
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
@@ -204,4 +237,4 @@ class LinkedPrompt(NamedTuple):
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))
-        return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks))
+        return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks), images)

@@ -10,6 +10,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.port.malformed import reading
+from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.requests import (
     check_cache_salt,
@@ -79,22 +80,16 @@ class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
     _refusal: type[BaseException] = PrivateAttr(default=ValueError)
 
 
-class _View:
-    """`target` with the given attributes replaced."""
-
-    def __init__(self, target: Any, **replaced: Any):
-        self.__dict__.update(replaced, _target=target)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-
 def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
-    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart."""
+    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart.
+
+    It takes every model for one of text: for others SGLang would decode the prompt, to find images in it.
+    """
     manager = serving.tokenizer_manager
     view = copy.copy(serving)
     tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
-    view.tokenizer_manager = _View(manager, tokenizer=tokenizer)
+    model_config = View(manager.model_config, is_multimodal=False)
+    view.tokenizer_manager = View(manager, tokenizer=tokenizer, model_config=model_config)
     return view
 
 
@@ -117,9 +112,14 @@ def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkPa
     refuse_salt(request._given)
     if manager.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
-    if manager.model_config.is_multimodal:
-        raise ValueError("chunk parts are not supported on multimodal models")
     chunk_parts.parse(manager.model_config.vocab_size)
+
+
+def refuse_media(rendered: Any, *kinds: str) -> None:
+    """Raise ValueError if a chat with chunk parts has others of these kinds, under any policy."""
+    for kind in kinds:
+        if getattr(rendered, f"{kind}_data", None):
+            raise ValueError(f"chunk parts cannot be combined with {kind} parts")
 
 
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
@@ -144,6 +144,7 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     if request.input_ids is not None:
         raise ValueError("chunk parts cannot be combined with input_ids, which replace the messages")
     adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
+    refuse_media(adapted, "video", "audio")
     adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
     adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
     adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)

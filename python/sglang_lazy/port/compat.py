@@ -38,9 +38,11 @@ TESTED = frozenset(
         "Phi3ForCausalLM",
         "PhiForCausalLM",
         "Qwen2ForCausalLM",
+        "Qwen2_5_VLForConditionalGeneration",
         "Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
+        "Qwen3VLForConditionalGeneration",
         "StableLmForCausalLM",
     }
 )
@@ -136,12 +138,10 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         return [*reasons, "MLA: the link kernels do not take the rotary part of keys apart from the latent one"]
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder: cross attention has no chunks")
-    if config.model_is_mrope:
-        reasons.append("M-RoPE: positions have several axes")
     if config.is_hybrid_swa or runner.sliding_window_size is not None and runner.sliding_window_size > -1:
         reasons.append("sliding window: the link kernels know none")
-    if config.is_multimodal:
-        reasons.append("multimodal model: image tokens cannot stand in chunks")
+    if config.is_multimodal and not config.model_is_mrope:
+        reasons.append("multimodal model without M-RoPE: none has been tested")
     if not config.is_generation:
         reasons.append("embedding or reward model: nothing is generated")
     if architecture(runner) not in TESTED and not untested:

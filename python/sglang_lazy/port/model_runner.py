@@ -20,6 +20,7 @@ from sglang_lazy.port import layer_range
 from sglang_lazy.port.attention import with_link_path
 from sglang_lazy.port.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
 from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.images import place_rows
 from sglang_lazy.port.probe import check_rotation
 from sglang_lazy.port.probing import probing
 from sglang_lazy.port.rope import layer_ropes
@@ -154,12 +155,14 @@ def involves_chunks(batch: Any, table: SegmentTable) -> bool:
     return any(lazy_state(req) is not None for req in batch.reqs)
 
 
-def init_new(forward_batch: Any, _cls: Any, _batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
+def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
     """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
     table = table_of(runner.req_to_token_pool)
     if table is not None and table.current is not None and table.current.rows:
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
         forward_batch.positions = positions.to(forward_batch.positions.dtype)
+        if forward_batch.mrope_positions is not None:
+            place_rows(forward_batch, batch, table.current.rows)
 
 
 def capture_one_shape(

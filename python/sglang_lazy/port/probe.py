@@ -9,7 +9,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN, LayerRope
-from sglang_lazy.port.rope import attention_modules
+from sglang_lazy.port.rope import attention_modules, on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
 """Where a layer is compared with itself at position 0; the last stands for the end of the context."""
@@ -39,7 +39,7 @@ def rotation_errors(
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(len(places) + 1, 1)
-    positions = torch.tensor([0, *places], device=device)
+    positions = on_axes(torch.tensor([0, *places], device=device), module.rotary_emb)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     arguments = dict(positions=positions, position_ids=positions, hidden_states=hidden, forward_batch=batch)
     names = inspect.signature(module.forward).parameters

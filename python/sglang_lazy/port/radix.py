@@ -32,6 +32,7 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
+from sglang_lazy.port.images import order_images
 from sglang_lazy.port.kv_events import ChunkEvents
 
 
@@ -203,6 +204,8 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         if (state := linked(req)) is not None:
             num_tokens = len(req.origin_input_ids) + len(req.output_ids)
             slots, nodes = self.rows.match(req, state, limit=req._compute_max_prefix_len(num_tokens))
+            if state.prompt.images is not None:
+                order_images(req.multimodal_inputs, state.prompt.images, state.row)
         elif (fill := fill_of(req)) is not None:
             slots, nodes = self.rows.match_fill(req, fill)
         else:

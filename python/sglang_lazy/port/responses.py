@@ -7,7 +7,7 @@ from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.chat import MessagesWithChunks, check_chunks, put_chunks, with_placeholders
+from sglang_lazy.port.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
 from sglang_lazy.port.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import check_cache_salt, with_layout
@@ -67,6 +67,7 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     check_cache_salt(request.cache_salt)
     view = with_placeholders(serving, chunk_parts)
     messages, _, _, processed = await make(view, request, earlier, view.tokenizer_manager.tokenizer)
+    refuse_media(processed, "image", "video", "audio")  # SGLang's requests of this API carry none of them
     input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
     request._manager, request.cache_salt = manager, None  # the cache salt travels in the layout
     return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed

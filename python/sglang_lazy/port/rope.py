@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import base, rope_variant, yarn
+from sglang.srt.layers.rotary_embedding import base, mrope, rope_variant, yarn
 
 from sglang_lazy.core.model import LayerRope
 
@@ -40,8 +40,15 @@ INV_FREQ = {
     rope_variant.DynamicNTKScalingRotaryEmbedding: _dynamic_ntk,
     rope_variant.DynamicNTKAlphaRotaryEmbedding: _dynamic_ntk_alpha,
     yarn.YaRNScalingRotaryEmbedding: _yarn,
+    # Its axes share these frequencies, each turning some of the dimensions; text stands at the same place on all.
+    mrope.MRotaryEmbedding: _plain,
 }
 """Rotary embeddings whose angle is position times a fixed frequency: those that an opposite rotation undoes."""
+
+
+def on_axes(positions: torch.Tensor, rope: Any) -> torch.Tensor:
+    """Positions of text, [n], as SGLang's module `rope` takes them: [3, n] where it has several axes."""
+    return positions.repeat(3, 1) if isinstance(rope, mrope.MRotaryEmbedding) else positions
 
 
 def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:

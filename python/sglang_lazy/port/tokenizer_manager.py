@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
+from sglang_lazy.port.images import keeping_tokens
 from sglang_lazy.port.malformed import check_one, reading
 from sglang_lazy.port.shadow import shadow_of
 from sglang_lazy.port.streams import announce
@@ -14,10 +15,11 @@ from sglang_lazy.serving.shadow import shadowed
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
-    """Around `TokenizerManager._tokenize_one_request`, which checks every request: tell streams of a refusal."""
+    """Around `TokenizerManager._tokenize_one_request`, which checks every request: tell streams of a refusal, and keep
+    the tokens of prompts that show images beside chunks."""
     try:
         with reading():
-            return await tokenize(manager, obj)
+            return await tokenize(keeping_tokens(manager, obj), obj)
     except ValueError as error:
         announce(error)
         raise

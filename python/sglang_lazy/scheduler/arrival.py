@@ -15,6 +15,7 @@ from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chun
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
 from sglang_lazy.policies import get_policy
 from sglang_lazy.scheduler.choices import Choices
+from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.scheduler.producer import NewRequest
 
 
@@ -85,7 +86,8 @@ class Arrival:
         if policy.preamble == "neutral" and not preamble:
             name = f"link {str(policy)!r}"
             raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")
-        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id)
+        images = images_of(req, layout, policy)
+        prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id, images)
         if not prompt.chunks:
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
@@ -213,7 +215,6 @@ def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
     refused = {
         "a session": req.session is not None,
         "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,
-        "multimodal inputs": req.multimodal_inputs is not None,
         "returned hidden states": bool(req.return_hidden_states),
         "returned routed experts": req.return_routed_experts,
     }

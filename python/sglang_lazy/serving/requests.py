@@ -17,7 +17,7 @@ SALT_HEADER = "X-Cache-Salt"
 _REFUSED = {
     "input_embeds": "input embeddings",
     "positional_embed_overrides": "input embeddings",
-    "image_data": "images",
+    "mm_hashes": "hashes of images",
     "video_data": "videos",
     "audio_data": "audio",
     "session_params": "sessions",

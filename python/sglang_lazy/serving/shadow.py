@@ -25,7 +25,7 @@ COUNTERS = {
     "first_token_agreements": "Compared answers in which the first token was the same.",
     "dropped": "Chosen answers not compared: another shadow was running, or this one was cancelled.",
     "failed": "Chosen answers not compared: the shadow ended in an error, which the log shows.",
-    "ineligible": "Answers over chunks that are never compared: sampled ones, and several for one prompt.",
+    "ineligible": "Answers over chunks that are never compared: sampled, beside images, or several for one prompt.",
 }
 _QUIET_S = 0.05
 """How long the server must have been idle: a client often sends its next request right after the last answer."""
@@ -71,7 +71,8 @@ class Shadow:
     def offer(self, obj: Any, layout: PromptLayout, answer: list[int]) -> None:
         """Take a finished answer over chunks, the tokens `answer` to request `obj`, for comparison, or leave it."""
         params = obj.sampling_params
-        if params.get("n", 1) > 1 or (params.get("temperature") != 0 and params.get("top_k") != 1):
+        sampled = params.get("temperature") != 0 and params.get("top_k") != 1
+        if sampled or params.get("n", 1) > 1 or obj.image_data:
             self.counters["ineligible"].inc()
         elif self._random.random() < self.rate:
             if self.under_way:

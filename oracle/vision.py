@@ -1,0 +1,163 @@
+"""Tiny random models that see images, with their processors, built without a network.
+
+Their language models have M-RoPE: positions of three axes, which are equal for text.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import torch
+import transformers
+
+from .models import _init
+from .policies import Layers, PolicyOracle
+from .segments import Segment, token_ids
+from .tokenizer import VOCAB_SIZE, build_tokenizer
+
+IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}" + IMAGE_TEXT + "{% endif %}{% endfor %}{% endif %}"
+    "</s>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+VISION_START, VISION_END, IMAGE, VIDEO = range(VOCAB_SIZE, VOCAB_SIZE + len(SPECIAL))
+MAX_POSITION = 2048
+LAYERS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionSpec:
+    """One architecture by its names in `transformers`; the settings of its two parts that others lack."""
+
+    config: str
+    processor: str
+    vision: dict
+    text: dict
+
+
+VISION_MODELS = {
+    "qwen2.5-vl": VisionSpec(
+        "Qwen2_5_VLConfig",
+        "Qwen2_5_VLProcessor",
+        dict(fullatt_block_indexes=[1], window_size=56, tokens_per_second=2),
+        dict(rope_parameters=dict(rope_type="default", rope_theta=10000.0, mrope_section=[4, 6, 6])),
+    ),
+    # Axes interleaved, and image embeddings added behind several layers
+    "qwen3-vl": VisionSpec(
+        "Qwen3VLConfig",
+        "Qwen3VLProcessor",
+        dict(deepstack_visual_indexes=[0, 1], num_position_embeddings=64),
+        dict(
+            head_dim=32,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=10000.0, mrope_section=[6, 5, 5], mrope_interleaved=True
+            ),
+        ),
+    ),
+}
+
+
+def vision_config(name: str, width: int = 1) -> transformers.PretrainedConfig:
+    """width: of heads and hidden states of the language model, in units of 32 and 128."""
+    spec, head = VISION_MODELS[name], {"head_dim": 32 * width} if "head_dim" in VISION_MODELS[name].text else {}
+    rope = spec.text["rope_parameters"]
+    sections = [width * section for section in rope["mrope_section"]]
+    vision = {**spec.vision, "out_hidden_size": 128 * width}
+    return getattr(transformers, spec.config)(
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=VISION_START,
+        vision_end_token_id=VISION_END,
+        tie_word_embeddings=False,
+        dtype="float32",
+        vision_config=dict(depth=2, hidden_size=64, num_heads=2, intermediate_size=128, patch_size=14, **vision),
+        text_config=dict(
+            vocab_size=VOCAB_SIZE + 32,
+            hidden_size=128 * width,
+            intermediate_size=256 * width,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=MAX_POSITION,
+            **{**spec.text, **head, "rope_parameters": {**rope, "mrope_section": sections}},
+        ),
+    )
+
+
+def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
+    """The model `name` in folder `path`: config, fp32 safetensors, tokenizer and processor."""
+    config = vision_config(name, width)
+    model = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter, weight in sorted(model.named_parameters()):
+            _init(parameter, weight, generator, tied=False)
+    model.save_pretrained(path)
+    build_tokenizer(path, add_bos=False, chat_parts=True, max_length=MAX_POSITION)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
+    assert tokenizer.convert_tokens_to_ids(list(SPECIAL)) == [VISION_START, VISION_END, IMAGE, VIDEO]
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(path)
+    pixels = dict(patch_size=14, merge_size=2, temporal_patch_size=2, size=dict(shortest_edge=3136, longest_edge=50176))
+    (path / "preprocessor_config.json").write_text(
+        json.dumps(
+            dict(image_processor_type="Qwen2VLImageProcessor", processor_class=VISION_MODELS[name].processor, **pixels)
+        )
+    )
+    video = "Qwen3VLVideoProcessor" if name == "qwen3-vl" else "Qwen2VLVideoProcessor"
+    (path / "video_preprocessor_config.json").write_text(
+        json.dumps(dict(video_processor_type=video, processor_class=VISION_MODELS[name].processor, **pixels))
+    )
+    return path
+
+
+class VisionOracle(PolicyOracle):
+    """The oracle of prompts with images, whose places on three axes are Hugging Face's."""
+
+    def __init__(self, model_path: str):
+        super().__init__(model_path)
+        self.processor = transformers.AutoImageProcessor.from_pretrained(model_path, use_fast=False)
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(model_path)
+        self.media, self.table, self.filling = {}, torch.zeros(3, 0, dtype=torch.long), False
+
+    def show(self, segments: list[Segment], images: list) -> list[Segment]:
+        """The prompt whose image tokens, one for each of `images` (PIL), are as many as these take; what is asked next
+        is about it."""
+        shown = self.processor(images=images, return_tensors="pt") if images else {}
+        grids = shown.get("image_grid_thw", [])
+        lens = iter([int(grid.prod()) // self.processor.merge_size**2 for grid in grids])
+        expanded = [
+            Segment(
+                segment.kind, tuple(i for token in segment.ids for i in [token] * (next(lens) if token == IMAGE else 1))
+            )
+            for segment in segments
+        ]
+        assert next(lens, None) is None
+        self.media, ids = dict(shown), torch.tensor([token_ids(expanded)])
+        if images:
+            kinds = (ids == IMAGE).int()
+            self.table = self.model.model.get_rope_index(ids, kinds, image_grid_thw=grids)[0][:, 0]
+        else:
+            self.table = torch.arange(ids.shape[1]).expand(3, -1)
+        return expanded
+
+    def fill(self, segments: list[Segment], preamble=()) -> Layers:
+        self.filling = True
+        try:
+            return super().fill(segments, preamble)
+        finally:
+            self.filling = False
+
+    def places(self, positions: torch.Tensor) -> torch.Tensor:
+        last = self.table.shape[1] - 1
+        if self.filling:  # a chunk, and its preamble, which is no part of the prompt: all of it text
+            return (positions + self.table[0, positions[-1]] - positions[-1]).expand(3, 1, -1)
+        behind = self.table[0, last] + positions - last
+        return torch.where(positions > last, behind, self.table[:, positions.clamp(max=last)])[:, None]
+
+    def forward(self, ids, *args, **options):
+        return super().forward(ids, *args, **(self.media if IMAGE in ids else {}), **options)

@@ -1,0 +1,13 @@
+"""Stand-ins for SGLang's objects."""
+
+from typing import Any
+
+
+class View:
+    """`target` with the given attributes replaced."""
+
+    def __init__(self, target: Any, **replaced: Any):
+        self.__dict__.update(replaced, _target=target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)

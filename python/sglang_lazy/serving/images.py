@@ -1,0 +1,45 @@
+"""Images in the text of prompts with chunks: each stands as one token until it is known how many it takes."""
+
+import itertools
+from collections.abc import Collection, Sequence
+
+from sglang_lazy.serving.tokenization import TokenizedPrompt
+
+
+def image_ranges(prompt: TokenizedPrompt, image_token: int, others: Collection[int]) -> list[tuple[int, int]]:
+    """Where images stand: the half-open ranges of consecutive `image_token`s.
+
+    others: further tokens that stand for media. Raises ValueError where a chunk has one of these tokens.
+    """
+    for start, end in prompt.chunks:
+        if not {image_token, *others}.isdisjoint(prompt.input_ids[start:end]):
+            raise ValueError(
+                f"the chunk at position {start} holds the token of an image: images can stand in text only"
+            )
+    ranges, position = [], 0
+    for is_image, run in itertools.groupby(prompt.input_ids, image_token.__eq__):
+        length = len(list(run))
+        if is_image:
+            ranges.append((position, position + length))
+        position += length
+    return ranges
+
+
+def expand(
+    prompt: TokenizedPrompt, image_token: int, ranges: Sequence[tuple[int, int]], lens: Sequence[int]
+) -> tuple[TokenizedPrompt, list[tuple[int, int]]]:
+    """The prompt in which the images at `ranges` take `lens` tokens, and where they stand there."""
+    input_ids: list[int] = []
+    places, shifts, position, shift = [], [], 0, 0
+    for (start, end), length in zip(ranges, lens, strict=True):
+        input_ids += prompt.input_ids[position:start]
+        places.append((len(input_ids), len(input_ids) + length))
+        input_ids += [image_token] * length
+        position, shift = end, shift + length - (end - start)
+        shifts.append((end, shift))
+    input_ids += prompt.input_ids[position:]
+
+    def moved(at: int) -> int:
+        return at + next((shift for end, shift in reversed(shifts) if end <= at), 0)
+
+    return TokenizedPrompt(input_ids, tuple((moved(start), moved(end)) for start, end in prompt.chunks)), places

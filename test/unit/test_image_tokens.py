@@ -1,0 +1,107 @@
+"""Images in prompts with chunks: where their tokens stand, and by what they are told apart."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
+
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.policies import get_policy
+from sglang_lazy.port.images import keeping_tokens, name_apart
+from sglang_lazy.scheduler.images import images_of
+from sglang_lazy.serving.images import expand, image_ranges
+from sglang_lazy.serving.tokenization import TokenizedPrompt
+
+IMAGE, VIDEO = 50, 51
+
+
+def test_each_image_takes_its_tokens():
+    """Before, between and behind the chunks; an expanded prompt stays as it is."""
+    prompt = TokenizedPrompt([1, IMAGE, 2, 3, 4, IMAGE, 5, 6, IMAGE], ((2, 4), (6, 8)))
+    ranges = image_ranges(prompt, IMAGE, [VIDEO])
+    assert ranges == [(1, 2), (5, 6), (8, 9)]
+    expanded, places = expand(prompt, IMAGE, ranges, [3, 1, 2])
+    assert expanded.input_ids == [1, *[IMAGE] * 3, 2, 3, 4, IMAGE, 5, 6, IMAGE, IMAGE]
+    assert expanded.chunks == ((4, 6), (8, 10))
+    assert places == image_ranges(expanded, IMAGE, [VIDEO]) == [(1, 4), (7, 8), (10, 12)]
+    assert expand(expanded, IMAGE, places, [3, 1, 2]) == (expanded, places)
+
+
+@pytest.mark.parametrize("token", [IMAGE, VIDEO])
+def test_chunks_hold_no_images(token):
+    with pytest.raises(ValueError, match="chunk at position 1 .* text only"):
+        image_ranges(TokenizedPrompt([1, 2, token, 3], ((1, 3),)), IMAGE, [VIDEO])
+
+
+def test_models_of_text_refuse_images():
+    layout = PromptLayout(((0, 2),))
+    params = {"custom_params": {LAYOUT_PARAM: layout.pack()}}
+    obj = SimpleNamespace(image_data=["image"], input_ids=[1, 2, 3], sampling_params=params)
+    with pytest.raises(ValueError, match="images on this model"):
+        keeping_tokens(SimpleNamespace(mm_processor=None), obj)
+
+
+def item(grid, offsets=((0, 3),)):
+    """An image of white patches."""
+    patches, grid = torch.ones(grid[0] * grid[1], 4), torch.tensor([[1, *grid]])
+    item = MultimodalDataItem(Modality.IMAGE, feature=patches, offsets=list(offsets))
+    item.set("image_grid_thw", grid)
+    return item
+
+
+def test_shapes_tell_images_apart():
+    wide, high, same = item((2, 8)), item((8, 2)), item((2, 8))
+    for image in (wide, high, same):
+        name_apart(image)
+    assert wide.hash == same.hash != high.hash and wide.pad_value == same.pad_value != high.pad_value
+
+
+def request(*items, places=None):
+    places = np.arange(12)[None].repeat(3, 0) if places is None else places
+    return SimpleNamespace(
+        multimodal_inputs=SimpleNamespace(mm_items=list(items), mrope_positions=torch.tensor(places))
+    )
+
+
+def images(req, link="block"):
+    return images_of(req, PromptLayout(((4, 6),), link=link), get_policy(link))
+
+
+def hashed(value, *offsets):
+    image = item((2, 8), offsets)
+    image.set_hash(value)
+    return image
+
+
+def test_the_whole_hash_and_the_shape_are_in_an_images_digest():
+    """Pad values have 30 bits of a hash."""
+    one, other = hashed(5, (0, 3)), hashed(5 + (1 << 30), (0, 3))
+    assert one.pad_value == other.pad_value
+    (digest,) = images(request(one)).digests
+    assert images(request(other)).digests != [digest]
+    places = np.arange(12)[None].repeat(3, 0)
+    places[2, 1] = 0
+    assert images(request(one, places=places)).digests != [digest]
+    moved = images(request(hashed(5, (7, 10))))
+    assert moved.digests == [digest] and moved.ranges == [(7, 11)]
+
+
+@pytest.mark.parametrize(
+    "item, link, reason",
+    [
+        (hashed(1, (5, 8)), "block", "inside a chunk"),
+        (hashed(1, (0, 1), (7, 8)), "block", "other than images"),
+        (MultimodalDataItem(Modality.VIDEO, offsets=[(7, 8)]), "block", "other than images"),
+        (hashed(1, (7, 8)), "query", "its probes see no images"),
+        (hashed(1, (0, 1)), "base:preamble=lead", "behind an image"),
+    ],
+)
+def test_refused_images(item, link, reason):
+    with pytest.raises(ValueError, match=reason):
+        images(request(item), link)
+
+
+def test_no_images():
+    assert images(SimpleNamespace(multimodal_inputs=None)) is None
