@@ -89,6 +89,7 @@ def link_decode(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -98,6 +99,7 @@ def link_decode(
 
     A request's row lists its chunk segments in prompt order, then its text. p_j is the offset of the chunk segment
     that holds KV token j, whose key is stored at its local position; it is 0 for text, stored at absolute positions.
+    Text may be a segment, too. Where a layer has a window, a row lists what is in it.
 
     q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
     k_cache, v_cache: [num_slots, num_kv_heads, head_dim], both in q's dtype or in fp8 (e4m3fn, e5m2), which is widened
@@ -112,22 +114,23 @@ def link_decode(
     sm_scale: what scores are multiplied by, positive.
     v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
         by a scale, multiply sm_scale by it.
+    sinks: [num_qo_heads], fp32 or q's dtype: a score of each head that takes part in its softmax, without a value.
     segment_ids: as for `plan_decode`; used only where workspace is None.
     workspace: from `decode_workspace`, with this batch planned by `plan_decode`; None: made here.
-    out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
+    out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log, of the KV tokens without the sink.
     Returns out. A request without KV tokens gives a zero row and lse -inf.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, segment_ids,
     )  # fmt: skip
     # An extend of one query row per request, which sees all of it.
     nowhere = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
     return link_extend(
         q, k_cache, v_cache, torch.arange(len(q) + 1), nowhere, kv_indptr, kv_indices, nowhere, num_segments,
         segment_ends, segment_offsets, cos_sin_cache, max_extend_len=1, is_neox=is_neox, sm_scale=sm_scale,
-        v_scale=v_scale, out=out, lse=lse, validate=False,
+        v_scale=v_scale, sinks=sinks, out=out, lse=lse, validate=False,
     )  # fmt: skip
 
 
@@ -149,6 +152,8 @@ def link_extend(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -161,6 +166,7 @@ def link_extend(
         within each chunk segment, within the cached text, and within the new text, which is the last qo_len tokens of a
         row.
     max_extend_len: the longest qo_len of the batch, known on the host.
+    window: how many positions a query row sees, its own included: those with kv_position > q_position - window.
     validate: False skips the checks of arguments, which cost as much host time as a layer's launches: for calls that
         differ from a checked one only in the contents of q, the caches, cos_sin_cache and out, as the layers of a model
         do.
@@ -171,7 +177,7 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale,
+            v_scale, window, sinks,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo = qo_indptr.tolist()
@@ -179,9 +185,16 @@ def link_extend(
         keys, values = row.keys(k_cache, cos_sin_cache, is_neox), row.values(v_cache)
         for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
             visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
-            out[rows] = attend(q[rows], keys, values, visible, sm_scale) * v_scale
+            if window is not None:
+                visible &= kv_positions[row.begin : row.end] > q_positions[rows, None] - window
+            result = attend(q[rows], keys, values, visible, sm_scale) * v_scale
+            if lse is not None or sinks is not None:
+                sums = masked_scores(q[rows], keys, visible, sm_scale).logsumexp(-1)
+            if sinks is not None:
+                result *= torch.sigmoid(sums - sinks)[..., None]
+            out[rows] = result
             if lse is not None:
-                lse[rows] = masked_scores(q[rows], keys, visible, sm_scale).logsumexp(-1)
+                lse[rows] = sums
     return out
 
 
@@ -202,6 +215,7 @@ def accumulate_attention(
     max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
+    sinks: torch.Tensor | None = None,
     validate: bool = True,
 ) -> None:
     """sums[j] += sum over the query rows i and heads h of request b of softmax_j(sm_scale < R(-p_j) q[i, h], k_j >),
@@ -216,7 +230,7 @@ def accumulate_attention(
     if validate:
         check_accumulate_inputs(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks,
         )  # fmt: skip
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
@@ -224,8 +238,11 @@ def accumulate_attention(
         for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
             visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
             sees = visible.any(1)
-            weights = masked_scores(q[rows][sees], keys, visible[sees], sm_scale).softmax(-1)
-            sums[row.begin : row.end] += weights.sum((0, 1))
+            scores = masked_scores(q[rows][sees], keys, visible[sees], sm_scale)
+            totals = scores.logsumexp(-1, keepdim=True)
+            if sinks is not None:
+                totals = totals.logaddexp(sinks[:, None].float())
+            sums[row.begin : row.end] += (scores - totals).exp().sum((0, 1))
 
 
 def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:

@@ -112,6 +112,7 @@ MISTAKES = {
     "cos_sin_cache": lambda t: t.bfloat16(),
     "out": lambda t: t[:1],
     "lse": lambda t: t.half(),
+    "sinks": lambda t: t[1:],
     "qo_indptr": lambda t: t[1:],
     "q_positions": lambda t: t[1:],
     "kv_positions": lambda t: t.long(),
@@ -125,7 +126,10 @@ def test_a_wrong_tensor_is_named(op, argument, name):
     batch = random_batch(0)
     inputs = batch.decode if op == "decode" else batch.extend
     inputs = dict(
-        inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device)
+        inputs,
+        out=torch.empty_like(inputs["q"]),
+        lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device),
+        sinks=torch.zeros(inputs["q"].shape[1], device=inputs["q"].device),
     )
     if op == "decode":
         inputs["segment_ids"] = batch.segment_ids
@@ -166,6 +170,13 @@ def test_a_last_dimension_with_gaps_is_refused(argument):
 def test_a_scale_that_is_not_positive_is_refused(op, name, scale):
     with pytest.raises(ValueError, match="sm_scale: expected a positive number, got "):
         run(op, get_implementation(name), random_batch(0), sm_scale=scale)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("window", [0, -1, 2.0])
+def test_a_window_that_is_none_is_refused(name, window):
+    with pytest.raises(ValueError, match="window: expected a positive int or None, got "):
+        run("extend", get_implementation(name), random_batch(0), window=window)
 
 
 @pytest.mark.parametrize("op", ["decode", "extend"])
