@@ -27,11 +27,14 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
     max_segments: of a request, the width of the segment tables.
+    windowed, sinks: whether some layer has a window, or sinks.
     """
     return None
 

@@ -23,6 +23,12 @@ __device__ __forceinline__ void rotate_back(uint32_t& pair, float cos, float sin
   pair = hopper::pack<To>(a.x * cos + a.y * sin, a.y * cos - a.x * sin);
 }
 
+// The sink of a head: fp32, or in q's type.
+template <typename T>
+__device__ __forceinline__ float load_sink(const void* sinks, int head, bool wide) {
+  return wide ? static_cast<const float*>(sinks)[head] : float(static_cast<const T*>(sinks)[head]);
+}
+
 // Two fp8 numbers, in the low bytes, as fp16, which holds them exactly.
 template <__nv_fp8_interpretation_t FORMAT>
 __device__ __forceinline__ uint32_t widen(uint32_t two) {

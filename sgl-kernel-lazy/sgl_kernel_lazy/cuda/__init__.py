@@ -30,6 +30,8 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     # The submodules' names are those of the ops.
@@ -37,7 +39,4 @@ def unsupported(
     extend = importlib.import_module("sgl_kernel_lazy.cuda.link_extend")
     if reason := missing(device) or decode.refusal(dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
         return reason
-    # Prefill takes whatever decode takes, up to so many segments.
-    if max_segments > extend.MAX_SEGMENTS:
-        return f"expected at most {extend.MAX_SEGMENTS} segments per request, got {max_segments}"
-    return None
+    return extend.refusal(dtype, kv_dtype, head_dim, rotary_dim, max_segments, windowed)

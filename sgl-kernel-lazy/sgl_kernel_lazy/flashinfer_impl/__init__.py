@@ -29,8 +29,10 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if device.type != "cuda":
         return "FlashInfer's kernels need a GPU"
-    return refusal(dtype, kv_dtype, head_dim)
+    return refusal(dtype, kv_dtype, head_dim, windowed, sinks)

@@ -28,6 +28,8 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if kv_dtype not in (dtype, *kv_dtypes(dtype)):
