@@ -63,7 +63,7 @@ def test_all_implementations_have_one_interface(name, op):
 
 HOPPER = dict(
     dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_qo_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128,
-    max_segments=256,
+    max_segments=256, windowed=False, sinks=False,
 )  # fmt: skip
 REFUSED = {
     "queries in torch.float16 or torch.bfloat16, got torch.float32": dict(dtype=torch.float32, kv_dtype=torch.float32),
@@ -76,6 +76,7 @@ REFUSED = {
         num_qo_heads=5, num_kv_heads=5, head_dim=64, rotary_dim=64, kv_dtype=torch.float8_e5m2
     ),
     "at most .* segments per request, got 100000": dict(max_segments=100000),
+    "at most 949 segments per request, got 1000": dict(max_segments=1000, windowed=True),
 }
 
 

@@ -652,10 +652,8 @@ __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __gri
   }
   if (lane >= LANES) return;
   // A request without KV tokens gives zeros and -inf.
-  float share = sum > 0.f ? a.v_scale / sum : 0.f;
-  if (a.sinks && sum > 0.f) {
-    share = a.v_scale / (sum + exp2f(load_sink<QType>(a.sinks, head, a.wide_sinks) * 1.4426950408889634f - most));
-  }
+  const float total = a.sinks && sum > 0.f ? sum + sink_weight<QType>(a.sinks, a.wide_sinks, head, most) : sum;
+  const float share = sum > 0.f ? a.v_scale / total : 0.f;
   QType* to = static_cast<QType*>(a.out) + b * a.stride_out_row + head * a.stride_out_head + VECTOR * lane;
   *reinterpret_cast<uint4*>(to) =
       make_uint4(pack<QType>(out[0] * share, out[1] * share), pack<QType>(out[2] * share, out[3] * share),

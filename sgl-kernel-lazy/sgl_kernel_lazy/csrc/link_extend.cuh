@@ -41,8 +41,8 @@ struct LinkExtendParams : ExtendRows {
   int64_t stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head;
   int64_t stride_out_row, stride_out_head, stride_lse_row, stride_position;
   bool wide_indices, wide_sinks;  // sinks: fp32 instead of T
-  float scale_log2;  // sm_scale * log2(e), positive
-  float v_scale;     // of fp8 values
+  float scale_log2;               // sm_scale * log2(e), positive
+  float v_scale;                  // of fp8 values
 };
 
 // T: of q and out.  KV: of the caches, T or fp8.  WINDOWED: whether rows see a window only.
@@ -308,12 +308,6 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   if constexpr (Traits::FP8) widen_last();
 }
 
-// What an output row keeps of itself where its head has a sink.  lse: of the row, in base 2.
-template <typename T>
-__device__ __forceinline__ float share_beside_sink(const LinkExtendParams& p, int head, float lse) {
-  return 1.0f / (1.0f + exp2f(load_sink<T>(p.sinks, head, p.wide_sinks) * 1.4426950408889634f - lse));
-}
-
 // The stored queries of a warp's 16 rows as register operands, rotated back by the table row if rotated.
 template <typename Traits>
 __device__ __forceinline__ void load_queries(uint32_t (&q)[Traits::HEAD_DIM / 16][4], uint32_t q_smem, uint32_t table,
@@ -531,12 +525,14 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     float sum = row_sum[r];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
-    float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-    if constexpr (Traits::FP8) scale *= p.v_scale;
     const float lse = sum > 0.0f ? row_max[r] * p.scale_log2 + log2f(sum) : -INFINITY;
     const int packed = first_packed + lane / 4 + 8 * r;
     const int token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
-    if (p.sinks != nullptr && !split && packed < num_packed) scale *= share_beside_sink<T>(p, head, lse);
+    if (p.sinks != nullptr && !split && sum > 0.0f && packed < num_packed) {
+      sum += sink_weight<T>(p.sinks, p.wide_sinks, head, row_max[r] * p.scale_log2);
+    }
+    float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
+    if constexpr (Traits::FP8) scale *= p.v_scale;
 #pragma unroll
     for (int j = 0; j < OUT_DIM / 8; ++j) o[4 * j + 2 * r] *= scale, o[4 * j + 2 * r + 1] *= scale;
     if (packed >= num_packed) continue;
@@ -624,7 +620,7 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
   if (warp == 0) {
     const int first = item.tile * Traits::BLOCK_M, last = min(first + Traits::BLOCK_M, num_packed) - 1;
     const int2 listed = list_runs<Traits::BLOCK_N, Traits::RUN_PARTS>(p, item, item.qo_begin + first / p.group,
-                                                   item.qo_begin + last / p.group, runs, lane);
+                                                                      item.qo_begin + last / p.group, runs, lane);
     if (lane == 0) work->num_tiles = listed.y;
   } else if (warp == 1 && lane == 0) {
     for (int stage = 0; stage < Traits::K_STAGES; ++stage) {
@@ -705,10 +701,10 @@ __global__ void __launch_bounds__(32 * MERGED_ROWS, 4) merge_kernel(const __grid
     const int64_t first = static_cast<int64_t>(item.partial) * BLOCK_M + row, stride = item.row_tiles * BLOCK_M;
     float highest = -INFINITY, sum = 0.0f, acc[VECTOR] = {};
     merge_splits(p.partial_out, p.partial_lse, first, stride, item.num_splits, lane, acc, sum, highest);
-    float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
-    const float lse = sum > 0.0f ? highest + log2f(sum) : -INFINITY;
     const int64_t token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
-    if (p.sinks != nullptr) scale *= share_beside_sink<T>(p, head, lse);
+    float total = sum;
+    if (p.sinks != nullptr && sum > 0.0f) total += sink_weight<T>(p.sinks, p.wide_sinks, head, highest);
+    const float scale = sum > 0.0f ? 1.0f / total : 0.0f;
     uint32_t rounded[VECTOR / 2];
 #pragma unroll
     for (int j = 0; j < VECTOR / 2; ++j) rounded[j] = hopper::pack<T>(acc[2 * j] * scale, acc[2 * j + 1] * scale);
@@ -716,7 +712,7 @@ __global__ void __launch_bounds__(32 * MERGED_ROWS, 4) merge_kernel(const __grid
 #pragma unroll
     for (int j = 0; j < VECTOR / 2; ++j) reinterpret_cast<uint32_t*>(to)[j] = rounded[j];
     if (p.lse != nullptr && lane == 0) {
-      p.lse[token * p.stride_lse_row + head] = lse * 0.6931471805599453f;
+      p.lse[token * p.stride_lse_row + head] = sum > 0.0f ? (highest + log2f(sum)) * 0.6931471805599453f : -INFINITY;
     }
   }
 }

@@ -23,10 +23,11 @@ __device__ __forceinline__ void rotate_back(uint32_t& pair, float cos, float sin
   pair = hopper::pack<To>(a.x * cos + a.y * sin, a.y * cos - a.x * sin);
 }
 
-// The sink of a head: fp32, or in q's type.
+// The weight of a head's sink beside weights that are reduced by `highest`, in base 2. Sinks are fp32 (wide) or T.
 template <typename T>
-__device__ __forceinline__ float load_sink(const void* sinks, int head, bool wide) {
-  return wide ? static_cast<const float*>(sinks)[head] : float(static_cast<const T*>(sinks)[head]);
+__device__ __forceinline__ float sink_weight(const void* sinks, bool wide, int head, float highest) {
+  const float sink = wide ? static_cast<const float*>(sinks)[head] : float(static_cast<const T*>(sinks)[head]);
+  return exp2f(sink * 1.4426950408889634f - highest);
 }
 
 // Two fp8 numbers, in the low bytes, as fp16, which holds them exactly.

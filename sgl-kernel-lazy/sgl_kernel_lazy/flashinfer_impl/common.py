@@ -22,9 +22,7 @@ ROTATED_HEADS, ROTATE_WARPS = 16, 4
 NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 
 
-def refusal(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool
-) -> str | None:
+def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool) -> str | None:
     """What FlashInfer's kernels, as they are used here, expect and do not get, or None."""
     if dtype not in DTYPES:
         return f"expected queries in {' or '.join(map(str, DTYPES))}, got {dtype}"

@@ -109,7 +109,8 @@ def _link_decode_kernel(
 
 @jit
 def _merge_kernel(
-    partial_out, partial_lse, sinks, out, lse, kv_indptr, bs, num_spans, stride_out_row, stride_out_head, stride_lse_row,
+    partial_out, partial_lse, sinks, out, lse, kv_indptr, bs, num_spans,
+    stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """out[b, head] and lse[b, head] from the spans that hold KV tokens of request b."""
