@@ -7,8 +7,8 @@ from sglang.srt import runtime_context
 from sglang.srt.models import bailing_moe, hunyuan, minimax_m2
 
 from oracle.models import MODELS
-from sglang_lazy.port.probe import check_rotation
-from sglang_lazy.port.rope import layer_ropes
+from sglang_lazy.port.layers import describe_layers
+from sglang_lazy.port.probe import check_layers
 
 HIDDEN = 128
 
@@ -27,7 +27,7 @@ def check(layer):
         for weight in layer.parameters():
             weight.uniform_(0.5, 1.5, generator=generator) if weight.dim() == 1 else weight.normal_(generator=generator)
     model = torch.nn.ModuleList([layer])
-    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
+    check_layers(model, describe_layers(model, 2048, "cpu"), HIDDEN, torch.float32)
 
 
 def test_minimax_m2(monkeypatch):

@@ -17,7 +17,7 @@ class LinkMetadata:
 
     CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
-    segment_ids: for decode alone, which shares reads.
+    segment_ids: for decode of whole rows alone, which shares reads.
     tokens: which of the new tokens are theirs: a slice, or int32 indices.
     checked: whether a layer before has validated the arguments.
     """
@@ -37,18 +37,20 @@ class LinkMetadata:
 
     @classmethod
     def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "LinkMetadata":
-        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` KV tokens."""
+        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` KV tokens, whole or of what
+        is in a window."""
         device = table.ends.device
 
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         segments = (max_bs, table.max_segments)
-        return cls(ints(max_bs + 1), ints(max_kv), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
+        # One KV token more than there may be: a place for what `fill_window` leaves out.
+        return cls(ints(max_bs + 1), ints(max_kv + 1), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
 
     @property
-    def num_bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
 
     def first(self, bs: int) -> "LinkMetadata":
         """A view of the first `bs` rows."""
@@ -71,6 +73,34 @@ class LinkMetadata:
         torch.index_select(table.ends, 0, rows, out=self.segment_ends)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
         torch.index_select(table.ids, 0, rows, out=self.segment_ids)
+
+    def fill_window(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable, req_to_token: torch.Tensor, window: int
+    ) -> None:
+        """The same of what a window leaves of each row: first the prompt's tail, segment by segment, then the text
+        behind it, which stands in order.
+
+        window: how many positions the last token of a row sees, its own included.
+        """
+        lens = seq_lens.clamp(max=window)
+        torch.cumsum(lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
+        starts, spare = self.kv_indptr[:-1, None], len(self.kv_indices) - 1
+        seen = table.tail_positions[rows] >= (seq_lens - window)[:, None]
+        count = seen.cumsum(1)
+        # In rows that pad a batch, the tail of an earlier request may be longer than the row.
+        seen &= count <= lens[:, None]
+        count = count.minimum(lens[:, None])
+        tail = torch.where(seen, starts + count - 1, spare)
+        step = torch.arange(window, device=rows.device)
+        behind = (step >= count[:, -1:]) & (step < lens[:, None])
+        indices = torch.where(behind, (seq_lens - lens)[:, None] + step, 0)
+        places = torch.cat([tail, torch.where(behind, starts + step, spare)], 1).flatten()
+        indices = torch.cat([table.tail_indices[rows], indices], 1)
+        self.kv_indices[places] = req_to_token[rows[:, None], indices].flatten()
+        torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
+        torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
+        count = torch.nn.functional.pad(count, (1, 0))
+        self.segment_ends.copy_(count.gather(1, table.tail_ends[rows].long()))
 
     @classmethod
     def of_prefill(

@@ -1,6 +1,8 @@
 """Start-up check that a model's queries and keys enter attention exactly as the rotation left them."""
 
+import dataclasses
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import torch
@@ -8,29 +10,35 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sgl_kernel_lazy import rotate_queries
-from sglang_lazy.core.model import MAX_PREAMBLE_LEN, LayerRope
-from sglang_lazy.port.rope import attention_modules, on_axes
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer
+from sglang_lazy.port.layers import attention_modules
+from sglang_lazy.port.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
 """Where a layer is compared with itself at position 0; the last stands for the end of the context."""
 
 
 @torch.inference_mode()
-def rotation_errors(
-    module: torch.nn.Module, rope: LayerRope, hidden_size: int, dtype: torch.dtype
-) -> list[tuple[int, float]]:
-    """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error.
+def probe_layer(
+    module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype
+) -> tuple[list[tuple[int, float]], bool]:
+    """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error. And
+    whether attention is given sinks.
 
     module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
         its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
-    Raises ValueError if more than q, k and v is given to attention.
+    Raises ValueError if more than q, k, v and sinks is given to attention.
     """
-    attn, device = module.attn, rope.cos_sin_cache.device
+    attn, rope = module.attn, layer.rope
+    device = rope.cos_sin_cache.device
     seen = {}
+    sinks = False
     last = min(len(rope.cos_sin_cache) - MAX_PREAMBLE_LEN, len(module.rotary_emb.cos_sin_cache)) - 1
     places = sorted({min(position, last) for position in POSITIONS})
 
     def capture(q, k, v, forward_batch, save_kv_cache=True, **more):
+        nonlocal sinks
+        sinks = more.pop("sinks", None) is not None
         if given := [name for name, value in more.items() if value is not None]:
             raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
         seen["q"] = q.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
@@ -59,15 +67,22 @@ def rotation_errors(
             reference = rotated[0].double()
             worst = max(worst, ((back.double() - reference).norm() / reference.norm()).item())
         errors.append((position, worst))
-    return errors
+    return errors, sinks
 
 
-def check_rotation(model: torch.nn.Module, ropes: dict[int, LayerRope], hidden_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if something stands between the rotation and attention in a layer of `model`."""
+def check_layers(
+    model: torch.nn.Module, layers: Mapping[int, AttentionLayer], hidden_size: int, dtype: torch.dtype
+) -> dict[int, AttentionLayer]:
+    """`layers` of `model`, and which of them have sinks.
+
+    Raises ValueError if something stands between the rotation and attention in one of them.
+    """
+    checked = {}
     for module in attention_modules(model):
-        name = f"{type(module).__name__} of layer {module.attn.layer_id}"
+        layer_id = module.attn.layer_id
+        name = f"{type(module).__name__} of layer {layer_id}"
         try:
-            errors = rotation_errors(module, ropes[module.attn.layer_id], hidden_size, dtype)
+            errors, sinks = probe_layer(module, layers[layer_id], hidden_size, dtype)
         except Exception as error:
             raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
         for position, off in errors:
@@ -78,3 +93,5 @@ def check_rotation(model: torch.nn.Module, ropes: dict[int, LayerRope], hidden_s
                     f"{name}: rotating a query or key back from position {position} does not give that of position 0 "
                     f"(relative error {off:.2g}, at most {bound:.2g} expected)"
                 )
+        checked[layer_id] = dataclasses.replace(layers[layer_id], sinks=sinks)
+    return checked
