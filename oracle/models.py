@@ -186,6 +186,22 @@ _SPECS = [
         },
         core=False,
     ),
+    # Windows in every second layer, sinks in all; YaRN
+    ModelSpec(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **_shape(128, 4, 8, 2, head_dim=32, rope_parameters={**_YARN, "truncate": False}, sliding_window=24),
+            **dict(num_local_experts=4, num_experts_per_tok=2, swiglu_limit=7.0),
+        },
+    ),
+    # Windows in three layers of four; qk-norm over all heads
+    ModelSpec(
+        "olmo3",
+        "Olmo3Config",
+        _shape(128, 4, 4, 2, rope_parameters=_rope(), sliding_window=40),
+        core=False,
+    ),
     # A class of SGLang's over a Llama's configuration; transformers has none.
     ModelSpec(
         "internlm3",
@@ -248,13 +264,23 @@ def _init(name: str, weight: torch.Tensor, generator: torch.Generator, tied: boo
         weight.zero_()  # SGLang adds none
     elif name.endswith("bias"):
         weight.normal_(0, 0.3, generator=generator)
+    elif name.endswith("sinks"):  # as large as scores; SGLang keeps them in bf16
+        weight.copy_(weight.normal_(0, 2, generator=generator).bfloat16())
     elif weight.dim() == 1:  # norms; those of q and k set the size of the scores
         low, high = (1.1, 1.7) if "q_norm" in name or "k_norm" in name else (0.6, 1.4)
         weight.uniform_(low, high, generator=generator)
     elif "embed" in name:
         weight.normal_(0, 0.1 if tied else 1, generator=generator)
     else:
-        gains = {"q_proj": 1.4, "k_proj": 1.4, "qkv_proj": 1.4, "o_proj": 3.0, "lm_head": 2.5, "mlp.gate.": 3.0}
+        gains = {
+            "q_proj": 1.4,
+            "k_proj": 1.4,
+            "qkv_proj": 1.4,
+            "o_proj": 3.0,
+            "lm_head": 2.5,
+            "mlp.gate.": 3.0,
+            "mlp.router.": 3.0,
+        }
         gain = next((gain for part, gain in gains.items() if part in name), 1.0)
         weight.normal_(0, gain / weight.shape[-1] ** 0.5, generator=generator)
 

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from oracle.adapters import merged, random_adapter
-from oracle.block_mask import Oracle, RoundedCache, load_model, visibility
+from oracle.block_mask import Oracle, RoundedCache, attention_mask, load_model, visibility
 from oracle.models import MODELS, ModelSpec, build
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
@@ -60,7 +60,8 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
+    settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
+    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": settings})
     MODELS[wide.name] = wide
     return build(wide.name, model_dir)
 
@@ -73,12 +74,16 @@ def wide(name: str, model_dir) -> str:
         "glm4",
         "glm4-moe",
         "minimax-m2",
+        "olmo3",
         "qwen2.5-vl",
         "qwen3-vl",
         "llama fa3",
         "llama flashinfer",
         "llama triton",
         "llama copies",
+        "gpt-oss fa3",
+        "gpt-oss triton",
+        "gpt-oss copies",
         "llama fp8",
         "llama tiers",
         "llama tiers fp8",
@@ -111,10 +116,10 @@ def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Ten
     if cache_dtype != torch.bfloat16:
         RoundedCache(model, cache_dtype).expect(prompt, len(tokens))
     ids = torch.tensor(token_ids(prompt) + list(tokens))
-    visible = visibility(prompt, len(tokens))
-    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    positions = torch.arange(len(ids))
+    mask = attention_mask(model, visibility(prompt, len(tokens)), positions, positions)
     with torch.inference_mode():
-        logits = model(ids[None], attention_mask=mask[None, None], position_ids=torch.arange(len(ids))[None]).logits[0]
+        logits = model(ids[None], attention_mask=mask, position_ids=positions[None]).logits[0]
     return logits.float()[len(ids) - len(tokens) - 1 :].log_softmax(-1)
 
 
@@ -171,9 +176,11 @@ def test_chunks_on_cuda(served):
 
 
 def of_the_query(oracle: PolicyOracle, prompt, ratio: float, preamble):
-    """What `query` keeps: its probe sums attention over the last third of the layers."""
-    num_layers = oracle.model.config.get_text_config().num_hidden_layers
-    return oracle.query(prompt, ratio, range(num_layers - math.ceil(num_layers / 3), num_layers), preamble)
+    """What `query` keeps: its probe sums attention over the last third of the layers that have no window."""
+    config = oracle.model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    whole = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
+    return oracle.query(prompt, ratio, whole[-math.ceil(len(whole) / 3) :], preamble)
 
 
 KEPT = {

@@ -86,10 +86,8 @@ class LinkMetadata:
         torch.cumsum(lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
         starts, spare = self.kv_indptr[:-1, None], len(self.kv_indices) - 1
         seen = table.tail_positions[rows] >= (seq_lens - window)[:, None]
-        count = seen.cumsum(1)
         # In rows that pad a batch, the tail of an earlier request may be longer than the row.
-        seen &= count <= lens[:, None]
-        count = count.minimum(lens[:, None])
+        count = seen.cumsum(1).minimum(lens[:, None])
         tail = torch.where(seen, starts + count - 1, spare)
         step = torch.arange(window, device=rows.device)
         behind = (step >= count[:, -1:]) & (step < lens[:, None])
