@@ -74,7 +74,6 @@ def wide(name: str, model_dir) -> str:
         "glm4",
         "glm4-moe",
         "minimax-m2",
-        "olmo3",
         "qwen2.5-vl",
         "qwen3-vl",
         "llama fa3",

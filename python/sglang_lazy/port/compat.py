@@ -31,6 +31,7 @@ TESTED = frozenset(
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
