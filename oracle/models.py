@@ -195,11 +195,15 @@ _SPECS = [
             **dict(num_local_experts=4, num_experts_per_tok=2, swiglu_limit=7.0),
         },
     ),
-    # Windows in three layers of four; qk-norm over all heads
+    # Windows in most layers, whose rotation is another than that of the others; qk-norm
     ModelSpec(
-        "olmo3",
-        "Olmo3Config",
-        _shape(128, 4, 4, 2, rope_parameters=_rope(), sliding_window=40),
+        "mellum",
+        "MellumConfig",
+        {
+            **_shape(96, 4, 4, 2, head_dim=32, rope_parameters={"full_attention": _YARN, "sliding_attention": _rope()}),
+            **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=40),
+            **dict(mlp_layer_types=["sparse", "dense"] * 2, norm_topk_prob=True, **_EXPERTS),
+        },
         core=False,
     ),
     # A class of SGLang's over a Llama's configuration; transformers has none.

@@ -116,6 +116,14 @@ class PolicyOracle:
         scores = self.attention_scores(segments, preamble)
         return (scores if layers is None else scores[list(layers)]).sum(0)
 
+    @property
+    def last_third(self) -> list[int]:
+        """The layers that `query` sums up by default: of those without a window the last third."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        whole = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
+        return whole[-math.ceil(len(whole) / 3) :]
+
     def query(
         self,
         segments: list[Segment],

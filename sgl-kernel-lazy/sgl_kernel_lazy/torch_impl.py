@@ -117,7 +117,7 @@ def link_decode(
     sm_scale: what scores are multiplied by, positive.
     v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
         by a scale, multiply sm_scale by it.
-    sinks: [num_qo_heads], fp32 or q's dtype: a score of each head that takes part in its softmax, without a value.
+    sinks: [num_qo_heads], fp32, fp16 or bf16: a score of each head that takes part in its softmax, without a value.
     segment_ids: as for `plan_decode`; used only where workspace is None.
     workspace: from `decode_workspace`, with this batch planned by `plan_decode`; None: made here.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log, of the KV tokens without the sink.

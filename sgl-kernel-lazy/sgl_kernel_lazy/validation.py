@@ -101,7 +101,7 @@ def check_link_inputs(
     if v_scale != 1.0 and k_cache.dtype not in FP8:
         raise ValueError(f"v_scale: expected 1 for caches that are not fp8, got {v_scale}")
     if sinks is not None:
-        check_tensor("sinks", sinks, (num_qo_heads,), (q.dtype, torch.float32), device)
+        check_tensor("sinks", sinks, (num_qo_heads,), FLOATS, device)
     if out is not None:
         check_tensor("out", out, (nnz_qo, num_qo_heads, head_dim), (q.dtype,), device)
     if lse is not None:

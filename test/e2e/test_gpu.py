@@ -1,7 +1,6 @@
 """Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
 import gc
-import math
 
 import pytest
 import torch
@@ -174,17 +173,9 @@ def test_chunks_on_cuda(served):
     assert max(ours) <= 2 * max(plain), (ours, plain)
 
 
-def of_the_query(oracle: PolicyOracle, prompt, ratio: float, preamble):
-    """What `query` keeps: its probe sums attention over the last third of the layers that have no window."""
-    config = oracle.model.config.get_text_config()
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    whole = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
-    return oracle.query(prompt, ratio, whole[-math.ceil(len(whole) / 3) :], preamble)
-
-
 KEPT = {
     "epic:tokens=16": lambda oracle, prompt, preamble: epic(prompt, 16),
-    "query:ratio=0.15": lambda oracle, prompt, preamble: of_the_query(oracle, prompt, 0.15, preamble),
+    "query:ratio=0.15": lambda oracle, prompt, preamble: oracle.query(prompt, 0.15, oracle.last_third, preamble),
     "blend:ratio=0.15": lambda oracle, prompt, preamble: oracle.blend(prompt, 0.15, preamble),
     "static:ratio=0.15": lambda oracle, prompt, preamble: without_best_of_each(
         prompt, -oracle.key_sizes(prompt, preamble), 0.15

@@ -188,9 +188,8 @@ def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
 
 
 def add_sinks(batch: Batch) -> Batch:
-    """The batch with a sink for each head, from far below its scores to far above them."""
-    sinks = torch.linspace(-8, 8, batch.shape.num_qo_heads).to(batch.shape.dtype).to(DEVICE)
-    batch.options["sinks"] = sinks
+    """The batch with a sink for each head, from far below its scores to far above them; bf16, as models have them."""
+    batch.options["sinks"] = torch.linspace(-8, 8, batch.shape.num_qo_heads).bfloat16().to(DEVICE)
     return batch
 
 

@@ -50,7 +50,8 @@ class LinkAttention(AttentionBackend):
         ints = dict(dtype=torch.int32, device=runner.device)
         zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
         copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
-        sinks = zero.float().expand(attn.tp_q_head_num) if self.link_model.layers[attn.layer_id].sinks else None
+        has_sinks = self.link_model.layers[attn.layer_id].sinks
+        sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if has_sinks else None
         self.link_ops.link_extend(
             torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
             *self.link_pool.get_kv_buffer(attn.layer_id),

@@ -35,6 +35,7 @@ TESTED = frozenset(
         "GraniteForCausalLM",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
+        "MellumForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",

@@ -133,6 +133,8 @@ def link_decode(
             workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
+    if sinks is not None and sinks.dtype != q.dtype:
+        sinks = sinks.to(torch.float32)
     module = load_module(
         "link_decode",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,

@@ -103,6 +103,8 @@ def link_extend(
     if max_partials > 0:
         partial_out = torch.empty(max_partials, block_m, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(max_partials, block_m, dtype=torch.float32, device=q.device)
+    if sinks is not None and sinks.dtype != q.dtype:
+        sinks = sinks.to(torch.float32)
     module = load_module(
         "link_extend",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
