@@ -167,8 +167,8 @@ def check_extend_inputs(
     check_tensor("kv_positions", kv_positions, (None,), (torch.int32,), q.device)
     if not isinstance(max_extend_len, int) or max_extend_len < 0:
         raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"window: expected a positive int or None, got {window!r}")
+    if window is not None:
+        check_window(window)
 
 
 def check_accumulate_inputs(
@@ -195,6 +195,41 @@ def check_accumulate_inputs(
         segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, sinks=sinks, kv_dtypes=kv_dtypes,
     )  # fmt: skip
     check_tensor("sums", sums, (None,), (torch.float32,), q.device)
+
+
+def check_window_inputs(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    segment_ends: torch.Tensor,
+    num_segments: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tail_ends: torch.Tensor,
+    tail_indices: torch.Tensor,
+    tail_positions: torch.Tensor,
+    window: int,
+) -> None:
+    """Check the arguments of `window_rows`."""
+    device, ints = rows.device, (torch.int32,)
+    check_tensor("rows", rows, (None,), (torch.int64,), device)
+    bs = rows.shape[0]
+    check_tensor("seq_lens", seq_lens, (bs,), INTEGERS, device)
+    check_tensor("num_segments", num_segments, (bs,), ints, device)
+    check_tensor("kv_indptr", kv_indptr, (bs + 1,), ints, device)
+    check_tensor("kv_indices", kv_indices, (None,), ints, device)
+    check_tensor("segment_ends", segment_ends, (bs, None), ints, device)
+    check_tensor("req_to_token", req_to_token, (None, None), ints, device)
+    num_rows = req_to_token.shape[0]
+    check_tensor("tail_ends", tail_ends, (num_rows, segment_ends.shape[1]), ints, device)
+    check_tensor("tail_indices", tail_indices, (num_rows, None), ints, device)
+    check_tensor("tail_positions", tail_positions, tail_indices.shape, ints, device)
+    check_window(window)
+
+
+def check_window(window: int) -> None:
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window: expected a positive int or None, got {window!r}")
 
 
 def check_copy_inputs(

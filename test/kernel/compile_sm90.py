@@ -15,10 +15,12 @@ attention = importlib.import_module("sgl_kernel_lazy.triton.accumulate_attention
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
+windows = importlib.import_module("sgl_kernel_lazy.triton.window_rows")
 
 FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
+INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions")
 # Of queries, and of caches that have another.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
@@ -43,7 +45,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
             signature[name] = f"*{dtype}"
         elif name in INDEX_POINTERS:
             signature[name] = "*i32"
-        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets"):
+        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens"):
             signature[name] = "*i64"
         else:
             signature[name] = "fp32" if name == "v_scale" else "i32"
@@ -126,6 +128,10 @@ HEADS = [
 QUICK = HEADS[:2]
 
 if __name__ == "__main__":
+    for max_tail in (128, 4096):
+        blocks = dict(BLOCK_BS=256, BLOCK_T=max_tail, BLOCK_N=128)
+        kernel = compile_kernel(windows._window_rows_kernel, "bf16", 4, 3, **blocks)
+        print(max_tail, kernel.metadata.name, kernel.metadata.shared, flush=True)
     for heads in QUICK if "--quick" in sys.argv else HEADS:
         links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
         links += compile_extend(*heads, 512, False, 128)

@@ -37,7 +37,7 @@ def test_kernels_compile_for_sm90():
 
 OPS = (
     "accumulate_attention", "copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode",
-    "unsupported",
+    "unsupported", "window_rows",
 )  # fmt: skip
 # What an implementation takes besides, by keyword and with a default.
 EXTRAS = {("flashinfer", "link_extend"): {"plan"}}

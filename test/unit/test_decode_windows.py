@@ -43,11 +43,11 @@ def layout(chunks, prompt_len, rng):
     return np.array([*in_chunks, *cached, *np.setdiff1d(text, cached)], dtype=np.int32)
 
 
-def build(windows, seed):
+def build(windows, seed, kernels="torch"):
     """A pool with a row for each of ROWS, of prompts and what was generated, and NaN in all other slots."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     layers = {i: AttentionLayer(HEADS, HEADS, HEAD_DIM, ROPE, window) for i, window in enumerate(windows)}
-    model = ServedModel({}, layers, get_implementation("torch"))
+    model = ServedModel({}, layers, get_implementation(kernels))
     table = SegmentTable(len(ROWS) + 1, 8, "cpu", model)
     pool = SimpleNamespace(req_to_token=torch.zeros(len(ROWS) + 1, CONTEXT, dtype=torch.int32))
     keys, values = (torch.full((POOL, HEADS, HEAD_DIM), float("nan")) for _ in range(2))
@@ -74,12 +74,13 @@ def build(windows, seed):
     return table, pool, (keys, values), torch.tensor(seq_lens), exact
 
 
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("for_graph", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_window_of_each_row(seed, for_graph):
+def test_a_window_of_each_row(seed, for_graph, kernels):
     """Several windows beside layers without; each row against softmax over the last positions of its prompt."""
     windows = [None, *WINDOWS]
-    table, pool, (keys, values), seq_lens, exact = build(windows, seed)
+    table, pool, (keys, values), seq_lens, exact = build(windows, seed, kernels)
     rows = DecodeRows(table, pool)
     rows.allocate_for_graphs(len(ROWS) + 3)
     batch = SimpleNamespace(
@@ -118,9 +119,10 @@ def test_a_window_of_each_row(seed, for_graph):
             torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=1e-5)
 
 
-def test_a_row_that_pads_a_batch():
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_row_that_pads_a_batch(kernels):
     """It has one token, and the tail of whatever request had its row before."""
-    table, pool, _, _, _ = build(WINDOWS, seed=0)
+    table, pool, _, _, _ = build(WINDOWS, 0, kernels)
     rows = DecodeRows(table, pool)
 
     def of(rows_and_lens):

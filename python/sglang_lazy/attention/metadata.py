@@ -45,8 +45,7 @@ class LinkMetadata:
             return torch.zeros(shape, dtype=torch.int32, device=device)
 
         segments = (max_bs, table.max_segments)
-        # One KV token more than there may be: a place for what `fill_window` leaves out.
-        return cls(ints(max_bs + 1), ints(max_kv + 1), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
+        return cls(ints(max_bs + 1), ints(max_kv), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -77,28 +76,22 @@ class LinkMetadata:
     def fill_window(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable, req_to_token: torch.Tensor, window: int
     ) -> None:
-        """The same of what a window leaves of each row: first the prompt's tail, segment by segment, then the text
-        behind it, which stands in order.
-
-        window: how many positions the last token of a row sees, its own included.
-        """
-        lens = seq_lens.clamp(max=window)
-        torch.cumsum(lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
-        starts, spare = self.kv_indptr[:-1, None], len(self.kv_indices) - 1
-        seen = table.tail_positions[rows] >= (seq_lens - window)[:, None]
-        # In rows that pad a batch, the tail of an earlier request may be longer than the row.
-        count = seen.cumsum(1).minimum(lens[:, None])
-        tail = torch.where(seen, starts + count - 1, spare)
-        step = torch.arange(window, device=rows.device)
-        behind = (step >= count[:, -1:]) & (step < lens[:, None])
-        indices = torch.where(behind, (seq_lens - lens)[:, None] + step, 0)
-        places = torch.cat([tail, torch.where(behind, starts + step, spare)], 1).flatten()
-        indices = torch.cat([table.tail_indices[rows], indices], 1)
-        self.kv_indices[places] = req_to_token[rows[:, None], indices].flatten()
+        """The same of what a window leaves of each row, `kv_indices` included."""
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
-        count = torch.nn.functional.pad(count, (1, 0))
-        self.segment_ends.copy_(count.gather(1, table.tail_ends[rows].long()))
+        table.model.kernels.window_rows(
+            self.kv_indptr,
+            self.kv_indices,
+            self.segment_ends,
+            self.num_segments,
+            req_to_token,
+            rows,
+            seq_lens,
+            table.tail_ends,
+            table.tail_indices,
+            table.tail_positions,
+            window=window,
+        )
 
     @classmethod
     def of_prefill(
