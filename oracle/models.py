@@ -146,6 +146,17 @@ _SPECS = [
         needs="a GPU: SGLang's norm of queries and keys is a Triton kernel",
         core=False,
     ),
+    # Windows in most layers, whose rotation is another than that of the others, both computed once for all layers
+    ModelSpec(
+        "gemma3",
+        "Gemma3TextConfig",
+        {
+            **_shape(128, 4, 4, 1, head_dim=48, query_pre_attn_scalar=48, tie_word_embeddings=True),
+            **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=32),
+            "rope_parameters": {"full_attention": _rope(), "sliding_attention": {**_rope(), "rope_theta": 100.0}},
+        },
+        core=False,
+    ),
     # GPT-J pairing over the whole head
     ModelSpec(
         "ernie4.5",
@@ -252,7 +263,7 @@ def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             _init(name, weight, generator, tied=model.config.tie_word_embeddings)
-            if spec.name == "gemma":  # scales embeddings up, and adds one to the weights of norms
+            if spec.name.startswith("gemma"):  # scales embeddings up, and adds one to the weights of norms
                 weight.sub_(0.6) if weight.dim() == 1 else weight.mul_(0.5 if "embed" in name else 1)
     return model.eval()
 

@@ -181,7 +181,7 @@ class LinkAttention(AttentionBackend):
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
         return (
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k_cache,
             v_cache,
             self._options(layer, kwargs.get("sinks")),

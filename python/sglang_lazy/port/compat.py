@@ -28,6 +28,7 @@ TESTED = frozenset(
         "ArceeForCausalLM",
         "CohereForCausalLM",
         "Ernie4_5_ForCausalLM",
+        "Gemma3ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",

@@ -26,6 +26,12 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, t
             yield module, None
 
 
+def shared_rotations(model: torch.nn.Module) -> list[Any]:
+    """Modules that compute cos and sin for several layers at once, which are given them: Hugging Face's, and SGLang's
+    like them."""
+    return [module for module in model.modules() if hasattr(module, "inv_freq") and hasattr(module, "rope_init_fn")]
+
+
 def window_of(attn: RadixAttention) -> int | None:
     """How many positions a token sees in a layer, its own included; SGLang counts those before it."""
     return attn.sliding_window_size + 1 if attn.sliding_window_size > -1 else None

@@ -4,6 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -11,7 +12,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer
-from sglang_lazy.port.layers import attention_modules
+from sglang_lazy.port.layers import attention_modules, shared_rotations
 from sglang_lazy.port.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
@@ -20,13 +21,14 @@ POSITIONS = (1, 1000, 1 << 62)
 
 @torch.inference_mode()
 def probe_layer(
-    module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype
+    module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype, rotation: Any = None
 ) -> tuple[list[tuple[int, float]], bool]:
     """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error. And
     whether attention is given sinks.
 
     module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
         its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
+    rotation: what computes cos and sin, if it is given them.
     Raises ValueError if more than q, k, v and sinks is given to attention.
     """
     attn, rope = module.attn, layer.rope
@@ -43,13 +45,15 @@ def probe_layer(
             raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
         seen["q"] = q.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
         seen["k"] = k.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
-        return q.new_zeros(len(q), attn.tp_q_head_num * attn.v_head_dim)
+        return q.new_zeros(len(places) + 1, attn.tp_q_head_num * attn.v_head_dim)
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(len(places) + 1, 1)
     positions = on_axes(torch.tensor([0, *places], device=device), module.rotary_emb)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     arguments = dict(positions=positions, position_ids=positions, hidden_states=hidden, forward_batch=batch)
+    if rotation is not None:
+        arguments["position_embeddings"] = rotation(hidden, positions[None])
     names = inspect.signature(module.forward).parameters
     # Without a KV pool of a known dtype, models store nothing while they rotate.
     pools = SimpleNamespace(token_to_kv_pool=SimpleNamespace(dtype=None), req_to_token_pool=None)
@@ -78,11 +82,18 @@ def check_layers(
     Raises ValueError if something stands between the rotation and attention in one of them.
     """
     checked = {}
+    rotations = shared_rotations(model)
     for module in attention_modules(model):
         layer_id = module.attn.layer_id
         name = f"{type(module).__name__} of layer {layer_id}"
+        takes_angles = "position_embeddings" in inspect.signature(module.forward).parameters
         try:
-            errors, sinks = probe_layer(module, layers[layer_id], hidden_size, dtype)
+            # Which of the model's rotations a layer is given, only its caller knows: one of them must be the layer's.
+            probed = [
+                probe_layer(module, layers[layer_id], hidden_size, dtype, rotation)
+                for rotation in (rotations if takes_angles else [None])
+            ]
+            errors, sinks = min(probed, key=lambda result: max(off for _, off in result[0]))
         except Exception as error:
             raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
         for position, off in errors:
