@@ -156,6 +156,7 @@ _SPECS = [
             **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=32),
             "rope_parameters": {"full_attention": _rope(), "sliding_attention": {**_rope(), "rope_theta": 100.0}},
         },
+        seed=1,
         core=False,
     ),
     # GPT-J pairing over the whole head
@@ -206,7 +207,7 @@ _SPECS = [
             **_shape(128, 4, 8, 2, head_dim=32, rope_parameters={**_YARN, "truncate": False}, sliding_window=24),
             **dict(num_local_experts=4, num_experts_per_tok=2, swiglu_limit=7.0),
         },
-        # SGLang asks for a backend with sinks, and then replaces it where the CPU does not have what it needs. By itself
+        # SGLang asks for a backend with sinks, and then replaces it where the CPU does not have what it needs; by itself
         # it would lay out the experts' weights for Triton.
         cpu_options=dict(attention_backend="intel_amx", disable_cuda_graph=True, moe_runner_backend="triton"),
     ),
@@ -219,6 +220,7 @@ _SPECS = [
             **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=40),
             **dict(mlp_layer_types=["sparse", "dense"] * 2, norm_topk_prob=True, **_EXPERTS),
         },
+        seed=1,
         core=False,
     ),
     # A class of SGLang's over a Llama's configuration; transformers has none.
