@@ -152,7 +152,7 @@ _SPECS = [
         "gemma3",
         "Gemma3TextConfig",
         {
-            **_shape(128, 4, 4, 1, head_dim=48, query_pre_attn_scalar=48, tie_word_embeddings=True),
+            **_shape(128, 4, 4, 1, head_dim=48, query_pre_attn_scalar=128, tie_word_embeddings=True),
             **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=32),
             "rope_parameters": {"full_attention": _rope(), "sliding_attention": {**_rope(), "rope_theta": 100.0}},
         },
