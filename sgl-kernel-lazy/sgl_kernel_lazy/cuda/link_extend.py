@@ -12,7 +12,7 @@ BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
 # tiles.
 MAX_SEGMENTS, MAX_SEGMENTS_WINDOWED = 1900, 949
 NO_WINDOW = 2**31 - 1
-# No request is split in a batch of at most this many tiles: merging would take longer.
+# No request is split where this many tiles are seen at most: merging would take longer.
 WORTH_SPLITTING = 4
 
 
@@ -34,18 +34,25 @@ def refusal(
 
 
 def _room(
-    bs: int, nnz_qo: int, nnz_kv: int, max_extend_len: int, group_size: int, num_kv_heads: int, head_dim: int, sms: int
+    bs: int,
+    nnz_qo: int,
+    max_seen: int,
+    max_extend_len: int,
+    group_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sms: int,
 ) -> tuple[int, int, int]:
     """(block_m, max_items, max_partials): packed rows of a work item, and room for the splits that the device chooses.
 
-    nnz_kv may be an upper bound.
+    max_seen: how many KV tokens a work item sees at most, where its rows are neighbours.
     """
     block_m = SMALL_BLOCK_M if head_dim == 256 or max_extend_len * group_size <= SMALL_BLOCK_M else BLOCK_M
     row_tiles = min(
         bs * -(-max_extend_len * group_size // block_m), (nnz_qo * group_size + bs * (block_m - 1)) // block_m
     )
     items = row_tiles * num_kv_heads
-    if nnz_kv <= WORTH_SPLITTING * BLOCK_N[head_dim]:
+    if max_seen <= WORTH_SPLITTING * BLOCK_N[head_dim]:
         return block_m, items, 0
     # Parts no shorter than an SM's share of all tiles: so many more items, and at most twice as many parts.
     return block_m, items + sms, 2 * sms
@@ -95,8 +102,9 @@ def link_extend(
     if nnz_qo == 0 or max_extend_len == 0:
         return out
     sms = num_sms(q.device)
+    max_seen = kv_indices.shape[0] if window is None else min(kv_indices.shape[0], window + BLOCK_M)
     block_m, max_items, max_partials = _room(
-        num_segments.shape[0], nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads // num_kv_heads,
+        num_segments.shape[0], nnz_qo, max_seen, max_extend_len, num_qo_heads // num_kv_heads,
         num_kv_heads, head_dim, sms,
     )  # fmt: skip
     partial_out = partial_lse = None
