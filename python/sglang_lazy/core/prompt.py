@@ -108,7 +108,7 @@ class ChunkSlice:
     @property
     def positions(self) -> np.ndarray:
         """The positions of the prompt that it stands for, int32 [num_kept]."""
-        return self.indices + np.int32(self.start)
+        return positions_in([(self.start + begin, self.start + end) for begin, end in self.kept])
 
     @property
     def offset(self) -> int:
@@ -192,7 +192,8 @@ class LinkedPrompt(NamedTuple):
         begins a span, too: its token ids are 30 bits of a hash, so its digest joins the path.
         """
         preamble = preamble or array("q")
-        path, ids = hashlib.sha256(), np.asarray(as_int32(input_ids))
+        path, narrow = hashlib.sha256(), as_int32(input_ids)
+        ids = np.asarray(narrow)
         variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
         path.update(b"preamble %b" % (variant or b""))
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)
@@ -210,6 +211,8 @@ class LinkedPrompt(NamedTuple):
                 path.update(ids[positions].data)
 
         def end_span(end: int) -> None:
+            if position == end and not len(holes):
+                return
             begin, before, image_len = position, holes, 0
             for (first, last), digest in zip(images.ranges, images.digests, strict=True) if images else ():
                 if position <= first < end:
@@ -225,13 +228,13 @@ class LinkedPrompt(NamedTuple):
             if not ranges:
                 continue
             end_span(start + ranges[0][0])
-            key = chunk_key(ids[start:end].data, chunk_namespace)
+            key = chunk_key(narrow[start:end], chunk_namespace)
             shift = int(images.places[start]) - start if images else 0
             chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble, shift)
             chunks.append(chunk)
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
-            seen = key if needed == end - start else chunk_key(ids[start : start + needed].data, chunk_namespace)
+            seen = key if needed == end - start else chunk_key(narrow[start : start + needed], chunk_namespace)
             kept_ranges = np.array(ranges, dtype="<i4").tobytes()
             path.update(b"chunk %d %b %b%b" % (len(ranges), kept_ranges, seen.tokens, seen.check))
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)

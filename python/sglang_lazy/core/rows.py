@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.prompt import LinkedPrompt, tokens_at
 
 
 class Row:
@@ -43,11 +43,15 @@ class Row:
             self.computed_start.append(row_end)
             row_end += len(rest)
         assert row_end == num_tokens, (row_end, num_tokens)
-        self.positions = np.concatenate([*parts, *to_compute])
+        self._parts = parts + to_compute
+        self.positions = np.concatenate(self._parts)
 
     def permuted(self, ids: array) -> array:
         """`ids`, one for each position, in row order."""
-        return array("q", np.frombuffer(ids, dtype=np.int64)[self.positions].tobytes())
+        in_order = array("q")
+        for positions in self._parts:  # most are consecutive; gathering all at once costs several copies of the prompt
+            in_order += tokens_at(ids, positions)
+        return in_order
 
     def available(self, i: int, row_len: int) -> int:
         """How many of the first tokens of span `i` are among the first `row_len` tokens of the row."""
