@@ -225,12 +225,19 @@ class ChunkStore:
 
         Those on the host that memory does not suffice for stay missing.
         """
-        new = {i: node for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None}
-        on_host = [i for i, node in new.items() if node.evicted]
-        for i in sorted(new, key=on_host.__contains__):  # loading evicts, so first those that must stay
-            if not new[i].evicted or self.tree.load(new[i]):
-                self.enter(chunks, i, new[i])
-        return [i for i in on_host if chunks.nodes[i] is not None]
+        on_host = []
+        for i, node in enumerate(nodes):
+            if node is not None and chunks.nodes[i] is None:
+                if node.evicted:
+                    on_host.append(i)
+                else:
+                    self.enter(chunks, i, node)
+        loaded = []
+        for i in on_host:  # loading evicts, so what must stay has been locked
+            if not nodes[i].evicted or self.tree.load(nodes[i]):  # what another slice has loaded needs no more
+                self.enter(chunks, i, nodes[i])
+                loaded.append(i)
+        return loaded
 
     def enter_published(
         self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], published: Mapping[ChunkKey, Node]

@@ -30,8 +30,12 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        parts = [chunk.positions for chunk in prompt.chunks]
         last, row_end = prompt.spans[-1], prompt.num_chunk_tokens
+        self._moves_nothing = last is prompt.spans[0] and last.start == row_end  # all text is behind all slices
+        if self._moves_nothing:
+            parts = [np.arange(row_end, dtype=np.int32)]
+        else:
+            parts = [chunk.positions for chunk in prompt.chunks]
         to_compute = []
         for span, count in zip(prompt.spans, cached, strict=True):
             positions = span.first(last.count_before(num_tokens)) if span is last else span.positions
@@ -47,7 +51,9 @@ class Row:
         self.positions = np.concatenate(self._parts)
 
     def permuted(self, ids: array) -> array:
-        """`ids`, one for each position, in row order."""
+        """`ids`, one for each position, in row order; `ids` itself if that is the same."""
+        if self._moves_nothing:
+            return ids
         in_order = array("q")
         for positions in self._parts:  # most are consecutive; gathering all at once costs several copies of the prompt
             in_order += tokens_at(ids, positions)
