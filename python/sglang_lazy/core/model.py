@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from sgl_kernel_lazy import rope_cos_sin

@@ -238,7 +238,7 @@ class LinkedPrompt(NamedTuple):
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
             seen = key if needed == end - start else chunk_key(ids[start : start + needed], chunk_namespace)
-            kept_ranges = array("i", itertools.chain.from_iterable(ranges))
+            kept_ranges = array("i", itertools.chain.from_iterable(ranges)).tobytes()
             path.update(b"chunk %d %b %b%b" % (len(ranges), kept_ranges, seen.tokens, seen.check))
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
