@@ -48,8 +48,7 @@ class AttentionRow(NamedTuple):
         if not isinstance(state, LinkedRequest) or state.recomputes:
             return [cls(request, [(0, row_len)], positions_in([(0, row_len)]), extend_len, ordinary=True)]
         positions = state.row.positions_of(0, row_len)
-        in_order = np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
-        ordinary = in_order and not state.segments
+        ordinary = not state.segments and np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
         probe = state.probe if state.policy.probes == "attention" else None
         return [cls(request, [(0, row_len)], positions, extend_len, ordinary, probe)]
 

@@ -56,11 +56,12 @@ class SegmentTable:
             return
         records = np.zeros((len(changed), self._records.shape[1]), dtype=np.int32)
         for record, (row, chunks) in zip(records, changed.items(), strict=True):
-            record[0] = count = len(chunks)
-            ends, offsets, ids = record[1:].reshape(3, -1)
-            ends[:count] = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
-            offsets[:count] = self.model.rotations([chunk.offset for chunk in chunks])
-            ids[:count] = [*map(segment_id, chunks)]
+            record[0] = len(chunks)
+            record[1:].reshape(3, -1)[:, : len(chunks)] = (
+                [*itertools.accumulate([chunk.num_kept for chunk in chunks])],
+                self.model.rotations([chunk.offset for chunk in chunks]),
+                [*map(segment_id, chunks)],
+            )
             (self.linked_rows.add if chunks else self.linked_rows.discard)(row)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         device = self._records.device

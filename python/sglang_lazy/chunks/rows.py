@@ -153,16 +153,14 @@ class RowCache:
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
-        text_start = row.prompt.num_chunk_tokens
-        text_slots = self.pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
         for i, span in enumerate(row.prompt.spans):
             published, count = row.published[i], row.available(i, row_len)
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
-            slots = text_slots[computed_start - text_start :][: count - cached]
+            slots = self.read(req, computed_start, computed_start + count - cached)
             if cached:
-                slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
+                slots = torch.cat([self.read(req, row.cached_start[i], row.cached_start[i] + cached), slots])
             tokens, namespace = _tokens(req, span.first(count)), _namespace(req, span)
             num_present, node = self.tree.add(tokens, namespace, slots, req.priority or 0, chunked)
             if num_present > published:
@@ -251,6 +249,8 @@ class RowCache:
 
 def _tokens(req: Any, positions: np.ndarray) -> array:
     """The tokens at these positions of the prompt and its answer, all of the answer's up to the last one."""
+    if not req.output_ids:
+        return tokens_at(req.origin_input_ids, positions)
     prompt_len = len(req.origin_input_ids)
     count = int(np.searchsorted(positions, prompt_len))
     tokens = tokens_at(req.origin_input_ids, positions[:count])
