@@ -32,6 +32,8 @@ VARIANTS = {
     "llama-yarn": {"disable_overlap_schedule": True, "chunked_prefill_size": 64},
     "qwen2": {"chunked_prefill_size": 64, "schedule_policy": "dfs-weight"},
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
+    # SGLang takes this backend for this model, and replaces it where the CPU does not have what it needs.
+    "gpt-oss": {"attention_backend": "intel_amx", "chunked_prefill_size": 64},
     "stablelm": {"schedule_policy": "lpm", "max_running_requests": 4},
     # The pool has room for a prompt and the chunks that are copied into it.
     "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},

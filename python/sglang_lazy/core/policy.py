@@ -18,10 +18,12 @@ class ServerTraits(NamedTuple):
 
     fp8_cache: whether keys and values are rounded to fp8.
     first_layers: whether a batch can be run through the model's first layers alone.
+    whole_layers: whether there are layers that see all of a prompt, rather than a window.
     """
 
     fp8_cache: bool = False
     first_layers: bool = True
+    whole_layers: bool = True
 
 
 class TrainedTokens(NamedTuple):

@@ -7,6 +7,7 @@ The row of a linked request is a permutation of its prompt:
 Text stands in position order in both parts. At and beyond the prompt's length, index and position are the same.
 """
 
+import functools
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,11 @@ class Row:
         for positions in self._parts:  # most are consecutive; gathering all at once costs several copies of the prompt
             in_order += tokens_at(ids, positions)
         return in_order
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether each token stands in the row where it stands in the prompt."""
+        return bool((self.positions == np.arange(len(self.positions))).all())
 
     def available(self, i: int, row_len: int) -> int:
         """How many of the first tokens of span `i` are among the first `row_len` tokens of the row."""
