@@ -1,5 +1,6 @@
 """Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
+import dataclasses
 import gc
 import math
 
@@ -9,7 +10,7 @@ import transformers
 
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundedCache, load_model, visibility
-from oracle.models import MODELS, ModelSpec, build
+from oracle.models import MODELS, build_model
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
@@ -60,9 +61,8 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
-    MODELS[wide.name] = wide
-    return build(wide.name, model_dir)
+    wide = dataclasses.replace(spec, name=f"{spec.name}-wide", settings={**spec.settings, **WIDE})
+    return build_model(wide, model_dir)
 
 
 @pytest.fixture(

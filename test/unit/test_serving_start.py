@@ -66,9 +66,7 @@ def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):
 @pytest.fixture
 def no_start(monkeypatch):
     """A model that fits no machine's kernels, up to the moment when it would be loaded."""
-    args = SimpleNamespace(
-        device="cpu", enable_metrics=False, radix_cache_backend="lazy", tokenizer_worker_num=1
-    )
+    args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy", tokenizer_worker_num=1)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
