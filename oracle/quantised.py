@@ -1,4 +1,4 @@
-"""Quantised checkpoints of tiny models, and the models that they stand for: the same weights as read back, behind inputs
+"""Quantised checkpoints of tiny models, and the models they stand for: the same weights as read back, behind inputs
 that are rounded where kernels for the format round them."""
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Models with quantised weights on a GPU, against the oracle: the weights as read back, behind inputs that are rounded as
+"""Models with quantised weights on a GPU, against the oracle: the weights as read back, behind inputs rounded as
 by the kernels of the format."""
 
 import gc
@@ -46,8 +46,9 @@ def serve(model_dir, tmp_path):
 
 
 def check(engine, prompts, oracles, **arguments) -> None:
-    """Cold, reordered and warm, in batches. Errors are means over all tokens, as a number that is rounded to its other
-    neighbour makes single ones large by luck; full attention's answers differ from these by more.
+    """Cold, reordered and warm, in batches: no further from fp32 than twice plain PyTorch in bf16, and nearer to chunks
+    that see only themselves than to full attention. Errors are means over all tokens: a number that is rounded to its
+    other neighbour makes single ones large by luck.
 
     oracles: in fp32, and in bf16.
     """
@@ -64,9 +65,9 @@ def check(engine, prompts, oracles, **arguments) -> None:
             reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
             ours.append(reported - exact)
             plain.append(rough - exact)
-            full.append(oracles[0].logprobs([text(token_ids(prompt))], tokens[:-1])[chosen] - exact)
+            full.append(reported - oracles[0].logprobs([text(token_ids(prompt))], tokens[:-1])[chosen])
     ours, plain, full = (torch.stack(errors).abs().mean().item() for errors in (ours, plain, full))
-    assert ours <= 2 * plain < full, (ours, plain, full)
+    assert ours <= 2 * plain and ours < full, (ours, plain, full)
 
 
 def prompts_of(name: str) -> list:
