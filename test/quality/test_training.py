@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from benchmark.quality.llama import Llama, Shape, load_llama, save_for_serving
 from benchmark.quality.packing import ANSWER, FIELDS, IGNORED, Mix, make_row
 from benchmark.quality.recipe import Recipe, make_rows, start_worker
 from benchmark.quality.reference import Reference
-from benchmark.quality.train import Trainer, exact_match, losses, make_mask, to_batch, train
+from benchmark.quality.train import Trainer, exact_match, losses, main, make_mask, to_batch, train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
 from oracle.adapters import merge
 from oracle.block_mask import load_model, visibility
@@ -200,6 +201,12 @@ def test_an_adapter(tmp_path, encode):
     batch = batch_of(encode, length=200)
     logits = [one(batch["ids"], batch["positions"], make_mask(batch, flex=False)) for one in (again.model, model)]
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_needs_its_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--lora", "4"])
+    with pytest.raises(SystemExit, match="--start"):
+        main()
 
 
 def test_families(tmp_path):
