@@ -83,6 +83,8 @@ def test_an_engine_and_a_server_are_refused_early(no_start):
     no_start.tokenizer_worker_num = 2
     with pytest.raises(ValueError, match="tokenizer_worker_num must be 1"):
         Engine(server_args=no_start)
+    with pytest.raises(ValueError, match="a Runtime has one tokenizer worker"):
+        Runtime(model_path="m", tokenizer_worker_num=2)
 
 
 def test_workers_without_our_hooks_are_refused(monkeypatch):
