@@ -1,5 +1,6 @@
 """Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -8,7 +9,7 @@ import transformers
 
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundedCache, attention_mask, load_model, visibility
-from oracle.models import MODELS, ModelSpec, build
+from oracle.models import MODELS, build_model
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
@@ -60,9 +61,7 @@ def wide(name: str, model_dir) -> str:
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
     settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": settings})
-    MODELS[wide.name] = wide
-    return build(wide.name, model_dir)
+    return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
 
 
 @pytest.fixture(

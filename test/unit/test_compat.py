@@ -40,7 +40,9 @@ FLAGS = {
     "enable_deterministic_inference": False,
     "radix_eviction_policy": "lru",
     "quantization_param_path": None,
-    "tokenizer_worker_num": 1,
+    "tokenizer_worker_num": 2,
+    "api_key": None,
+    "admin_api_key": None,
     "dllm_algorithm": None,
     "smg_grpc_mode": False,
     "grpc_mode": False,
@@ -69,7 +71,8 @@ UNFIT_FLAGS = [
     ("enable_deterministic_inference", True, "deterministic inference"),
     ("radix_eviction_policy", "mru", "'mru'"),
     ("quantization_param_path", "scales.json", "--quantization-param-path"),
-    ("tokenizer_worker_num", 2, "tokenizer workers"),
+    ("api_key", "key", "several tokenizer workers"),
+    ("admin_api_key", "key", "several tokenizer workers"),
     ("dllm_algorithm", "LowConfidence", "diffusion language models"),
     ("smg_grpc_mode", True, "gRPC"),
     ("grpc_mode", True, "gRPC"),
@@ -87,7 +90,7 @@ def test_the_defaults_fit():
 def test_flags_are_sglangs_own():
     """Every flag looked at exists, so that none is checked under a wrong name; and each is refused below."""
     assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
-    assert set(FLAGS) - {"enable_hierarchical_cache"} == {flag for flag, _, _ in UNFIT_FLAGS}
+    assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
 
 
 @pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_RADIX_FORCE_MISS"])

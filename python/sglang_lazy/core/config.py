@@ -61,10 +61,16 @@ class LazyConfig:
         if self.shadow_min_agreement and not self.shadow_rate:
             raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
 
-    def check_metrics(self, enabled: bool) -> None:
-        """Raise ValueError if shadow mode is on but its metrics would not be published."""
-        if self.shadow_rate and not enabled:
+    def check_shadow(self, metrics: bool, workers: int) -> None:
+        """Raise ValueError if shadow mode is on where its metrics are not published, or where there are several
+        tokenizer workers."""
+        if self.shadow_rate and not metrics:
             raise ValueError("--lazy-shadow-rate publishes its result as metrics: add --enable-metrics")
+        if self.shadow_rate and workers > 1:
+            raise ValueError(
+                "--lazy-shadow-rate needs one tokenizer worker: a shadow gives way to requests, and each worker sees "
+                "its own alone"
+            )
 
     def to_env(self) -> None:
         """Publish this configuration to this process and to those it spawns."""

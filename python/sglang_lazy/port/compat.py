@@ -91,7 +91,9 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
             args.quantization_param_path is not None
         ),
-        "several tokenizer workers: they would take requests without our surfaces": args.tokenizer_worker_num > 1,
+        "several tokenizer workers with --api-key or --admin-api-key: SGLang's workers ask nobody for a key": (
+            args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key)
+        ),
         "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
         "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
         "the gRPC server: it takes requests without our surfaces": args.smg_grpc_mode or args.grpc_mode,

@@ -31,9 +31,12 @@ class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
     answer: PickleWrapper | dict[str, Any] | None
 
 
+# In every process: with several tokenizer workers, the one that started them passes messages on.
+hook_custom_types(ChunksReqInput, ChunksReqOutput)
+
+
 def init_communicators(_result: Any, manager: Any, server_args: Any) -> None:
     """After `TokenizerControlMixin.init_communicators`: one more."""
-    hook_custom_types(ChunksReqInput, ChunksReqOutput)
     communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, server_args.dp_size)
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
@@ -41,7 +44,6 @@ def init_communicators(_result: Any, manager: Any, server_args: Any) -> None:
 
 def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     """After `Scheduler.init_request_dispatcher`: take our messages."""
-    hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
         admission = getattr(scheduler.tree_cache, "admission", None)
