@@ -12,6 +12,7 @@ from sglang_lazy.port.streams import announce
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
+from sglang_lazy.serving.usage import usage_of
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
@@ -70,7 +71,7 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
         return outputs
     states = manager.rid_to_state
     parent = states.get(manager.child_rid_to_logical_rid.get(obj.rid))
-    outputs = annotated(outputs, layout, obj, parent)
+    outputs = annotated(outputs, layout, obj, parent, usage_of(manager))
     shadow = shadow_of(manager)
     if shadow is None or not get_policy(layout.link).reuses:
         return outputs
