@@ -193,13 +193,12 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
 
     memory: tokens that device and host can hold, and how many more, of all tenants together; host is null without that
         tier.
-    chunks: how many are where, and their tokens, by the names of the gauges in docs/metrics.md. pending, fetching: chunks
-        that are being computed, and fetched from storage.
+    chunks: how many are where, and their tokens, by the names of the gauges in docs/metrics.md.
+    pending, fetching: chunks that are being computed, and fetched from storage.
     hottest, largest, pinned: up to 10 chunks each, as `list_chunks` shows them.
-    history: for each 20 seconds of the last hour with prompts with chunks, in order, when they began, prompts, chunks in
-        them, those that were cached, tokens of chunks, and those that were reused.
-    prompts: the last 12, newest first: `{"time", "link", "num_chunks", "chunks": [{"id", "tokens", "hit"}]}`, where
-        `chunks` has the first 40.
+    history: see `Usage.history`.
+    prompts: the last 12, newest first: `{"time", "link", "cache_salt", "num_chunks", "chunks": [{"id", "tokens",
+        "hit"}]}`, where `chunks` has the first 40.
 
     A survey is some seconds old where there are many chunks. Query: `cache_salt` and `all` as for `list_chunks`.
     """

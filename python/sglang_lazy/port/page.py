@@ -46,14 +46,14 @@ def add_route(app: Any) -> None:
 
 
 class _AskForKey:
-    """Around SGLang's check of keys: a browser sends none with the address of a page, so what it gets with the 401 is the
+    """Around SGLang's check of keys: a browser sends none with the address of a page. What it gets with the 401 is the
     page, which is no secret, to ask for the key."""
 
     def __init__(self, app: Any):
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http" or scope["path"] != PAGE_ROUTE:
+        if scope["type"] != "http" or (scope["method"], scope["path"]) != ("GET", PAGE_ROUTE):
             return await self._app(scope, receive, send)
         refused = False
 

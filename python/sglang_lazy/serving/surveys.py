@@ -7,8 +7,9 @@ from typing import Any
 
 from sglang_lazy.chunks.survey import TOP
 
-MIN_PAUSE, PAUSE_PER_CHUNK = 1.0, 1e-4
-"""Seconds between two surveys: for one chunk the scheduler takes about a microsecond, so a hundredth of its time."""
+MIN_AGE, PAUSE_PER_CHUNK = 1.0, 1e-4
+"""Seconds for which a survey is good enough, and until the next one may begin: a chunk takes the scheduler less than a
+microsecond, so surveys take less than a hundredth of its time."""
 _KEPT = 16
 _ATTR = "_sglang_lazy_surveys"
 
@@ -22,20 +23,20 @@ class Surveys:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._kept: OrderedDict[Hashable, tuple[float, dict[str, Any]]] = OrderedDict()
-        self._due = 0.0
+        self._free = 0.0  # when the scheduler has had its rest from the last one
 
     async def get(self, whose: Hashable, step: Step) -> dict[str, Any]:
         """A survey that is no older than it has to be."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
-            due, survey = self._kept.get(whose, (0.0, {}))
-            if clock() < due:
+            until, survey = self._kept.get(whose, (0.0, {}))
+            if clock() < until:
                 return survey
-            await asyncio.sleep(self._due - clock())
+            await asyncio.sleep(self._free - clock())
             survey = await _survey(step)
             num_chunks = sum(survey["chunks"][tier]["chunks"] for tier in ("resident", "host"))
-            self._due = clock() + max(MIN_PAUSE, num_chunks * PAUSE_PER_CHUNK)
-            self._kept[whose] = self._due, survey
+            self._free = clock() + num_chunks * PAUSE_PER_CHUNK
+            self._kept[whose] = max(self._free, clock() + MIN_AGE), survey
             self._kept.move_to_end(whose)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
@@ -58,7 +59,11 @@ def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
         )[:TOP]
         for name, field in (("hottest", "hits"), ("largest", "tokens"), ("pinned", "tokens"))
     }
-    return {"chunks": _sum([answer["chunks"] for answer in answers]), "memory": _sum([a["memory"] for a in answers]), **lists}
+    return {
+        "chunks": _sum([answer["chunks"] for answer in answers]),
+        "memory": _sum([a["memory"] for a in answers]),
+        **lists,
+    }
 
 
 def _sum(values: Sequence[Any]) -> Any:

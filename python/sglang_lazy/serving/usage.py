@@ -19,7 +19,7 @@ _ATTR = "_sglang_lazy_usage"
 
 
 class Prompt(NamedTuple):
-    """time: when it was answered, seconds since the epoch.  chunks: of each its id, its tokens, whether it was cached."""
+    """time: when it was answered, seconds since the epoch.  chunks: id, tokens, and whether it was cached, of each."""
 
     time: float
     namespace: Namespace
@@ -73,7 +73,7 @@ class Usage:
             self._periods.popitem(last=False)
 
     def history(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
-        """For each period of the last hour in which there were any prompts with chunks, in order: when it began, seconds
+        """For each period of the last hour in which there were prompts with chunks, in order: when it began, seconds
         since the epoch; prompts; chunks in them; those that were cached; tokens of chunks; those that were reused."""
         periods = self._periods.get(_EVERYBODY if everybody else tenant, {})
         return [[i * SECONDS, *periods[i]] for i in sorted(periods) if i > now // SECONDS - PERIODS]
