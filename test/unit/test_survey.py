@@ -12,7 +12,7 @@ from test_pins import pin
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from sglang_lazy.chunks import survey
 from sglang_lazy.serving import surveys
-from sglang_lazy.serving.surveys import PAUSE_PER_CHUNK, Surveys, merged
+from sglang_lazy.serving.surveys import Surveys, merged
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 LISTS = {"hottest": ("hits", lambda chunk: chunk["hits"]), "largest": ("tokens", lambda _: True)}

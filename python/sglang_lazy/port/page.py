@@ -1,9 +1,9 @@
-"""`/lazy`, a page for people: one static file, which asks the routes about chunks for all that it shows."""
+"""`/lazy`, a page for people: one static answer, made of the files in `web`, which asks the routes about chunks for all
+that it shows."""
 
 import base64
 import hashlib
 import importlib.resources
-import re
 from http import HTTPStatus
 from typing import Any
 
@@ -11,17 +11,25 @@ from fastapi.responses import HTMLResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 PAGE_ROUTE = "/lazy"
-_PAGE = importlib.resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
 
 
-def _only(tag: str) -> str:
-    """What the page may run or wear: its own `tag`, whose content this names, and nothing from elsewhere."""
-    (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", _PAGE, re.DOTALL)
-    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+def _read(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath("web", name).read_text(encoding="utf-8")
 
 
+def _digest(text: str) -> str:
+    """How a policy names a script or style that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_STYLE, _SCRIPT = _read("page.css"), _read("page.js")
+_PAGE = (
+    _read("page.html")
+    .replace("<style></style>", f"<style>{_STYLE}</style>")
+    .replace("<script></script>", f"<script>{_SCRIPT}</script>")
+)
 _HEADERS = {
-    "Content-Security-Policy": f"default-src 'none'; script-src {_only('script')}; style-src {_only('style')}; "
+    "Content-Security-Policy": f"default-src 'none'; script-src {_digest(_SCRIPT)}; style-src {_digest(_STYLE)}; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
     "Referrer-Policy": "no-referrer",

@@ -140,7 +140,7 @@ def test_all_of_it_works_from_the_keyboard(server, shown):
     expect(shown.locator("#chunk-id")).to_have_text(listed["id"])
     shown.keyboard.press("Escape")
     shown.locator("#list button").press("Enter")
-    rows = shown.locator("#browse tbody tr")
+    rows = shown.locator("#listed tbody tr")
     expect(rows.first).to_be_visible()
     in_list = requests.get(f"{server}/chunks", headers={"X-Cache-Salt": SALT}, timeout=60).json()["chunks"]
     assert [row.get_by_role("button").get_attribute("title") for row in rows.all()] == [one["id"] for one in in_list]
@@ -154,7 +154,7 @@ def test_it_can_be_read(server, shown, scheme):
     ask(server, RIVERS)
     shown.emulate_media(color_scheme=scheme)
     shown.locator("#list button").click()
-    expect(shown.locator("#browse tbody tr").first).to_be_visible()
+    expect(shown.locator("#listed tbody tr").first).to_be_visible()
     for width in (360, 1300):
         shown.set_viewport_size({"width": width, "height": 800})
         contrasts = shown.evaluate(CONTRASTS)
