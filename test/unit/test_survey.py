@@ -108,7 +108,8 @@ def test_a_flush_between_two_steps(monkeypatch):
     monkeypatch.setattr(survey, "STEP", 2)
     loop = Loop()
     loop.warm(A, B, C)
-    surveyed(loop, between=loop.pools.flush)
+    found = surveyed(loop, between=loop.pools.flush)
+    assert (found["chunks"]["resident"]["chunks"], found["largest"]) == (2, [])
     check(surveyed(loop), [])
 
 

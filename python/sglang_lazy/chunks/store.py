@@ -63,6 +63,7 @@ class ChunkStore:
     def reset(self) -> None:
         """The tree has been emptied."""
         for chunk in self._cached.values():
+            chunk.node = None
             self.counts.hits_per_chunk.observe(chunk.hits)
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
