@@ -146,11 +146,7 @@ def shoot(browser: Any, url: str, name: str, file: Path) -> None:
         shown.locator("#graph svg").wait_for()
     shown.wait_for_timeout(200)
     picture = shown.screenshot(full_page=name in ("page", "dark"))
-    few = (
-        Image.open(io.BytesIO(picture))
-        .convert("RGB")
-        .quantize(256, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    )
+    few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, kmeans=2, dither=Image.Dither.NONE)
     few.save(file, optimize=True)
     shown.close()
 

@@ -10,7 +10,7 @@ from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.chunks.counts import Occupancy
 from sglang_lazy.chunks.reports import state_of, under_way
 
-STEP = 500
+STEP = 400
 """Chunks in a step, which takes about half a millisecond."""
 TOP = 10
 """Chunks in a list."""

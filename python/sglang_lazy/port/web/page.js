@@ -260,7 +260,7 @@ function showList(list, field) {
     if (!item.firstElementChild) item.replaceWith(item = makeItem());
     const button = item.firstElementChild, [block, id, tag, value] = button.children;
     leadTo(button, chunk.id, chunk.cache_salt).title = chunk.id;
-    button.style.background = `linear-gradient(to right, var(--page) ${100 * chunk[field] / most}%, transparent 0)`;
+    button.style.background = `linear-gradient(to right, var(--bar) ${100 * chunk[field] / most}%, transparent 0)`;
     block.style.background = colour(chunk.id);
     id.textContent = brief(chunk.id);
     tag.textContent = [
