@@ -1,5 +1,7 @@
 """`/lazy` in a browser: what people see of their chunks while they use them."""
 
+import re
+
 import pytest
 import requests
 from http_prompts import chunk, generate, text
@@ -51,7 +53,6 @@ def patch(url, name, pin):
 def shown(browser, server):
     """The page, of which no error may become known to the browser."""
     page, errors = browser.new_page(), []
-    page.set_default_timeout(20_000)
     page.on("console", lambda message: message.type == "error" and errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.goto(f"{server}/lazy")
@@ -68,11 +69,11 @@ def fact(page, name):
 
 
 def test_people_see_what_their_prompts_use(server, shown):
-    expect(shown.locator("#prompts")).to_have_text("No prompt has used chunks yet.", timeout=20_000)
+    expect(shown.locator("#prompts")).to_have_text("No prompt has used chunks yet.")
     expect(shown.locator("#n-chunks")).to_have_text("0")
     rivers, orchard = ask(server, RIVERS, ORCHARD)
     assert ask(server, ORCHARD, RIVERS)[0]["hit"]
-    expect(shown.locator("#n-chunks")).to_have_text("2", timeout=20_000)
+    expect(shown.locator("#n-chunks")).to_have_text("2")
     expect(shown.locator("#n-rate")).to_have_text("50%")
     expect(shown.locator("#n-references")).to_have_text("2 of 4 chunks in 2 prompts")
     tokens = rivers["tokens"] + orchard["tokens"]
@@ -81,9 +82,8 @@ def test_people_see_what_their_prompts_use(server, shown):
     expect(shown.locator("#n-reused")).to_have_text(f"{tokens}")
     evictable = shown.locator("#memory tr").filter(has_text="evictable").locator("td")
     expect(evictable).to_have_text(["2", f"{tokens}", f"{100 * tokens / 8000:.1f}%"])
-    expect(shown.locator("#history svg")).to_have_attribute(
-        "aria-label", "Hit rate: 50% in the last hour, 50% in the last 20 seconds with prompts."
-    )
+    rates = re.compile("^Hit rate: 50% in the last hour")
+    expect(shown.locator("#history svg")).to_have_attribute("aria-label", rates)
     strips = shown.locator("#prompts .strip")
     blocks = [strips.nth(row).locator("button") for row in (0, 1)]
     drawn = [[(b.get_attribute("data-chunk"), b.get_attribute("class")) for b in row.all()] for row in blocks]
