@@ -10,7 +10,7 @@ from sglang_lazy.chunks.survey import STEP
 def test_a_survey_over_many_chunks():
     with published():
         served = Served(2 * STEP, 20)
-        assert len(served.survey()) == 3 and min(served.survey()) > 0
+        assert len(served.survey()) == 4 and min(served.survey()) > 0
         with page_of(served) as url:
             assert "<!doctype html>" in requests.get(url, timeout=60).text
             found = requests.get(f"{url}/survey", timeout=60).json()

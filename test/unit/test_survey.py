@@ -97,18 +97,19 @@ def test_what_leaves_between_two_steps_is_left_out(monkeypatch):
     monkeypatch.setattr(survey, "STEP", 2)
     loop = Loop()
     loop.warm(A, B, C)
-    moments = iter([lambda: deleted(loop, id_of(A), id_of(C)), lambda: loop.warm(D)])
+    moments = iter([lambda: loop.warm(D), lambda: deleted(loop, id_of(A), id_of(C))])
     found = surveyed(loop, between=lambda: next(moments)())
     assert found["chunks"]["resident"] == {"chunks": 2, "tokens": 8}
     assert [chunk["id"] for chunk in found["largest"]] == [id_of(B)]
-    check(surveyed(loop, between=lambda: None), listed(loop)["chunks"])
+    check(surveyed(loop), listed(loop)["chunks"])
 
 
 def test_a_flush_between_two_steps(monkeypatch):
     monkeypatch.setattr(survey, "STEP", 2)
     loop = Loop()
     loop.warm(A, B, C)
-    found = surveyed(loop, between=loop.pools.flush)
+    moments = iter([lambda: None, loop.pools.flush])
+    found = surveyed(loop, between=lambda: next(moments)())
     assert (found["chunks"]["resident"]["chunks"], found["largest"]) == (2, [])
     check(surveyed(loop), [])
 
@@ -280,5 +281,6 @@ def test_an_eviction_between_two_steps(monkeypatch):
     monkeypatch.setattr(survey, "STEP", 1)
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A, B)
-    found = surveyed(loop, between=lambda: loop.tree_cache.evict(EvictParams(num_tokens=40)))
+    moments = iter([lambda: None, lambda: loop.tree_cache.evict(EvictParams(num_tokens=40)), lambda: None])
+    found = surveyed(loop, between=lambda: next(moments)())
     assert (found["chunks"]["resident"]["chunks"], found["chunks"]["host"]["chunks"]) == (1, 1)

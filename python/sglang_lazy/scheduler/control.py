@@ -54,10 +54,12 @@ class ChunkControl:
         """One step of a survey. `{}` until the last one, then what `Survey.result` gives, and `memory`: tokens that the
         device and the host hold at most (`size`), and how many more (`free`).
 
-        begin: a new one, in place of one that has not been taken to its end.
+        begin: a new one, in place of one that has not been taken to its end. That is a step of its own: to note which
+            chunks there are takes as long as to look at some of them.
         """
         if begin:
             self._survey = Survey(self.store, tenant, everybody)
+            return {}
         if self._survey is None or not self._survey.step():
             return {}
         survey, self._survey = self._survey, None

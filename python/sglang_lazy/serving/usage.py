@@ -93,7 +93,7 @@ class Usage:
         """
         prompts = [p for p in self._of(tenant, everybody) if any(name == chunk_id for name, _, _ in p.chunks)]
         counts = Counter(pair for p in prompts for pair in {(name, tokens) for name, tokens, _ in p.chunks})
-        together = [
+        together: list[dict[str, Any]] = [
             {"id": name, "tokens": tokens, "prompts": count}
             for (name, tokens), count in counts.most_common(SHOWN_PROMPTS + 1)
             if name != chunk_id
