@@ -21,7 +21,9 @@ IDS = list(range(20, 30))
 
 def request(**fields):
     params = {"custom_params": {LAYOUT_PARAM: LAYOUT.pack()}}
-    return SimpleNamespace(**{"rid": "r", "input_ids": IDS, "sampling_params": params, "is_single": True, **fields})
+    return SimpleNamespace(
+        **{"rid": "r", "input_ids": IDS, "sampling_params": params, "is_single": True, "extra_key": None, **fields}
+    )
 
 
 def output(finish_reason=None, **meta_info):

@@ -63,11 +63,12 @@ class ChunkStore:
     def reset(self) -> None:
         """The tree has been emptied."""
         for chunk in self._cached.values():
+            chunk.node = None
             self.counts.hits_per_chunk.observe(chunk.hits)
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
-        self.catalog = Catalog(lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
+        self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
         self.deletions = Deletions(self)
 
     # Chunks

@@ -11,6 +11,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.port import page
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.chunk_routes import add_routes
 from sglang_lazy.port.completions import CompletionsRequest
@@ -185,6 +186,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     add_routes(app)
+    page.add_route(app)
     app.openapi_schema = None
 
 

@@ -139,6 +139,10 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         return False
 
     @property
+    def host_memory(self) -> dict[str, int] | None:
+        return None
+
+    @property
     def any_loading(self) -> bool:
         return False
 

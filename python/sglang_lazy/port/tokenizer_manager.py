@@ -8,10 +8,11 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.port.images import keeping_tokens
 from sglang_lazy.port.malformed import check_one, reading
 from sglang_lazy.port.shadow import shadow_of
-from sglang_lazy.port.streams import announce
+from sglang_lazy.port.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
+from sglang_lazy.serving.usage import usage_of
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
@@ -65,12 +66,14 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     if getattr(obj, "is_single", False):
         announce(None)
     outputs = wait(manager, obj, request)
+    if getattr(obj, "stream", False) and getattr(obj, "return_logprob", False):
+        outputs = with_logprobs(outputs)
     layout = layout_of(obj)
     if layout is None:
         return outputs
     states = manager.rid_to_state
     parent = states.get(manager.child_rid_to_logical_rid.get(obj.rid))
-    outputs = annotated(outputs, layout, obj, parent)
+    outputs = annotated(outputs, layout, obj, parent, usage_of(manager))
     shadow = shadow_of(manager)
     if shadow is None or not get_policy(layout.link).reuses:
         return outputs
