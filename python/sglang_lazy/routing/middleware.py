@@ -94,10 +94,13 @@ class Middleware:
             return web.json_response({"error": {"message": reason}}, status=400)
         while True:
             pick = self._pick(chunks)
-            with self._counted(pick):
-                async with self._ask(request, data, pick) as answer:
-                    if pick is None or answer.headers.get(ERROR) not in NOT_REACHED:
-                        return await self._relay(request, answer, chunks, pick)
+            try:
+                with self._counted(pick):
+                    async with self._ask(request, data, pick) as answer:
+                        if pick is None or answer.headers.get(ERROR) not in NOT_REACHED:
+                            return await self._relay(request, answer, chunks, pick)
+            except aiohttp.ClientConnectionError as error:
+                return web.json_response({"error": {"message": f"the router does not answer: {error}"}}, status=502)
             self.down.add(str(pick.worker))
             self.picker.forget(pick.worker)
             await self.refresh()
