@@ -36,7 +36,7 @@ MESSAGES = {key: CHAT[key] for key in ("model", "messages", "max_tokens", "tempe
 STREAM = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1}
 BODIES = {
     "segments": ("/generate", {"segments": SEGMENTS, "sampling_params": GREEDY, "return_logprob": True}),
-    "a stream": ("/generate", {"segments": SEGMENTS, "sampling_params": {"max_new_tokens": 1}, "stream": True}),
+    "a stream": ("/generate", {"segments": SEGMENTS, "sampling_params": {**GREEDY, "max_new_tokens": 1}, "stream": True}),
     "a batch": ("/generate", {"segments": [SEGMENTS, [text("Who?")]], "sampling_params": GREEDY, "cache_salt": "b"}),
     "samples": ("/generate", {"segments": SEGMENTS, "sampling_params": {**GREEDY, "n": 2}}),
     "a plain prompt": ("/generate", {"text": "Which town?", "sampling_params": GREEDY}),
