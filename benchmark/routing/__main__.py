@@ -1,10 +1,9 @@
 """Command: which share of chunks is found cached by several servers behind `smg`, by how it is told where prompts go.
 
-    make routing-bench
     python -m benchmark.routing --smg .venv/smg/bin/smg --out docs/results/routing/rows.jsonl
 
-Workers are real servers of a tiny model on this machine. Each holds an eighth of all documents, so that it matters which
-ones. Before each policy all caches are emptied; the first prompts of each, which fill them again, are not counted.
+Workers are real servers of a tiny model on this machine. Each holds an eighth of all documents, so that it matters
+which ones. Before each row all caches are emptied; its first prompts, which fill them again, are not counted.
 """
 
 import argparse
@@ -48,7 +47,9 @@ class Policy(NamedTuple):
 POLICIES = {
     "round robin": Policy(("--policy", "round_robin")),
     "smg's default (cache_aware)": Policy(("--policy", "cache_aware")),
-    "hash of the chunk set": Policy(key=lambda _, documents: hashlib.sha256(repr(sorted(documents)).encode()).hexdigest()),
+    "hash of the chunk set": Policy(
+        key=lambda _, documents: hashlib.sha256(repr(sorted(documents)).encode()).hexdigest()
+    ),
     "key of the application": Policy(key=lambda collection, _: f"collection-{collection}"),
     "picker": Policy(middleware=True),
 }
@@ -76,6 +77,7 @@ def measure(url: str, policy: Policy, traffic: Traffic, args: argparse.Namespace
     prompts = [next(drawn) for _ in range(args.warm_up + args.requests)]
     local = threading.local()
     with ThreadPoolExecutor(args.concurrency) as pool:
+
         def send(some: Sequence[tuple[int, list[int]]]) -> list[dict]:
             return list(pool.map(lambda prompt: ask(url, policy, *prompt, local), some))
 

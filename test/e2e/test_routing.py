@@ -1,4 +1,4 @@
-"""Two servers behind the router `smg`, asked directly, through it, and through our middleware of it (docs/routing.md)."""
+"""Two servers behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
 
 import contextlib
 import json
@@ -36,7 +36,10 @@ MESSAGES = {key: CHAT[key] for key in ("model", "messages", "max_tokens", "tempe
 STREAM = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1}
 BODIES = {
     "segments": ("/generate", {"segments": SEGMENTS, "sampling_params": GREEDY, "return_logprob": True}),
-    "a stream": ("/generate", {"segments": SEGMENTS, "sampling_params": {**GREEDY, "max_new_tokens": 1}, "stream": True}),
+    "a stream": (
+        "/generate",
+        {"segments": SEGMENTS, "sampling_params": {**GREEDY, "max_new_tokens": 1}, "stream": True},
+    ),
     "a batch": ("/generate", {"segments": [SEGMENTS, [text("Who?")]], "sampling_params": GREEDY, "cache_salt": "b"}),
     "samples": ("/generate", {"segments": SEGMENTS, "sampling_params": {**GREEDY, "n": 2}}),
     "a plain prompt": ("/generate", {"text": "Which town?", "sampling_params": GREEDY}),
@@ -149,11 +152,13 @@ def test_a_worker_dies_and_the_rest_goes_on(workers, middleware):
         """The last tokens of a long stream, None if it breaks off."""
         body = {"segments": [chunk(document), text("Who?")], **long}
         lines = []
-        with contextlib.suppress(requests.RequestException):
-            with requests.post(f"{middleware}/generate", json=body, stream=True, timeout=120) as response:
-                for line in filter(None, response.iter_lines()):
-                    lines.append(line)
-                    started.add(document)
+        with (
+            contextlib.suppress(requests.RequestException),
+            requests.post(f"{middleware}/generate", json=body, stream=True, timeout=120) as response,
+        ):
+            for line in filter(None, response.iter_lines()):
+                lines.append(line)
+                started.add(document)
         if lines[-1] != b"data: [DONE]":
             return None
         return json.loads(lines[-2].removeprefix(b"data: "))["output_ids"]
@@ -180,9 +185,7 @@ def kill(url):
     """SIGKILL for all processes of a server."""
     port = int(url.rpartition(":")[2])
     (pid,) = {
-        one.pid
-        for one in psutil.net_connections("tcp")
-        if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port
     }
     process = psutil.Process(pid)
     for one in (*process.children(recursive=True), process):

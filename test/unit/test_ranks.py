@@ -23,7 +23,9 @@ class Server:
         for chunk in chunks:
             places.append((len(ids), len(ids) + len(chunk)))
             ids += chunk
-        obj = SimpleNamespace(**{"routed_dp_rank": rank, "extra_key": None, "lora_id": None, "input_ids": ids, **fields})
+        obj = SimpleNamespace(
+            **{"routed_dp_rank": rank, "extra_key": None, "lora_id": None, "input_ids": ids, **fields}
+        )
         choose_rank(self.manager, obj, PromptLayout(tuple(places), link=link), ids)
         self.manager.rid_to_state[id(obj)] = SimpleNamespace(obj=obj)
         return obj

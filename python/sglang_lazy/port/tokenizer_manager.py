@@ -31,7 +31,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     scheduler, an empty prompt among it, and check a prompt with a layout.
 
     Raises ValueError, answered with a 400, for these and for what cannot be combined with chunks. The cache salt joins
-    the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts. Then its rank is chosen.
+    the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts. Then the prompt's
+    data-parallel rank is chosen.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")

@@ -15,9 +15,9 @@ NAMED_SIZE = 4000
 def chunks_in(body: Any) -> list[tuple[Hashable, int]]:
     """The chunks of a request in the order of its prompt, each with its size in characters.
 
-    body: the JSON of `/generate` or of an OpenAI or Anthropic route. Equal chunks, of one tenant and adapter, have equal
-    names. Chunks made of plain text (`chunk_separator`, `chunk_roles`) are not seen, and whatever is malformed is left
-    to the server to refuse.
+    body: the JSON of `/generate` or of an OpenAI or Anthropic route. Equal chunks, of one tenant and adapter, have
+    equal names. Chunks made of plain text (`chunk_separator`, `chunk_roles`) are not seen, and whatever is malformed is
+    left to the server to refuse.
     """
     if not isinstance(body, Mapping) or body.get("link") == "full":
         return []

@@ -1,7 +1,7 @@
 """A middleware of the router `smg`: it names the worker of each prompt with chunks, and passes all else on as it is.
 
-The router is asked which workers are healthy, and told which of them to take by its header; it checks, limits, counts and
-forwards as ever. Should it know of no such worker any more, another one is named.
+The router is asked which workers are healthy, and told by its header which of them to take; it checks, limits, counts
+and forwards as ever. If it cannot reach that one, another is named.
 """
 
 import asyncio
@@ -145,7 +145,9 @@ class Middleware:
     ) -> web.StreamResponse:
         """Send the answer on as it comes, and learn from it."""
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
-        response.headers.extend((name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP)
+        response.headers.extend(
+            (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP
+        )
         await response.prepare(request)
         line, hits = bytearray(), {}
         async for data in answer.content.iter_any():

@@ -1,8 +1,8 @@
 """Which worker has a prompt's chunks: an index of what was sent where, corrected by what answers say.
 
-Nothing is asked of the workers. A chunk that was sent to one is there, until an answer says that it was not. Caches evict
-what was used longest ago, so whatever was last used before such a chunk is taken for gone with it: the index shrinks to
-what a worker's cache holds, of whatever size that is, and empties when one starts anew.
+Nothing is asked of the workers. A chunk that was sent to one is there, until an answer says that it was not. Caches
+evict what was used longest ago, so whatever was last used before such a chunk is taken for gone with it: the index
+shrinks to what a worker's cache holds, of whatever size that is, and empties when one starts anew.
 """
 
 import dataclasses
