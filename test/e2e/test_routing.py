@@ -52,7 +52,7 @@ BODIES = {
     "a bad part": ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "chunk"}]}]}),
 }
 CHANGING = [  # from request to request, also on one server
-    r'"id":"(?:chatcmpl-|msg_)?[0-9a-f]{24,32}"',
+    r'"id":"(?:chatcmpl-|msg_)?[0-9a-f_]{24,}"',
     r'"(?:created|e2e_latency|response_sent_to_client_ts)":[0-9.]+',
 ]
 
