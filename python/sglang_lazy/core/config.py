@@ -12,6 +12,9 @@ ENV_VAR = "SGLANG_LAZY"
 INFO_ROUTE = "/lazy_info"
 """Answers with the configuration; clients recognize a server that understands chunks by it."""
 
+SALT_HEADER = "X-Cache-Salt"
+"""The HTTP header that sets the salt, for gateways that cannot change bodies."""
+
 PREAMBLE = (
     "The river rises in the hills north of the town and flows south for about ninety kilometres before it reaches the "
     "sea.\n\n"

@@ -19,6 +19,7 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.port.control import ask
 from sglang_lazy.port.pinning import pin_chunks
 from sglang_lazy.serving.chunk_lists import (
+    arguments_of_ranks,
     check_id,
     merged_deletion,
     merged_page,
@@ -36,9 +37,8 @@ logger = logging.getLogger(__name__)
 
 async def list_chunks(manager: Any, tenant: str | None, everybody: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     """One page of a tenant's chunks, or of everybody's.  arguments: what `list_arguments` gave."""
-    limit = arguments["limit"]
-    answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **{**arguments, "limit": limit + 1})
-    page = merged_page(answers, arguments["sort"], arguments["descending"], limit)
+    answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **arguments_of_ranks(arguments))
+    page = merged_page(answers, arguments)
     return {**page, "chunks": with_adapter_names(page["chunks"], _adapters(manager))}
 
 

@@ -11,12 +11,13 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
+from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.port import chunk_calls
 from sglang_lazy.port.page import PAGE_ROUTE
 from sglang_lazy.port.pinning import pin_chunks
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.known_chunks import UnknownChunk
-from sglang_lazy.serving.requests import SALT_HEADER, check_cache_salt, salt_of
+from sglang_lazy.serving.requests import check_cache_salt, salt_of
 from sglang_lazy.serving.usage import usage_of
 
 CHUNKS_ROUTE = "/chunks"

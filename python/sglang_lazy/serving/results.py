@@ -6,7 +6,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
+from sglang_lazy.core.keys import Namespace, chunk_id, digests
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.usage import Usage
@@ -37,14 +37,15 @@ class CachedTokens(int):
 
 def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[dict[str, Any]]:
     """Per chunk of a prompt: id, tokens, offset, and whether its bit of `hits`, the first chunk's lowest, is set."""
+    names = digests(input_ids, layout.chunks)
     return [
         {
-            "id": chunk_id(tokens_digest(input_ids[start:end])),
+            "id": chunk_id(digest),
             "tokens": end - start,
             "offset": start,
             "hit": bool(hits >> index & 1),
         }
-        for index, (start, end) in enumerate(layout.chunks)
+        for index, ((start, end), digest) in enumerate(zip(layout.chunks, names, strict=True))
     ]
 
 
