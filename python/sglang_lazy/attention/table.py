@@ -23,6 +23,7 @@ class SegmentTable:
     offsets: int32 [num_rows, max_segments], by how much positions in the prompt exceed those that each segment's keys
         are stored at, as an index into `LayerRope.cos_sin_cache`.
     ids: int32 [num_rows, max_segments], equal for segments that list the same slots.
+    batch_type: what describes a batch to the attention that reads chunks.
     linked_rows: the rows with segments. A row stays until its next request gets it.
     model: what policies see of the served model.
     has_chunks: whether the batch of the current forward pass has chunks, to compute or to attend to.
@@ -31,14 +32,21 @@ class SegmentTable:
     probes: what is measured in it, or None.
     """
 
-    def __init__(self, num_rows: int, max_segments: int, device: str | torch.device, model: ServedModel):
+    def __init__(
+        self,
+        num_rows: int,
+        max_segments: int,
+        device: str | torch.device,
+        model: ServedModel,
+        batch_type: Any = LinkedBatch,
+    ):
         # One record for each row, so that a batch is written in one copy.
         self._records = torch.zeros(num_rows, 1 + 3 * max_segments, dtype=torch.int32, device=device)
         self.num_segments = self._records[:, 0]
         self.ends, self.offsets, self.ids = self._records[:, 1:].chunk(3, dim=1)
-        self.model = model
+        self.model, self.batch_type = model, batch_type
         self.has_chunks = False
-        self.current: LinkedBatch | None = None
+        self.current: Any = None
         self.probes: ProbeSums | None = None
         self.linked_rows: set[int] = set()
 
@@ -67,8 +75,11 @@ class SegmentTable:
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(self, batch: LinkedBatch | None, probes: ProbeSums | None = None) -> Iterator[None]:
-        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one."""
+    def running(self, batch: Any, probes: ProbeSums | None = None) -> Iterator[None]:
+        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one.
+
+        batch: of `batch_type`, or None.
+        """
         self.has_chunks, self.current, self.probes = True, batch, probes
         try:
             yield

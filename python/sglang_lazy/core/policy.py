@@ -18,10 +18,12 @@ class ServerTraits(NamedTuple):
 
     fp8_cache: whether keys and values are rounded to fp8.
     first_layers: whether a batch can be run through the model's first layers alone.
+    reads_beside: whether the model reads chunks through an encoder, beside the text.
     """
 
     fp8_cache: bool = False
     first_layers: bool = True
+    reads_beside: bool = False
 
 
 class TrainedTokens(NamedTuple):
@@ -133,3 +135,18 @@ class Policy:
 
     def end(self, req: Any, rows: Any) -> None:
         """The row of `req` is about to be released."""
+
+
+_SAMPLE = PromptLayout(((1, 3), (3, 5)))
+
+
+def refusal(
+    policy: Policy, server: ServerTraits, layout: PromptLayout = _SAMPLE, input_ids: Sequence[int] = range(6)
+) -> str | None:
+    """Why a server cannot serve a policy, or None.  layout, input_ids: a prompt under it, or any one."""
+    if server.reads_beside and policy.reuses:
+        alters = policy.preamble != "none" or policy.probes or policy.trained or not policy.in_place
+        whole = [[(0, end - start)] for start, end in layout.chunks]
+        if alters or [list(ranges) for ranges in policy.kept(layout, input_ids)] != whole:
+            return f"link {policy}: this model reads whole chunks through an encoder, so it knows block and full alone"
+    return policy.unfit(server)

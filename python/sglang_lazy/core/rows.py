@@ -30,7 +30,7 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        parts = [chunk.positions for chunk in prompt.chunks]
+        parts = [chunk.positions for chunk in prompt.in_row]
         last, row_end = prompt.spans[-1], prompt.num_chunk_tokens
         to_compute = []
         for span, count in zip(prompt.spans, cached, strict=True):

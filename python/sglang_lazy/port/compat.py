@@ -24,6 +24,7 @@ TESTED = frozenset(
     {
         "ArceeForCausalLM",
         "CohereForCausalLM",
+        "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",

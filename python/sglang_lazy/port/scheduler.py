@@ -15,12 +15,14 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import chunk_metrics
+from sglang_lazy.port.comb import encoder
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model_runner import server_traits
 from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
-from sglang_lazy.scheduler.producer import FillProducer, NewRequest
+from sglang_lazy.scheduler.encoder import EncoderProducer
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
 
 def admission_of(scheduler: Any) -> ChunkAdmission | None:
@@ -33,9 +35,9 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
     if isinstance(scheduler.tree_cache, LazyRadixCache):
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
-        traits = server_traits(scheduler.tp_worker.model_runner)
+        runner = scheduler.tp_worker.model_runner
         scheduler.tree_cache.admission = new_admission(
-            scheduler, config.max_chunks, traits, preamble, config.max_pinned
+            scheduler, config.max_chunks, server_traits(runner), preamble, config.max_pinned, runner
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
@@ -48,21 +50,32 @@ def new_admission(
     traits: ServerTraits | None = None,
     preamble: array | None = None,
     max_pinned: float = LazyConfig.max_pinned,
+    runner: Any = None,
 ) -> ChunkAdmission:
-    """Admission for a scheduler whose tree cache is a `LazyRadixCache`. max_pinned: a share of its pool."""
+    """Admission for a scheduler whose tree cache is a `LazyRadixCache`.
+
+    max_pinned: a share of the pool that chunks are in.  runner: the `ModelRunner`; needed where they have one of their own.
+    """
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
         pool_size=rows.allocator.size,
+        chunk_pool_size=rows.chunk_allocator.size,
         context_len=scheduler.model_config.context_len,
         max_chunks=max_chunks,
         traits=traits or ServerTraits(),
         neutral_preamble=preamble or array("q"),
     )
     max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-    sign = 1 if scheduler.schedule_low_priority_values_first else -1
-    producer = FillProducer(rows.store.pending, new_request, max_fill_tokens, sign)
+    producer: Producer
+    if rows.shares_pool:
+        sign = 1 if scheduler.schedule_low_priority_values_first else -1
+        producer = FillProducer(rows.store.pending, new_request, max_fill_tokens, sign)
+    else:
+        allocate, free = rows.store.tree.rows.allocate, rows.chunk_allocator.free
+        encode = encoder(runner, table_of(runner.req_to_token_pool).model, max_fill_tokens)
+        producer = EncoderProducer(rows.store.pending, max_fill_tokens, allocate, free, encode)
     arrival = Arrival(rows.store, limits, new_request)
-    budget = int(max_pinned * rows.allocator.size)
+    budget = int(max_pinned * rows.chunk_allocator.size)
     return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
 
 
@@ -182,7 +195,7 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     batch.tree_cache.admission.launch(batch)
     states = {req.req_pool_idx: linked(req) for req in batch.reqs}
     table.assign(
-        {row: () if state is None else state.segments for row, state in states.items()},
+        {row: () if state is None else state.read_in_place for row, state in states.items()},
         batch.tree_cache.store.segment_id,
     )
 
@@ -222,6 +235,7 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
         **({"storage": storage} if storage else {}),
         "chunk": state.num_reused_tokens,
         "chunk_hits": hits,
+        **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.beside else {}),
     }
 
 

@@ -1,0 +1,118 @@
+"""Serving Comb models: the pool of what their encoder makes, its size, and the encoder's passes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+
+from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.device import to_device
+from sglang_lazy.core.model import LayerRope, ServedModel
+from sglang_lazy.core.state import Encoding
+from sglang_lazy.port.comb_config import CombLlamaConfig
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.scheduler.producer import shares
+
+logger = logging.getLogger(__name__)
+
+NO_ROTATION = 16
+"""Frequencies, all zero, of a rotation that changes nothing: so many dimensions suit all kernels."""
+
+
+def num_cross_layers(model_config: Any) -> int:
+    """How many layers of a model read chunks beside the text; 0 for other models."""
+    config = model_config.hf_config
+    return len(config.cross_attention_layers) if isinstance(config, CombLlamaConfig) else 0
+
+
+class ChunkPool:
+    """Keys and values of chunks, with slots of their own and the cross layers alone.
+
+    kv: SGLang's pool, whose layers are the cross layers.  allocator: of its slots.
+    """
+
+    def __init__(self, runner: Any, share: float):
+        """share: of the memory for KV, of which the decoder's pool has got the rest."""
+        config, num_layers = runner.model_config, num_cross_layers(runner.model_config)
+        per_slot = config.num_hidden_layers / num_layers  # slots of this pool in the memory of one of the other
+        size = int(runner.token_to_kv_pool.size * per_slot * share / (1 - share))
+        self.kv = MHATokenToKVPool(
+            size,
+            1,
+            runner.kv_cache_dtype,
+            config.get_num_kv_heads(runner.ps.tp_size),
+            config.head_dim,
+            num_layers,
+            runner.device,
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+        )
+        self.allocator = TokenToKVPoolAllocator(size, runner.kv_cache_dtype, runner.device, self.kv, need_sort=False)
+        logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
+
+    def served_model(self, kernels: Any) -> ServedModel:
+        """What kernels see of the cross layers, whose keys are not rotated."""
+        layers = range(self.kv.layer_num)
+        rope = LayerRope(torch.zeros(NO_ROTATION), 1, True, self.kv.device)
+        return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, dict.fromkeys(layers, rope), kernels)
+
+    def tree_params(self, params: CacheInitParams) -> CacheInitParams:
+        """`params` of a tree of text, for a tree of what is in this pool."""
+        changed = dict(token_to_kv_pool_allocator=self.allocator, enable_kv_cache_events=False)
+        return CacheInitParams(**{**vars(params), **changed})
+
+
+def chunk_pool_of(runner: Any) -> ChunkPool | None:
+    """The pool of chunks beside a `ModelRunner`'s, None where they are in that."""
+    return getattr(runner.req_to_token_pool, "chunk_pool", None)
+
+
+def encoder(runner: Any, model: ServedModel, max_tokens: int) -> Callable[[Sequence[Encoding]], None]:
+    """What launches the encoder on missing chunks, at most `max_tokens` of them at once or one longer chunk.
+
+    model: of `ChunkPool.served_model`.
+    """
+    pool = chunk_pool_of(runner)
+    assert pool is not None
+    causal = runner.model_config.hf_config.chunk_is_causal
+
+    def encode(encodings: Sequence[Encoding]) -> None:
+        slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
+        for chunks in shares([encoding.chunk for encoding in encodings], max_tokens):
+            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, model.kernels, model.ropes[0])
+            ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
+            place = KVWriteLoc(torch.cat([slots[chunk.key] for chunk in chunks]))
+            kv = runner.model.encode(to_device(ids, rows.positions.device), rows)
+            for layer, (keys, values) in enumerate(kv):
+                pool.kv.set_kv_buffer(None, place, keys, values, layer_id_override=layer)
+
+    return encode
+
+
+def leave_room(original: Callable, configurator: Any, *args: Any) -> int:
+    """Around `KVCacheConfigurator._profile_available_bytes`: the decoder's pool does not get the chunks' share."""
+    available = original(configurator, *args)
+    if not num_cross_layers(configurator.model_config):
+        return available
+    return int(available * (1 - LazyConfig.current().chunk_pool))
+
+
+def register_model(_runner: Any) -> None:
+    """Before `ModelRunner.load_model`: SGLang knows our models, as those of an external package."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_lazy.port.comb_llama import EntryClass
+
+    ModelRegistry.models[EntryClass.__name__] = EntryClass
+
+
+HOOKS = (
+    Hook("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", leave_room, "AROUND"),
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", register_model, "BEFORE"),
+)
