@@ -103,8 +103,8 @@ def leave_room(original: Callable, configurator: Any, *args: Any) -> int:
     return int(available * (1 - LazyConfig.current().chunk_pool))
 
 
-def register_model(_runner: Any) -> None:
-    """Before `ModelRunner.load_model`: SGLang knows our models, as those of an external package."""
+def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `ModelRunner.initialize`: SGLang knows our models, as those of an external package."""
     from sglang.srt.models.registry import ModelRegistry
 
     from sglang_lazy.port.comb_llama import EntryClass
@@ -114,5 +114,5 @@ def register_model(_runner: Any) -> None:
 
 HOOKS = (
     Hook("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", leave_room, "AROUND"),
-    Hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", register_model, "BEFORE"),
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE"),
 )
