@@ -12,8 +12,8 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.state import LinkedRequest, lazy_state
 
-BEHIND_ALL = 2**31 - 1
-"""The position of queries that see all KV tokens."""
+BEHIND_ALL = 2**30
+"""The position of queries that see all KV tokens; kernels add to it."""
 
 
 class CrossBatch(NamedTuple):

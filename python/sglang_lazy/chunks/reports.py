@@ -21,9 +21,7 @@ def state_of(store: Any, chunk: CachedChunk) -> str:
 
 def under_way(store: Any) -> list[CachedChunk]:
     """The chunks that are not cached yet: those under way, and those that storage is asked for."""
-    filled = (
-        (chunk.key, chunk) for work in dict.fromkeys(store.pending.values()) for chunk in chunks_of(work)
-    )
+    filled = ((chunk.key, chunk) for work in dict.fromkeys(store.pending.values()) for chunk in chunks_of(work))
     chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
     own: defaultdict[Hashable, Iterator[int]] = defaultdict(lambda: itertools.count(-1, -1))
     return [

@@ -154,8 +154,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LazyConfig.chunk_pool,
         metavar="SHARE",
-        help="Share of the memory for KV that chunks get, where a model reads them through an encoder (Comb). Half holds "
-        "as many times more tokens of chunks than of text as the decoder has layers for each cross layer.",
+        help="Share of the memory for KV that chunks get, where a model reads them through an encoder (Comb). With half "
+        "of it, tokens of chunks exceed those of text as layers of the decoder exceed cross layers.",
     )
     group.add_argument(
         "--lazy-shadow-rate",

@@ -137,16 +137,16 @@ class Policy:
         """The row of `req` is about to be released."""
 
 
-_SAMPLE = PromptLayout(((1, 3), (3, 5)))
-
-
-def refusal(
-    policy: Policy, server: ServerTraits, layout: PromptLayout = _SAMPLE, input_ids: Sequence[int] = range(6)
-) -> str | None:
-    """Why a server cannot serve a policy, or None.  layout, input_ids: a prompt under it, or any one."""
-    if server.reads_beside and policy.reuses:
-        alters = policy.preamble != "none" or policy.probes or policy.trained or not policy.in_place
-        whole = [[(0, end - start)] for start, end in layout.chunks]
-        if alters or [list(ranges) for ranges in policy.kept(layout, input_ids)] != whole:
-            return f"link {policy}: this model reads whole chunks through an encoder, so it knows block and full alone"
+def refusal(policy: Policy, server: ServerTraits) -> str | None:
+    """Why a server cannot serve a policy, or None."""
+    if server.reads_beside and policy.reuses and not _keeps_whole_chunks(policy):
+        return f"link {policy}: this model reads whole chunks through an encoder, so it knows block and full alone"
     return policy.unfit(server)
+
+
+def _keeps_whole_chunks(policy: Policy) -> bool:
+    """Whether it has attention read them as they are: of a prompt with short chunks and long ones, it keeps all."""
+    layout = PromptLayout(((1, 3), (3, 5), (6, 4096)))
+    whole = [[(0, end - start)] for start, end in layout.chunks]
+    alters = policy.preamble != "none" or policy.probes or policy.trained or not policy.in_place
+    return not alters and [list(ranges) for ranges in policy.kept(layout, range(4097))] == whole

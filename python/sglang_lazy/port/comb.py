@@ -11,6 +11,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import LayerRope, ServedModel
@@ -64,7 +65,7 @@ class ChunkPool:
 
     def tree_params(self, params: CacheInitParams) -> CacheInitParams:
         """`params` of a tree of text, for a tree of what is in this pool."""
-        changed = dict(token_to_kv_pool_allocator=self.allocator, enable_kv_cache_events=False)
+        changed = dict(token_to_kv_pool_allocator=self.allocator, enable_metrics=False, enable_kv_cache_events=False)
         return CacheInitParams(**{**vars(params), **changed})
 
 
@@ -73,14 +74,12 @@ def chunk_pool_of(runner: Any) -> ChunkPool | None:
     return getattr(runner.req_to_token_pool, "chunk_pool", None)
 
 
-def encoder(runner: Any, model: ServedModel, max_tokens: int) -> Callable[[Sequence[Encoding]], None]:
-    """What launches the encoder on missing chunks, at most `max_tokens` of them at once or one longer chunk.
-
-    model: of `ChunkPool.served_model`.
-    """
-    pool = chunk_pool_of(runner)
-    assert pool is not None
-    causal = runner.model_config.hf_config.chunk_is_causal
+def new_encoder(runner: Any, table: SegmentTable, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
+    """What launches the encoder on missing chunks, at most `max_tokens` tokens at once or one longer chunk; None where a
+    model has no encoder."""
+    if (pool := chunk_pool_of(runner)) is None:
+        return None
+    model, causal = table.model, runner.model_config.hf_config.chunk_is_causal
 
     def encode(encodings: Sequence[Encoding]) -> None:
         slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
@@ -112,7 +111,8 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     ModelRegistry.models[EntryClass.__name__] = EntryClass
 
 
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
-    Hook("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", leave_room, "AROUND"),
+    Hook(f"{_CONFIGURATOR}._profile_available_bytes", leave_room, "AROUND"),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE"),
 )

@@ -171,11 +171,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
         """Raises ValueError for an unknown name, for weights that are missing, and for an embedding of chunks that is
         not the decoder's."""
         embeddings: dict[str, torch.Tensor] = {}
-        own = {
-            name: parameter
-            for name, parameter in self.named_parameters()
-            if name.startswith((CROSS, ENCODER))
-        }
+        own = {name: parameter for name, parameter in self.named_parameters() if name.startswith((CROSS, ENCODER))}
         missing = set(own)
 
         def rest() -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,7 +1,7 @@
 """Hooks on SGLang's scheduler: where its steps meet chunk admission."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
@@ -12,10 +12,10 @@ from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
-from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
+from sglang_lazy.core.state import Encoding, LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import chunk_metrics
-from sglang_lazy.port.comb import encoder
+from sglang_lazy.port.comb import new_encoder
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model_runner import server_traits
 from sglang_lazy.port.radix import LazyRadixCache
@@ -37,7 +37,12 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
         runner = scheduler.tp_worker.model_runner
         scheduler.tree_cache.admission = new_admission(
-            scheduler, config.max_chunks, server_traits(runner), preamble, config.max_pinned, runner
+            scheduler,
+            config.max_chunks,
+            server_traits(runner),
+            preamble,
+            config.max_pinned,
+            new_encoder(runner, table_of(runner.req_to_token_pool), max_fill_tokens(scheduler)),
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
@@ -50,11 +55,12 @@ def new_admission(
     traits: ServerTraits | None = None,
     preamble: array | None = None,
     max_pinned: float = LazyConfig.max_pinned,
-    runner: Any = None,
+    encode: Callable[[Sequence[Encoding]], None] | None = None,
 ) -> ChunkAdmission:
     """Admission for a scheduler whose tree cache is a `LazyRadixCache`.
 
-    max_pinned: a share of the pool that chunks are in.  runner: the `ModelRunner`; needed where they have one of their own.
+    max_pinned: a share of the pool that chunks are in.
+    encode: computes chunks where these have a pool of their own.
     """
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
@@ -65,18 +71,21 @@ def new_admission(
         traits=traits or ServerTraits(),
         neutral_preamble=preamble or array("q"),
     )
-    max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
     producer: Producer
-    if rows.shares_pool:
+    if encode is None:
         sign = 1 if scheduler.schedule_low_priority_values_first else -1
-        producer = FillProducer(rows.store.pending, new_request, max_fill_tokens, sign)
+        producer = FillProducer(rows.store.pending, new_request, max_fill_tokens(scheduler), sign)
     else:
         allocate, free = rows.store.tree.rows.allocate, rows.chunk_allocator.free
-        encode = encoder(runner, table_of(runner.req_to_token_pool).model, max_fill_tokens)
-        producer = EncoderProducer(rows.store.pending, max_fill_tokens, allocate, free, encode)
+        producer = EncoderProducer(rows.store.pending, max_fill_tokens(scheduler), allocate, free, encode)
     arrival = Arrival(rows.store, limits, new_request)
     budget = int(max_pinned * rows.chunk_allocator.size)
     return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+
+
+def max_fill_tokens(scheduler: Any) -> int:
+    """How many tokens of chunks are computed at once, but for a longer chunk."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:
@@ -179,7 +188,8 @@ def get_new_batch_prefill_raw(
         scheduler.waiting_queue = admission.put_back(scheduler.waiting_queue)
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        if shown or admission.holders:
+        # In a pool of text and chunks, the head of the queue is admitted by now; not where chunks lack room of their own.
+        if shown or admission.holders or (scheduler.waiting_queue and not admission.rows.shares_pool):
             admission.make_room()
         scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
     return batch, running_batch

@@ -67,7 +67,7 @@ class Arrival:
         policy = get_policy(layout.link)
         if not policy.reuses or not layout.chunks:
             return None
-        if reason := refusal(policy, self.limits.traits, layout, req.origin_input_ids):
+        if reason := refusal(policy, self.limits.traits):
             raise Refusal("policy", reason)
         check_request(req, layout, self.limits.max_chunks)
         if self.limits.traits.reads_beside:
