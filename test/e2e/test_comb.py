@@ -13,7 +13,7 @@ from sglang_lazy.testing.server import wait_for
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
-CHUNK_POOL = 0.15  # of KV: 602 tokens of chunks beside 2,048 of text, in 3 layers beside 5
+CHUNK_POOL = 0.15  # of 2,400 tokens of KV: 600 tokens of chunks beside 2,040 of text, in 3 layers beside 5
 
 
 class Served:
@@ -82,7 +82,7 @@ def hits(output):
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("comb")
     path = build(folder / "model")
-    flags = ["--model-path", str(path), "--max-total-tokens", "2048", "--lazy-chunk-pool", str(CHUNK_POOL)]
+    flags = ["--model-path", str(path), "--max-total-tokens", "2400", "--lazy-chunk-pool", str(CHUNK_POOL)]
     flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags()]
     with running_server(flags, folder / "server.log") as url:
         yield Served(path, url)
@@ -155,7 +155,7 @@ def test_logprobs_of_the_prompt(served):
 def test_too_much_for_the_pool_of_chunks(served):
     dice = Dice("too long")
     error = served.ask([*dice.chunks(2, 400, 401), dice.text(3)], status=400)
-    assert "do not fit into their pool of 602 tokens" in str(error)
+    assert "do not fit into their pool of 600 tokens" in str(error)
 
 
 def test_aborted_requests_leave_nothing_behind(served):

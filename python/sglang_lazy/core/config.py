@@ -154,8 +154,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LazyConfig.chunk_pool,
         metavar="SHARE",
-        help="Share of the memory for KV that chunks get, where a model reads them through an encoder (Comb). With half "
-        "of it, tokens of chunks exceed those of text as layers of the decoder exceed cross layers.",
+        help="Share of the memory for KV, --max-total-tokens too, that chunks get where a model reads them through an "
+        "encoder (Comb). They take so much less of it a token as there are fewer cross layers than layers.",
     )
     group.add_argument(
         "--lazy-shadow-rate",

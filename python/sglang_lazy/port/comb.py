@@ -16,7 +16,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import LayerRope, ServedModel
 from sglang_lazy.core.state import Encoding
-from sglang_lazy.port.comb_config import CombLlamaConfig
+from sglang_lazy.port.comb_config import ARCHITECTURE
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.scheduler.producer import shares
 
@@ -29,7 +29,7 @@ NO_ROTATION = 16
 def num_cross_layers(model_config: Any) -> int:
     """How many layers of a model read chunks beside the text; 0 for other models."""
     config = model_config.hf_config
-    return len(config.cross_attention_layers) if isinstance(config, CombLlamaConfig) else 0
+    return len(config.cross_attention_layers) if ARCHITECTURE in (config.architectures or ()) else 0
 
 
 class ChunkPool:
@@ -75,11 +75,11 @@ def chunk_pool_of(runner: Any) -> ChunkPool | None:
 
 
 def new_encoder(runner: Any, table: SegmentTable, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
-    """What launches the encoder on missing chunks, at most `max_tokens` tokens at once or one longer chunk; None where a
-    model has no encoder."""
+    """What launches the encoder on missing chunks, at most `max_tokens` tokens at once or one longer chunk; None where
+    the model has no encoder."""
     if (pool := chunk_pool_of(runner)) is None:
         return None
-    model, causal = table.model, runner.model_config.hf_config.chunk_is_causal
+    model, causal = table.model, getattr(runner.model_config.hf_config, "chunk_is_causal", False)
 
     def encode(encodings: Sequence[Encoding]) -> None:
         slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
@@ -94,12 +94,18 @@ def new_encoder(runner: Any, table: SegmentTable, max_tokens: int) -> Callable[[
     return encode
 
 
-def leave_room(original: Callable, configurator: Any, *args: Any) -> int:
-    """Around `KVCacheConfigurator._profile_available_bytes`: the decoder's pool does not get the chunks' share."""
-    available = original(configurator, *args)
+def leave_room(original: Callable, configurator: Any, token_capacity: int) -> int:
+    """Around `KVCacheConfigurator._apply_token_constraints`: of the memory that SGLang has measured, or was told in
+    tokens, the decoder's pool does not get the chunks' share."""
+    num_tokens = original(configurator, token_capacity)
     if not num_cross_layers(configurator.model_config):
-        return available
-    return int(available * (1 - LazyConfig.current().chunk_pool))
+        return num_tokens
+    return int(num_tokens * (1 - LazyConfig.current().chunk_pool))
+
+
+def plans_to_resize(original: Callable, args: Any) -> bool:
+    """Around `ServerArgs.post_capture_kv_sizing_planned`: the pools are sized once, before graphs are captured."""
+    return original(args) and not num_cross_layers(args.get_model_config())
 
 
 def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -108,11 +114,12 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
 
     from sglang_lazy.port.comb_llama import EntryClass
 
-    ModelRegistry.models[EntryClass.__name__] = EntryClass
+    ModelRegistry.models[ARCHITECTURE] = EntryClass
 
 
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
-    Hook(f"{_CONFIGURATOR}._profile_available_bytes", leave_room, "AROUND"),
+    Hook(f"{_CONFIGURATOR}._apply_token_constraints", leave_room, "AROUND"),
+    Hook("sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned", plans_to_resize, "AROUND"),
     Hook("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE"),
 )

@@ -5,6 +5,9 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig
 
 
+ARCHITECTURE = "CombLlamaForConditionalGeneration"
+
+
 class CombLlamaConfig(LlamaConfig):
     """A decoder's configuration, flat. Public ones keep it in `text_config`, which counts cross layers among its own.
 
@@ -17,16 +20,11 @@ class CombLlamaConfig(LlamaConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Raises ValueError for cross layers that the decoder has no place for."""
         flat = dict(config_dict)
         if (text := flat.pop("text_config", None)) is not None:
             places = flat["cross_attention_layers"]
             flat = {**flat, **text, "num_hidden_layers": text["num_hidden_layers"] - len(places)}
             flat |= {name: config_dict[name] for name in ("model_type", "architectures")}
-        flat.setdefault("chunk_is_causal", False)
-        places, num_layers = flat["cross_attention_layers"], flat["num_hidden_layers"]
-        if not places or list(places) != sorted(set(places)) or not 0 <= places[0] <= places[-1] < num_layers:
-            raise ValueError(f"cross_attention_layers must be layers 0 to {num_layers - 1}, ascending: {places}")
         return super().from_dict(flat, **kwargs)
 
 

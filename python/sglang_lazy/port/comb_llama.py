@@ -137,20 +137,29 @@ class CombLlamaForConditionalGeneration(nn.Module):
     """The decoder with its cross layers, and the encoder of chunks."""
 
     def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        """Raises ValueError for cross layers that the decoder has no place for."""
         super().__init__()
+        places, num_layers = list(config.cross_attention_layers), config.num_hidden_layers
+        if not places or places != sorted(set(places)) or not 0 <= places[0] <= places[-1] < num_layers:
+            raise ValueError(f"cross_attention_layers must be of layers 0 to {num_layers - 1}, ascending: {places}")
         self.config = config
         self.language_model = LlamaForCausalLM(config, quant_config, add_prefix("language_model", prefix))
         decoder = self.language_model.model
         decoder.cross_layers = nn.ModuleList(
-            CrossLayer(config, i, quant_config, add_prefix(f"{CROSS}{i}", prefix))
-            for i in range(len(config.cross_attention_layers))
+            CrossLayer(config, i, quant_config, add_prefix(f"{CROSS}{i}", prefix)) for i in range(len(places))
         )
-        for place, cross in zip(config.cross_attention_layers, decoder.cross_layers, strict=True):
+        for place, cross in zip(places, decoder.cross_layers, strict=True):
             decoder.layers[place].register_forward_pre_hook(cross.before)
         self.chunk_model = ChunkModel(config, quant_config, add_prefix("chunk_model", prefix))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.language_model(*args, **kwargs)
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        return self.language_model(input_ids, positions, forward_batch, input_embeds)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()

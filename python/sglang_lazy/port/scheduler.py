@@ -188,7 +188,7 @@ def get_new_batch_prefill_raw(
         scheduler.waiting_queue = admission.put_back(scheduler.waiting_queue)
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        # In a pool of text and chunks, the head of the queue is admitted by now; not where chunks lack room of their own.
+        # In a pool of text and chunks, the head of the queue is admitted by now; not in one where chunks lack room.
         if shown or admission.holders or (scheduler.waiting_queue and not admission.rows.shares_pool):
             admission.make_room()
         scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
