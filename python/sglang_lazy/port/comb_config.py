@@ -4,7 +4,6 @@ from typing import Any
 
 from transformers import AutoConfig, LlamaConfig
 
-
 ARCHITECTURE = "CombLlamaForConditionalGeneration"
 
 

@@ -77,7 +77,8 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
         reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)
     cached_tokens, hits, details = reuse
     # To a scheduler that has chunks beside the text, the prompt is the text alone.
-    meta_info["prompt_tokens"] = details.get("prompt", meta_info["prompt_tokens"])
+    if "prompt" in details:
+        meta_info["prompt_tokens"] = details["prompt"]
     meta_info["cached_tokens"] = CachedTokens(cached_tokens, details.get("chunk", 0))
     meta_info["cached_tokens_details"] = {name: n for name, n in details.items() if name != "prompt"} or None
     if finish_reason is not None:
