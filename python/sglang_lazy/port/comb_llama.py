@@ -143,6 +143,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
         if not places or places != sorted(set(places)) or not 0 <= places[0] <= places[-1] < num_layers:
             raise ValueError(f"cross_attention_layers must be of layers 0 to {num_layers - 1}, ascending: {places}")
         self.config = config
+        self.loaded: set[str] = set()  # weights of the encoder and the cross layers
         self.language_model = LlamaForCausalLM(config, quant_config, add_prefix("language_model", prefix))
         decoder = self.language_model.model
         decoder.cross_layers = nn.ModuleList(
@@ -177,11 +178,10 @@ class CombLlamaForConditionalGeneration(nn.Module):
             yield k_norm(k.reshape(-1, head_dim)).view(len(k), -1, head_dim), v.view(len(v), -1, head_dim)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError for an unknown name, for weights that are missing, and for an embedding of chunks that is
-        not the decoder's."""
+        """Raises ValueError for an unknown name, for an embedding of chunks that is not the decoder's, and unless all
+        weights of the encoder and the cross layers are loaded, now or before."""
         embeddings: dict[str, torch.Tensor] = {}
         own = {name: parameter for name, parameter in self.named_parameters() if name.startswith((CROSS, ENCODER))}
-        missing = set(own)
 
         def rest() -> Iterator[tuple[str, torch.Tensor]]:
             for name, weight in weights:
@@ -189,17 +189,16 @@ class CombLlamaForConditionalGeneration(nn.Module):
                     embeddings[name] = weight
                 if name.startswith((CROSS, ENCODER)):
                     if name != f"{ENCODER}embed_tokens.weight":
-                        missing.discard(_load(name, weight, own))
+                        self.loaded.add(_load(name, weight, own))
                 elif name.startswith(DECODER):
                     yield name.removeprefix(DECODER), weight
                 else:
                     raise ValueError(f"weight {name!r} is not one of a Comb model's")
 
         self.language_model.load_weights(rest())
-        if missing:
+        if missing := set(own) - self.loaded:
             raise ValueError(f"the checkpoint has no weight {min(missing)!r}, and lacks {len(missing)} in all")
-        first, *others = embeddings.values()
-        if not all(torch.equal(first, other) for other in others):
+        if len(embeddings) == 2 and not torch.equal(*embeddings.values()):
             raise ValueError("the chunk model's embedding is not the decoder's, which is the one that would be used")
 
 
