@@ -295,7 +295,6 @@ def test_comb_on_cuda(tmp_path, way):
         engine.shutdown()
         gc.collect()
     assert all(entry["hit"] for output in answers[1] for entry in output["meta_info"].get("chunks", ()))
-    assert len({tuple(output["output_ids"]) for output in answers[1][:4]}) == 1
     exact, rough = (CombOracle(path, dtype) for dtype in (torch.float32, torch.bfloat16))
     ours, plain = [], []
     for outputs in answers:

@@ -1,8 +1,9 @@
 """Cross attention: rows that read chunks beside their text, through layers of their own."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,17 +17,18 @@ BEHIND_ALL = 2**30
 """The position of queries that see all KV tokens; kernels add to it."""
 
 
-class CrossBatch(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class CrossBatch:
     """What cross attention has to know of a batch; its self-attention is SGLang's.
 
     slots: per request, int32, those of all its chunks; None where it has none.
     extend_lens: per request, how many tokens it computes; None in decode, where it is one.
+    rows: none that SGLang's description of the batch would not do for; see `LinkedBatch`.
     """
 
     slots: Sequence[torch.Tensor | None] = ()
     extend_lens: Sequence[int] | None = None
-
-    rows = ()  # of self-attention, as in `LinkedBatch`: in order
+    rows: ClassVar[tuple] = ()
 
     @classmethod
     def of(cls, batch: Any, apart: bool = True, max_rows: float = math.inf) -> "CrossBatch | None":

@@ -34,7 +34,7 @@ class LazyConfig:
     chunk_separator: what stands between two of these in plain text is a chunk; none if it is empty.
     chunk_roles: in messages of these roles, separated by commas, all text is a chunk.
     max_pinned: share of the KV pool that chunks may be pinned in, 0 to 1.
-    chunk_pool: share of the memory for KV, between 0 and 1, that chunks get where a model reads them through an encoder.
+    chunk_pool: share of the memory for KV that chunks get where a model reads them through an encoder, between 0 and 1.
     shadow_rate: fraction of the greedy answers over chunks that shadow mode repeats, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """

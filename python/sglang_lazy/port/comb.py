@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
 from sglang_lazy.attention.encoder import EncoderRows
-from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import LayerRope, ServedModel
@@ -74,10 +74,11 @@ def chunk_pool_of(runner: Any) -> ChunkPool | None:
     return getattr(runner.req_to_token_pool, "chunk_pool", None)
 
 
-def new_encoder(runner: Any, table: SegmentTable, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
+def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
     """What launches the encoder on missing chunks, at most `max_tokens` tokens at once or one longer chunk; None where
     the model has no encoder."""
-    if (pool := chunk_pool_of(runner)) is None:
+    pool, table = chunk_pool_of(runner), table_of(runner.req_to_token_pool)
+    if pool is None or table is None:
         return None
     model, causal = table.model, getattr(runner.model_config.hf_config, "chunk_is_causal", False)
 

@@ -52,6 +52,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     def __init__(self, params: CacheInitParams, *more: Any):
         self._ticks = itertools.count(1)
         self.store = self._nodes = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
+        self._chunks: LazyRadixCache | None = None
         self.admission: Any = None  # attached, like the next one, when SGLang's scheduler is complete
         self.forward_stream: Any = None
         self._ranks = False
@@ -62,7 +63,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     def keep_chunks_in(self, chunks: "LazyRadixCache") -> None:
         """Chunks are in the tree `chunks`, over a pool of its own; text that depends on them stays in this one."""
-        self.store = chunks.store
+        self.store, self._chunks = chunks.store, chunks
         self.rows = RowCache(
             self.store,
             self.req_to_token_pool,
@@ -75,9 +76,9 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     def reset(self) -> None:
         super().reset()
         self._nodes.reset()
-        if self.store is not self._nodes:
-            self.store.tree.reset()
-            self.rows.chunk_allocator.clear()
+        if self._chunks is not None:
+            self._chunks.reset()
+            self._chunks.token_to_kv_pool_allocator.clear()
         if self.admission is not None:
             self.admission.reset()
 

@@ -42,7 +42,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             server_traits(runner),
             preamble,
             config.max_pinned,
-            new_encoder(runner, table_of(runner.req_to_token_pool), max_fill_tokens(scheduler)),
+            new_encoder(runner, max_fill_tokens(scheduler)),
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank

@@ -128,7 +128,7 @@ class ChunkAdmission:
                 continue
             if state is not None and not state.ready:
                 nodes = self.cached(state)
-                chunk_need, short = self.budget.chunk_need(state, nodes), 0
+                chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
                 if self.rows.shares_pool:
                     need += chunk_need
                 else:
