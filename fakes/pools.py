@@ -21,8 +21,8 @@ from fakes.requests import VOCAB_SIZE
 from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import ServedModel
-from sglang_lazy.core.state import Encoding
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.backends import TensorBackend

@@ -8,9 +8,10 @@ import torch
 from fakes.pools import Pools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.core.state import Encoding, linked
+from sglang_lazy.core.state import linked
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -37,6 +37,9 @@ class CrossBatch:
         slots = [state.beside if isinstance(state, LinkedRequest) else None for state in states]
         if all(part is None for part in slots):
             return None
+        for part in slots:
+            if part is not None and part.is_cuda:  # made beside the passes, and gone once its request has ended
+                part.record_stream(torch.cuda.current_stream(part.device))
         return cls(slots, None if batch.forward_mode.is_decode_or_idle() else batch.extend_lens)
 
     def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:

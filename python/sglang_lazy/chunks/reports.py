@@ -6,8 +6,8 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
+from sglang_lazy.core.encoding import chunks_of
 from sglang_lazy.core.keys import chunk_id
-from sglang_lazy.core.state import chunks_of
 
 
 def state_of(store: Any, chunk: CachedChunk) -> str:

@@ -14,8 +14,8 @@ from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import LayerRope, ServedModel
-from sglang_lazy.core.state import Encoding
 from sglang_lazy.port.comb_config import ARCHITECTURE
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.scheduler.producer import shares

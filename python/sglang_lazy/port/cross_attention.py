@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.cross import CrossBatch, Readers
+from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
 
@@ -33,6 +34,19 @@ class CrossAttention(AttentionBackend):
         self.cross_workspace = table.model.kernels.decode_workspace(
             len(self.cross_rows), table.max_segments, **self.cross_dims, device=table.ends.device
         )
+
+        self._compile(runner)
+
+    def _compile(self, runner: Any) -> None:
+        """Attend with one token, as the encoder and as a cross layer do, so that no request waits for compilers."""
+        options = dict(dtype=runner.dtype, device=self.cross_table.ends.device)
+        heads, kv_heads, dim = self.cross_dims.values()
+        q, k = torch.zeros(1, heads, dim, **options), torch.zeros(1, kv_heads, dim, **options)
+        EncoderRows([1], False, self.cross_model.kernels, self.cross_model.ropes[0]).attend(q, k, k, 1.0)
+        slot = torch.zeros(1, dtype=torch.int32, device=self.cross_table.ends.device)
+        self.cross_metadata = CrossBatch([slot], [1]).prefill(self.cross_table)
+        self.read_chunks(0, q)
+        self.cross_metadata = None
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)

@@ -10,9 +10,10 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
-from sglang_lazy.core.state import Encoding, LinkedRequest, fill_of, is_internal, lazy_state, linked
+from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import chunk_metrics
 from sglang_lazy.port.comb import new_encoder

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.chunks.counts import Counts
-from sglang_lazy.core.state import Encoding, Fill, linked
+from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.state import Fill, linked
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,10 @@ import torch
 
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import Encoding, linked
+from sglang_lazy.core.state import linked
 
 
 class EncoderProducer:
