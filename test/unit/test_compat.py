@@ -307,3 +307,31 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
     with pytest.raises(RuntimeError, match=r"0\.5\.17.*0\.5\.16"):
         plugin.check_version()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("enable_hierarchical_cache", True, "host tier"),
+        ("enable_lora", True, "LoRA"),
+        ("lora_paths", ["a"], "LoRA"),
+        ("tp_size", 2, "tensor parallelism"),
+        ("enable_torch_compile", True, "torch-compile"),
+    ],
+)
+def test_what_does_not_fit_an_encoder_of_chunks(flag, value, reason):
+    """One flag gives one reason, with such a model alone."""
+    architecture = "CombLlamaForConditionalGeneration"
+    comb, other = runner(Layer(plain_rope()), architecture=architecture), runner(Layer(plain_rope()))
+    comb.model_config.hf_config.cross_attention_layers = [0]
+    unset = dict(
+        enable_hierarchical_cache=False, enable_lora=None, lora_paths=None, tp_size=1, enable_torch_compile=False
+    )
+    for given in (comb, other):
+        vars(given.server_args).update(unset)
+    assert compat.unfit_model(comb) == []
+    setattr(comb.server_args, flag, value)
+    setattr(other.server_args, flag, value)
+    (given,) = compat.unfit_model(comb)
+    assert reason in given
+    assert compat.unfit_model(other) == []

@@ -30,6 +30,7 @@ class SegmentTable:
         may hold in decode, in the order of the row: where they stand there, and in the prompt. None, all of them
         NOWHERE, if that is the same.
     tail_ends: int32 [num_rows, max_segments], where each segment ends among them.
+    batch_type: what describes a batch to the attention that reads chunks.
     linked_rows: the rows that have an entry here. A row stays until its next request gets it.
     stock_attends: whether SGLang's own attention can compute this model; otherwise all rows take the link path.
     model: what policies see of the served model.
@@ -45,6 +46,7 @@ class SegmentTable:
         max_segments: int,
         device: str | torch.device,
         model: ServedModel,
+        batch_type: Any = LinkedBatch,
         stock_attends: bool = True,
     ):
         # One record for each row, so that a batch is written in one copy.
@@ -55,10 +57,10 @@ class SegmentTable:
         self.num_segments = num_segments[:, 0]
         self.ends, self.offsets, self.ids, self.tail_ends, self.tail_indices, self.tail_positions = parts
         self.tail_positions.fill_(NOWHERE)
-        self.model = model
+        self.model, self.batch_type = model, batch_type
         self.stock_attends = stock_attends
         self.has_chunks = False
-        self.current: LinkedBatch | None = None
+        self.current: Any = None
         self.probes: ProbeSums | None = None
         self.linked_rows: set[int] = set()
 
@@ -100,8 +102,11 @@ class SegmentTable:
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(self, batch: LinkedBatch | None, probes: ProbeSums | None = None) -> Iterator[None]:
-        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one."""
+    def running(self, batch: Any, probes: ProbeSums | None = None) -> Iterator[None]:
+        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one.
+
+        batch: of `batch_type`, or None.
+        """
         self.has_chunks, self.current, self.probes = True, batch, probes
         try:
             yield

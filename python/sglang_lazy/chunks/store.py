@@ -18,7 +18,7 @@ from sglang_lazy.chunks.tree import Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import ChunkNodes, RowNodes
+from sglang_lazy.core.state import ChunkNodes
 
 PRIVATE_SEGMENT = -1
 """Segment id of KV that no other request is known to read."""
@@ -199,20 +199,6 @@ class ChunkStore:
             return 0
         return sum(self.tree.unlock(node) for node in chunks.nodes if node is not None)
 
-    def lock_row(self, row: RowNodes) -> int:
-        """Lock all that a row depends on; returns the same."""
-        row.num_locks += 1
-        if row.num_locks > 1:
-            return 0
-        return self.lock_chunks(row.chunks) + sum(map(self.tree.lock, row.spans))
-
-    def unlock_row(self, row: RowNodes) -> int:
-        """Give one lock on a row back; returns the same."""
-        row.num_locks -= 1
-        if row.num_locks > 0:
-            return 0
-        return self.unlock_chunks(row.chunks) + sum(map(self.tree.unlock, row.spans))
-
     def enter(self, chunks: ChunkNodes, i: int, node: Node) -> None:
         """Slice `i`, which was missing, is at `node` now: lock it for whoever holds the others."""
         chunks.nodes[i] = node
@@ -273,7 +259,7 @@ class ChunkStore:
             num_evicted += len(leaf.key)
             slots.append(self.tree.remove(leaf))
             namespace = leaf.key.extra_key
-            if isinstance(namespace, Namespace) and namespace.kind == "chunk":
+            if isinstance(namespace, Namespace) and namespace.is_chunk:
                 self.counts.num_evicted_chunks += leaf.id in self._keys_by_node
                 self.counts.num_evicted_tokens += len(leaf.key)
             if not leaf.backuped:

@@ -34,6 +34,12 @@ class Tree(Protocol):
     def evictable_leaves(self) -> Collection[Node]:
         """Leaves that nobody has locked."""
 
+    def evictable_size(self) -> int:
+        """How many tokens nobody has locked."""
+
+    def protected_size(self) -> int:
+        """How many tokens somebody has locked."""
+
     def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, Node]:
         """The longest beginning on the device: its slots (int64), and the node where it ends, split off if need be."""
 

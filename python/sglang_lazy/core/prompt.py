@@ -154,13 +154,20 @@ class TextSpan:
 class LinkedPrompt(NamedTuple):
     """The slices of chunks and the text spans of a prompt, each in position order; the last token is text.
 
-    num_chunk_tokens: how many tokens the slices hold.
+    num_chunk_tokens: how many tokens of the slices stand in the request's row.
+    beside: whether none do, because the model reads chunks beside the text; positions are then those of the text.
     """
 
     chunks: tuple[ChunkSlice, ...]
     spans: tuple[TextSpan, ...]
     num_chunk_tokens: int
     images: Images | None = None
+    beside: bool = False
+
+    @property
+    def in_row(self) -> tuple[ChunkSlice, ...]:
+        """The slices that stand in the request's row."""
+        return () if self.beside else self.chunks
 
     @property
     def num_leading_tokens(self) -> int:
@@ -244,3 +251,30 @@ class LinkedPrompt(NamedTuple):
             position = start + needed
         end_span(len(input_ids))
         return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks), images)
+
+    @classmethod
+    def build_beside(
+        cls, input_ids: array, layout: PromptLayout, extra_key: str | None, adapter: str | None = None
+    ) -> "tuple[LinkedPrompt, array]":
+        """The prompt of a model that reads chunks beside the text, in no order; and the ids of its text alone (int64).
+
+        Chunks are whole, and sorted by their keys. The text is one span, keyed by the multiset of chunks. A prompt
+        without text has its last token as such, too, for the answer to follow. Arguments and errors: `build`.
+        """
+        ids, chunks, text, position = np.asarray(as_int32(input_ids)), [], array("q"), 0
+        namespace = Namespace("whole", extra_key, layout.cache_salt, None, adapter)
+        for index, (start, end) in enumerate(layout.chunks):
+            own = ids[start:end].data
+            key = chunk_key(own, namespace._replace(variant=hashlib.sha256(own).digest()))
+            chunks.append(ChunkSlice(key, index, input_ids, start, end - start, ((0, end - start),)))
+            text += input_ids[position:start]
+            position = end
+        text += input_ids[position:]
+        chunks.sort(key=lambda chunk: (chunk.key.tokens, chunk.key.check))
+        path = hashlib.sha256(b"chunks beside %d " % len(chunks))
+        for chunk in chunks:
+            path.update(chunk.key.tokens + chunk.key.check)
+        text = text or input_ids[-1:]
+        own_namespace = namespace._replace(kind="text", variant=path.digest())
+        span = TextSpan(own_namespace, np.arange(len(text), dtype=np.int32))
+        return cls(tuple(chunks), (span,), num_chunk_tokens=0, beside=True), text

@@ -36,7 +36,7 @@ class Row:
         if self._moves_nothing:
             parts = [np.arange(row_end, dtype=np.int32)]
         else:
-            parts = [chunk.positions for chunk in prompt.chunks]
+            parts = [chunk.positions for chunk in prompt.in_row]
         to_compute = []
         for span, count in zip(prompt.spans, cached, strict=True):
             positions = span.first(last.count_before(num_tokens)) if span is last else span.positions

@@ -139,7 +139,7 @@ class ChunkControl:
         chunks = [
             chunk
             for chunk in self.store.catalog.find(tenant, prefix)
-            if only in (None, (chunk.key.namespace.variant is not None, chunk.key.namespace.adapter))
+            if only in (None, (chunk.key.namespace.has_preamble, chunk.key.namespace.adapter))
         ]
         if not chunks:
             raise ValueError("unknown")

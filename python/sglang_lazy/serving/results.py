@@ -81,8 +81,11 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
         # SGLang computes the prompt before its n samples, which then find all of it. The first report is the true one.
         reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)
     cached_tokens, hits, details = reuse
+    # To a scheduler that has chunks beside the text, the prompt is the text alone.
+    if "prompt" in details:
+        meta_info["prompt_tokens"] = details["prompt"]
     meta_info["cached_tokens"] = CachedTokens(cached_tokens, details.get("chunk", 0))
-    meta_info["cached_tokens_details"] = dict(details) or None
+    meta_info["cached_tokens_details"] = {name: n for name, n in details.items() if name != "prompt"} or None
     if finish_reason is not None:
         meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits)
         first = parent is None or vars(parent).setdefault(_COUNTED_ATTR, obj) is obj
