@@ -190,14 +190,17 @@ class RowCache:
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
-        for i, span in enumerate(row.prompt.spans):
-            published, count = row.published[i], row.available(i, row_len)
+        counts = [row.available(i, row_len) for i in range(len(row.published))]
+        text_start = row.prompt.num_chunk_tokens
+        text_slots = self.read(req, text_start, row_len) if counts != row.published else self._placeholders[:0]
+        for i, (span, count) in enumerate(zip(row.prompt.spans, counts, strict=True)):
+            published = row.published[i]
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
-            slots = self.read(req, computed_start, computed_start + count - cached)
+            slots = text_slots[computed_start - text_start :][: count - cached]
             if cached:
-                slots = torch.cat([self.read(req, row.cached_start[i], row.cached_start[i] + cached), slots])
+                slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
             tokens, namespace = _tokens(req, span.first(count)), _namespace(req, span)
             num_present, node = self.tree.add(tokens, namespace, slots, req.priority or 0, chunked)
             if num_present > published:
