@@ -30,6 +30,7 @@ class ModelSpec:
     seed: int = 0  # of the weights, such that no two tokens of the tests are equally likely
     chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
     architecture: str | None = None  # in config.json, where SGLang's class is not the one that transformers has
+    cpu_options: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of the engine, where it needs some
     core: bool = True  # False: its attention resembles that of a core model, so tests may try less
 
     def config(self):
@@ -205,6 +206,8 @@ _SPECS = [
             **_shape(128, 4, 8, 2, head_dim=32, rope_parameters={**_YARN, "truncate": False}, sliding_window=24),
             **dict(num_local_experts=4, num_experts_per_tok=2, swiglu_limit=7.0),
         },
+        # SGLang asks for a backend with sinks, and then replaces it where the CPU does not have what it needs.
+        cpu_options=dict(attention_backend="intel_amx", disable_cuda_graph=True),
     ),
     # Windows in most layers, whose rotation is another than that of the others; qk-norm
     ModelSpec(

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from served import NUM_TOKENS, Served
 
-from oracle.models import build
+from oracle.models import MODELS, build
 from oracle.policies import keep_all_but
 from oracle.scenarios import Dice
 from oracle.segments import Segment, chunk, text
@@ -21,7 +21,7 @@ BASES = ["", "base+", "base:preamble=lead+"]
 OPTIONS = {
     "llama": {},
     "glm4": {"chunked_prefill_size": 48, "disable_overlap_schedule": True},
-    "gpt-oss": {"attention_backend": "intel_amx"},  # as in test_oracle_matrix.py
+    "gpt-oss": MODELS["gpt-oss"].cpu_options,
 }
 
 
