@@ -89,7 +89,10 @@ def served(tmp_path_factory):
     gc.collect()
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+FAST = ("retrieval",)
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SCENARIOS])
 def test_scenarios(served, name):
     """Cold, warm, shuffled, second turns: a chunk that was there once is a hit."""
     served.flush()

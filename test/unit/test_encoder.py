@@ -1,6 +1,7 @@
 """Chunks in a pool of their own, which an encoder computes: who reads what, and what is whose, after every step."""
 
 import random
+from array import array
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from fakes.scheduler import Scheduler
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.core.state import linked
+from sglang_lazy.core.state import ChunkNodes, RowNodes, linked
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -204,7 +205,6 @@ def test_identity():
         ids = [token for _, tokens in parts for token in tokens]
         ends = [sum(len(tokens) for _, tokens in parts[: i + 1]) for i in range(len(parts))]
         chunks = [(end - len(t), end) for (is_chunk, t), end in zip(parts, ends, strict=True) if is_chunk]
-        from array import array
 
         return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), None)
 
@@ -219,3 +219,14 @@ def test_identity():
     assert twice.spans[0].namespace != one.spans[0].namespace
     alone, text = build((CHUNK, (1, 2)))
     assert text.tolist() == [2] and alone.chunks[0].num_tokens == 2
+
+
+def test_locking_chunks_takes_nothing_from_the_pool_of_text():
+    """What SGLang is told, which counts on it while it forms a batch."""
+    loop = Loop()
+    req = loop.submit(DOCS[5])
+    loop.run()
+    chunks = [loop.store.find(chunk) for chunk in linked(req).prompt.chunks]
+    row = RowNodes(ChunkNodes(chunks), [])
+    assert loop.tree_cache.inc_lock_ref(row).delta == 0 and loop.store.tree.protected_size() == len(DOCS[5])
+    assert loop.tree_cache.dec_lock_ref(row).delta == 0 and loop.store.tree.protected_size() == 0
