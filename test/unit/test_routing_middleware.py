@@ -44,6 +44,9 @@ class Router:
             code = "no_available_workers" if worker is None else "call_upstream_connection_failed"
             return web.json_response({"error": code}, status=503, headers={"X-SMG-Error-Code": code})
         body = await request.read()
+        if b"deadly" in body:
+            code = "call_upstream_request_error"
+            return web.json_response({"error": code}, status=500, headers={"X-SMG-Error-Code": code})
         headers = {"X-SMG-Routed-Worker-Id": worker, "X-Body": body[:20].hex()}
         if request.path == "/slow":
             response = web.StreamResponse(headers=headers)
@@ -142,9 +145,8 @@ def test_a_change_that_the_router_has_not_told_yet():
         router.health["w0"] = False
         assert await worker_for(client) == "w1"
         await middleware.refresh()
-        assert await worker_for(client) == "w1"
-        router.health["w0"] = True
-        await middleware.refresh()
+        new = {"segments": [{"type": "chunk", "text": "nobody's"}]}
+        assert await worker_for(client, new) == "w2"  # which was sent less than w1
         assert await worker_for(client) == "w1"
 
     run(test, "w0", "w1", "w2")
@@ -158,6 +160,15 @@ def test_no_worker_is_left():
         assert [worker for worker, _ in router.asked] == ["w0", "w1", "any"]
 
     run(test, "w0", "w1")
+
+
+def test_a_prompt_that_ends_workers_ends_two():
+    async def test(router, _middleware, client):
+        async with client.post("/generate", json={"segments": [{"type": "chunk", "text": "deadly"}]}) as answer:
+            assert answer.status == 500
+        assert len(router.asked) == 2
+
+    run(test, "w0", "w1", "w2")
 
 
 def test_streams_pass_as_they_come_and_end_as_they_end():

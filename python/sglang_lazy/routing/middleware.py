@@ -26,6 +26,8 @@ ROUTED = "X-SMG-Routed-Worker-Id"
 """Of an answer: the URL of the worker that gave it."""
 ERROR = "X-SMG-Error-Code"
 NOT_REACHED = ("call_upstream_connection_failed", "no_available_workers")
+BROKE_OFF = "call_upstream_request_error"
+"""The worker had the prompt, maybe, and ended. It is tried once more only, in case it was the prompt that ended it."""
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
     + ("upgrade", "host")
@@ -92,15 +94,19 @@ class Middleware:
         if chunks and SALT_HEADER in request.headers:
             reason = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
             return web.json_response({"error": {"message": reason}}, status=400)
+        again = [*NOT_REACHED, BROKE_OFF]
         while True:
             pick = self._pick(chunks)
             try:
                 with self._counted(pick):
                     async with self._ask(request, data, pick) as answer:
-                        if pick is None or answer.headers.get(ERROR) not in NOT_REACHED:
+                        error = answer.headers.get(ERROR)
+                        if pick is None or error not in again:
                             return await self._relay(request, answer, chunks, pick)
-            except aiohttp.ClientConnectionError as error:
-                return web.json_response({"error": {"message": f"the router does not answer: {error}"}}, status=502)
+            except aiohttp.ClientConnectionError as reason:
+                return web.json_response({"error": {"message": f"the router does not answer: {reason}"}}, status=502)
+            if error == BROKE_OFF:
+                again.remove(error)
             self.down.add(str(pick.worker))
             self.picker.forget(pick.worker)
             await self.refresh()
