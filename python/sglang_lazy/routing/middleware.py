@@ -9,8 +9,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -97,14 +96,16 @@ class Middleware:
         again = [*NOT_REACHED, BROKE_OFF]
         while True:
             pick = self._pick(chunks)
-            try:
-                with self._counted(pick):
-                    async with self._ask(request, data, pick) as answer:
-                        error = answer.headers.get(ERROR)
-                        if pick is None or error not in again:
-                            return await self._relay(request, answer, chunks, pick)
-            except aiohttp.ClientConnectionError as reason:
-                return web.json_response({"error": {"message": f"the router does not answer: {reason}"}}, status=502)
+            with self._counted(pick):
+                try:
+                    answer = await self._ask(request, data, pick)
+                except aiohttp.ClientConnectionError as reason:
+                    message = f"the router does not answer: {reason}"
+                    return web.json_response({"error": {"message": message}}, status=502)
+                async with answer:
+                    error = answer.headers.get(ERROR)
+                    if pick is None or error not in again:
+                        return await self._relay(request, answer, chunks, pick)
             if error == BROKE_OFF:
                 again.remove(error)
             self.down.add(str(pick.worker))
@@ -117,7 +118,7 @@ class Middleware:
         return self.picker.pick(dict(chunks), loads) if chunks and loads else None
 
     @contextlib.contextmanager
-    def _counted(self, pick: Pick | None) -> Any:
+    def _counted(self, pick: Pick | None) -> Iterator[None]:
         if pick is None:
             yield
             return
@@ -127,13 +128,13 @@ class Middleware:
         finally:
             self.in_flight[pick.worker] -= 1
 
-    def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> Any:
+    async def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
         headers = request.headers.copy()
         for name in (*HOP_BY_HOP, TARGET):
             headers.popall(name, None)
         if pick is not None:
             headers[TARGET] = str(self.workers.index(str(pick.worker)))
-        return self.session.request(
+        return await self.session.request(
             request.method,
             URL(self.router + request.raw_path, encoded=True),
             data=data or None,
