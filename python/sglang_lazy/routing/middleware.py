@@ -1,4 +1,4 @@
-"""A middleware of the router `smg`: it names the worker of each prompt with chunks, and passes all else on as it is.
+"""A middleware of the router `smg`: it names the worker of each prompt, and passes all on as it is.
 
 The router is asked which workers are healthy, and told by its header which of them to take; it checks, limits, counts
 and forwards as ever. If it cannot reach that one, another is named.
@@ -23,6 +23,8 @@ TARGET = "X-SMG-Target-Worker"
 """Of a request: the worker's place among the healthy ones, in the order of `/workers`."""
 ROUTED = "X-SMG-Routed-Worker-Id"
 """Of an answer: the URL of the worker that gave it."""
+NAMED = (TARGET, "X-SMG-Routing-Key")
+"""With one of these, a client has named the worker itself."""
 ERROR = "X-SMG-Error-Code"
 NOT_REACHED = ("call_upstream_connection_failed", "no_available_workers")
 BROKE_OFF = "call_upstream_request_error"
@@ -76,10 +78,10 @@ class Middleware:
     async def refresh(self) -> None:
         """Ask the router for its workers. If it does not answer, they stay as they were."""
         try:
-            async with self.session.get(f"{self.router}/workers") as answer:
+            async with self.session.get(f"{self.router}/workers", timeout=aiohttp.ClientTimeout(REFRESH_S)) as answer:
                 listed = (await answer.json())["workers"]
             workers = [worker["url"] for worker in listed if worker["is_healthy"]]
-        except (aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as error:
             logger.warning("the router %s does not list its workers: %r", self.router, error)
             return
         for worker in set(self.workers) - set(workers):
@@ -91,11 +93,12 @@ class Middleware:
         data = await request.read()
         chunks = _chunks(data)
         if chunks and SALT_HEADER in request.headers:
-            reason = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
-            return web.json_response({"error": {"message": reason}}, status=400)
+            message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
+            return web.json_response({"error": {"message": message}}, status=400)
+        chooses = request.method == "POST" and not any(name in request.headers for name in NAMED)
         again = [*NOT_REACHED, BROKE_OFF]
         while True:
-            pick = self._pick(chunks)
+            pick = self._pick(chunks) if chooses else None
             with self._counted(pick):
                 try:
                     answer = await self._ask(request, data, pick)
@@ -113,9 +116,9 @@ class Middleware:
             await self.refresh()
 
     def _pick(self, chunks: Sequence[tuple[Hashable, int]]) -> Pick | None:
-        """None where the router is to choose."""
+        """None if no worker is known, so that the router may say what is wrong."""
         loads = {worker: self.in_flight[worker] for worker in self.workers if worker not in self.down}
-        return self.picker.pick(dict(chunks), loads) if chunks and loads else None
+        return self.picker.pick(dict(chunks), loads) if loads else None
 
     @contextlib.contextmanager
     def _counted(self, pick: Pick | None) -> Iterator[None]:
@@ -130,7 +133,7 @@ class Middleware:
 
     async def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
         headers = request.headers.copy()
-        for name in (*HOP_BY_HOP, TARGET):
+        for name in HOP_BY_HOP:
             headers.popall(name, None)
         if pick is not None:
             headers[TARGET] = str(self.workers.index(str(pick.worker)))
@@ -159,7 +162,7 @@ class Middleware:
         line, hits = bytearray(), {}
         async for data in answer.content.iter_any():
             await response.write(data)
-            if pick is not None and not hits:
+            if chunks and not hits:
                 *ended, rest = data.split(b"\n")
                 for end in ended:
                     hits = hits or hits_by_chunk(chunks, bytes(line + end))
