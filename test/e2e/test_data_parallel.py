@@ -11,6 +11,8 @@ from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
 from sglang_lazy.testing import device_flags, running_server
 
+pytestmark = pytest.mark.slow  # a server of its own; without one: test/unit/test_ranks.py
+
 NUM_TOKENS = 6
 GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 

@@ -44,6 +44,9 @@ class Router:
             code = "no_available_workers" if worker is None else "call_upstream_connection_failed"
             return web.json_response({"error": code}, status=503, headers={"X-SMG-Error-Code": code})
         body = await request.read()
+        if b"deadly" in body:
+            code = "call_upstream_request_error"
+            return web.json_response({"error": code}, status=500, headers={"X-SMG-Error-Code": code})
         headers = {"X-SMG-Routed-Worker-Id": worker, "X-Body": body[:20].hex()}
         if request.path == "/slow":
             response = web.StreamResponse(headers=headers)
@@ -101,14 +104,37 @@ def test_prompts_with_chunks_are_sent_after_them():
     run(test, "w0", "w1")
 
 
-def test_all_else_is_left_to_the_router_as_it_is():
+def test_all_passes_as_it_is():
     async def test(router, _middleware, client):
         for body in (b"", b"{", b"[]", b'{"text": "plain"}', b"[" * 100_000):
-            async with client.post("/generate?a=%20b", data=body, headers={"X-SMG-Target-Worker": "1"}) as answer:
-                assert answer.headers["X-Body"] == body[:20].hex()
+            async with client.post("/generate?a=%20b", data=body) as answer:
+                assert answer.status == 200 and answer.headers["X-Body"] == body[:20].hex()
         async with client.get("/anything") as answer:
             assert answer.status == 200
-        assert router.asked == [("any", "/generate?a=%20b")] * 5 + [("any", "/anything")]
+        assert [path for _, path in router.asked] == ["/generate?a=%20b"] * 5 + ["/anything"]
+        assert router.asked[-1] == ("any", "/anything")
+
+    run(test, "w0", "w1")
+
+
+def test_plain_prompts_go_to_the_least_loaded():
+    async def test(router, _middleware, client):
+        async with client.post("/slow", json={"text": "plain"}) as answer:
+            await answer.content.readany()
+            busy = answer.headers["X-SMG-Routed-Worker-Id"]
+            for _ in range(3):
+                assert await worker_for(client, {"text": "plain"}) != busy
+
+    run(test, "w0", "w1")
+
+
+def test_a_client_may_name_the_worker():
+    async def test(router, _middleware, client):
+        home = await worker_for(client)
+        for header, value, worker in (("X-SMG-Target-Worker", "1", "w1"), ("X-SMG-Routing-Key", "a", "any")):
+            async with client.post("/generate", json=PROMPT, headers={header: value}) as answer:
+                assert answer.headers["X-SMG-Routed-Worker-Id"] == worker
+        assert await worker_for(client) == home == "w0"
 
     run(test, "w0", "w1")
 
@@ -142,9 +168,8 @@ def test_a_change_that_the_router_has_not_told_yet():
         router.health["w0"] = False
         assert await worker_for(client) == "w1"
         await middleware.refresh()
-        assert await worker_for(client) == "w1"
-        router.health["w0"] = True
-        await middleware.refresh()
+        new = {"segments": [{"type": "chunk", "text": "nobody's"}]}
+        assert await worker_for(client, new) == "w2"  # which was sent less than w1
         assert await worker_for(client) == "w1"
 
     run(test, "w0", "w1", "w2")
@@ -158,6 +183,15 @@ def test_no_worker_is_left():
         assert [worker for worker, _ in router.asked] == ["w0", "w1", "any"]
 
     run(test, "w0", "w1")
+
+
+def test_a_prompt_that_ends_workers_ends_two():
+    async def test(router, _middleware, client):
+        async with client.post("/generate", json={"segments": [{"type": "chunk", "text": "deadly"}]}) as answer:
+            assert answer.status == 500
+        assert len(router.asked) == 2
+
+    run(test, "w0", "w1", "w2")
 
 
 def test_streams_pass_as_they_come_and_end_as_they_end():

@@ -1,4 +1,4 @@
-"""A middleware of the router `smg`: it names the worker of each prompt with chunks, and passes all else on as it is.
+"""A middleware of the router `smg`: it names the worker of each prompt, and passes all on as it is.
 
 The router is asked which workers are healthy, and told by its header which of them to take; it checks, limits, counts
 and forwards as ever. If it cannot reach that one, another is named.
@@ -9,8 +9,7 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Hashable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
 
 import aiohttp
 from aiohttp import web
@@ -24,8 +23,12 @@ TARGET = "X-SMG-Target-Worker"
 """Of a request: the worker's place among the healthy ones, in the order of `/workers`."""
 ROUTED = "X-SMG-Routed-Worker-Id"
 """Of an answer: the URL of the worker that gave it."""
+NAMED = (TARGET, "X-SMG-Routing-Key")
+"""With one of these, a client has named the worker itself."""
 ERROR = "X-SMG-Error-Code"
 NOT_REACHED = ("call_upstream_connection_failed", "no_available_workers")
+BROKE_OFF = "call_upstream_request_error"
+"""The worker had the prompt, maybe, and ended. It is tried once more only, in case it was the prompt that ended it."""
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
     + ("upgrade", "host")
@@ -75,10 +78,10 @@ class Middleware:
     async def refresh(self) -> None:
         """Ask the router for its workers. If it does not answer, they stay as they were."""
         try:
-            async with self.session.get(f"{self.router}/workers") as answer:
+            async with self.session.get(f"{self.router}/workers", timeout=aiohttp.ClientTimeout(REFRESH_S)) as answer:
                 listed = (await answer.json())["workers"]
             workers = [worker["url"] for worker in listed if worker["is_healthy"]]
-        except (aiohttp.ClientError, KeyError, TypeError, ValueError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as error:
             logger.warning("the router %s does not list its workers: %r", self.router, error)
             return
         for worker in set(self.workers) - set(workers):
@@ -90,28 +93,35 @@ class Middleware:
         data = await request.read()
         chunks = _chunks(data)
         if chunks and SALT_HEADER in request.headers:
-            reason = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
-            return web.json_response({"error": {"message": reason}}, status=400)
+            message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
+            return web.json_response({"error": {"message": message}}, status=400)
+        chooses = request.method == "POST" and not any(name in request.headers for name in NAMED)
+        again = [*NOT_REACHED, BROKE_OFF]
         while True:
-            pick = self._pick(chunks)
-            try:
-                with self._counted(pick):
-                    async with self._ask(request, data, pick) as answer:
-                        if pick is None or answer.headers.get(ERROR) not in NOT_REACHED:
-                            return await self._relay(request, answer, chunks, pick)
-            except aiohttp.ClientConnectionError as error:
-                return web.json_response({"error": {"message": f"the router does not answer: {error}"}}, status=502)
+            pick = self._pick(chunks) if chooses else None
+            with self._counted(pick):
+                try:
+                    answer = await self._ask(request, data, pick)
+                except aiohttp.ClientConnectionError as reason:
+                    message = f"the router does not answer: {reason}"
+                    return web.json_response({"error": {"message": message}}, status=502)
+                async with answer:
+                    error = answer.headers.get(ERROR)
+                    if pick is None or error not in again:
+                        return await self._relay(request, answer, chunks, pick)
+            if error == BROKE_OFF:
+                again.remove(error)
             self.down.add(str(pick.worker))
             self.picker.forget(pick.worker)
             await self.refresh()
 
     def _pick(self, chunks: Sequence[tuple[Hashable, int]]) -> Pick | None:
-        """None where the router is to choose."""
+        """None if no worker is known, so that the router may say what is wrong."""
         loads = {worker: self.in_flight[worker] for worker in self.workers if worker not in self.down}
-        return self.picker.pick(dict(chunks), loads) if chunks and loads else None
+        return self.picker.pick(dict(chunks), loads) if loads else None
 
     @contextlib.contextmanager
-    def _counted(self, pick: Pick | None) -> Any:
+    def _counted(self, pick: Pick | None) -> Iterator[None]:
         if pick is None:
             yield
             return
@@ -121,13 +131,13 @@ class Middleware:
         finally:
             self.in_flight[pick.worker] -= 1
 
-    def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> Any:
+    async def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
         headers = request.headers.copy()
-        for name in (*HOP_BY_HOP, TARGET):
+        for name in HOP_BY_HOP:
             headers.popall(name, None)
         if pick is not None:
             headers[TARGET] = str(self.workers.index(str(pick.worker)))
-        return self.session.request(
+        return await self.session.request(
             request.method,
             URL(self.router + request.raw_path, encoded=True),
             data=data or None,
@@ -152,7 +162,7 @@ class Middleware:
         line, hits = bytearray(), {}
         async for data in answer.content.iter_any():
             await response.write(data)
-            if pick is not None and not hits:
+            if chunks and not hits:
                 *ended, rest = data.split(b"\n")
                 for end in ended:
                     hits = hits or hits_by_chunk(chunks, bytes(line + end))
