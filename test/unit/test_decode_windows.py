@@ -28,6 +28,7 @@ ROWS = {
     "the question is longer than the window": ([chunk(5, (0, 60)), chunk(70, (0, 20))], 200),
     "chunks at the end": ([chunk(5, (0, 60)), chunk(70, (0, 30))], 101),
     "text between chunks": ([chunk(40, (0, 9)), chunk(60, (0, 9)), chunk(72, (0, 1)), chunk(74, (0, 20))], 96),
+    "chunks alone": ([chunk(0, (0, 50)), chunk(50, (0, 12))], 63),
     "holes": ([chunk(10, (2, 40), (45, 50), (55, 56)), chunk(70, (0, 1), (2, 3), (4, 5), (9, 17))], 90),
     "a prompt within the window": ([chunk(2, (0, 3)), chunk(6, (0, 2))], 9),
     "text first and last": ([chunk(100, (0, 10))], 111),

@@ -28,7 +28,7 @@ class SegmentTable:
     ids: int32 [num_rows, max_segments], equal for segments that list the same slots.
     tail_indices, tail_positions: int32 [num_rows, the longest window or 0], of the tokens of the prompt that a window
         may hold in decode, in the order of the row: where they stand there, and in the prompt. None, all of them
-        NOWHERE, if that is the same.
+        NOWHERE, if these are text, and the same.
     tail_ends: int32 [num_rows, max_segments], where each segment ends among them.
     batch_type: what describes a batch to the attention that reads chunks.
     linked_rows: the rows that have an entry here. A row stays until its next request gets it.
@@ -88,15 +88,17 @@ class SegmentTable:
         tail_positions[:] = NOWHERE
         of_segments = slice(1, 1 + 3 * self.max_segments)
         for i, (row, chunks) in enumerate(changed.items()):
+            (self.linked_rows.add if chunks or row in orders else self.linked_rows.discard)(row)
             records[i, 0] = count = len(chunks)
             ends = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
             offsets = self.model.rotations([chunk.offset for chunk in chunks])
             records[i, of_segments].reshape(3, -1)[:, :count] = ends, offsets, [*map(segment_id, chunks)]
             if row in orders:
-                tail = _tail(orders[row], tail_positions.shape[1])
+                tail = np.flatnonzero(orders[row] >= len(orders[row]) - tail_positions.shape[1])
+                if tail[0] >= max(ends, default=0) and (orders[row][tail] == tail).all():
+                    tail = tail[:0]  # text in order, as all that is generated is
                 tail_indices[i, : len(tail)], tail_positions[i, : len(tail)] = tail, orders[row][tail]
                 tail_ends[i, :count] = np.searchsorted(tail, ends)
-            (self.linked_rows.add if chunks or row in orders else self.linked_rows.discard)(row)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         device = self._records.device
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
@@ -112,13 +114,6 @@ class SegmentTable:
             yield
         finally:
             self.has_chunks, self.current, self.probes = False, None, None
-
-
-def _tail(positions: np.ndarray, length: int) -> np.ndarray:
-    """Where the last `length` tokens of a prompt stand in its row, ascending, of which `positions` are those of all;
-    nothing if they stand in their own order at its end."""
-    tail = np.flatnonzero(positions >= len(positions) - length)
-    return tail if (positions[tail] != tail).any() else tail[:0]
 
 
 def table_of(req_to_token_pool: Any) -> SegmentTable | None:
