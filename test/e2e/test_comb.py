@@ -78,12 +78,16 @@ def hits(output):
     return [entry["hit"] for entry in output["meta_info"].get("chunks", [])]
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("comb")
-    path = build(folder / "model")
+# The other way of running has an encoder that looks back alone.
+MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
+
+
+@pytest.fixture(scope="module", params=["as usual", pytest.param("mixed", marks=pytest.mark.slow)])
+def served(request, tmp_path_factory):
+    folder, mixed = tmp_path_factory.mktemp("comb"), request.param == "mixed"
+    path = build(folder / "model", causal=mixed)
     flags = ["--model-path", str(path), "--max-total-tokens", "2400", "--lazy-chunk-pool", str(CHUNK_POOL)]
-    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags()]
+    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *(MIXED if mixed else [])]
     with running_server(flags, folder / "server.log") as url:
         yield Served(path, url)
     gc.collect()
