@@ -56,7 +56,7 @@ REQUESTS ?= 10000
 SEED ?= 0
 
 fuzz: $(READY) # requests that are wrong in something, to every route that takes or shows chunks
-	LAZY_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest test/e2e/test_fuzz.py -s --hypothesis-seed=$(SEED)
+	LAZY_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest test/e2e/test_fuzz.py -s --hypothesis-seed=$(SEED) -o faulthandler_timeout=1800
 
 SMOKE := $(VENV)/bench-smoke
 
