@@ -92,7 +92,7 @@ class Middleware:
         """Pass a request on, to a worker that has its chunks."""
         data = await request.read()
         chunks = _chunks(data)
-        if chunks and SALT_HEADER in request.headers:
+        if SALT_HEADER in request.headers:
             message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
             return web.json_response({"error": {"message": message}}, status=400)
         chooses = request.method == "POST" and not any(name in request.headers for name in NAMED)
