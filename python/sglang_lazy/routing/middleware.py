@@ -159,7 +159,8 @@ class Middleware:
             (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP
         )
         await response.prepare(request)
-        line, hits = bytearray(), {}
+        line = bytearray()
+        hits: dict[Hashable, bool] = {}
         async for data in answer.content.iter_any():
             await response.write(data)
             if chunks and not hits:
