@@ -1,6 +1,6 @@
 """Command: which share of chunks is found cached by several servers behind `smg`, by how it is told where prompts go.
 
-    python -m benchmark.routing --smg .venv/smg/bin/smg --out docs/results/routing/rows.jsonl
+    python -m benchmark.routing --out docs/results/routing/rows.jsonl
 
 Workers are real servers of a tiny model on this machine. Each holds an eighth of all documents, so that it matters
 which ones. Before each row all caches are emptied; its first prompts, which fill them again, are not counted.
@@ -11,6 +11,7 @@ import hashlib
 import json
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,6 +30,8 @@ from benchmark.serving.environment import describe_environment
 from oracle.models import build
 from sglang_lazy.testing import Client, device_flags, running_server
 from sglang_lazy.testing.router import running_middleware, running_smg
+
+SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
 
 DOCUMENT_TOKENS = 32
 TEXT = list(range(10, 14))
@@ -118,7 +121,7 @@ def rows(args: argparse.Namespace, logs: Path) -> Iterator[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count = typed(positive)
-    parser.add_argument("--smg", type=Path, required=True, help="the router's command")
+    parser.add_argument("--smg", type=Path, default=SMG, help="the router's command; default: that of `make test-all`")
     parser.add_argument("--workers", type=count, default=4)
     parser.add_argument("--requests", type=count, default=400, help="measured for each row")
     parser.add_argument("--warm-up", type=count, default=200, help="requests before these")

@@ -92,7 +92,7 @@ class Middleware:
         """Pass a request on, to a worker that has its chunks."""
         data = await request.read()
         chunks = _chunks(data)
-        if chunks and SALT_HEADER in request.headers:
+        if SALT_HEADER in request.headers:
             message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
             return web.json_response({"error": {"message": message}}, status=400)
         chooses = request.method == "POST" and not any(name in request.headers for name in NAMED)
@@ -159,7 +159,8 @@ class Middleware:
             (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP
         )
         await response.prepare(request)
-        line, hits = bytearray(), {}
+        line = bytearray()
+        hits: dict[Hashable, bool] = {}
         async for data in answer.content.iter_any():
             await response.write(data)
             if chunks and not hits:

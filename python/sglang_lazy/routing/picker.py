@@ -8,6 +8,7 @@ shrinks to what a worker's cache holds, of whatever size that is, and empties wh
 import dataclasses
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping
+from typing import Any
 
 IMBALANCE, SLACK = 1.25, 2
 CAPACITY = 1 << 16
@@ -39,7 +40,7 @@ class Picker:
         self._sent: defaultdict[Hashable, OrderedDict[Hashable, _Use]] = defaultdict(OrderedDict)  # oldest first
         self._now = 0
 
-    def pick(self, chunks: Mapping[Hashable, int], loads: Mapping[Hashable, int]) -> "Pick":
+    def pick(self, chunks: Mapping[Any, int], loads: Mapping[Any, int]) -> "Pick":
         """The worker for a prompt. Its chunks count as there from now on. Raises LookupError if there are no workers.
 
         chunks: the size of each different chunk, in any unit, by what tells its KV from that of others.
@@ -92,6 +93,6 @@ class Pick:
     _before: Mapping[Hashable, int | None]
     _picker: Picker
 
-    def answered(self, hits: Mapping[Hashable, bool]) -> None:
+    def answered(self, hits: Mapping[Any, bool]) -> None:
         """The worker has answered.  hits: whether each of its chunks was cached, as far as the answer says."""
         self._picker._learn(self, hits)
