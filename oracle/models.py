@@ -206,8 +206,8 @@ _SPECS = [
             **_shape(128, 4, 8, 2, head_dim=32, rope_parameters={**_YARN, "truncate": False}, sliding_window=24),
             **dict(num_local_experts=4, num_experts_per_tok=2, swiglu_limit=7.0),
         },
-        # SGLang asks for a backend with sinks, and then replaces it where the CPU does not have what it needs. By itself
-        # it would lay out the experts' weights for Triton.
+        # SGLang asks for a backend with sinks, and then replaces it where the CPU does not have what it needs. By
+        # itself it would lay out the experts' weights for Triton.
         cpu_options=dict(attention_backend="intel_amx", disable_cuda_graph=True, moe_runner_backend="triton"),
     ),
     # Windows in most layers, whose rotation is another than that of the others; qk-norm

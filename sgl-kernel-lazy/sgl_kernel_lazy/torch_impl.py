@@ -154,8 +154,8 @@ def window_rows(
 ) -> None:
     """Write the rows of a batch as `link_decode` takes them in a layer with a window: what each of them has in it.
 
-    A row lists tokens in any order, and its window holds the last `window` positions. The tail of a row are those tokens
-    of segments, and those that do not stand where their position says, that the window may hold.
+    A row lists tokens in any order, and its window holds the last `window` positions. The tail of a row are those
+    tokens of segments, and those that do not stand where their position says, that the window may hold.
 
     kv_indptr: [bs + 1] int32, of which the first is 0; kv_indices: [>= bs * window] int32; segment_ends: [bs,
         max_segments] int32. Written; the tail comes first in each row.
