@@ -236,17 +236,21 @@ MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def build(name: str, cache_dir: str | Path) -> str:
-    """The folder of model `name` under `cache_dir`: config, fp32 safetensors, tokenizer; made if it is not there.
+    """The folder of model `name` under `cache_dir`, see `build_model`. Raises KeyError for an unknown name."""
+    return build_model(MODELS[name], cache_dir)
 
-    The same name, code and library version give the same weights. Processes may race: each builds a private copy
-    and the first rename wins. Raises KeyError for an unknown name.
+
+def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
+    """The folder of a model under `cache_dir`: config, fp32 safetensors, tokenizer; made if it is not there.
+
+    The same spec, code and library version give the same weights. Processes may race: each builds a private copy
+    and the first rename wins.
     """
-    spec = MODELS[name]
-    path = Path(cache_dir) / f"{name}-{_fingerprint(spec)}"
+    path = Path(cache_dir) / f"{spec.name}-{_fingerprint(spec)}"
     if path.exists():
         return str(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=path.parent))
+    work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=path.parent))
     try:
         random_model(spec).save_pretrained(work)
         if spec.architecture:

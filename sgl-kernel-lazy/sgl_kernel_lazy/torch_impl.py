@@ -221,6 +221,7 @@ def link_extend(
     validate: False skips the checks of arguments, which cost as much host time as a layer's launches: for calls that
         differ from a checked one only in the contents of q, the caches, cos_sin_cache and out, as the layers of a model
         do.
+    Where the queries are no KV tokens of their rows, as in cross attention, positions ascend strictly throughout a row.
     The keys and values of the new tokens are in the cache already. Other arguments, results and errors: `link_decode`;
     a row that sees nothing gives zeros and lse -inf.
     """

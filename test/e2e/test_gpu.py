@@ -1,5 +1,6 @@
 """Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
+import dataclasses
 import gc
 
 import pytest
@@ -8,7 +9,9 @@ import transformers
 
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundedCache, attention_mask, load_model, visibility
-from oracle.models import MODELS, ModelSpec, build
+from oracle.comb import CombOracle
+from oracle.comb import build as build_comb
+from oracle.models import MODELS, build_model
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
@@ -60,9 +63,7 @@ def wide(name: str, model_dir) -> str:
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
     settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": settings})
-    MODELS[wide.name] = wide
-    return build(wide.name, model_dir)
+    return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
 
 
 @pytest.fixture(
@@ -265,4 +266,39 @@ def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
                 reported = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
                 ours.append((reported - exact).abs().max().item())
                 plain.append((bf16 - exact).abs().max().item())
+    assert max(ours) <= 2 * max(plain), (ours, plain)
+
+
+@pytest.mark.parametrize("way", ["", "fa3", "triton"])
+def test_comb_on_cuda(tmp_path, way):
+    """Chunks through an encoder, cold, warm and reordered, in batches with plain prompts, in decode graphs: no further
+    from fp32 than twice plain PyTorch in bf16."""
+    from sglang_lazy import Engine
+
+    path = build_comb(tmp_path / "comb", head_dim=128)
+    options = {"attention_backend": "triton", "max_total_tokens": 20000, **WAYS[way]}
+    engine = Engine(model_path=str(path), **ENGINE, **options)
+    dice = Dice(8)
+    docs = [*dice.chunks(3, 100, 700), *dice.chunks(2, 1, 9)]
+    head, question = dice.text(20), dice.text(12)
+    prompts = [[head, *dice.shuffled(docs), question] for _ in range(4)]
+    prompts += [[head, docs[0], question], [dice.text(60)], [docs[3]], [dice.text(700), docs[1], question]]
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+    try:
+        answers = [engine.generate(segments=segments, sampling_params=params, return_logprob=True) for _ in range(2)]
+    finally:
+        engine.shutdown()
+        gc.collect()
+    assert all(entry["hit"] for output in answers[1] for entry in output["meta_info"].get("chunks", ()))
+    exact, rough = (CombOracle(path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours, plain = [], []
+    for outputs in answers:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = output["output_ids"]
+            chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
+            expected, bf16 = (oracle.logprobs(prompt, tokens[:-1])[chosen] for oracle in (exact, rough))
+            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+            ours.append((reported - expected).abs().max().item())
+            plain.append((bf16 - expected).abs().max().item())
     assert max(ours) <= 2 * max(plain), (ours, plain)

@@ -128,7 +128,7 @@ def test_a_server_is_killed_while_it_writes(tiny_model, tmp_path):
     folder.mkdir()
     dice = Dice("killed")
     first, second = ([dice.chunk(length) for length in LENS] for _ in range(2))
-    with started(tiny_model, folder, tmp_path, *FILE) as other:
+    with started(tiny_model, folder, tmp_path, *FILE, "--served-model-name", "another") as other:
         with started(tiny_model, folder, tmp_path, *DYNAMIC) as killed:  # with SIGKILL, in the end
             killed.answer(prompt_of(dice, first))
             killed.stored(len(LENS))

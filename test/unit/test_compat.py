@@ -40,7 +40,9 @@ FLAGS = {
     "enable_deterministic_inference": False,
     "radix_eviction_policy": "lru",
     "quantization_param_path": None,
-    "tokenizer_worker_num": 1,
+    "tokenizer_worker_num": 2,
+    "api_key": None,
+    "admin_api_key": None,
     "dllm_algorithm": None,
     "smg_grpc_mode": False,
     "grpc_mode": False,
@@ -69,7 +71,8 @@ UNFIT_FLAGS = [
     ("enable_deterministic_inference", True, "deterministic inference"),
     ("radix_eviction_policy", "mru", "'mru'"),
     ("quantization_param_path", "scales.json", "--quantization-param-path"),
-    ("tokenizer_worker_num", 2, "tokenizer workers"),
+    ("api_key", "key", "several tokenizer workers"),
+    ("admin_api_key", "key", "several tokenizer workers"),
     ("dllm_algorithm", "LowConfidence", "diffusion language models"),
     ("smg_grpc_mode", True, "gRPC"),
     ("grpc_mode", True, "gRPC"),
@@ -87,7 +90,7 @@ def test_the_defaults_fit():
 def test_flags_are_sglangs_own():
     """Every flag looked at exists, so that none is checked under a wrong name; and each is refused below."""
     assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
-    assert set(FLAGS) - {"enable_hierarchical_cache"} == {flag for flag, _, _ in UNFIT_FLAGS}
+    assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
 
 
 @pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_RADIX_FORCE_MISS"])
@@ -304,3 +307,31 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
     with pytest.raises(RuntimeError, match=r"0\.5\.17.*0\.5\.16"):
         plugin.check_version()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("enable_hierarchical_cache", True, "host tier"),
+        ("enable_lora", True, "LoRA"),
+        ("lora_paths", ["a"], "LoRA"),
+        ("tp_size", 2, "tensor parallelism"),
+        ("enable_torch_compile", True, "torch-compile"),
+    ],
+)
+def test_what_does_not_fit_an_encoder_of_chunks(flag, value, reason):
+    """One flag gives one reason, with such a model alone."""
+    architecture = "CombLlamaForConditionalGeneration"
+    comb, other = runner(Layer(plain_rope()), architecture=architecture), runner(Layer(plain_rope()))
+    comb.model_config.hf_config.cross_attention_layers = [0]
+    unset = dict(
+        enable_hierarchical_cache=False, enable_lora=None, lora_paths=None, tp_size=1, enable_torch_compile=False
+    )
+    for given in (comb, other):
+        vars(given.server_args).update(unset)
+    assert compat.unfit_model(comb) == []
+    setattr(comb.server_args, flag, value)
+    setattr(other.server_args, flag, value)
+    (given,) = compat.unfit_model(comb)
+    assert reason in given
+    assert compat.unfit_model(other) == []

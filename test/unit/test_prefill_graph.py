@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.core.keys import ChunkKey, Namespace
@@ -71,10 +72,13 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
         forward_mode=ForwardMode.EXTEND,
         extend_num_tokens=num_tokens,
         req_to_token_pool=runner.req_to_token_pool,
-        tree_cache=SimpleNamespace(store=SimpleNamespace(counts=Counts())),
+        tree_cache=SimpleNamespace(
+            store=SimpleNamespace(counts=Counts()),
+            admission=SimpleNamespace(producer=SimpleNamespace(before_forward=lambda: None)),
+        ),
     )
     asked = []
-    monkeypatch.setattr(hooks.LinkedBatch, "of", lambda *given, windows: asked.append((*given, windows)))
+    monkeypatch.setattr(LinkedBatch, "of", lambda *given, windows: asked.append((*given, windows)))
     hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
     assert asked == [(batch, apart, 7, False)]
 

@@ -57,8 +57,7 @@ class AttentionRow(NamedTuple):
             return [cls(request, [(0, row_len)], positions_in([(0, row_len)]), extend_len, ordinary=True)]
         positions = state.row.positions_of(0, row_len)
         known = 0 if windows else prefix_len
-        in_order = np.array_equal(positions[known:], np.arange(known, row_len))
-        ordinary = in_order and not state.segments
+        ordinary = not state.segments and np.array_equal(positions[known:], np.arange(known, row_len))
         probe = state.probe if state.policy.probes == "attention" else None
         return [cls(request, [(0, row_len)], positions, extend_len, ordinary, probe)]
 

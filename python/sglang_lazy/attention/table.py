@@ -30,6 +30,7 @@ class SegmentTable:
         may hold in decode, in the order of the row: where they stand there, and in the prompt. None, all of them
         NOWHERE, if these are text, and the same.
     tail_ends: int32 [num_rows, max_segments], where each segment ends among them.
+    batch_type: what describes a batch to the attention that reads chunks.
     linked_rows: the rows that have an entry here. A row stays until its next request gets it.
     stock_attends: whether SGLang's own attention can compute this model; otherwise all rows take the link path.
     model: what policies see of the served model.
@@ -45,6 +46,7 @@ class SegmentTable:
         max_segments: int,
         device: str | torch.device,
         model: ServedModel,
+        batch_type: Any = LinkedBatch,
         stock_attends: bool = True,
     ):
         # One record for each row, so that a batch is written in one copy.
@@ -55,10 +57,10 @@ class SegmentTable:
         self.num_segments = num_segments[:, 0]
         self.ends, self.offsets, self.ids, self.tail_ends, self.tail_indices, self.tail_positions = parts
         self.tail_positions.fill_(NOWHERE)
-        self.model = model
+        self.model, self.batch_type = model, batch_type
         self.stock_attends = stock_attends
         self.has_chunks = False
-        self.current: LinkedBatch | None = None
+        self.current: Any = None
         self.probes: ProbeSums | None = None
         self.linked_rows: set[int] = set()
 
@@ -82,29 +84,31 @@ class SegmentTable:
         if not changed:
             return
         records = np.zeros((len(changed), self._records.shape[1]), dtype=np.int32)
-        num_segments, ends, offsets, ids, tail_ends, tail_indices, tail_positions = np.split(
-            records, np.cumsum(self._parts)[:-1], axis=1
-        )
+        *_, tail_ends, tail_indices, tail_positions = np.split(records, np.cumsum(self._parts)[:-1], axis=1)
         tail_positions[:] = NOWHERE
+        of_segments = slice(1, 1 + 3 * self.max_segments)
         for i, (row, chunks) in enumerate(changed.items()):
             (self.linked_rows.add if chunks or row in orders else self.linked_rows.discard)(row)
-            num_segments[i] = count = len(chunks)
-            ends[i, :count] = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
-            offsets[i, :count] = self.model.rotations([chunk.offset for chunk in chunks])
-            ids[i, :count] = [*map(segment_id, chunks)]
+            records[i, 0] = count = len(chunks)
+            ends = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
+            offsets = self.model.rotations([chunk.offset for chunk in chunks])
+            records[i, of_segments].reshape(3, -1)[:, :count] = ends, offsets, [*map(segment_id, chunks)]
             if row in orders:
                 tail = np.flatnonzero(orders[row] >= len(orders[row]) - tail_positions.shape[1])
-                if tail[0] >= ends[i].max() and (orders[row][tail] == tail).all():
+                if tail[0] >= max(ends, default=0) and (orders[row][tail] == tail).all():
                     tail = tail[:0]  # text in order, as all that is generated is
                 tail_indices[i, : len(tail)], tail_positions[i, : len(tail)] = tail, orders[row][tail]
-                tail_ends[i, :count] = np.searchsorted(tail, ends[i, :count])
+                tail_ends[i, :count] = np.searchsorted(tail, ends)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         device = self._records.device
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(self, batch: LinkedBatch | None, probes: ProbeSums | None = None) -> Iterator[None]:
-        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one."""
+    def running(self, batch: Any, probes: ProbeSums | None = None) -> Iterator[None]:
+        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one.
+
+        batch: of `batch_type`, or None.
+        """
         self.has_chunks, self.current, self.probes = True, batch, probes
         try:
             yield

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from sgl_kernel_lazy import rope_cos_sin
@@ -67,9 +66,10 @@ class ServedModel:
         """Those that layers have."""
         return {layer.window for layer in self.layers.values() if layer.window is not None}
 
-    def rotations(self, offsets: Sequence[int]) -> np.ndarray:
-        """int64, the places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""
-        return np.array(offsets, dtype=np.int64) % len(next(iter(self.layers.values())).rope.cos_sin_cache)
+    def rotations(self, offsets: Sequence[int]) -> list[int]:
+        """The places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""
+        num_rotations = len(next(iter(self.layers.values())).rope.cos_sin_cache)
+        return [offset % num_rotations for offset in offsets]
 
     def part(self, build: "Callable[[ServedModel], T]") -> T:
         """What `build` makes of this model, made at first use."""

@@ -15,6 +15,7 @@ from sglang.srt.server_args import ServerArgs
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
 from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.port.comb import num_cross_layers
 from sglang_lazy.port.layers import attention_layers
 from sglang_lazy.port.rope import INV_FREQ
 
@@ -27,6 +28,7 @@ TESTED = frozenset(
     {
         "ArceeForCausalLM",
         "CohereForCausalLM",
+        "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
         "Gemma3ForCausalLM",
         "GemmaForCausalLM",
@@ -91,7 +93,9 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
             args.quantization_param_path is not None
         ),
-        "several tokenizer workers: they would take requests without our surfaces": args.tokenizer_worker_num > 1,
+        "several tokenizer workers with --api-key or --admin-api-key: SGLang's workers ask nobody for a key": (
+            args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key)
+        ),
         "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
         "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
         "the gRPC server: it takes requests without our surfaces": args.smg_grpc_mode or args.grpc_mode,
@@ -166,7 +170,23 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
+    if num_cross_layers(config):
+        reasons += [reason for reason, applies in _unfit_beside(args).items() if applies]
     return [*reasons, *_unfit_layers(runner.model)]
+
+
+def _unfit_beside(args: ServerArgs) -> dict[str, bool]:
+    """What does not fit a model that reads chunks through an encoder."""
+    return {
+        "--enable-hierarchical-cache: the host tier copies the pool of text alone": args.enable_hierarchical_cache,
+        "LoRA: adapters of the decoder would be put on the encoder's layers as well": (
+            bool(args.enable_lora or args.lora_paths)
+        ),
+        "tensor parallelism: no test has split an encoder": args.tp_size > 1,
+        "--enable-torch-compile: it would compile layers without what reads chunks before them": (
+            args.enable_torch_compile
+        ),
+    }
 
 
 def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], max_chunks: int) -> str | None:

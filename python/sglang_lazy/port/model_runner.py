@@ -9,17 +9,19 @@ import torch
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
-from sglang_lazy.attention.rows import LinkedBatch
+from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.core.policy import Policy, ServerTraits
+from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import layer_range
 from sglang_lazy.port.attention import with_link_path
+from sglang_lazy.port.comb import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
+from sglang_lazy.port.cross_attention import with_cross_attention
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.images import place_rows
 from sglang_lazy.port.layers import attention_layers, describe_layers, window_of
@@ -50,7 +52,8 @@ def wrap_backend(factory: Callable) -> Callable:
                 raise
             logger.warning("Serving without chunk reuse: %s", "; ".join(error.reasons))
             return backend
-        return with_link_path(backend, runner, pool.segment_table)
+        attach = with_link_path if chunk_pool_of(runner) is None else with_cross_attention
+        return attach(backend, runner, pool.segment_table)
 
     return create
 
@@ -62,8 +65,13 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     """
     if reasons := unfit_flags(runner.server_args) + unfit_model(runner, untested=config.untested_model):
         raise Unfit(reasons)
-    if reason := get_policy(config.default_link).unfit(server_traits(runner)):
+    if reason := refusal(get_policy(config.default_link), server_traits(runner)):
         raise Unfit([reason])
+    num_rows = len(runner.req_to_token_pool.req_to_token)
+    if num_cross_layers(runner.model_config):
+        runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
+        beside = pool.served_model(get_implementation(choose_kernels(config, runner, pool.layers)))
+        return SegmentTable(num_rows, config.max_chunks, runner.device, beside, CrossBatch)
     try:
         layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
         layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
@@ -83,8 +91,7 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
         logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
     takes_sinks = "sinks" in inspect.signature(backend.forward_extend).parameters
     stock_attends = takes_sinks or not any(layer.sinks for layer in layers.values())
-    num_rows = len(runner.req_to_token_pool.req_to_token)
-    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends)
+    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends)
 
 
 def server_traits(runner: Any) -> ServerTraits:
@@ -94,6 +101,7 @@ def server_traits(runner: Any) -> ServerTraits:
         # A batch that mixes prefill and decode would cut the layers of both.
         first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
+        reads_beside=num_cross_layers(runner.model_config) > 0,
     )
 
 
@@ -134,9 +142,10 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         wait_for_loads(batch, runner)
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
+    batch.tree_cache.admission.producer.before_forward()
     apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = LinkedBatch.of(batch, apart, max_rows, windows=bool(table.model.windows))
+    current = table.batch_type.of(batch, apart, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table.model) as sums, table.running(current, sums):
         return original(worker, batch, *args, **kwargs)
 
@@ -183,7 +192,7 @@ def capture_one_shape(
     original(graph_runner, size, forward, stream_idx, variant_label)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     if table is not None:
-        with table.running(LinkedBatch()):
+        with table.running(table.batch_type()):
             original(graph_runner, size, forward, stream_idx, link_variant(variant_label))
 
 
@@ -201,6 +210,8 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)
+    if runs and table is not None and isinstance(table.current, CrossBatch):  # graphs have no cross layers
+        return False
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
     return cost.pays_padding(layer_time(runner, num_tokens))

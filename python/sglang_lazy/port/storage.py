@@ -252,7 +252,8 @@ def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
     """Put the storage that SGLang's flags ask for behind a cache that was made without."""
     name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
-    config = cache.cache_controller._generate_storage_config(args.served_model_name, extra_config)
+    # In the place of the model's name, since identities tell models apart, from whatever folder they are served.
+    config = cache.cache_controller._generate_storage_config("sglang-lazy", extra_config)
     backend = StorageBackendFactory.create_backend(name, config, pool)
     if name == "mooncake":
         objects: TensorBackend = AddressBackend(backend)
