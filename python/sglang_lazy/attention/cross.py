@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
@@ -118,3 +119,103 @@ class Readers:
         if residual is None:
             return hidden.index_copy(0, self.tokens, changed), None
         return hidden.index_fill(0, self.tokens, 0), residual.index_copy(0, self.tokens, changed)
+
+
+class CrossReader:
+    """What cross layers ask: attention of the batch at hand over chunks.
+
+    metadata: of the batch; None if none of its requests reads chunks.
+    """
+
+    def __init__(self, table: SegmentTable, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+        self.metadata: LinkMetadata | None = None
+        self.table, self._ops = table, table.model.kernels
+        self._graph_metadata: LinkMetadata | None = None
+        self._dims = dict(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        device = table.ends.device
+        self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
+        # One token attends, as in the encoder and in a cross layer, so that no request waits for compilers.
+        q = torch.zeros(1, num_qo_heads, head_dim, dtype=dtype, device=device)
+        k = torch.zeros(1, num_kv_heads, head_dim, dtype=dtype, device=device)
+        EncoderRows([1], False, self._ops, table.model.layers[0].rope).attend(q, k, k, 1.0)
+        slot = torch.zeros(1, dtype=torch.int32, device=device)
+        self.metadata = CrossBatch([slot], [1]).prefill(table)
+        self.attend(0, q)
+        self.metadata = None
+
+    def describe(self, pool_indices: torch.Tensor) -> None:
+        """Take the current batch of the table.  pool_indices: int64, the rows of its requests, and of padding."""
+        current, self.metadata = self.table.current, None
+        if current is None:
+            return
+        if current.extend_lens is not None:
+            self.metadata = current.prefill(self.table)
+            return
+        num_kv = sum(len(part) for part in current.slots if part is not None)
+        self._plan(current, LinkMetadata.allocate(len(pool_indices), num_kv, self.table), pool_indices)
+
+    def allocate_for_graphs(self, max_bs: int, max_context: int) -> None:
+        """Room for what decode graphs of up to `max_bs` rows read, of up to `max_context` tokens of chunks each."""
+        self._graph_metadata = LinkMetadata.allocate(max_bs, max_bs * max_context, self.table)
+
+    def describe_for_graph(self, pool_indices: torch.Tensor) -> None:
+        """The same as `describe`, where a decode graph finds it."""
+        current, self.metadata = self.table.current, None
+        if current is not None:
+            assert self._graph_metadata is not None
+            self._plan(current, self._graph_metadata.first(len(pool_indices)), pool_indices)
+
+    def _plan(self, current: CrossBatch, metadata: LinkMetadata, pool_indices: torch.Tensor) -> None:
+        current.fill_decode(metadata, pool_indices, self.table)
+        self.metadata = metadata
+        self._ops.plan_decode(
+            self._workspace,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.num_segments,
+            metadata.segment_ends,
+            metadata.segment_offsets,
+            metadata.segment_ids,
+            **self._dims,
+        )
+
+    def readers(self) -> Readers | None:
+        """Which of the new tokens read chunks; None if none does."""
+        return None if self.metadata is None else Readers(self.metadata)
+
+    def attend(self, index: int, q: torch.Tensor) -> torch.Tensor:
+        """Attention of the readers' tokens over all of their chunks.
+
+        index: of the cross layer.  q: [number of tokens, num_qo_heads, head_dim].
+        """
+        metadata = self.metadata
+        assert metadata is not None
+        rope, caches = self.table.model.layers[index].rope, self.table.model.kv_buffers[index]
+        options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
+        rows = (metadata.num_segments, metadata.segment_ends, metadata.segment_offsets, rope.cos_sin_cache)
+        if metadata.qo_indptr is None:
+            return self._ops.link_decode(
+                q,
+                *caches,
+                metadata.kv_indptr,
+                metadata.kv_indices,
+                *rows,
+                workspace=self._workspace,
+                segment_ids=metadata.segment_ids,
+                **options,
+            )
+        out = self._ops.link_extend(
+            q,
+            *caches,
+            metadata.qo_indptr,
+            metadata.q_positions,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.kv_positions,
+            *rows,
+            max_extend_len=metadata.max_extend_len,
+            validate=not metadata.checked,
+            **options,
+        )
+        metadata.checked = True
+        return out

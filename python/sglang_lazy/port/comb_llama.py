@@ -5,6 +5,7 @@ stands before one of the decoder's layers. The decoder holds the text alone, and
 request has no chunks skips cross layers. Names of weights are those of the public models.
 """
 
+import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,13 +13,13 @@ import torch
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
 from sglang.srt.layers.quantization.base_config import QuantizationConfig
-from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.model_loader.auto_loader import STANDARD_GATE_UP_MAPPING, STANDARD_QKV_MAPPING
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from sglang.srt.utils import add_prefix
 from torch import nn
 
+from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.port.comb_config import CombLlamaConfig
 
@@ -91,13 +92,13 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)  # of keys in the cache
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, reader: CrossReader) -> torch.Tensor:
         q = self.q_norm(self.q_proj(x)[0].reshape(-1, self.head_dim)).view(len(x), -1, self.head_dim)
-        return self.o_proj(get_attn_backend().read_chunks(self.index, q).flatten(1))[0]
+        return self.o_proj(reader.attend(self.index, q).flatten(1))[0]
 
 
 class CrossLayer(nn.Module):
-    """Stands before a layer of the decoder, and hands it what the tokens have become that read chunks."""
+    """Stands before a layer of the decoder."""
 
     def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
         super().__init__()
@@ -114,27 +115,19 @@ class CrossLayer(nn.Module):
         self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.cross_attn_attn_gate.tanh() * self.cross_attn(self.input_layernorm(x))
+    def forward(self, x: torch.Tensor, reader: CrossReader) -> torch.Tensor:
+        """x: the states, [n, hidden_size], of tokens that read chunks."""
+        x = x + self.cross_attn_attn_gate.tanh() * self.cross_attn(self.input_layernorm(x), reader)
         return x + self.cross_attn_mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
-
-    def before(self, _layer: nn.Module, arguments: tuple) -> tuple | None:
-        """A hook on that layer: its arguments, changed for the tokens that read chunks and for no other.
-
-        SGLang's layers take a state as two summands, and norm their sum before it is rounded: for other tokens these
-        stay apart, so that they get the same bits as without chunks in the batch.
-        """
-        positions, hidden, forward_batch, residual = arguments
-        readers = get_attn_backend().chunk_readers()
-        if readers is None:
-            return None
-        states = hidden if residual is None else hidden + residual
-        hidden, residual = readers.replace(states, self, hidden, residual)
-        return positions, hidden, forward_batch, residual
 
 
 class CombLlamaForConditionalGeneration(nn.Module):
-    """The decoder with its cross layers, and the encoder of chunks."""
+    """The decoder with its cross layers, and the encoder of chunks.
+
+    reader: of the chunks of a batch. Without one, as where chunks are not reused, the decoder is alone.
+    """
+
+    reader: CrossReader | None = None
 
     def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None = None, prefix: str = ""):
         """Raises ValueError for cross layers that the decoder has no place for."""
@@ -150,7 +143,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
             CrossLayer(config, i, quant_config, add_prefix(f"{CROSS}{i}", prefix)) for i in range(len(places))
         )
         for place, cross in zip(places, decoder.cross_layers, strict=True):
-            decoder.layers[place].register_forward_pre_hook(cross.before)
+            decoder.layers[place].register_forward_pre_hook(functools.partial(self._read_chunks, cross))
         self.chunk_model = ChunkModel(config, quant_config, add_prefix("chunk_model", prefix))
 
     def forward(
@@ -161,6 +154,20 @@ class CombLlamaForConditionalGeneration(nn.Module):
         input_embeds: torch.Tensor | None = None,
     ) -> Any:
         return self.language_model(input_ids, positions, forward_batch, input_embeds)
+
+    def _read_chunks(self, cross: CrossLayer, _layer: nn.Module, arguments: tuple) -> tuple | None:
+        """A hook on the layer behind `cross`: its arguments, changed for tokens that read chunks and for no other.
+
+        SGLang's layers take a state as two summands, and norm their sum before it is rounded: for other tokens these
+        stay apart, so that they get the same bits as without chunks in the batch.
+        """
+        reader = self.reader
+        if reader is None or (readers := reader.readers()) is None:
+            return None
+        positions, hidden, forward_batch, residual = arguments
+        states = hidden if residual is None else hidden + residual
+        hidden, residual = readers.replace(states, lambda x: cross(x, reader), hidden, residual)
+        return positions, hidden, forward_batch, residual
 
     def get_input_embeddings(self) -> nn.Module:
         return self.language_model.get_input_embeddings()

@@ -57,12 +57,12 @@ __device__ __forceinline__ int2 list_runs(const ExtendRows& p, const WorkItem& i
     const int i = (base + lane) / PARTS;
     const int listed_end = i < p.max_segments ? ends[i] : 0;  // loaded beside num_segments, used within it
     int end = i < segments ? listed_end : row_length;
-    // The text is two runs, cached and new; the new tokens close the row.
-    if (i == segments) end = row_length - item.qo_length;
     int begin = __shfl_up_sync(~0u, end, PARTS);
     if (lane < PARTS) begin = carried_end;
-    if (i == segments) end = max(end, begin);
-    if (i == segments + 1) begin = max(begin, row_length - item.qo_length);
+    // The text is two runs, cached and new. New tokens close the row; where they are none of it, there may be more.
+    if (i == segments) end = max(row_length - item.qo_length, begin);
+    const int end_before = __shfl_up_sync(~0u, end, PARTS);
+    if (i == segments + 1 && lane >= PARTS) begin = end_before;
     carried_end = __shfl_sync(~0u, end, 31);
     Run run{begin, begin, begin, 0};
     if (i < segments + 2 && begin < end) {

@@ -39,19 +39,24 @@ void test(int seed) {
     append(between(0, 3) ? between(1, 70) : 0, i);
     ends[i] = positions.size(), offsets[i] = 1000 + i;
   }
-  const int end_of_chunks = position;
+  const int end_of_chunks = position, num_chunk_tokens = positions.size();
   if (between(0, 1)) position = between(0, 40);  // text before and between the chunks
   append(between(0, 90), segments);
   const int begin_of_new = positions.size();
   if (between(0, 1)) position = end_of_chunks;
   append(between(1, 40), segments + 1);
-  const int length = positions.size(), qo_length = length - begin_of_new;
+  const int length = positions.size();
+  // In cross attention, any number of queries that are no tokens of the row, and see all of it.
+  const bool cross = PARTS == 1 && between(0, 3) == 0;
+  std::vector<int> queries(positions.begin() + begin_of_new, positions.end());
+  if (cross) queries.assign(between(1, 2 * length), 1 << 30);
+  const int qo_length = queries.size();
 
   const int qo_indptr[] = {0, qo_length}, kv_indptr[] = {0, length};
   ExtendRows p{};
   p.qo_indptr = qo_indptr, p.kv_indptr = kv_indptr, p.num_segments = &segments;
   p.kv_positions = positions.data(), p.segment_ends = ends.data(), p.segment_offsets = offsets.data();
-  p.q_positions = positions.data() + begin_of_new;
+  p.q_positions = queries.data();
   p.max_segments = max_segments;
   p.window = PARTS == 1 ? INT_MAX : between(0, 3) ? between(1, 60) : between(1, 2000);
   WorkItem item{};
@@ -63,9 +68,7 @@ void test(int seed) {
   for (item.split = 0; item.split < item.num_splits; ++item.split) {
     std::vector<Run> runs(PARTS * (max_segments + 2) + 1);
     int2 counts[32];
-    run_warp([&](int lane) {
-      counts[lane] = list_runs<BLOCK_N, PARTS>(p, item, first, last, runs.data(), lane);
-    });
+    run_warp([&](int lane) { counts[lane] = list_runs<BLOCK_N, PARTS>(p, item, first, last, runs.data(), lane); });
     tiles_listed += counts[0].y;
     if (counts[0].y == 0) continue;
     TileCursor tile(runs.data());
@@ -73,13 +76,14 @@ void test(int seed) {
       if (n > 0) tile.advance<BLOCK_N>();
       const int begin = tile.run.begin, end = std::min(begin + BLOCK_N, tile.run.end);
       CHECK(begin < end, "an empty tile");
+      CHECK(begin >= 0, "a tile before the row");
       for (int i = begin; i < end; ++i) {
         ++listed[i];
         const int run = of_run[i];
-        CHECK(run == of_run[begin], "a tile of two runs");
+        CHECK(run == of_run[begin] || cross && begin >= num_chunk_tokens, "a tile of two runs");
         CHECK(tile.run.offset == (run < segments ? 1000 + run : 0), "a wrong offset");
         for (int row = first; row <= last && !tile.masked<BLOCK_N>(); ++row) {
-          const int q = positions[begin_of_new + row];
+          const int q = queries[row];
           CHECK(positions[i] <= q && positions[i] > int64_t(q) - p.window, "hidden from a row, but not masked");
         }
       }
@@ -89,7 +93,7 @@ void test(int seed) {
   for (int i = 0; i < length; ++i) {
     bool visible = false;
     for (int row = first; row <= last; ++row) {
-      const int q = positions[begin_of_new + row];
+      const int q = queries[row];
       visible |= positions[i] <= q && positions[i] > int64_t(q) - p.window;
     }
     CHECK(listed[i] <= 1, "token %d is listed %d times", i, listed[i]);
@@ -98,7 +102,7 @@ void test(int seed) {
     runs_seen += visible && (i == 0 || of_run[i] != of_run[i - 1] || !listed[i - 1]);
   }
   // Rows that lie apart, on both sides of a chunk, list what is between their windows.
-  const int apart = positions[begin_of_new + last] - positions[begin_of_new + first] - (last - first);
+  const int apart = queries[last] - queries[first] - (last - first);
   if (!gaps && apart == 0) {
     CHECK(tiles_listed <= seen / BLOCK_N + 2 * runs_seen, "%d tiles for %d tokens", tiles_listed, seen);
   }
