@@ -97,7 +97,7 @@ def test_what_leaves_between_two_steps_is_left_out(monkeypatch):
     monkeypatch.setattr(survey, "STEP", 2)
     loop = Loop()
     loop.warm(A, B, C)
-    moments = iter([lambda: loop.warm(D), lambda: deleted(loop, id_of(A), id_of(C))])
+    moments = iter([lambda: loop.warm(D), lambda: deleted(loop, id_of(A), id_of(C))])  # the last two come first
     found = surveyed(loop, between=lambda: next(moments)())
     assert found["chunks"]["resident"] == {"chunks": 2, "tokens": 8}
     assert [chunk["id"] for chunk in found["largest"]] == [id_of(B)]
