@@ -128,7 +128,8 @@ def test_a_prompt_follows_its_chunks(workers, middleware):
 
 
 def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router, middleware):
-    generate(workers[0], RAILWAY)
+    for worker in workers:
+        generate(worker, RAILWAY)
     body = {"segments": [chunk(RAILWAY), text("Who?")], "sampling_params": GREEDY}
     headers = {"X-Cache-Salt": "mine"}
     direct = post(workers[0], "/generate", body, **headers)
