@@ -18,8 +18,11 @@ from sglang.srt.runtime_context import get_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.requests import VOCAB_SIZE
+from sglang_lazy.attention.cross import CrossBatch
+from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.backends import TensorBackend
@@ -38,6 +41,7 @@ class Pools:
 
     host_size: slots of a host tier; without one if 0.
     storage: what stands for SGLang's storage backend behind it.
+    chunk_size: slots of a pool for chunks alone, which an encoder computes; the other pool has them if 0.
     """
 
     objects_class = ChunkObjects
@@ -58,6 +62,7 @@ class Pools:
         host_size: int = 0,
         write_policy: str = "write_through",
         storage: Any = None,
+        chunk_size: int = 0,
     ):
         kv = MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
         self.keys, self.values = kv.k_buffer[0], kv.v_buffer[0]
@@ -81,9 +86,15 @@ class Pools:
                 self.connect(storage)
         else:
             self.cache = cache_class(params)
+        self.chunk_slots = self.slots
+        if chunk_size:
+            self.chunk_slots = self.new_slots(chunk_size, device, kv)
+            changed = dict(token_to_kv_pool_allocator=self.chunk_slots)
+            self.cache.keep_chunks_in(LazyRadixCache(CacheInitParams(**{**vars(params), **changed})))
         if isinstance(self.cache, LazyRadixCache):
             num_rows = len(self.rows.req_to_token)
-            self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device))
+            batch_type = CrossBatch if chunk_size else LinkedBatch
+            self.rows.segment_table = SegmentTable(num_rows, max_chunks, device, self.new_model(device), batch_type)
         self.model_config = types.SimpleNamespace(
             vocab_size=vocab_size,
             context_len=context_len,
@@ -114,7 +125,8 @@ class Pools:
         table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
         kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
-        return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: rope, 1: rope}, kernels)
+        layer = AttentionLayer(1, 1, 2, rope)
+        return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer}, kernels)
 
     def flush(self) -> None:
         """What SGLang does when its cache is flushed."""
@@ -164,6 +176,9 @@ class Pools:
 
     def forward(self, batch: ScheduleBatch) -> None:
         """The forward pass of a batch."""
+
+    def encode(self, encodings: Sequence[Encoding]) -> None:
+        """The encoder's pass."""
 
     def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
         """The kernel of that name."""

@@ -15,6 +15,7 @@ from sglang.srt.runtime_context import get_server_args
 
 from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port import lora, schedule_policy
 from sglang_lazy.port import scheduler as hooks
@@ -75,8 +76,13 @@ class Scheduler:
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
         if isinstance(self.tree_cache, LazyRadixCache):
+            beside = pools.chunk_slots is not pools.slots
             self.tree_cache.admission = self.admission = hooks.new_admission(
-                self, max_chunks, preamble=array("q", NEUTRAL_PREAMBLE)
+                self,
+                max_chunks,
+                ServerTraits(reads_beside=beside),
+                array("q", NEUTRAL_PREAMBLE),
+                encode=pools.encode if beside else None,
             )
 
     # Arrival

@@ -30,6 +30,27 @@ def first_visible(segments: list[Segment], num_generated: int = 0) -> torch.Tens
     return torch.tensor(start + [0] * num_generated)
 
 
+def attention_mask(
+    model: transformers.PreTrainedModel, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """What the model takes as `attention_mask`: one for all layers, or one for each kind of them.
+
+    visible: [n, m] bool, but for windows.  queries, keys: [n] and [m], positions. A layer with a window of W sees a
+    distance of less than W.
+    """
+
+    def additive(seen: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+        return mask.masked_fill(~seen, torch.finfo(model.dtype).min)[None, None]
+
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if "sliding_attention" not in kinds:
+        return additive(visible)
+    near = queries[:, None] - keys[None, :] < model.config.sliding_window
+    masks = {"full_attention": additive(visible), "sliding_attention": additive(visible & near)}
+    return {kind: masks[kind] for kind in kinds}
+
+
 class Oracle:
     """One model, its positions absolute everywhere: rotary scores depend on distances only, so a chunk encoded at
     its place under the mask is the chunk encoded alone."""
@@ -58,9 +79,9 @@ class Oracle:
 
     def _forward(self, ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """ids: [n]; visible: [n, n] bool. Returns logits [n, vocab_size] fp32."""
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-        position_ids = torch.arange(len(ids))[None]
-        out = self.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids, use_cache=False)
+        positions = torch.arange(len(ids))
+        mask = attention_mask(self.model, visible, positions, positions)
+        out = self.model(ids[None], attention_mask=mask, position_ids=positions[None], use_cache=False)
         return out.logits[0].float()
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -15,6 +16,11 @@ from sglang_lazy.testing import running_server
 
 STOCK = "sglang.launch_server"
 LAZY = "sglang_lazy.launch_server"
+COMB = {
+    "architectures": ["CombLlamaForConditionalGeneration"],
+    "cross_attention_layers": [3, 7, 11, 15, 19, 23, 27, 31],
+}
+"""Makes of a Llama with random weights and 32 layers a Comb model, which reads chunks through an encoder of 8."""
 HOST_TIER = ("--enable-hierarchical-cache",)
 """Its size, `--hicache-size` in GB, is given with the flags for every server: those without the tier ignore it."""
 
@@ -50,6 +56,7 @@ CONTENDERS = {
     "lazy-triton": Contender(Server(LAZY, ("--lazy-kernels", "triton")), as_chunks),
     "copy": Contender(Server(LAZY, ("--lazy-default-link", "copy")), as_chunks),
     "lazy-plain": Contender(Server(LAZY), as_plain),
+    "comb": Contender(Server(LAZY, ("--json-model-override-args", json.dumps(COMB))), as_chunks),
 }
 
 

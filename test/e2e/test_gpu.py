@@ -2,14 +2,15 @@
 
 import dataclasses
 import gc
-import math
 
 import pytest
 import torch
 import transformers
 
 from oracle.adapters import merged, random_adapter
-from oracle.block_mask import Oracle, RoundedCache, load_model, visibility
+from oracle.block_mask import Oracle, RoundedCache, attention_mask, load_model, visibility
+from oracle.comb import CombOracle
+from oracle.comb import build as build_comb
 from oracle.models import MODELS, build_model
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
@@ -61,8 +62,8 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    wide = dataclasses.replace(spec, name=f"{spec.name}-wide", settings={**spec.settings, **WIDE})
-    return build_model(wide, model_dir)
+    settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
+    return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
 
 
 @pytest.fixture(
@@ -79,6 +80,9 @@ def wide(name: str, model_dir) -> str:
         "llama flashinfer",
         "llama triton",
         "llama copies",
+        "gpt-oss fa3",
+        "gpt-oss triton",
+        "gpt-oss copies",
         "llama fp8",
         "llama tiers",
         "llama tiers fp8",
@@ -111,10 +115,10 @@ def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Ten
     if cache_dtype != torch.bfloat16:
         RoundedCache(model, cache_dtype).expect(prompt, len(tokens))
     ids = torch.tensor(token_ids(prompt) + list(tokens))
-    visible = visibility(prompt, len(tokens))
-    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    positions = torch.arange(len(ids))
+    mask = attention_mask(model, visibility(prompt, len(tokens)), positions, positions)
     with torch.inference_mode():
-        logits = model(ids[None], attention_mask=mask[None, None], position_ids=torch.arange(len(ids))[None]).logits[0]
+        logits = model(ids[None], attention_mask=mask, position_ids=positions[None]).logits[0]
     return logits.float()[len(ids) - len(tokens) - 1 :].log_softmax(-1)
 
 
@@ -170,15 +174,9 @@ def test_chunks_on_cuda(served):
     assert max(ours) <= 2 * max(plain), (ours, plain)
 
 
-def of_the_query(oracle: PolicyOracle, prompt, ratio: float, preamble):
-    """What `query` keeps: its probe sums attention over the last third of the layers."""
-    num_layers = oracle.model.config.get_text_config().num_hidden_layers
-    return oracle.query(prompt, ratio, range(num_layers - math.ceil(num_layers / 3), num_layers), preamble)
-
-
 KEPT = {
     "epic:tokens=16": lambda oracle, prompt, preamble: epic(prompt, 16),
-    "query:ratio=0.15": lambda oracle, prompt, preamble: of_the_query(oracle, prompt, 0.15, preamble),
+    "query:ratio=0.15": lambda oracle, prompt, preamble: oracle.query(prompt, 0.15, oracle.last_third, preamble),
     "blend:ratio=0.15": lambda oracle, prompt, preamble: oracle.blend(prompt, 0.15, preamble),
     "static:ratio=0.15": lambda oracle, prompt, preamble: without_best_of_each(
         prompt, -oracle.key_sizes(prompt, preamble), 0.15
@@ -268,4 +266,39 @@ def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
                 reported = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
                 ours.append((reported - exact).abs().max().item())
                 plain.append((bf16 - exact).abs().max().item())
+    assert max(ours) <= 2 * max(plain), (ours, plain)
+
+
+@pytest.mark.parametrize("way", ["", "fa3", "triton"])
+def test_comb_on_cuda(tmp_path, way):
+    """Chunks through an encoder, cold, warm and reordered, in batches with plain prompts, in decode graphs: no further
+    from fp32 than twice plain PyTorch in bf16."""
+    from sglang_lazy import Engine
+
+    path = build_comb(tmp_path / "comb", head_dim=128)
+    options = {"attention_backend": "triton", "max_total_tokens": 20000, **WAYS[way]}
+    engine = Engine(model_path=str(path), **ENGINE, **options)
+    dice = Dice(8)
+    docs = [*dice.chunks(3, 100, 700), *dice.chunks(2, 1, 9)]
+    head, question = dice.text(20), dice.text(12)
+    prompts = [[head, *dice.shuffled(docs), question] for _ in range(4)]
+    prompts += [[head, docs[0], question], [dice.text(60)], [docs[3]], [dice.text(700), docs[1], question]]
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+    try:
+        answers = [engine.generate(segments=segments, sampling_params=params, return_logprob=True) for _ in range(2)]
+    finally:
+        engine.shutdown()
+        gc.collect()
+    assert all(entry["hit"] for output in answers[1] for entry in output["meta_info"].get("chunks", ()))
+    exact, rough = (CombOracle(path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    ours, plain = [], []
+    for outputs in answers:
+        for prompt, output in zip(prompts, outputs, strict=True):
+            tokens = output["output_ids"]
+            chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
+            expected, bf16 = (oracle.logprobs(prompt, tokens[:-1])[chosen] for oracle in (exact, rough))
+            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+            ours.append((reported - expected).abs().max().item())
+            plain.append((bf16 - expected).abs().max().item())
     assert max(ours) <= 2 * max(plain), (ours, plain)

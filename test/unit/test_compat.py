@@ -14,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import compat, plugin
+from sglang_lazy.port.layers import describe_layers
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -127,17 +128,16 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
         "hf_config": SimpleNamespace(architectures=[architecture]),
         "is_encoder_decoder": False,
         "model_is_mrope": False,
-        "is_hybrid_swa": False,
+        "attention_chunk_size": None,
         "is_multimodal": False,
         "is_generation": True,
         "num_hidden_layers": len(layers),
-        **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is"))},
+        **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is", "attention_"))},
     }
     fields = {
         "model_config": SimpleNamespace(**config),
         "server_args": SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: ("triton", "triton")),
         "use_mla_backend": False,
-        "sliding_window_size": None,
         "kv_cache_dtype": torch.bfloat16,
         "kv_cache_dtype_str": "auto",
         "dtype": torch.bfloat16,
@@ -148,9 +148,14 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
     return SimpleNamespace(**fields)
 
 
+def described(given):
+    return describe_layers(given.model, 128, "cpu")
+
+
 def test_a_plain_model_fits():
     """No reason is found where there is none."""
     assert compat.unfit_model(runner(Layer(plain_rope()))) == []
+    assert compat.unfit_model(runner(Layer(plain_rope(), sliding_window_size=511))) == []
 
 
 @pytest.mark.parametrize(
@@ -158,8 +163,7 @@ def test_a_plain_model_fits():
     [
         ({"use_mla_backend": True}, "rotary part of keys"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_hybrid_swa": True}, "sliding window"),
-        ({"sliding_window_size": 4096}, "sliding window"),
+        ({"attention_chunk_size": 8192}, "attention within blocks"),
         ({"is_multimodal": True}, "multimodal"),
         ({"is_generation": False}, "embedding"),
         ({"architecture": "HunYuanDenseV1ForCausalLM"}, "HunYuanDenseV1ForCausalLM"),
@@ -189,7 +193,8 @@ def test_an_fp8_cache_fits(name, kernels):
     """Both types; with a model's scales too."""
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
     given = runner(scaled(0.5, 2.0), kv_cache_dtype=dtype, kv_cache_dtype_str=name)
-    assert compat.unfit_model(given) == [] and compat.unfit_kernels(kernels, given, max_chunks=256) is None
+    assert compat.unfit_model(given) == []
+    assert compat.unfit_kernels(kernels, given, described(given), max_chunks=256) is None
 
 
 @pytest.mark.parametrize(
@@ -202,7 +207,8 @@ def test_an_fp8_cache_fits(name, kernels):
 )
 def test_kernels_that_an_fp8_cache_does_not_fit(monkeypatch, kernels, changes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert reason in compat.unfit_kernels(kernels, runner(Layer(plain_rope()), **{**FP8, **changes}), max_chunks=256)
+    given = runner(Layer(plain_rope()), **{**FP8, **changes})
+    assert reason in compat.unfit_kernels(kernels, given, described(given), max_chunks=256)
 
 
 def test_copies_do_not_fit_an_fp8_cache():
@@ -210,6 +216,12 @@ def test_copies_do_not_fit_an_fp8_cache():
     assert "fp8" in get_policy("copy").unfit(ServerTraits(fp8_cache=True))
     assert get_policy("copy").unfit(ServerTraits()) is None
     assert get_policy("block").unfit(ServerTraits(fp8_cache=True)) is None
+
+
+def test_a_query_needs_layers_that_see_all_of_a_prompt():
+    """The attention of one with a window says nothing of what lies before it."""
+    assert "whole prompt" in get_policy("query").unfit(ServerTraits(whole_layers=False))
+    assert get_policy("query").unfit(ServerTraits()) is None
 
 
 def test_scales_that_the_stock_backend_does_not_apply():
@@ -232,7 +244,6 @@ def test_unfit_attention_backends(which):
     ("attention", "reason"),
     [
         ({"logit_cap": 30.0}, "logit cap"),
-        ({"sliding_window_size": 512}, "sliding window"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
         ({"v_head_dim": 64}, "head dimensions 32 and 64"),
@@ -296,3 +307,31 @@ def test_another_sglang_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda _: "0.5.16")
     with pytest.raises(RuntimeError, match=r"0\.5\.17.*0\.5\.16"):
         plugin.check_version()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("enable_hierarchical_cache", True, "host tier"),
+        ("enable_lora", True, "LoRA"),
+        ("lora_paths", ["a"], "LoRA"),
+        ("tp_size", 2, "tensor parallelism"),
+        ("enable_torch_compile", True, "torch-compile"),
+    ],
+)
+def test_what_does_not_fit_an_encoder_of_chunks(flag, value, reason):
+    """One flag gives one reason, with such a model alone."""
+    architecture = "CombLlamaForConditionalGeneration"
+    comb, other = runner(Layer(plain_rope()), architecture=architecture), runner(Layer(plain_rope()))
+    comb.model_config.hf_config.cross_attention_layers = [0]
+    unset = dict(
+        enable_hierarchical_cache=False, enable_lora=None, lora_paths=None, tp_size=1, enable_torch_compile=False
+    )
+    for given in (comb, other):
+        vars(given.server_args).update(unset)
+    assert compat.unfit_model(comb) == []
+    setattr(comb.server_args, flag, value)
+    setattr(other.server_args, flag, value)
+    (given,) = compat.unfit_model(comb)
+    assert reason in given
+    assert compat.unfit_model(other) == []

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterator
 from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
+from sglang_lazy.core.encoding import chunks_of
 from sglang_lazy.core.keys import chunk_id
 
 
@@ -19,13 +20,8 @@ def state_of(store: Any, chunk: CachedChunk) -> str:
 
 
 def under_way(store: Any) -> list[CachedChunk]:
-    """The chunks that are not cached yet: those that fills compute, and those that storage is asked for."""
-    filled = (
-        (key, chunk)
-        for req in dict.fromkeys(store.pending.values())
-        for chunk in req.lazy.chunks
-        for key in [chunk.key]
-    )
+    """The chunks that are not cached yet: those under way, and those that storage is asked for."""
+    filled = ((chunk.key, chunk) for work in dict.fromkeys(store.pending.values()) for chunk in chunks_of(work))
     chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
     own: defaultdict[Hashable, Iterator[int]] = defaultdict(lambda: itertools.count(-1, -1))
     return [
@@ -56,5 +52,5 @@ def described(store: Any, chunk: CachedChunk) -> dict[str, Any]:
         "last_use": chunk.last_use or None,
         "pinned": chunk.pin is not None,
         "pinned_until": None if chunk.pin is None else chunk.pin.until,
-        "preamble": chunk.key.namespace.variant is not None,
+        "preamble": chunk.key.namespace.has_preamble,
     }

@@ -2,14 +2,14 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.chunks.tree import Node
+from sglang_lazy.chunks.tree import Node, Tree
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.prompt import ChunkSlice, TextSpan, tokens_at
 from sglang_lazy.core.rows import FillRow, Row
@@ -21,11 +21,21 @@ class RowCache:
 
     pool: SGLang's `ReqToTokenPool`.  allocator: SGLang's allocator of KV slots.
     allocate: takes that many slots, int64, evicting as needed; raises RuntimeError where memory does not suffice.
+    tree, chunk_allocator: that of text, and the allocator of chunks; the same as the others unless chunks have a pool
+        of their own, and with it a tree.
     """
 
-    def __init__(self, store: ChunkStore, pool: Any, allocator: Any, allocate: Callable[[int], torch.Tensor]):
-        self.store, self.tree = store, store.tree
-        self.pool, self.allocator = pool, allocator
+    def __init__(
+        self,
+        store: ChunkStore,
+        pool: Any,
+        allocator: Any,
+        allocate: Callable[[int], torch.Tensor],
+        tree: Tree | None = None,
+        chunk_allocator: Any = None,
+    ):
+        self.store, self.tree = store, tree or store.tree
+        self.pool, self.allocator, self.chunk_allocator = pool, allocator, chunk_allocator or allocator
         self.allocate = allocate
         self._placeholders = torch.empty(0, dtype=torch.int64, device=allocator.device)
 
@@ -46,7 +56,29 @@ class RowCache:
     def sweep(self) -> None:
         """Free what has been deleted and is not held any more."""
         if slots := self.store.deletions.sweep():
-            self.free(torch.cat(slots))
+            self.chunk_allocator.free(torch.cat(slots))
+
+    @property
+    def shares_pool(self) -> bool:
+        """Whether chunks take memory of the pool that text is in."""
+        return self.tree is self.store.tree
+
+    def lock(self, row: RowNodes) -> int:
+        """Lock all that a row depends on; returns by how much the number of evictable tokens changes where text is."""
+        row.num_locks += 1
+        if row.num_locks > 1:
+            return 0
+        return self._text_change(self.store.lock_chunks(row.chunks), map(self.tree.lock, row.spans))
+
+    def unlock(self, row: RowNodes) -> int:
+        """Give one lock on a row back; returns the same."""
+        row.num_locks -= 1
+        if row.num_locks > 0:
+            return 0
+        return self._text_change(self.store.unlock_chunks(row.chunks), map(self.tree.unlock, row.spans))
+
+    def _text_change(self, of_chunks: int, of_spans: Iterable[int]) -> int:
+        return sum(of_spans, of_chunks if self.shares_pool else 0)
 
     # Linked requests
 
@@ -65,7 +97,7 @@ class RowCache:
         ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         ready = state.ready
         if ready:
-            pieces = self.chunk_slots(state, state.chunks)
+            pieces = [] if state.prompt.beside else self.chunk_slots(state, state.chunks)
         else:
             pieces = [self._placeholder_slots(state.prompt.num_chunk_tokens)]
         if state.probe is not None:  # it has to compute the text whose attention it measures
@@ -134,10 +166,15 @@ class RowCache:
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
             assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"
-            self.write(req, 0, torch.cat(self.chunk_slots(state, row.chunks)))
+            if not state.prompt.beside:
+                self.write(req, 0, torch.cat(self.chunk_slots(state, row.chunks)))
         if not row.used:  # a prompt that is prefilled in pieces is used once
             row.used = True
-            for node in (*row.chunks.nodes, *row.spans):
+            if state.prompt.beside:
+                state.beside = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
+            for node in row.chunks.nodes:
+                self.store.tree.use(node, req.priority or 0)
+            for node in row.spans:
                 self.tree.use(node, req.priority or 0)
             if state.probe is None:
                 self.store.count_use(state.prompt.chunks, state.reused)
@@ -153,10 +190,11 @@ class RowCache:
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
+        counts = [row.available(i, row_len) for i in range(len(row.published))]
         text_start = row.prompt.num_chunk_tokens
-        text_slots = self.pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
-        for i, span in enumerate(row.prompt.spans):
-            published, count = row.published[i], row.available(i, row_len)
+        text_slots = self.read(req, text_start, row_len) if counts != row.published else self._placeholders[:0]
+        for i, (span, count) in enumerate(zip(row.prompt.spans, counts, strict=True)):
+            published = row.published[i]
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
@@ -174,7 +212,7 @@ class RowCache:
             self.tree.unlock(nodes.spans[i])
             nodes.spans[i] = node
         if not chunked:
-            self.tree.back_up(nodes.chunks.nodes)
+            self.store.tree.back_up(nodes.chunks.nodes)
 
     def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
         """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
@@ -182,7 +220,7 @@ class RowCache:
             self.publish(req, row_len, chunked=False)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
-        self.store.unlock_row(req.last_node)
+        self.unlock(req.last_node)
         state.policy.end(req, self)
 
     # Fills
@@ -231,8 +269,8 @@ class RowCache:
                 duplicates.append(part_slots[state.row.cached[i] : num_present])
             ends.append(node)
         nodes = RowNodes(ChunkNodes([]), ends)
-        self.store.lock_row(nodes)
-        self.store.unlock_row(req.last_node)
+        self.lock(nodes)
+        self.unlock(req.last_node)
         req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
         state.duplicates = torch.cat(duplicates)
         self.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(state.row.cached)
@@ -246,11 +284,13 @@ class RowCache:
             self.store.counts.fill_seconds.observe(time.perf_counter() - state.began)
         else:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
-        self.store.unlock_row(req.last_node)
+        self.unlock(req.last_node)
 
 
 def _tokens(req: Any, positions: np.ndarray) -> array:
     """The tokens at these positions of the prompt and its answer, all of the answer's up to the last one."""
+    if not req.output_ids:
+        return tokens_at(req.origin_input_ids, positions)
     prompt_len = len(req.origin_input_ids)
     count = int(np.searchsorted(positions, prompt_len))
     tokens = tokens_at(req.origin_input_ids, positions[:count])

@@ -34,6 +34,12 @@ class Tree(Protocol):
     def evictable_leaves(self) -> Collection[Node]:
         """Leaves that nobody has locked."""
 
+    def evictable_size(self) -> int:
+        """How many tokens nobody has locked."""
+
+    def protected_size(self) -> int:
+        """How many tokens somebody has locked."""
+
     def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, Node]:
         """The longest beginning on the device: its slots (int64), and the node where it ends, split off if need be."""
 
@@ -84,6 +90,10 @@ class Tree(Protocol):
 
     def loading(self, node: Node) -> bool:
         """Whether its KV is on the way from the host."""
+
+    @property
+    def host_memory(self) -> dict[str, int] | None:
+        """How many tokens the host can hold (`size`), and how many more (`free`); None if there is no such tier."""
 
     @property
     def any_loading(self) -> bool:

@@ -12,6 +12,9 @@ ENV_VAR = "SGLANG_LAZY"
 INFO_ROUTE = "/lazy_info"
 """Answers with the configuration; clients recognize a server that understands chunks by it."""
 
+SALT_HEADER = "X-Cache-Salt"
+"""The HTTP header that sets the salt, for gateways that cannot change bodies."""
+
 PREAMBLE = (
     "The river rises in the hills north of the town and flows south for about ninety kilometres before it reaches the "
     "sea.\n\n"
@@ -34,6 +37,7 @@ class LazyConfig:
     chunk_separator: what stands between two of these in plain text is a chunk; none if it is empty.
     chunk_roles: in messages of these roles, separated by commas, all text is a chunk.
     max_pinned: share of the KV pool that chunks may be pinned in, 0 to 1.
+    chunk_pool: share of the memory for KV that chunks get where a model reads them through an encoder, between 0 and 1.
     shadow_rate: fraction of the greedy answers over chunks that shadow mode repeats, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """
@@ -47,6 +51,7 @@ class LazyConfig:
     chunk_separator: str = ""
     chunk_roles: str = ""
     max_pinned: float = 0.25
+    chunk_pool: float = 0.5
     shadow_rate: float = 0.0
     shadow_min_agreement: float = 0.0
 
@@ -58,6 +63,8 @@ class LazyConfig:
         for name in ("max_pinned", "shadow_rate", "shadow_min_agreement"):
             if not 0 <= (value := getattr(self, name)) <= 1:
                 raise ValueError(f"{name} must be between 0 and 1, got {value}")
+        if not 0 < self.chunk_pool < 1:
+            raise ValueError(f"chunk_pool must be between 0 and 1, got {self.chunk_pool}")
         if self.shadow_min_agreement and not self.shadow_rate:
             raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
 
@@ -150,6 +157,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         default=LazyConfig.max_pinned,
         metavar="SHARE",
         help="Share of the KV pool that chunks may be pinned in by /chunks; 0 for no pins.",
+    )
+    group.add_argument(
+        "--lazy-chunk-pool",
+        type=float,
+        default=LazyConfig.chunk_pool,
+        metavar="SHARE",
+        help="Share of the memory for KV, --max-total-tokens too, that chunks get where a model reads them through an "
+        "encoder (Comb). They take so much less of it a token as there are fewer cross layers than layers.",
     )
     group.add_argument(
         "--lazy-shadow-rate",

@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,11 +12,11 @@ import xxhash
 class Namespace(NamedTuple):
     """Part of the radix tree that holds KV computed under the same conditions. A tuple, which no client can name.
 
-    kind: "chunk", or "text" for text behind a chunk.
+    kind: "chunk"; "whole" for a chunk all of whose tokens see one another; "text" for text that depends on chunks.
     extra_key: SGLang's own namespace of the request, which ends in the id of its LoRA adapter.
     cache_salt: the tenant's private namespace, None for the shared one.
     variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, that of the preamble
-        which it is computed behind; None for one computed alone.
+        which it is computed behind; None for one computed alone. For a whole one, its own: it begins like no other.
     adapter: the id of the LoRA adapter, which is each load's own; None for the base model. Clients choose what
         `extra_key` begins with, so it alone could be taken for another's.
     """
@@ -26,6 +26,14 @@ class Namespace(NamedTuple):
     cache_salt: str | None
     variant: Hashable = None
     adapter: str | None = None
+
+    @property
+    def is_chunk(self) -> bool:
+        return self.kind != "text"
+
+    @property
+    def has_preamble(self) -> bool:
+        return self.kind == "chunk" and self.variant is not None
 
     @property
     def own_key(self) -> str | None:
@@ -57,6 +65,12 @@ def as_int32(input_ids: Sequence[int]) -> memoryview:
 def tokens_digest(input_ids: Sequence[int]) -> bytes:
     """SHA-256 of token ids as little-endian int32."""
     return hashlib.sha256(as_int32(input_ids)).digest()
+
+
+def digests(input_ids: Sequence[int], ranges: Iterable[tuple[int, int]]) -> list[bytes]:
+    """The `tokens_digest` of each of these half-open ranges of a prompt."""
+    ids = as_int32(input_ids)
+    return [hashlib.sha256(ids[start:end]).digest() for start, end in ranges]
 
 
 def chunk_key(ids: memoryview, namespace: Namespace) -> ChunkKey:

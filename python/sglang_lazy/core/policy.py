@@ -18,10 +18,14 @@ class ServerTraits(NamedTuple):
 
     fp8_cache: whether keys and values are rounded to fp8.
     first_layers: whether a batch can be run through the model's first layers alone.
+    whole_layers: whether there are layers that see all of a prompt, rather than a window.
+    reads_beside: whether the model reads chunks through an encoder, beside the text.
     """
 
     fp8_cache: bool = False
     first_layers: bool = True
+    whole_layers: bool = True
+    reads_beside: bool = False
 
 
 class TrainedTokens(NamedTuple):
@@ -133,3 +137,18 @@ class Policy:
 
     def end(self, req: Any, rows: Any) -> None:
         """The row of `req` is about to be released."""
+
+
+def refusal(policy: Policy, server: ServerTraits) -> str | None:
+    """Why a server cannot serve a policy, or None."""
+    if server.reads_beside and policy.reuses and not _keeps_whole_chunks(policy):
+        return f"link {policy}: this model reads whole chunks through an encoder, so it knows block and full alone"
+    return policy.unfit(server)
+
+
+def _keeps_whole_chunks(policy: Policy) -> bool:
+    """Whether it has attention read them as they are: of a prompt with short chunks and long ones, it keeps all."""
+    layout = PromptLayout(((1, 3), (3, 5), (6, 4096)))
+    whole = [[(0, end - start)] for start, end in layout.chunks]
+    alters = policy.preamble != "none" or policy.probes or policy.trained or not policy.in_place
+    return not alters and [list(ranges) for ranges in policy.kept(layout, range(4097))] == whole

@@ -98,6 +98,7 @@ class LinkedRequest:
     chunks: where its chunks are, locked while it waits; None while it holds nothing.
     row: the row's order; set when the request is matched for a batch.
     own: what its policy keeps while the request has a row.
+    beside: int32, the slots of its chunks, once it has a row, if the model reads them beside the text.
     reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: per namespace of text that its fills or its probe compute, how many tokens of it were cached before.
@@ -112,6 +113,7 @@ class LinkedRequest:
     chunks: ChunkNodes | None = None
     row: Row = dataclasses.field(init=False)
     own: Any = None
+    beside: torch.Tensor | None = None
     reused: list[bool] = dataclasses.field(init=False)
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
@@ -150,7 +152,12 @@ class LinkedRequest:
     @property
     def segments(self) -> tuple[ChunkSlice, ...]:
         """The slices whose keys are stored in the row at positions relative to their chunks."""
-        return self.prompt.chunks if self.policy.in_place and not self.recomputes else ()
+        return self.prompt.in_row if self.policy.in_place and not self.recomputes else ()
+
+    @property
+    def read_in_place(self) -> tuple[ChunkSlice, ...]:
+        """The slices that attention reads where all requests do: in the row, or beside the text."""
+        return self.prompt.chunks if self.prompt.beside else self.segments
 
     @property
     def num_reused_tokens(self) -> int:

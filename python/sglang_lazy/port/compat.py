@@ -4,6 +4,7 @@ Rotating the query by an offset is right only where a score depends on positions
 every token's KV is kept in one pool, one slot a token, and where a row of `req_to_token` may be any list of slots.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,10 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
-from sglang_lazy.port.rope import INV_FREQ, attention_layers
+from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.port.comb import num_cross_layers
+from sglang_lazy.port.layers import attention_layers
+from sglang_lazy.port.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
@@ -24,13 +28,17 @@ TESTED = frozenset(
     {
         "ArceeForCausalLM",
         "CohereForCausalLM",
+        "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
+        "Gemma3ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
+        "MellumForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
@@ -140,8 +148,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         return [*reasons, "MLA: the link kernels do not take the rotary part of keys apart from the latent one"]
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder: cross attention has no chunks")
-    if config.is_hybrid_swa or runner.sliding_window_size is not None and runner.sliding_window_size > -1:
-        reasons.append("sliding window: the link kernels know none")
+    if config.attention_chunk_size is not None:
+        reasons.append("attention within blocks of positions: a block would begin elsewhere for every chunk")
     if config.is_multimodal and not config.model_is_mrope:
         reasons.append("multimodal model without M-RoPE: none has been tested")
     if not config.is_generation:
@@ -162,22 +170,39 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     scaled = any(kv_scales(attn) != (1.0, 1.0) for attn, _ in attention_layers(runner.model))
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
+    if num_cross_layers(config):
+        reasons += [reason for reason, applies in _unfit_beside(args).items() if applies]
     return [*reasons, *_unfit_layers(runner.model)]
 
 
-def unfit_kernels(name: str, runner: Any, max_chunks: int) -> str | None:
+def _unfit_beside(args: ServerArgs) -> dict[str, bool]:
+    """What does not fit a model that reads chunks through an encoder."""
+    return {
+        "--enable-hierarchical-cache: the host tier copies the pool of text alone": args.enable_hierarchical_cache,
+        "LoRA: adapters of the decoder would be put on the encoder's layers as well": (
+            bool(args.enable_lora or args.lora_paths)
+        ),
+        "tensor parallelism: no test has split an encoder": args.tp_size > 1,
+        "--enable-torch-compile: it would compile layers without what reads chunks before them": (
+            args.enable_torch_compile
+        ),
+    }
+
+
+def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], max_chunks: int) -> str | None:
     """Why this implementation cannot serve a model that fits otherwise, or None."""
-    attn, rope = next(attention_layers(runner.model))
-    assert rope is not None
+    layer = next(iter(layers.values()))
     return get_implementation(name).unsupported(
         torch.device(runner.device),
         runner.dtype,
         runner.kv_cache_dtype,
-        attn.tp_q_head_num,
-        attn.tp_k_head_num,
-        attn.qk_head_dim,
-        rope.rotary_dim,
+        layer.num_qo_heads,
+        layer.num_kv_heads,
+        layer.head_dim,
+        layer.rope.cos_sin_cache.shape[1],
         max_segments=max_chunks,
+        windowed=any(each.window is not None for each in layers.values()),
+        sinks=any(each.sinks for each in layers.values()),
     )
 
 
@@ -204,7 +229,6 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
                 attn.qk_head_dim != attn.v_head_dim
             ),
             f"logit cap {attn.logit_cap}: linked attention has none": attn.logit_cap > 0,
-            "sliding window layers": attn.sliding_window_size > -1,
             "cross attention layers": attn.is_cross_attention,
             f"attention of type {attn.attn_type}": attn.attn_type != AttentionType.DECODER,
             "query scale that depends on position": attn.xai_temperature_len > 0,

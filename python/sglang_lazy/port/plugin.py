@@ -47,6 +47,8 @@ def install() -> None:
 
     from sglang_lazy.port import (
         chunk_metrics,
+        comb,
+        comb_config,
         compat,
         control,
         cpu,
@@ -63,12 +65,14 @@ def install() -> None:
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
     register_radix_cache_backend(CACHE_BACKEND, create_cache)
+    comb_config.register()
     modules = (
         cpu,
         control,
         scheduler,
         schedule_policy,
         lora,
+        comb,
         model_runner,
         host_pool,
         surfaces,
@@ -107,9 +111,11 @@ def provide_rotary_import() -> None:
 
 
 def choose_cache(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: our cache is the default one."""
+    """Before `ServerArgs.__post_init__`: our cache is the default one, over a pool that keeps the tokens of all layers,
+    those with windows too."""
     if args.radix_cache_backend is None:
         args.radix_cache_backend = CACHE_BACKEND
+    args.disable_hybrid_swa_memory = True
 
 
 def create_cache(context: Any) -> Any:
@@ -117,13 +123,17 @@ def create_cache(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
     from sglang_lazy.attention.table import table_of
+    from sglang_lazy.port.comb import chunk_pool_of
     from sglang_lazy.port.radix import LazyRadixCache
     from sglang_lazy.port.storage import StoredHiRadixCache, connect_storage
 
     verify()
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
         if not context.enable_hierarchical_cache:
-            return LazyRadixCache(context.params)
+            cache = LazyRadixCache(context.params)
+            if (pool := chunk_pool_of(context.tp_worker.model_runner)) is not None:
+                cache.keep_chunks_in(LazyRadixCache(pool.tree_params(context.params)))
+            return cache
         # Without storage, which SGLang would use in its own way: ours comes next. By layers, since at page size 1 the
         # scheduler would copy to a host laid out by pages token by token, 7 us each.
         changed = {"hicache_storage_backend": None, "hicache_mem_layout": "layer_first"}

@@ -44,13 +44,15 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     Recency is counted, not clocked, so that every tensor-parallel rank evicts in the same order.
 
+    store: of chunks. They are in this tree, unless `keep_chunks_in` has said otherwise.
     more: what a cache of SGLang's that stands behind this one takes besides.
     forward_stream: the stream of SGLang's forward passes, None where there are no streams.
     """
 
     def __init__(self, params: CacheInitParams, *more: Any):
         self._ticks = itertools.count(1)
-        self.store = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
+        self.store = self._nodes = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
+        self._chunks: LazyRadixCache | None = None
         self.admission: Any = None  # attached, like the next one, when SGLang's scheduler is complete
         self.forward_stream: Any = None
         self._ranks = False
@@ -59,9 +61,24 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             self.store, self.req_to_token_pool, self.token_to_kv_pool_allocator, lambda n: alloc_token_slots(self, n)
         )
 
+    def keep_chunks_in(self, chunks: "LazyRadixCache") -> None:
+        """Chunks are in the tree `chunks`, over a pool of its own; text that depends on them stays in this one."""
+        self.store, self._chunks = chunks.store, chunks
+        self.rows = RowCache(
+            self.store,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.rows.allocate,
+            tree=self,
+            chunk_allocator=chunks.token_to_kv_pool_allocator,
+        )
+
     def reset(self) -> None:
         super().reset()
-        self.store.reset()
+        self._nodes.reset()
+        if self._chunks is not None:
+            self._chunks.reset()
+            self._chunks.token_to_kv_pool_allocator.clear()
         if self.admission is not None:
             self.admission.reset()
 
@@ -137,6 +154,10 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     def loading(self, node: TreeNode) -> bool:
         return False
+
+    @property
+    def host_memory(self) -> dict[str, int] | None:
+        return None
 
     @property
     def any_loading(self) -> bool:
@@ -218,7 +239,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         state = linked(req)
         if state is None and fill_of(req) is None:
             return super().cache_unfinished_req(req, chunked=chunked)
-        row_len = len(req.get_fill_ids())
+        row_len = req.extend_range.end
         if state is not None and not state.recomputes:
             self.rows.publish(req, row_len, chunked)
             req.cache_protected_len = row_len
@@ -237,17 +258,17 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     def inc_lock_ref(self, node: TreeNode | RowNodes) -> IncLockRefResult:
         if isinstance(node, RowNodes):
-            return IncLockRefResult(delta=self.store.lock_row(node))
+            return IncLockRefResult(delta=self.rows.lock(node))
         return super().inc_lock_ref(node)
 
     def dec_lock_ref(self, node: TreeNode | RowNodes, params: DecLockRefParams | None = None) -> DecLockRefResult:
         if isinstance(node, RowNodes):
-            return DecLockRefResult(delta=self.store.unlock_row(node))
+            return DecLockRefResult(delta=self.rows.unlock(node))
         return super().dec_lock_ref(node, params)
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()
-        slots = self.store.evict(params.num_tokens)
+        slots = self._nodes.evict(params.num_tokens)
         if slots:
             self.token_to_kv_pool_allocator.free(torch.cat(slots))
         num_evicted = sum(map(len, slots))
@@ -262,7 +283,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         if node.creation_time != node.id:  # SGLang has just made it
             self._stamp(node)
         self.evictable_leaves.add(node)
-        self.store.offer(node)
+        self._nodes.offer(node)
 
     def _is_leaf(self, node: TreeNode) -> bool:
         return not node.children

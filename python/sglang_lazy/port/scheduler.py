@@ -1,7 +1,7 @@
 """Hooks on SGLang's scheduler: where its steps meet chunk admission."""
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang.srt.managers.schedule_batch import Req
@@ -10,17 +10,20 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import chunk_metrics
+from sglang_lazy.port.comb import new_encoder
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model_runner import server_traits
 from sglang_lazy.port.radix import LazyRadixCache
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
-from sglang_lazy.scheduler.producer import FillProducer, NewRequest
+from sglang_lazy.scheduler.encoder import EncoderProducer
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
 
 
 def admission_of(scheduler: Any) -> ChunkAdmission | None:
@@ -33,9 +36,14 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
     if isinstance(scheduler.tree_cache, LazyRadixCache):
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
-        traits = server_traits(scheduler.tp_worker.model_runner)
+        runner = scheduler.tp_worker.model_runner
         scheduler.tree_cache.admission = new_admission(
-            scheduler, config.max_chunks, traits, preamble, config.max_pinned
+            scheduler,
+            config.max_chunks,
+            server_traits(runner),
+            preamble,
+            config.max_pinned,
+            new_encoder(runner, max_fill_tokens(scheduler)),
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
@@ -48,22 +56,37 @@ def new_admission(
     traits: ServerTraits | None = None,
     preamble: array | None = None,
     max_pinned: float = LazyConfig.max_pinned,
+    encode: Callable[[Sequence[Encoding]], None] | None = None,
 ) -> ChunkAdmission:
-    """Admission for a scheduler whose tree cache is a `LazyRadixCache`. max_pinned: a share of its pool."""
+    """Admission for a scheduler whose tree cache is a `LazyRadixCache`.
+
+    max_pinned: a share of the pool that chunks are in.
+    encode: computes chunks where these have a pool of their own.
+    """
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
         pool_size=rows.allocator.size,
+        chunk_pool_size=rows.chunk_allocator.size,
         context_len=scheduler.model_config.context_len,
         max_chunks=max_chunks,
         traits=traits or ServerTraits(),
         neutral_preamble=preamble or array("q"),
     )
-    max_fill_tokens = scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
-    sign = 1 if scheduler.schedule_low_priority_values_first else -1
-    producer = FillProducer(rows.store.pending, new_request, max_fill_tokens, sign)
+    producer: Producer
+    if encode is None:
+        sign = 1 if scheduler.schedule_low_priority_values_first else -1
+        producer = FillProducer(rows.store.pending, new_request, max_fill_tokens(scheduler), sign)
+    else:
+        allocate, free = rows.store.tree.rows.allocate, rows.chunk_allocator.free
+        producer = EncoderProducer(rows.store.pending, max_fill_tokens(scheduler), allocate, free, encode)
     arrival = Arrival(rows.store, limits, new_request)
-    budget = int(max_pinned * rows.allocator.size)
+    budget = int(max_pinned * rows.chunk_allocator.size)
     return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
+
+
+def max_fill_tokens(scheduler: Any) -> int:
+    """How many tokens of chunks are computed at once, but for a longer chunk."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:
@@ -166,7 +189,8 @@ def get_new_batch_prefill_raw(
         scheduler.waiting_queue = admission.put_back(scheduler.waiting_queue)
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        if shown or admission.holders:
+        # In a pool of text and chunks, the head of the queue is admitted by now; not in one where chunks lack room.
+        if shown or admission.holders or (scheduler.waiting_queue and not admission.rows.shares_pool):
             admission.make_room()
         scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
     return batch, running_batch
@@ -182,8 +206,9 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     batch.tree_cache.admission.launch(batch)
     states = {req.req_pool_idx: linked(req) for req in batch.reqs}
     table.assign(
-        {row: () if state is None else state.segments for row, state in states.items()},
+        {row: () if state is None else state.read_in_place for row, state in states.items()},
         batch.tree_cache.store.segment_id,
+        {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes},
     )
 
 
@@ -222,6 +247,7 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
         **({"storage": storage} if storage else {}),
         "chunk": state.num_reused_tokens,
         "chunk_hits": hits,
+        **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.beside else {}),
     }
 
 

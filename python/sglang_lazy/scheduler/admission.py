@@ -10,7 +10,6 @@ under way. These locks are revocable, newest first, so that waiting never takes 
 decisions depend on the order of requests alone, so that every tensor-parallel rank takes the same ones.
 """
 
-import itertools
 import time
 from typing import Any
 
@@ -24,7 +23,6 @@ from sglang_lazy.core.state import (
     LinkedRequest,
     Undecided,
     as_linked,
-    fill_of,
     lazy_state,
     linked,
     stand_in,
@@ -130,15 +128,21 @@ class ChunkAdmission:
                 continue
             if state is not None and not state.ready:
                 nodes = self.cached(state)
-                need += self.budget.chunk_need(state, nodes)
-                alone = idle and not visible and not self.holders
-                if not state.admitted and need > budget and not alone:
-                    self.advice.blocked(req, need - budget, self.pins.num_tokens.total())
+                chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
+                if self.rows.shares_pool:
+                    need += chunk_need
+                else:
+                    short = chunk_need - self.budget.num_free_for_chunks()
+                if short <= 0 and not (idle and not visible and not self.holders):  # it is not alone
+                    short = need - budget
+                if not state.admitted and short > 0:
+                    self.advice.blocked(req, short, self.pins.num_tokens.total())
                     break
                 if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
                     break
-                visible.update(dict.fromkeys(self._admit(req, state, nodes)))
-                if state.needs_resident and not state.ready:
+                first = self._admit(req, state, nodes)
+                visible.update(dict.fromkeys(first or ()))
+                if first is None or (state.needs_resident and not state.ready):
                     budget -= need
                     left_out = True
                     continue
@@ -167,9 +171,9 @@ class ChunkAdmission:
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
         ]
 
-    def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any]:
+    def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any] | None:
         """Lock the chunks of a parent cached at `nodes`, have those on the host loaded and the others produced; returns
-        what must run first.
+        what must run first, None if the next batch has enough to compute already.
         """
         if state.chunks is None:
             state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
@@ -198,14 +202,10 @@ class ChunkAdmission:
         """
         published: dict[ChunkKey, Node] = {}
         parents: dict[Any, None] = {}
-        ends = itertools.accumulate(batch.extend_lens)
-        for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
-            fill = fill_of(req)
-            if fill is not None and req is not batch.chunked_req:
-                published |= self.rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
-                parents.update(dict.fromkeys(fill.parents))
-                self.producer.forget(req)
-                self.advice.computed(fill)
+        for work, ends in self.producer.publish(batch, self.rows):
+            published |= ends
+            parents.update(dict.fromkeys(work.parents))
+            self.advice.computed(work)
         rows = [req for req in batch.reqs if linked(req) is not None]
         for req in rows:
             self.rows.complete(req, published)
@@ -254,6 +254,8 @@ class ChunkAdmission:
         """Before the next step: SGLang aborts the last request of a batch that has no slot for another token, and takes
         the next piece of a prompt whether there is room for it or not.
         """
+        if not self.rows.shares_pool:
+            return  # neither locks nor pins hold memory that these take
         needed = min(self.budget.num_left(), self.scheduler.chunked_prefill_size or 0)
         if len(running_batch.reqs) == 1:
             needed += 1
@@ -262,7 +264,7 @@ class ChunkAdmission:
                 self.pins.give_up()
 
     def _num_locked(self) -> int:
-        return self.scheduler.tree_cache.protected_size()
+        return self.store.tree.protected_size()
 
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
@@ -276,6 +278,8 @@ class ChunkAdmission:
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
         num_locked, num_pending = self._num_locked() - self.pins.locked_size, len(self.store.pending)
+        if not self.rows.shares_pool:
+            num_locked += self.scheduler.tree_cache.protected_size()
         if num_locked or num_pending or self.holders:
             raise RuntimeError(
                 f"idle, but {len(self.holders)} requests hold chunks, {num_locked} tokens are locked and "

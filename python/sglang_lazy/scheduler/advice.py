@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from sglang_lazy.chunks.counts import Counts
+from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.state import Fill, linked
 
 logger = logging.getLogger(__name__)
@@ -44,8 +45,8 @@ class Advice:
         self._num_computed, self._num_hits = 0, self._counts.num_hits
         self._alike: dict[tuple, set[bytes]] = {}
 
-    def computed(self, fill: Fill) -> None:
-        """The chunks of a fill were missing."""
+    def computed(self, fill: Fill | Encoding) -> None:
+        """These chunks were missing."""
         if _is_ahead_of_use(fill):
             return
         for chunk in fill.chunks:
@@ -107,7 +108,7 @@ class Advice:
             logger.warning("sglang-lazy: " + message, *args)
 
 
-def _is_ahead_of_use(fill: Fill) -> bool:
-    """Whether a fill was made for a prompt of hardly anything but chunks: they were registered, or precomputed."""
+def _is_ahead_of_use(fill: Fill | Encoding) -> bool:
+    """Whether it was made for a prompt of hardly anything but chunks: they were registered, or precomputed."""
     state = linked(fill.owner)
     return state is not None and len(fill.owner.origin_input_ids) <= state.prompt.num_chunk_tokens + 2

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_lazy.chunks.store import ChunkStore
-from sglang_lazy.core.policy import Policy, ServerTraits
+from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
@@ -23,6 +23,7 @@ class Limits(NamedTuple):
     """What a server takes.
 
     pool_size: slots of the KV pool.
+    chunk_pool_size: of that of chunks, which is the same unless the model reads them beside the text.
     context_len: positions that the model has.
     max_chunks: of one prompt.
     traits: what policies have to know.
@@ -30,6 +31,7 @@ class Limits(NamedTuple):
     """
 
     pool_size: int
+    chunk_pool_size: int
     context_len: int
     max_chunks: int
     traits: ServerTraits = ServerTraits()
@@ -65,9 +67,11 @@ class Arrival:
         policy = get_policy(layout.link)
         if not policy.reuses or not layout.chunks:
             return None
-        if reason := policy.unfit(self.limits.traits):
+        if reason := refusal(policy, self.limits.traits):
             raise Refusal("policy", reason)
         check_request(req, layout, self.limits.max_chunks)
+        if self.limits.traits.reads_beside:
+            return self._beside(req, layout, policy)
         kept = policy.kept(layout, req.origin_input_ids)
         if policy.probes is None:
             return self._linked(req, layout, policy, kept)
@@ -91,6 +95,28 @@ class Arrival:
         if not prompt.chunks:
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
+        return self._found(prompt, policy)
+
+    def _beside(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
+        """Of a model that reads chunks beside the text: to SGLang, the prompt is the text alone from now on."""
+        prompt, text = LinkedPrompt.build_beside(req.origin_input_ids, layout, req.extra_key, req.lora_id)
+        self._check_fits_beside(prompt)
+        if req.logprob_start_len >= 0:
+            req.logprob_start_len = max(0, req.logprob_start_len - len(req.origin_input_ids) + len(text))
+        req.origin_input_ids = req.origin_input_ids_unpadded = text
+        return self._found(prompt, policy)
+
+    def _check_fits_beside(self, prompt: LinkedPrompt) -> None:
+        """Raise Refusal unless the pool of chunks holds those of the prompt, and the encoder has positions for each.
+        SGLang has checked that the other pool holds the text."""
+        lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
+        if sum(lens.values()) > self.limits.chunk_pool_size:
+            size = self.limits.chunk_pool_size
+            raise Refusal("pool", f"{sum(lens.values())} tokens of chunks do not fit into their pool of {size} tokens")
+        if (longest := max(lens.values())) > self.limits.context_len:
+            raise Refusal("positions", f"a chunk of {longest} tokens exceeds {self.limits.context_len} positions")
+
+    def _found(self, prompt: LinkedPrompt, policy: Policy) -> LinkedRequest:
         found = [self.store.find(chunk) for chunk in prompt.chunks]
         pending, fetch = self.store.pending, self.store.tree.fetch
         asked = [
@@ -106,7 +132,8 @@ class Arrival:
         """
         preamble_len, params = len(prompt.chunks[0].preamble), req.sampling_params
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
-        chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
+        lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
+        chunks, longest = sum(lens.values()), max(lens.values())
         room = self.limits.pool_size - chunks - text - 2  # SGLang counts one more, and leaves one
         if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(
             1, params.max_new_tokens
@@ -117,7 +144,6 @@ class Arrival:
                 f"together into the KV pool of {self.limits.pool_size} tokens",
             )
         params.max_new_tokens = min(params.max_new_tokens, room)
-        longest = max(chunk.num_tokens for chunk in prompt.chunks)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",

@@ -28,6 +28,10 @@ class Budget:
         """How many tokens are free or evictable."""
         return self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
 
+    def num_free_for_chunks(self) -> int:
+        """The same, in the pool that chunks are in."""
+        return self.rows.chunk_allocator.available_size() + self.rows.store.tree.evictable_size()
+
     def num_left(self) -> int:
         """How many tokens of a request that is computed in pieces have no slots yet."""
         req = self.scheduler.chunked_req

@@ -5,9 +5,11 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import Fill
+from sglang_lazy.core.state import Fill, fill_of
 
 NewRequest = Callable[[str, array, Any], Any]
 """Makes a prefill-only request that answers nobody, from its id, its tokens, and the request it is made for."""
@@ -19,8 +21,9 @@ class Producer(Protocol):
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
         """Put `chunks`, none of them pending, under way on behalf of `parent`."""
 
-    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any]:
-        """Register `parent` as waiting for pending chunks; returns the requests that must be scheduled before it."""
+    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any] | None:
+        """Register `parent` as waiting for pending chunks; returns the requests that must be scheduled before it, None
+        if it must wait for another batch."""
 
     def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
         """`parent` does not wait for these any more."""
@@ -31,8 +34,15 @@ class Producer(Protocol):
     def reconcile(self) -> None:
         """Drop what was aborted and what nobody wants any more."""
 
+    def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Any, dict[ChunkKey, Node]]]:
+        """The rows of a prefill batch are assigned: give the tree the chunks that it computes. Each `Fill` or
+        `Encoding` that was under way, and where its chunks end."""
+
     def forget(self, req: Any) -> None:
-        """The chunks of an internal request `req` are published, or it was aborted or retracted."""
+        """An internal request `req` was retracted."""
+
+    def before_forward(self) -> None:
+        """Launch what must precede the forward pass of the batch formed last."""
 
 
 class FillProducer:
@@ -52,7 +62,7 @@ class FillProducer:
         self._ids = itertools.count()
 
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
-        for share in self._shares(chunks):
+        for share in shares(chunks, self.max_tokens):
             fill, tokens = Fill(share, parent), array("q")
             for part in fill.parts:
                 tokens += part.tokens
@@ -60,19 +70,6 @@ class FillProducer:
             req = self.new_request(f"\0fill-{next(self._ids)}", tokens, parent)
             req.lazy = fill
             self.pending.update(dict.fromkeys((chunk.key for chunk in share), req))
-
-    def _shares(self, chunks: Iterable[ChunkSlice]) -> Iterator[list[ChunkSlice]]:
-        """`chunks` as they are distributed over fills."""
-        share: list[ChunkSlice] = []
-        num_tokens = 0
-        for chunk in chunks:
-            num_tokens += chunk.num_tokens
-            if share and len(chunk.preamble) + num_tokens > self.max_tokens:
-                yield share
-                share, num_tokens = [], chunk.num_tokens
-            share.append(chunk)
-        if share:
-            yield share
 
     def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any]:
         fills = list(dict.fromkeys(self.pending[key] for key in keys))
@@ -97,7 +94,20 @@ class FillProducer:
             if req.finished() or (not is_launched(req) and req.lazy.owner not in req.lazy.parents):
                 self.forget(req)
 
+    def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Fill, dict[ChunkKey, Node]]]:
+        ends = itertools.accumulate(batch.extend_lens)
+        for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
+            fill = fill_of(req)
+            if fill is not None and req is not batch.chunked_req:
+                published = rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
+                self.forget(req)
+                yield fill, published
+
+    def before_forward(self) -> None:
+        """Fills are requests: the pass itself computes them."""
+
     def forget(self, req: Any) -> None:
+        """A fill's chunks are published, or it was aborted or retracted."""
         for chunk in req.lazy.chunks:
             if self.pending.get(chunk.key) is req:
                 del self.pending[chunk.key]
@@ -106,3 +116,17 @@ class FillProducer:
 def is_launched(req: Any) -> bool:
     """Whether a batch has taken a fill."""
     return req.req_pool_idx is not None
+
+
+def shares(chunks: Iterable[ChunkSlice], max_tokens: int) -> Iterator[list[ChunkSlice]]:
+    """`chunks` as they are computed at once: at most `max_tokens` with the preamble, or one longer chunk."""
+    share: list[ChunkSlice] = []
+    num_tokens = 0
+    for chunk in chunks:
+        num_tokens += chunk.num_tokens
+        if share and len(chunk.preamble) + num_tokens > max_tokens:
+            yield share
+            share, num_tokens = [], chunk.num_tokens
+        share.append(chunk)
+    if share:
+        yield share

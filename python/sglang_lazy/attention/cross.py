@@ -1,0 +1,120 @@
+"""Cross attention: rows that read chunks beside their text, through layers of their own."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from sglang_lazy.attention.metadata import LinkMetadata
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.device import ints_to_device, to_device
+from sglang_lazy.core.state import LinkedRequest, lazy_state
+
+BEHIND_ALL = 2**30
+"""The position of queries that see all KV tokens; kernels add to it."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CrossBatch:
+    """What cross attention has to know of a batch; its self-attention is SGLang's.
+
+    slots: per request, int32, those of all its chunks; None where it has none.
+    extend_lens: per request, how many tokens it computes; None in decode, where it is one.
+    rows: none that SGLang's description of the batch would not do for; see `LinkedBatch`.
+    """
+
+    slots: Sequence[torch.Tensor | None] = ()
+    extend_lens: Sequence[int] | None = None
+    rows: ClassVar[tuple] = ()
+
+    @classmethod
+    def of(
+        cls, batch: Any, apart: bool = True, max_rows: float = math.inf, *, windows: bool = False
+    ) -> "CrossBatch | None":
+        """Of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
+        states = [lazy_state(req) for req in batch.reqs]
+        slots = [state.beside if isinstance(state, LinkedRequest) else None for state in states]
+        if all(part is None for part in slots):
+            return None
+        for part in slots:
+            if part is not None and part.is_cuda:  # made beside the passes, and gone once its request has ended
+                part.record_stream(torch.cuda.current_stream(part.device))
+        return cls(slots, None if batch.forward_mode.is_decode_or_idle() else batch.extend_lens)
+
+    def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:
+        """Describe a decode step of these rows, which padding may follow: [metadata's size] int64."""
+        lens = np.zeros(len(rows), dtype=np.int32)
+        lens[: len(self.slots)] = [0 if part is None else len(part) for part in self.slots]
+        metadata.fill(rows, to_device(lens, rows.device), table)
+        if slots := [part for part in self.slots if part is not None]:
+            torch.cat(slots, out=metadata.kv_indices[: lens.sum()])
+
+    def prefill(self, table: SegmentTable) -> LinkMetadata:
+        """The metadata of the rows with chunks. No segments: without rotation all KV tokens are alike."""
+        assert self.extend_lens is not None
+        rows = [(i, part) for i, part in enumerate(self.slots) if part is not None]
+        begins = np.cumsum([0, *self.extend_lens])
+        places = [np.arange(begins[i], begins[i + 1]) for i, _ in rows]
+        num_new, num_kv = [len(tokens) for tokens in places], [len(part) for _, part in rows]
+        tokens = np.concatenate(places)
+        parts: list[Any] = ints_to_device(
+            [
+                np.cumsum([0, *num_kv]),
+                np.cumsum([0, *num_new]),
+                np.full(len(tokens), BEHIND_ALL),
+                np.concatenate([np.arange(n) for n in num_kv]),
+                np.zeros(len(rows)),
+            ],
+            table.ends.device,
+        )
+        kv_indptr, qo_indptr, q_positions, kv_positions, no_segments = parts
+        everybody = len(tokens) == begins[-1]
+        return LinkMetadata(
+            kv_indptr=kv_indptr,
+            kv_indices=torch.cat([part for _, part in rows]),
+            num_segments=no_segments,
+            segment_ends=table.ends[: len(rows)],
+            segment_offsets=table.offsets[: len(rows)],
+            qo_indptr=qo_indptr,
+            q_positions=q_positions,
+            kv_positions=kv_positions,
+            max_extend_len=max(num_new),
+            tokens=slice(None) if everybody else to_device(tokens, table.ends.device),
+        )
+
+
+class Readers:
+    """The new tokens of a batch that read chunks.
+
+    tokens: which of them, in prefill; all, or int64.
+    row_lens: in decode, [bs], how many KV tokens of chunks each reads: the device alone may know whether any.
+    """
+
+    def __init__(self, metadata: LinkMetadata):
+        self.tokens = metadata.tokens
+        self.row_lens = metadata.kv_indptr.diff() if metadata.qo_indptr is None else None
+
+    def replace(
+        self,
+        states: torch.Tensor,
+        change: Callable[[torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`hidden` and `residual`, whose sum is `states` [number of tokens, hidden_size], with `states` of the readers
+        changed, and those of others as they are."""
+        if self.row_lens is not None:
+            reads = (self.row_lens > 0)[:, None]
+            changed = change(states)
+            if residual is None:
+                return torch.where(reads, changed, hidden), None
+            return hidden.masked_fill(reads, 0), torch.where(reads, changed, residual)
+        if isinstance(self.tokens, slice):
+            return change(states), None
+        changed = change(states[self.tokens])
+        if residual is None:
+            return hidden.index_copy(0, self.tokens, changed), None
+        return hidden.index_fill(0, self.tokens, 0), residual.index_copy(0, self.tokens, changed)

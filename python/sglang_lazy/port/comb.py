@@ -1,0 +1,128 @@
+"""Serving Comb models: the pool of what their encoder makes, its size, and the encoder's passes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+
+from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.attention.table import table_of
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.device import to_device
+from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
+from sglang_lazy.port.comb_config import ARCHITECTURE
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.scheduler.producer import shares
+
+logger = logging.getLogger(__name__)
+
+NO_ROTATION = 16
+"""Frequencies, all zero, of a rotation that changes nothing: so many dimensions suit all kernels."""
+
+
+def num_cross_layers(model_config: Any) -> int:
+    """How many layers of a model read chunks beside the text; 0 for other models."""
+    config = model_config.hf_config
+    return len(config.cross_attention_layers) if ARCHITECTURE in (config.architectures or ()) else 0
+
+
+class ChunkPool:
+    """Keys and values of chunks, with slots of their own and the cross layers alone.
+
+    kv: SGLang's pool, whose layers are the cross layers.  allocator: of its slots.
+    layers: the cross layers as attention sees them, without rotation.
+    """
+
+    def __init__(self, runner: Any, share: float):
+        """share: of the memory for KV, of which the decoder's pool has got the rest."""
+        config, num_layers = runner.model_config, num_cross_layers(runner.model_config)
+        per_slot = config.num_hidden_layers / num_layers  # slots of this pool in the memory of one of the other
+        size = int(runner.token_to_kv_pool.size * per_slot * share / (1 - share))
+        self.kv = MHATokenToKVPool(
+            size,
+            1,
+            runner.kv_cache_dtype,
+            config.get_num_kv_heads(runner.ps.tp_size),
+            config.head_dim,
+            num_layers,
+            runner.device,
+            enable_memory_saver=False,
+            enable_alt_stream=False,
+        )
+        self.allocator = TokenToKVPoolAllocator(size, runner.kv_cache_dtype, runner.device, self.kv, need_sort=False)
+        heads = config.get_num_attention_heads(runner.ps.tp_size), config.get_num_kv_heads(runner.ps.tp_size)
+        rope = LayerRope(torch.zeros(NO_ROTATION), 1, True, runner.device)
+        self.layers = dict.fromkeys(range(num_layers), AttentionLayer(*heads, config.head_dim, rope))
+        logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
+
+    def served_model(self, kernels: Any) -> ServedModel:
+        """What kernels see of the cross layers."""
+        return ServedModel({i: self.kv.get_kv_buffer(i) for i in self.layers}, self.layers, kernels)
+
+    def tree_params(self, params: CacheInitParams) -> CacheInitParams:
+        """`params` of a tree of text, for a tree of what is in this pool."""
+        changed = dict(token_to_kv_pool_allocator=self.allocator, enable_metrics=False, enable_kv_cache_events=False)
+        return CacheInitParams(**{**vars(params), **changed})
+
+
+def chunk_pool_of(runner: Any) -> ChunkPool | None:
+    """The pool of chunks beside a `ModelRunner`'s, None where they are in that."""
+    return getattr(runner.req_to_token_pool, "chunk_pool", None)
+
+
+def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
+    """What launches the encoder on missing chunks, at most `max_tokens` tokens at once or one longer chunk; None where
+    the model has no encoder."""
+    pool, table = chunk_pool_of(runner), table_of(runner.req_to_token_pool)
+    if pool is None or table is None:
+        return None
+    model, causal = table.model, getattr(runner.model_config.hf_config, "chunk_is_causal", False)
+
+    def encode(encodings: Sequence[Encoding]) -> None:
+        slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
+        for chunks in shares([encoding.chunk for encoding in encodings], max_tokens):
+            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, model.kernels, model.layers[0].rope)
+            ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
+            place = KVWriteLoc(torch.cat([slots[chunk.key] for chunk in chunks]))
+            kv = runner.model.encode(to_device(ids, rows.positions.device), rows)
+            for layer, (keys, values) in enumerate(kv):
+                pool.kv.set_kv_buffer(None, place, keys, values, layer_id_override=layer)
+
+    return encode
+
+
+def leave_room(original: Callable, configurator: Any, token_capacity: int) -> int:
+    """Around `KVCacheConfigurator._apply_token_constraints`: of the memory that SGLang has measured, or was told in
+    tokens, the decoder's pool does not get the chunks' share."""
+    num_tokens = original(configurator, token_capacity)
+    if not num_cross_layers(configurator.model_config):
+        return num_tokens
+    return int(num_tokens * (1 - LazyConfig.current().chunk_pool))
+
+
+def plans_to_resize(original: Callable, args: Any) -> bool:
+    """Around `ServerArgs.post_capture_kv_sizing_planned`: the pools are sized once, before graphs are captured."""
+    return original(args) and not num_cross_layers(args.get_model_config())
+
+
+def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `ModelRunner.initialize`: SGLang knows our models, as those of an external package."""
+    from sglang.srt.models.registry import ModelRegistry
+
+    from sglang_lazy.port.comb_llama import EntryClass
+
+    ModelRegistry.models[ARCHITECTURE] = EntryClass
+
+
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+HOOKS = (
+    Hook(f"{_CONFIGURATOR}._apply_token_constraints", leave_room, "AROUND"),
+    Hook("sglang.srt.server_args.ServerArgs.post_capture_kv_sizing_planned", plans_to_resize, "AROUND"),
+    Hook("sglang.srt.model_executor.model_runner.ModelRunner.initialize", register_model, "BEFORE"),
+)

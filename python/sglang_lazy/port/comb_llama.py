@@ -1,0 +1,220 @@
+"""Comb, a Llama that reads chunks through an encoder, composed of SGLang's layers.
+
+The encoder reads every chunk by itself; behind each of its layers, keys and values of one cross layer are made, which
+stands before one of the decoder's layers. The decoder holds the text alone, and is the Llama that it was: a token whose
+request has no chunks skips cross layers. Names of weights are those of the public models.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.linear import ColumnParallelLinear, RowParallelLinear
+from sglang.srt.layers.quantization.base_config import QuantizationConfig
+from sglang.srt.model_executor.forward_context import get_attn_backend
+from sglang.srt.model_loader.auto_loader import STANDARD_GATE_UP_MAPPING, STANDARD_QKV_MAPPING
+from sglang.srt.model_loader.weight_utils import default_weight_loader
+from sglang.srt.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from sglang.srt.utils import add_prefix
+from torch import nn
+
+from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.port.comb_config import CombLlamaConfig
+
+DECODER, CROSS, ENCODER = "language_model.", "language_model.model.cross_layers.", "chunk_model."
+"""What the names of weights begin with; those of cross layers come before the decoder's others."""
+
+
+class ChunkAttention(nn.Module):
+    """In an encoder layer, in place of attention over cached KV: each chunk attends to itself."""
+
+    def __init__(self, stock: Any):
+        """stock: the layer's own attention, a `RadixAttention`."""
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = stock.tp_q_head_num, stock.tp_k_head_num, stock.qk_head_dim
+        self.scaling = stock.scaling
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: EncoderRows) -> torch.Tensor:
+        q = q.view(-1, self.num_heads, self.head_dim)
+        k, v = (x.view(-1, self.num_kv_heads, self.head_dim) for x in (k, v))
+        return rows.attend(q, k, v, self.scaling).flatten(1)
+
+
+class ChunkModel(nn.Module):
+    """The encoder, without the embedding, which is the decoder's."""
+
+    def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None, prefix: str):
+        super().__init__()
+        count, kv_size = len(config.cross_attention_layers), config.num_key_value_heads * config.head_dim
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, i, quant_config=quant_config, prefix=add_prefix(f"layers.{i}", prefix))
+            for i in range(count)
+        )
+        for layer in self.layers:
+            layer.self_attn.attn = ChunkAttention(layer.self_attn.attn)
+
+        def projections(name: str) -> nn.ModuleList:
+            return nn.ModuleList(
+                ColumnParallelLinear(
+                    config.hidden_size,
+                    kv_size,
+                    bias=False,
+                    quant_config=quant_config,
+                    prefix=add_prefix(f"{name}.{i}", prefix),
+                )
+                for i in range(count)
+            )
+
+        self.k_proj, self.v_proj = projections("k_proj"), projections("v_proj")
+
+    def forward(self, x: torch.Tensor, rows: EncoderRows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """x: [number of tokens, hidden_size], embedded. Gives keys and values for each cross layer, by token."""
+        residual = None
+        for layer, k_proj, v_proj in zip(self.layers, self.k_proj, self.v_proj, strict=True):
+            x, residual = layer(rows.positions, x, rows, residual)
+            states = x + residual
+            yield k_proj(states)[0], v_proj(states)[0]
+
+
+class CrossAttention(nn.Module):
+    def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
+        super().__init__()
+        self.index, self.head_dim = index, config.head_dim
+        size = config.num_attention_heads * config.head_dim
+        self.q_proj = ColumnParallelLinear(
+            config.hidden_size, size, bias=False, quant_config=quant_config, prefix=add_prefix("q_proj", prefix)
+        )
+        self.o_proj = RowParallelLinear(
+            size, config.hidden_size, bias=False, quant_config=quant_config, prefix=add_prefix("o_proj", prefix)
+        )
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)  # of keys in the cache
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.q_norm(self.q_proj(x)[0].reshape(-1, self.head_dim)).view(len(x), -1, self.head_dim)
+        return self.o_proj(get_attn_backend().read_chunks(self.index, q).flatten(1))[0]
+
+
+class CrossLayer(nn.Module):
+    """Stands before a layer of the decoder, and hands it what the tokens have become that read chunks."""
+
+    def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
+        super().__init__()
+        self.cross_attn = CrossAttention(config, index, quant_config, add_prefix("cross_attn", prefix))
+        self.mlp = LlamaMLP(
+            config.hidden_size,
+            config.intermediate_size,
+            config.hidden_act,
+            quant_config=quant_config,
+            prefix=add_prefix("mlp", prefix),
+        )
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
+        self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.cross_attn_attn_gate.tanh() * self.cross_attn(self.input_layernorm(x))
+        return x + self.cross_attn_mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
+
+    def before(self, _layer: nn.Module, arguments: tuple) -> tuple | None:
+        """A hook on that layer: its arguments, changed for the tokens that read chunks and for no other.
+
+        SGLang's layers take a state as two summands, and norm their sum before it is rounded: for other tokens these
+        stay apart, so that they get the same bits as without chunks in the batch.
+        """
+        positions, hidden, forward_batch, residual = arguments
+        readers = get_attn_backend().chunk_readers()
+        if readers is None:
+            return None
+        states = hidden if residual is None else hidden + residual
+        hidden, residual = readers.replace(states, self, hidden, residual)
+        return positions, hidden, forward_batch, residual
+
+
+class CombLlamaForConditionalGeneration(nn.Module):
+    """The decoder with its cross layers, and the encoder of chunks."""
+
+    def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None = None, prefix: str = ""):
+        """Raises ValueError for cross layers that the decoder has no place for."""
+        super().__init__()
+        places, num_layers = list(config.cross_attention_layers), config.num_hidden_layers
+        if not places or places != sorted(set(places)) or not 0 <= places[0] <= places[-1] < num_layers:
+            raise ValueError(f"cross_attention_layers must be of layers 0 to {num_layers - 1}, ascending: {places}")
+        self.config = config
+        self.loaded: set[str] = set()  # weights of the encoder and the cross layers
+        self.language_model = LlamaForCausalLM(config, quant_config, add_prefix("language_model", prefix))
+        decoder = self.language_model.model
+        decoder.cross_layers = nn.ModuleList(
+            CrossLayer(config, i, quant_config, add_prefix(f"{CROSS}{i}", prefix)) for i in range(len(places))
+        )
+        for place, cross in zip(places, decoder.cross_layers, strict=True):
+            decoder.layers[place].register_forward_pre_hook(cross.before)
+        self.chunk_model = ChunkModel(config, quant_config, add_prefix("chunk_model", prefix))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        forward_batch: Any,
+        input_embeds: torch.Tensor | None = None,
+    ) -> Any:
+        return self.language_model(input_ids, positions, forward_batch, input_embeds)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.language_model.get_input_embeddings()
+
+    @torch.no_grad()
+    def encode(self, input_ids: torch.Tensor, rows: EncoderRows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """For each cross layer the keys, normalised, and the values of chunks, both [n, num_kv_heads, head_dim].
+
+        input_ids: int64 [n], of all chunks, one after another.
+        """
+        head_dim, cross_layers = self.config.head_dim, self.language_model.model.cross_layers
+        kv = self.chunk_model(self.get_input_embeddings()(input_ids), rows)
+        for cross, (k, v) in zip(cross_layers, kv, strict=True):
+            k_norm = cross.cross_attn.k_norm
+            yield k_norm(k.reshape(-1, head_dim)).view(len(k), -1, head_dim), v.view(len(v), -1, head_dim)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Raises ValueError for an unknown name, for an embedding of chunks that is not the decoder's, and unless all
+        weights of the encoder and the cross layers are loaded, now or before."""
+        embeddings: dict[str, torch.Tensor] = {}
+        own = {name: parameter for name, parameter in self.named_parameters() if name.startswith((CROSS, ENCODER))}
+
+        def rest() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, weight in weights:
+                if name.endswith("embed_tokens.weight"):
+                    embeddings[name] = weight
+                if name.startswith((CROSS, ENCODER)):
+                    if name != f"{ENCODER}embed_tokens.weight":
+                        self.loaded.add(_load(name, weight, own))
+                elif name.startswith(DECODER):
+                    yield name.removeprefix(DECODER), weight
+                else:
+                    raise ValueError(f"weight {name!r} is not one of a Comb model's")
+
+        self.language_model.load_weights(rest())
+        if missing := set(own) - self.loaded:
+            raise ValueError(f"the checkpoint has no weight {min(missing)!r}, and lacks {len(missing)} in all")
+        if len(embeddings) == 2 and not torch.equal(*embeddings.values()):
+            raise ValueError("the chunk model's embedding is not the decoder's, which is the one that would be used")
+
+
+def _load(name: str, weight: torch.Tensor, parameters: dict[str, nn.Parameter]) -> str:
+    """Load one weight of the encoder or a cross layer; returns the name of the parameter that it belongs to."""
+    stacked = (STANDARD_QKV_MAPPING, STANDARD_GATE_UP_MAPPING) if ".self_attn." in name else (STANDARD_GATE_UP_MAPPING,)
+    for mapping in stacked:
+        if (target := mapping.try_load(name, weight, parameters)) is not None:
+            name = target
+            break
+    else:
+        if name in parameters:
+            getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], weight)
+    if name not in parameters:
+        raise ValueError(f"weight {name!r} is not one of a Comb model's")
+    return name
+
+
+EntryClass = CombLlamaForConditionalGeneration

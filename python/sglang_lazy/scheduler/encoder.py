@@ -1,0 +1,93 @@
+"""The producer of models that read chunks through an encoder: it runs before the pass of the first batch that needs it.
+
+Slots are taken when a parent is admitted. No request of SGLang's stands for a chunk: an encoder's pass is over before
+the decoder's begins, and its KV is not the decoder's.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.state import linked
+
+
+class EncoderProducer:
+    """A `Producer`.
+
+    pending: the store's.
+    max_tokens: of chunks that one batch has encoded, where more than one of its requests misses some.
+    allocate: takes slots of the chunks' pool, int64, evicting as needed; admission has seen that there are enough.
+    free: gives them back.
+    encode: launches the encoder.
+    """
+
+    def __init__(
+        self,
+        pending: dict[ChunkKey, Encoding],
+        max_tokens: int,
+        allocate: Callable[[int], torch.Tensor],
+        free: Callable[[torch.Tensor], None],
+        encode: Callable[[Sequence[Encoding]], None],
+    ):
+        self.pending, self.max_tokens = pending, max_tokens
+        self.allocate, self.free, self.encode = allocate, free, encode
+        self._next: dict[ChunkKey, int] = {}  # what the requests shown to the next batch miss, and their tokens
+        self._published: list[Encoding] = []
+
+    def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
+        for chunk in chunks:
+            self.pending[chunk.key] = Encoding(chunk, parent, self.allocate(chunk.num_tokens))
+
+    def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any] | None:
+        missing = {key: self.pending[key] for key in keys}
+        for encoding in missing.values():
+            if parent not in encoding.parents:
+                encoding.parents.append(parent)
+        new = {key: encoding.chunk.num_tokens for key, encoding in missing.items() if key not in self._next}
+        if self._next and sum(self._next.values()) + sum(new.values()) > self.max_tokens:
+            return None
+        self._next |= new
+        return []
+
+    def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
+        for key in keys:
+            if key in self.pending and parent in self.pending[key].parents:
+                self.pending[key].parents.remove(parent)
+
+    def started(self, key: ChunkKey) -> bool:
+        return True
+
+    def reconcile(self) -> None:
+        self._next.clear()
+        for key, encoding in list(self.pending.items()):
+            if not encoding.parents:
+                self.free(encoding.slots)
+                del self.pending[key]
+
+    def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Encoding, dict[ChunkKey, Node]]]:
+        for req in batch.reqs:
+            if (state := linked(req)) is None:
+                continue
+            for chunk in state.prompt.chunks:
+                encoding = self.pending.get(chunk.key)
+                if encoding is not None and req in encoding.parents:
+                    num_present, node = rows.store.insert(chunk, encoding.slots, req.priority or 0)
+                    assert not num_present, "a whole chunk begins like no other"
+                    del self.pending[chunk.key]
+                    self._published.append(encoding)
+                    rows.store.counts.num_filled_tokens += chunk.num_tokens
+                    yield encoding, {chunk.key: node}
+
+    def forget(self, req: Any) -> None:
+        """It has none."""
+
+    def before_forward(self) -> None:
+        if self._published:
+            self.encode(self._published)
+            self._published = []

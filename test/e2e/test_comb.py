@@ -1,0 +1,204 @@
+"""A Comb model, whose chunks go through an encoder, against a plain PyTorch model: a checkpoint in public naming."""
+
+import gc
+
+import pytest
+import requests
+import torch
+
+from oracle.comb import CombOracle, build
+from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
+from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.testing.server import wait_for
+
+TOLERANCE = 1e-4  # of a log-probability
+NUM_TOKENS = 6
+CHUNK_POOL = 0.15  # of 2,400 tokens of KV: 600 tokens of chunks beside 2,040 of text, in 3 layers beside 5
+
+
+class Served:
+    """options: flags of the server."""
+
+    def __init__(self, path, url):
+        self.oracle, self.url = CombOracle(path), url
+
+    def call(self, method, route, status=200, **body):
+        response = requests.request(method, f"{self.url}{route}", json=body or None, timeout=100)
+        assert response.status_code == status, response.text
+        return response
+
+    def ask(self, prompt, link="block", status=200, **body):
+        params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        segments = [segment.to_request() for segment in prompt]
+        body = {"segments": segments, "link": link, "sampling_params": params, "return_logprob": True, **body}
+        return self.call("POST", "/generate", status, **body).json()
+
+    def answer(self, *prompts, links=None):
+        """Serve the prompts as one batch, if there are several, and hold each answer against the oracle."""
+        links = links or ["block"] * len(prompts)
+        params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+        outputs = self.call(
+            "POST", "/generate", segments=segments, link=links, sampling_params=params, return_logprob=True
+        ).json()
+        for prompt, link, output in zip(prompts, links, outputs, strict=True):
+            tokens = output["output_ids"]
+            expected = self.oracle.logprobs(prompt, tokens[:-1], beside=link == "block")
+            chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+            assert (chosen - torch.tensor(logprobs(output))).abs().max() <= TOLERANCE
+            assert (expected.amax(-1) - chosen).max() <= TOLERANCE
+            assert output["meta_info"]["prompt_tokens"] == sum(len(segment.ids) for segment in prompt)
+        return outputs
+
+    def flush(self):
+        self.call("POST", "/flush_cache?timeout=30")
+
+    def play(self, names):
+        """The scenarios side by side. For every chunk asked for: whether an earlier step brought it, and its hit."""
+        scenarios = [build_scenario(name) for name in names]
+        prompts, answers, brought, pairs = [[] for _ in names], [[] for _ in names], set(), []
+        for step in range(max(map(len, scenarios))):
+            playing = [index for index, steps in enumerate(scenarios) if step < len(steps)]
+            for index in playing:
+                prompts[index].append(resolve(scenarios[index][step], prompts[index], answers[index]))
+            wave = [prompts[index][step] for index in playing]
+            for index, output in zip(playing, self.answer(*wave), strict=True):
+                answers[index].append(output["output_ids"])
+                chunks = [segment.ids for segment in prompts[index][step] if segment.kind == "chunk"]
+                pairs += [(ids in brought, hit) for ids, hit in zip(chunks, hits(output), strict=True)]
+            brought |= {segment.ids for prompt in wave for segment in prompt if segment.kind == "chunk"}
+        return pairs
+
+
+def logprobs(output):
+    return [entry[0] for entry in output["meta_info"]["output_token_logprobs"]]
+
+
+def hits(output):
+    return [entry["hit"] for entry in output["meta_info"].get("chunks", [])]
+
+
+# The other way of running has an encoder that looks back alone.
+MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
+
+
+@pytest.fixture(scope="module", params=["as usual", pytest.param("mixed", marks=pytest.mark.slow)])
+def served(request, tmp_path_factory):
+    folder, mixed = tmp_path_factory.mktemp("comb"), request.param == "mixed"
+    path = build(folder / "model", causal=mixed)
+    flags = ["--model-path", str(path), "--max-total-tokens", "2400", "--lazy-chunk-pool", str(CHUNK_POOL)]
+    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *(MIXED if mixed else [])]
+    with running_server(flags, folder / "server.log") as url:
+        yield Served(path, url)
+    gc.collect()
+
+
+FAST = ("retrieval",)
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SCENARIOS])
+def test_scenarios(served, name):
+    """Cold, warm, shuffled, second turns: a chunk that was there once is a hit."""
+    served.flush()
+    pairs = served.play([name])
+    assert all(hit == brought for brought, hit in pairs)
+
+
+def test_eviction_within_batches(served):
+    """All scenarios side by side, plain requests among them, in a pool that holds a fraction of their chunks."""
+    asked_again = [hit for brought, hit in served.play(list(SCENARIOS)) if brought]
+    assert asked_again.count(False) > 5 and asked_again.count(True) > 5
+
+
+def test_the_order_of_chunks_changes_nothing(served):
+    """Neither a bit of the answer nor what is cached of the text."""
+    served.flush()
+    dice = Dice("orders")
+    head, docs, question = dice.text(9), dice.chunks(5, 10, 40), dice.text(8)
+    served.answer([head, *docs, question])
+    orders = [[*dice.shuffled(docs)] for _ in range(3)]
+    warm = [served.ask(prompt) for prompt in ([head, *order, question] for order in orders)]
+    warm.append(served.ask([*docs[:2], head, *docs[2:], question]))
+    for output in warm:
+        assert all(hits(output)) and output["output_ids"] == warm[0]["output_ids"]
+        assert logprobs(output) == logprobs(warm[0])
+        details = output["meta_info"]["cached_tokens_details"]
+        assert output["meta_info"]["cached_tokens"] - details["chunk"] == 9 + 8 - 1
+    (other,) = served.answer([head, *docs, docs[0], question])  # another multiset
+    assert other["meta_info"]["cached_tokens"] == other["meta_info"]["cached_tokens_details"]["chunk"]
+
+
+def test_batches_of_chunks_text_and_full(served):
+    dice = Dice("mixed")
+    docs = dice.chunks(4, 8, 20)
+    prompts = [[dice.text(5), *dice.shuffled(docs), dice.text(4)] for _ in range(8)]
+    prompts += [[dice.text(30)], [dice.text(3)], [docs[0]], [docs[1], docs[0]]]
+    links = ["block", "full"] * 6
+    for _ in range(2):
+        served.answer(*prompts, links=links)
+
+
+@pytest.mark.parametrize("link", ["epic:tokens=2", "query:ratio=0.2", "blend", "static", "copy", "base", "base+epic"])
+def test_what_makes_no_sense_is_refused(served, link):
+    dice = Dice("refused")
+    error = served.ask([dice.chunk(9), dice.text(4)], link=link, status=400)
+    assert "this model reads whole chunks through an encoder" in str(error)
+
+
+def test_logprobs_of_the_prompt(served):
+    """Behind the last chunk, at positions of the whole prompt; not of chunks."""
+    dice = Dice("logprobs")
+    prompt = [dice.text(4), dice.chunk(12), dice.text(7)]
+    start = 4 + 12 + 2
+    output = served.ask(prompt, logprob_start_len=start)
+    reported = [entry[0] for entry in output["meta_info"]["input_token_logprobs"]][1:]
+    text = prompt[2].ids
+    expected = served.oracle.logprobs([*prompt[:2], prompt[2]._replace(ids=text[:3])], list(text[3:]))
+    chosen = expected[:-1].gather(1, torch.tensor(text[3:])[:, None])[:, 0]
+    assert (chosen - torch.tensor(reported)).abs().max() <= TOLERANCE
+    assert "prompt logprobs" in str(served.ask(prompt, logprob_start_len=8, status=400))
+
+
+def test_too_much_for_the_pool_of_chunks(served):
+    dice = Dice("too long")
+    error = served.ask([*dice.chunks(2, 400, 401), dice.text(3)], status=400)
+    assert "do not fit into their pool of 600 tokens" in str(error)
+
+
+def test_aborted_requests_leave_nothing_behind(served):
+    """Cold, waiting and running; afterwards the whole pool can be had."""
+    dice = Dice("aborts")
+    for seconds in (0.001, 0.01, 0.03, 0.1, 0.3):
+        body = {"segments": [s.to_request() for s in [*dice.chunks(3, 60, 100), dice.text(5)]]}
+        body["sampling_params"] = {"max_new_tokens": 400, "ignore_eos": True}
+        with pytest.raises(requests.Timeout):
+            requests.post(f"{served.url}/generate", json=body, timeout=seconds)
+    served.answer([*dice.chunks(2, 290, 300), dice.text(3)])
+    served.answer([*dice.chunks(2, 290, 300), dice.text(3)])
+
+
+def test_chunks_by_name_chats_and_metrics(served):
+    served.flush()
+    (registered,) = served.call("POST", "/chunks", chunks=["A town by the sea."], wait=True, pin=True).json()[
+        "affected"
+    ]
+    parts = [{"type": "chunk", "text": "A town by the sea."}, {"type": "text", "text": "Where?"}]
+    chat = {"model": "x", "messages": [{"role": "user", "content": parts}], "max_tokens": 4, "temperature": 0}
+    answer = served.call("POST", "/v1/chat/completions", **chat).json()
+    assert answer["choices"][0]["message"]["content"]
+    (listed,) = served.call("GET", "/chunks").json()["chunks"]
+    assert (listed["id"], listed["state"], listed["pinned"], listed["preamble"]) == (
+        registered,
+        "resident",
+        True,
+        False,
+    )
+    assert listed["hits"] == 1
+
+    def resident():
+        lines = requests.get(f"{served.url}/metrics", timeout=60).text.splitlines()
+        return any(line.startswith("sglang_lazy:resident_chunks") and line.endswith(" 1.0") for line in lines)
+
+    assert wait_for(resident, timeout=20)
+    served.call("DELETE", f"/chunks/{registered}")
+    assert served.call("GET", "/chunks").json()["chunks"] == []

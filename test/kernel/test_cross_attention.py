@@ -1,0 +1,115 @@
+"""The kernels as cross layers use them: queries that are no KV tokens of their rows, and see all of these, unrotated.
+
+Against softmax over plain matrices, in fp64.
+"""
+
+import pytest
+import torch
+from ragged import DEVICE, NAN, relative_error
+
+from sgl_kernel_lazy import get_implementation, rope_cos_sin
+
+HEADS, KV_HEADS, DIM = 8, 2, 64
+BEHIND_ALL = 2**30
+HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+IMPLEMENTATIONS = [
+    ("torch", torch.float32),
+    ("triton", torch.float32),
+    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")),
+]
+BUDGET = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+implementations = pytest.mark.parametrize("name, dtype", IMPLEMENTATIONS)
+
+
+class Rows:
+    """Rows of these lengths, of `queries[b]` queries over `keys[b]` KV tokens anywhere in the caches."""
+
+    def __init__(self, queries, keys, dtype):
+        generator = torch.Generator().manual_seed(0)
+        num_slots = sum(keys) + 9
+        self.queries, self.keys = queries, keys
+        self.q = torch.randn(sum(queries), HEADS, DIM, generator=generator).to(DEVICE, dtype)
+        caches = torch.randn(2, num_slots, KV_HEADS, DIM, generator=generator).to(DEVICE, dtype)
+        self.slots = torch.randperm(num_slots, generator=generator)[: sum(keys)].to(DEVICE)
+        unused = torch.ones(num_slots, dtype=torch.bool, device=DEVICE)
+        unused[self.slots] = False
+        caches[:, unused] = NAN
+        self.k_cache, self.v_cache = caches
+        self.cos_sin_cache = rope_cos_sin(torch.zeros(16), 4, 8).to(DEVICE)
+
+    @property
+    def expected(self):
+        q, keys, values = self.q.double(), self.k_cache.double(), self.v_cache.double()
+        parts = []
+        rows = zip(q.split(self.queries), self.slots.split(self.keys), strict=True)
+        for part, slots in rows:
+            k, v = (cache[slots].repeat_interleave(HEADS // KV_HEADS, 1) for cache in (keys, values))
+            weights = torch.einsum("qhd,khd->hqk", part, k).mul(DIM**-0.5).softmax(-1)
+            parts.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(parts)
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def indptr(lens):
+    return torch.cumsum(torch.tensor([0, *lens]), 0).to(DEVICE, torch.int32)
+
+
+@implementations
+def test_prefill(name, dtype):
+    """More queries than keys, fewer, and many of both."""
+    rows = Rows([5, 40, 1, 70, 130], [200, 3, 1, 70, 300], dtype)
+    none = torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
+    out = get_implementation(name).link_extend(
+        rows.q,
+        rows.k_cache,
+        rows.v_cache,
+        indptr(rows.queries),
+        torch.full((len(rows.q),), BEHIND_ALL, dtype=torch.int32, device=DEVICE),
+        indptr(rows.keys),
+        rows.slots.int(),
+        torch.cat([torch.arange(n, device=DEVICE, dtype=torch.int32) for n in rows.keys]),
+        none[:, 0],
+        none,
+        none,
+        rows.cos_sin_cache,
+        max_extend_len=130,
+        is_neox=True,
+        sm_scale=DIM**-0.5,
+    )
+    assert relative_error(out, rows.expected) < BUDGET[dtype]
+
+
+@implementations
+def test_decode(name, dtype):
+    """Segments to the end of each row; a row without any KV token gives exactly zero."""
+    rows = Rows([1, 1, 1, 1], [60, 0, 35, 90], dtype)
+    ops = get_implementation(name)
+    ends = ints([[20, 60, 0], [0, 0, 0], [35, 0, 0], [1, 50, 90]])
+    row = (
+        indptr(rows.keys),
+        rows.slots.int(),
+        ints([2, 0, 1, 3]),
+        ends,
+        ints([[0, 3, 0], [0, 0, 0], [2, 0, 0], [5, 1, 11]]),
+    )
+    dims = dict(num_qo_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM)
+    workspace = ops.decode_workspace(4, 3, **dims, device=DEVICE)
+    ids = ints([[0, 1, 0], [0, 0, 0], [2, 0, 0], [3, 4, 5]])
+    ops.plan_decode(workspace, *row, ids, **dims)
+    out = ops.link_decode(
+        rows.q,
+        rows.k_cache,
+        rows.v_cache,
+        *row,
+        rows.cos_sin_cache,
+        is_neox=True,
+        sm_scale=DIM**-0.5,
+        workspace=workspace,
+    )
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    reads = [0, 2, 3]
+    expected = rows.expected.nan_to_num()
+    assert relative_error(out[reads], expected[reads]) < BUDGET[dtype]

@@ -1,0 +1,137 @@
+"""A Comb model on SGLang's layers: its configuration and weights, its encoder, and who is changed by cross layers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sglang.srt import runtime_context
+
+from benchmark.quality.comb import Comb, save_comb
+from benchmark.quality.llama import Llama, Shape
+from oracle.comb import CROSS, KV_HEADS, LAYERS, CombOracle, build
+from sgl_kernel_lazy import torch_impl
+from sglang_lazy.attention.cross import Readers
+from sglang_lazy.attention.encoder import EncoderRows
+from sglang_lazy.attention.metadata import LinkMetadata
+from sglang_lazy.core.model import LayerRope
+from sglang_lazy.port.comb_config import CombLlamaConfig
+
+
+@pytest.fixture(autouse=True)
+def one_rank(sglang_context, monkeypatch):
+    group = type("Group", (), dict(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1))()
+    for module in ("sglang.srt.models.llama.get_pp_group", "sglang.srt.distributed.get_pp_group"):
+        monkeypatch.setattr(module, lambda: group)
+    with runtime_context.get_parallel().override(attn_dp_size=1, attn_tp_rank=0, attn_tp_size=1, tp_rank=0, tp_size=1):
+        yield
+
+
+def new_model(path):
+    from sglang_lazy.port.comb_llama import CombLlamaForConditionalGeneration
+
+    return CombLlamaForConditionalGeneration(CombLlamaConfig.from_pretrained(path))
+
+
+def rows(lens, causal):
+    return EncoderRows(lens, causal, torch_impl, LayerRope(torch.zeros(16), 1, True, "cpu"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_encoder(tmp_path, causal):
+    """Chunks of many lengths in one batch, keys normalised, against the oracle's, one by one."""
+    path = build(tmp_path / "model", causal=causal)
+    model, oracle = new_model(path), CombOracle(path)
+    model.load_weights(load_file(path / "model.safetensors").items())
+    chunks = [[5, 6, 7], [9], list(range(20, 60)), [7, 6, 5, 5]]
+    ids = torch.tensor([token for chunk in chunks for token in chunk])
+    found = list(model.encode(ids, rows([len(chunk) for chunk in chunks], causal)))
+    expected = [oracle._encode(chunk) for chunk in chunks]
+    assert len(found) == len(CROSS)
+    for place, pair in enumerate(found):
+        for part, values in enumerate(pair):
+            wanted = torch.cat([layers[place][part].transpose(0, 1) for layers in expected])
+            assert values.shape == (len(ids), KV_HEADS, 32)
+            assert (values - wanted).abs().max() < 1e-5
+
+
+def test_public_configurations_count_both_kinds_of_layers(tmp_path):
+    config = CombLlamaConfig.from_pretrained(build(tmp_path / "model"))
+    assert (config.num_hidden_layers, config.cross_attention_layers) == (LAYERS, list(CROSS))
+    assert config.architectures == ["CombLlamaForConditionalGeneration"] and config.head_dim == 32
+    assert not hasattr(config, "text_config")  # SGLang would take the model for a multimodal one
+    config.save_pretrained(tmp_path / "again")
+    assert CombLlamaConfig.from_pretrained(tmp_path / "again").num_hidden_layers == LAYERS
+
+
+def test_bad_checkpoints(tmp_path):
+    path = build(tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    gate = "language_model.model.cross_layers.1.cross_attn_mlp_gate"
+    for changed, message in [
+        ({name: w for name, w in weights.items() if name != gate}, f"has no weight '{gate}'"),
+        ({**weights, "chunk_model.norm.weight": weights[gate]}, "'chunk_model.norm.weight' is not one of"),
+        ({**weights, "vision.weight": weights[gate]}, "'vision.weight' is not one of"),
+        ({**weights, "chunk_model.embed_tokens.weight": -weights["chunk_model.embed_tokens.weight"]}, "embedding"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            new_model(path).load_weights(changed.items())
+    model = new_model(path)
+    model.load_weights(weights.items())
+    model.load_weights([(gate, weights[gate] + 1)])  # as weights are updated in service
+    assert torch.equal(model.language_model.model.cross_layers[1].cross_attn_mlp_gate, weights[gate] + 1)
+
+
+@pytest.mark.parametrize("places", [[], [1, 0], [0, 5], [2, 2]])
+def test_places_of_cross_layers(tmp_path, places):
+    path = build(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = LAYERS + len(places)
+    (path / "config.json").write_text(json.dumps({**config, "cross_attention_layers": places}))
+    with pytest.raises(ValueError, match="cross_attention_layers"):
+        new_model(path)
+
+
+def test_what_training_saves_is_served(tmp_path):
+    """Its names and shapes, and the same keys and values."""
+    shape = Shape(
+        vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=128,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    decoder, comb = Llama(shape), Comb(shape, [1, 3])
+    save_comb(decoder, comb, tmp_path, torch.float32, {"bos_token_id": 0, "eos_token_id": 1})
+    model = new_model(tmp_path)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    model.load_weights(pair for file in files for pair in load_file(file).items())
+    ids, mask = torch.tensor([[3, 4, 5, 6, 7]]), torch.ones(1, 1, 5, 5, dtype=torch.bool)
+    expected = comb.encode(decoder, ids, torch.arange(5)[None], mask)
+    for (key, value), (k, v) in zip(expected, model.encode(ids[0], rows([5], False)), strict=True):
+        assert (key[0].transpose(0, 1) - k).abs().max() < 1e-5
+        assert (value[0].transpose(0, 1) - v).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("first_layer", [False, True])
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_tokens_without_chunks_keep_their_bits(mode, first_layer):
+    """Both summands, since SGLang adds them before it rounds; the others' sum is what the cross layer made of it."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, residual = torch.randn(2, 6, 8, generator=generator).bfloat16()
+    residual = None if first_layer else residual
+    states = hidden if first_layer else hidden + residual
+    readers = [1, 3, 4]
+    none = torch.zeros(3, dtype=torch.int32)
+    if mode == "prefill":
+        kv_indptr, given = (
+            torch.tensor([0, 5, 9]),
+            dict(qo_indptr=torch.tensor([0, 1, 3]), tokens=torch.tensor(readers)),
+        )
+    else:
+        kv_indptr, given = torch.tensor([0, 0, 4, 4, 9, 11, 11]), {}
+    metadata = LinkMetadata(kv_indptr, none, none, none, none, **given)
+    changed, rest = Readers(metadata).replace(states, lambda x: x * 3 + 1, hidden, residual)
+    others = [0, 2, 5]
+    assert torch.equal(changed[others], hidden[others])
+    assert rest is None if first_layer else torch.equal(rest[others], residual[others])
+    total = changed if first_layer else changed + rest
+    assert torch.equal(total[readers], (states * 3 + 1)[readers])

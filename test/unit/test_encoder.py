@@ -1,0 +1,232 @@
+"""Chunks in a pool of their own, which an encoder computes: who reads what, and what is whose, after every step."""
+
+import random
+from array import array
+
+import pytest
+import torch
+
+from fakes.pools import Pools
+from fakes.requests import CHUNK, TEXT, new_request
+from fakes.scheduler import Scheduler
+from sglang_lazy.core.encoding import Encoding
+from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.core.state import ChunkNodes, RowNodes, linked
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+DOCS = [tuple(random.Random(i).choices(range(1, 16), k=i % 7 + 1)) for i in range(12)]
+QUESTION = (TEXT, (15, 3))
+
+
+class RecordingPools(Pools):
+    """contents: of each slot of the pool of chunks, the chunk's tokens and the place in it.  encoded: in this order."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.contents, self.encoded, self.read, self.batches = {}, [], {}, []
+
+    def encode(self, encodings: list[Encoding]) -> None:
+        self.batches.append(sum(encoding.chunk.num_tokens for encoding in encodings))
+        for encoding in encodings:
+            tokens = tuple(encoding.chunk.tokens)
+            self.encoded.append(tokens)
+            self.contents |= {slot: (tokens, i) for i, slot in enumerate(encoding.slots.tolist())}
+
+    def forward(self, batch) -> None:
+        """What each request reads now is what it asked for, in an order that is the same for the same chunks."""
+        table, current = self.rows.segment_table, self.rows.segment_table.current
+        linked_reqs = [req if req.layout.link == "block" else None for req in batch.reqs]
+        wanted = [sorted(t for is_chunk, t in req.parts if is_chunk) if req else [] for req in linked_reqs]
+        assert (current is not None) == any(wanted)
+        for i, (req, chunks) in enumerate(zip(batch.reqs, wanted, strict=True)):
+            row = req.req_pool_idx
+            if not chunks:
+                assert not int(table.num_segments[row])
+                assert current is None or current.slots[i] is None
+                continue
+            contents = [self.contents[slot] for slot in current.slots[i].tolist()]
+            ends = table.ends[row, : len(chunks)].tolist()
+            starts = [0, *ends[:-1]]
+            found = [contents[start:end] for start, end in zip(starts, ends, strict=True)]
+            assert sorted(found) == sorted([(tokens, n) for n in range(len(tokens))] for tokens in chunks)
+            order = [part[0][0] for part in found]
+            assert self.read.setdefault(tuple(chunks), order) == order
+            assert ends[-1] == len(contents)
+
+
+class Loop(Scheduler):
+    def __init__(self, pool_size=100, chunk_size=60, **options):
+        super().__init__(RecordingPools(pool_size, chunk_size=chunk_size), **options)
+        self.store = self.tree_cache.store
+
+    def step(self):
+        super().step()
+        chunk_tree, text_tree = self.store.tree, self.tree_cache
+        own = [encoding.slots for encoding in self.store.pending.values()]
+        held = [piece for chunk in self.store.catalog for piece in chunk_tree.slots_to(chunk.node)]
+        places = torch.cat([self.pools.chunk_slots.free_pages, *own, *held])
+        assert sorted(places.tolist()) == list(range(1, self.pools.chunk_slots.size + 1)), (
+            "every slot is somewhere once"
+        )
+        assert chunk_tree.evictable_size() + chunk_tree.protected_size() == sum(map(len, held))
+        running = sum(req.kv_committed_len - req.cache_protected_len for req in self.in_rows())
+        in_tree = text_tree.evictable_size() + text_tree.protected_size()
+        assert self.pools.slots.available_size() + in_tree + running == self.pools.slots.size
+
+    def in_rows(self):
+        reqs = {*self.running_batch.reqs, *(self.last_batch.reqs if self.last_batch else ())}
+        reqs |= {self.chunked_req} if self.chunked_req else set()
+        return [req for req in reqs if req.req_pool_idx is not None]
+
+    def submit(self, *docs, text=QUESTION, rid="request", **kwargs):
+        req = new_request([text, *((CHUNK, doc) for doc in docs)], rid=rid, **kwargs)
+        self._add_request_to_queue(req)
+        return req
+
+
+def test_a_chunk_is_encoded_once_for_all_who_wait():
+    loop = Loop()
+    for i in range(4):
+        loop.submit(DOCS[5], DOCS[i], rid=f"r{i}")
+    loop.run()
+    assert sorted(loop.pools.encoded) == sorted([DOCS[5], *DOCS[:4]])
+    again = loop.submit(DOCS[0], DOCS[5])
+    loop.run()
+    assert len(loop.pools.encoded) == 5
+    assert linked(again).hit_mask == 0b11 and linked(again).num_reused_tokens == len(DOCS[0]) + len(DOCS[5])
+
+
+def test_a_batch_encodes_no_more_than_its_share():
+    """And one chunk that is longer. Who misses little goes with those before, though others must wait."""
+    loop = Loop(chunked_prefill_size=8)
+    long = tuple(range(1, 13))
+    for i, docs in enumerate([(DOCS[3],), (DOCS[4],), (long,), (DOCS[2], DOCS[3])]):
+        loop.submit(*docs, rid=f"r{i}", max_new_tokens=1)
+    loop.run()
+    assert loop.pools.batches == [4 + 3, 5, 12]
+
+
+def test_text_is_found_under_the_same_chunks_in_any_order_alone():
+    loop = Loop()
+    text = (TEXT, (1, 2, 3, 4))
+    loop.submit(DOCS[1], DOCS[2], text=text)
+    loop.run()
+    for docs, found in [((DOCS[2], DOCS[1]), 3), ((DOCS[1],), 0), ((DOCS[1], DOCS[2], DOCS[2]), 0)]:
+        req = loop.submit(*docs, text=text)
+        loop.run()
+        assert req.cached_tokens - linked(req).num_reused_tokens == found
+    tenants = [loop.submit(DOCS[1], DOCS[2], text=text, cache_salt=salt) for salt in ("a", "b")]
+    loop.run()
+    assert [req.cached_tokens for req in tenants] == [0, 0]
+
+
+def test_an_aborted_request_gives_its_slots_back():
+    loop = Loop(chunk_size=10)
+    blocking = loop.submit(DOCS[6], rid="running", max_new_tokens=8)
+    loop.step()
+    waiting = loop.submit(DOCS[1], rid="waiting")
+    loop.admission.visible_queue(loop.running_batch)
+    assert [*loop.store.pending] == [chunk.key for chunk in linked(waiting).prompt.chunks]
+    loop.abort(waiting)
+    loop.run()
+    assert not loop.store.pending and DOCS[1] not in loop.pools.encoded and blocking.finished()
+
+
+def test_what_does_not_fit_waits_and_pins_yield_last():
+    loop = Loop(chunk_size=12)
+    first = loop.submit(DOCS[6], rid="first", max_new_tokens=6)
+    loop.step()
+    second = loop.submit(DOCS[5], rid="second")  # 7 + 6 tokens
+    loop.step()
+    assert not second.output_ids and not linked(second).admitted
+    loop.run()
+    assert first.finished() and second.finished()
+    (chunk,) = loop.store.catalog
+    loop.admission.pins.budget = 12
+    loop.admission.pins.add([chunk], None, 0.0)
+    third = loop.submit(DOCS[6], rid="third")
+    loop.run()
+    assert third.finished() and not len(loop.admission.pins)
+
+
+def test_refusals():
+    loop = Loop(chunk_size=12)
+    for docs, link, reason in [
+        ((DOCS[5], DOCS[6]), "block", "13 tokens of chunks do not fit into their pool of 12 tokens"),
+        ((DOCS[0],), "copy", "whole chunks"),
+        ((DOCS[0],), "base", "whole chunks"),
+        ((DOCS[0],), "epic:tokens=1", "whole chunks"),
+    ]:
+        assert reason in loop.submit(*docs, link=link).to_finish.message
+    assert loop.submit(DOCS[0], link="full").to_finish is None
+    loop.waiting_queue = [req for req in loop.waiting_queue if req.to_finish is None]
+    loop.run()
+
+
+def test_a_flush_empties_both_pools():
+    loop = Loop()
+    loop.submit(DOCS[4])
+    loop.run()
+    loop.pools.flush()
+    assert loop.pools.chunk_slots.available_size() == 60 and not list(loop.store.catalog)
+    loop.submit(DOCS[4])
+    loop.run()
+    assert loop.pools.encoded == [DOCS[4]] * 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("seed", range(8))
+def test_random_traffic(seed, overlap):
+    """Both pools are short: waiting, eviction, retraction, prompts in pieces, aborts, plain prompts beside."""
+    dice = random.Random(seed)
+    loop = Loop(pool_size=40, chunk_size=22, overlap=overlap, chunked_prefill_size=dice.choice([4, 9, 64]))
+    loop.new_token_ratio_tracker.current = dice.choice([0.0, 1.0])
+    reqs = []
+    for number in range(60):
+        for _ in range(dice.choice([0, 0, 1, 2])):
+            text = (TEXT, tuple(dice.choices(range(1, 16), k=dice.randint(1, 9))))
+            docs = dice.choices(DOCS, k=dice.randint(0, 3))
+            reqs.append(loop.submit(*docs, text=text, rid=f"r{number}", max_new_tokens=dice.randint(1, 9)))
+        if loop.waiting_queue and dice.random() < 0.2:
+            reqs.remove(gone := dice.choice(loop.waiting_queue))
+            loop.abort(gone)
+        loop.step()
+    loop.run(1000)
+    assert all(req.finished() for req in reqs)
+    assert len(loop.pools.encoded) > len(set(loop.pools.encoded)), "something was evicted and came back"
+
+
+def test_identity():
+    """A whole chunk begins like no other, and its prompt is one text under a multiset."""
+
+    def build(*parts):
+        ids = [token for _, tokens in parts for token in tokens]
+        ends = [sum(len(tokens) for _, tokens in parts[: i + 1]) for i in range(len(parts))]
+        chunks = [(end - len(t), end) for (is_chunk, t), end in zip(parts, ends, strict=True) if is_chunk]
+
+        return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), None)
+
+    one, text = build((CHUNK, (1, 2, 3)), (TEXT, (4, 5)), (CHUNK, (1, 2)), (TEXT, (6,)))
+    other, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)))
+    assert text.tolist() == [4, 5, 6]
+    assert [chunk.key for chunk in one.chunks] == [chunk.key for chunk in other.chunks]
+    assert one.spans[0].namespace == other.spans[0].namespace
+    assert len({chunk.key.namespace for chunk in one.chunks}) == 2
+    assert sorted(chunk.index for chunk in one.chunks) == [0, 1]
+    twice, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2, 3)))
+    assert twice.spans[0].namespace != one.spans[0].namespace
+    alone, text = build((CHUNK, (1, 2)))
+    assert text.tolist() == [2] and alone.chunks[0].num_tokens == 2
+
+
+def test_locking_chunks_takes_nothing_from_the_pool_of_text():
+    """What SGLang is told, which counts on it while it forms a batch."""
+    loop = Loop()
+    req = loop.submit(DOCS[5])
+    loop.run()
+    chunks = [loop.store.find(chunk) for chunk in linked(req).prompt.chunks]
+    row = RowNodes(ChunkNodes(chunks), [])
+    assert loop.tree_cache.inc_lock_ref(row).delta == 0 and loop.store.tree.protected_size() == len(DOCS[5])
+    assert loop.tree_cache.dec_lock_ref(row).delta == 0 and loop.store.tree.protected_size() == 0
