@@ -76,7 +76,7 @@ def workers(tiny_model, tmp_path_factory):
     flags += ["--tokenizer-worker-num", "2"]
     with running_server(flags, tmp_path_factory.mktemp("workers") / "server.log", environment=ALIVE) as url:
         workers = Workers(url)
-        assert wait_for(lambda: len(workers.all()) == 2, timeout=60)
+        assert wait_for(lambda: len(workers.all()) == 2, timeout=120)
         yield workers
 
 
@@ -163,7 +163,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(workers, clients):
     name = named(clients[1], chunk)
     second.kill()
     assert clients[0].hits([chunk, question]) == [True]
-    assert wait_for(lambda: len(workers.all()) == 2 and second not in workers.all(), timeout=90)
+    assert wait_for(lambda: len(workers.all()) == 2 and second not in workers.all(), timeout=120)
     another = next(process for process in workers.all() if process != first)
     answer = Client(workers.url, clients[0].oracle, workers.client(another)).ask(
         [{"type": "chunk", "id": name}, question]
