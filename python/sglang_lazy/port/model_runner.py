@@ -38,8 +38,8 @@ def link_variant(stock: str | None) -> str:
 
 
 def keep_all_tokens(config: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ModelConfig._derive_hybrid_model`: where chunk reuse may fit, layers with windows keep KV of all tokens, in
-    one pool with the others."""
+    """Before `ModelConfig._derive_hybrid_model`: where chunk reuse may fit, layers with windows keep KV of all
+    tokens, in one pool with the others."""
     if LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ()):
         config.disable_hybrid_swa_memory = True
 
