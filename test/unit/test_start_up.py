@@ -93,6 +93,18 @@ def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refus
         assert start(fits, monkeypatch, default_link=default_link) == "linked stock"
 
 
+@pytest.mark.parametrize(
+    "architectures, untested, expected",
+    [(["GptOssForCausalLM"], False, True), (["Llama4ForCausalLM"], False, False), (["Llama4ForCausalLM"], True, True)],
+)
+def test_layers_with_windows_keep_all_tokens(monkeypatch, architectures, untested, expected):
+    """But SGLang's own pools remain those of a model that it serves without chunk reuse."""
+    monkeypatch.setenv(ENV_VAR, json.dumps({"untested_model": untested}))
+    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=architectures), disable_hybrid_swa_memory=False)
+    model_runner.keep_all_tokens(config)
+    assert config.disable_hybrid_swa_memory is expected
+
+
 @pytest.mark.parametrize("sinks", [False, True])
 def test_sinks_that_the_stock_backend_does_not_take(fits, monkeypatch, sinks):
     """The link path computes all rows of such a model."""

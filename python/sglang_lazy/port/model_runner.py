@@ -37,6 +37,13 @@ def link_variant(stock: str | None) -> str:
     return "link" if stock is None else f"link {stock}"
 
 
+def keep_all_tokens(config: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `ModelConfig._derive_hybrid_model`: where chunk reuse may fit, layers with windows keep KV of all
+    tokens, in one pool with the others."""
+    if LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ()):
+        config.disable_hybrid_swa_memory = True
+
+
 def wrap_backend(factory: Callable) -> Callable:
     """An attention backend factory like `factory`, whose backends have the link path wherever it fits."""
 
@@ -226,6 +233,7 @@ def layer_time(runner: Any, num_tokens: int) -> float:
 _RUNNERS = "sglang.srt.model_executor.runner"
 _DECODE_GRAPHS = f"{_RUNNERS}.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 HOOKS = (
+    Hook("sglang.srt.configs.model_config.ModelConfig._derive_hybrid_model", keep_all_tokens, "BEFORE"),
     Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward_batch_generation, "AROUND"),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", init_new, "AFTER"),
     Hook(f"{_DECODE_GRAPHS}.capture_one_shape", capture_one_shape, "AROUND"),
