@@ -21,8 +21,17 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadsco
 test: $(READY) # in minutes
 	$(PYTEST) -m 'not slow'
 
-test-all: $(READY)
+test-all: $(READY) $(SMG_READY)
 	$(PYTEST)
+
+# The router of docs/routing.md, which needs none of our packages.
+SMG := $(VENV)/smg
+SMG_READY := $(SMG)/.ready-$(shell sha256sum benchmark/routing/requirements.txt | cut -c1-12)
+
+$(SMG_READY): $(READY)
+	$(PYTHON) -m venv --clear $(SMG)
+	$(SMG)/bin/python -m pip install --quiet -r benchmark/routing/requirements.txt
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -47,7 +56,7 @@ REQUESTS ?= 10000
 SEED ?= 0
 
 fuzz: $(READY) # requests that are wrong in something, to every route that takes or shows chunks
-	LAZY_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest test/e2e/test_fuzz.py -s --hypothesis-seed=$(SEED)
+	LAZY_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest test/e2e/test_fuzz.py -s --hypothesis-seed=$(SEED) -o faulthandler_timeout=1800
 
 SMOKE := $(VENV)/bench-smoke
 

@@ -22,7 +22,7 @@ from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.encoding import Encoding
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port import model_runner
 from sglang_lazy.port import scheduler as hooks
 from sglang_lazy.port.backends import TensorBackend
@@ -125,7 +125,8 @@ class Pools:
         table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
         kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
-        return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: rope, 1: rope}, kernels)
+        layer = AttentionLayer(1, 1, 2, rope)
+        return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer}, kernels)
 
     def flush(self) -> None:
         """What SGLang does when its cache is flushed."""

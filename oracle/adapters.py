@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -48,13 +48,27 @@ def random_adapter(model: str, path: Path, seed: int, rank: int = 4, modules: Se
 def merged(model: str, adapter: Path, path: Path) -> Path:
     """The model with an adapter's weights in its own: W + alpha / r * B A."""
     shutil.copytree(model, path)
+    weights = load_file(path / "model.safetensors")
+    for name, product in products(adapter):
+        weights[name] += product
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def merge(model: torch.nn.Module, adapter: Path) -> None:
+    """The same with a model that is loaded."""
+    weights = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, product in products(adapter):
+            weights[name] += product.to(weights[name])
+
+
+def products(adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """What an adapter adds to weights, by their names, [out, in] each."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     factors = load_file(adapter / "adapter_model.safetensors")
-    weights = load_file(path / "model.safetensors")
     for name in factors:
         if "lora_A" in name:
             module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             delta = factors[name.replace("lora_A", "lora_B")] @ factors[name]
-            weights[f"{module}.weight"] += config["lora_alpha"] / config["r"] * delta
-    save_file(weights, path / "model.safetensors", {"format": "pt"})
-    return path
+            yield f"{module}.weight", config["lora_alpha"] / config["r"] * delta

@@ -30,12 +30,33 @@ def first_visible(segments: list[Segment], num_generated: int = 0) -> torch.Tens
     return torch.tensor(start + [0] * num_generated)
 
 
+def attention_mask(
+    model: transformers.PreTrainedModel, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """What the model takes as `attention_mask`: one for all layers, or one for each kind of them.
+
+    visible: [n, m] bool, but for windows.  queries, keys: [n] and [m], positions. A layer with a window of W sees a
+    distance of less than W.
+    """
+
+    def additive(seen: torch.Tensor) -> torch.Tensor:
+        mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
+        return mask.masked_fill(~seen, torch.finfo(model.dtype).min)[None, None]
+
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    if "sliding_attention" not in kinds:
+        return additive(visible)
+    near = queries[:, None] - keys[None, :] < model.config.sliding_window
+    masks = {"full_attention": additive(visible), "sliding_attention": additive(visible & near)}
+    return {kind: masks[kind] for kind in kinds}
+
+
 class Oracle:
     """One model, its positions absolute everywhere: rotary scores depend on distances only, so a chunk encoded at
     its place under the mask is the chunk encoded alone."""
 
-    def __init__(self, model_path: str):
-        self.model = load_model(model_path, torch.float32, "cpu")
+    def __init__(self, model_path: str, dtype: torch.dtype = torch.float32):
+        self.model = load_model(model_path, dtype, "cpu")
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
@@ -58,9 +79,9 @@ class Oracle:
 
     def _forward(self, ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """ids: [n]; visible: [n, n] bool. Returns logits [n, vocab_size] fp32."""
-        mask = torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)
-        position_ids = torch.arange(len(ids))[None]
-        out = self.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids, use_cache=False)
+        positions = torch.arange(len(ids))
+        mask = attention_mask(self.model, visible, positions, positions)
+        out = self.model(ids[None], attention_mask=mask, position_ids=positions[None], use_cache=False)
         return out.logits[0].float()
 
 
@@ -68,36 +89,43 @@ class RoundedCache:
     """Makes a Hugging Face Llama round its keys and values to a cache's type.
 
     A key is rounded at the position that it is stored for, which is counted from the beginning of its chunk.
+    scales: what keys and values are divided by before they are rounded, and multiplied by when they are read.
     """
 
-    def __init__(self, model, dtype: torch.dtype):
-        self.model, self.dtype = model.model, dtype
+    def __init__(self, model, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)):
+        self.model, self.dtype, (self.k_scale, v_scale) = model.model, dtype, scales
         for layer in self.model.layers:
             layer.self_attn.k_proj.register_forward_hook(lambda _module, _args, keys: self._round_keys(keys))
-            layer.self_attn.v_proj.register_forward_hook(lambda _module, _args, values: self._round(values))
+            layer.self_attn.v_proj.register_forward_hook(lambda _module, _args, values: self._round(values, v_scale))
 
     def expect(self, segments: list[Segment], num_generated: int) -> None:
         """Say what the next forward pass is over."""
         start = first_visible(segments, num_generated)
         self.position = torch.arange(len(start)) - start
 
-    def _round(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.dtype).to(x.dtype)
+    def _round(self, x: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x / scale).to(self.dtype).to(x.dtype) * scale
 
     def _round_keys(self, keys: torch.Tensor) -> torch.Tensor:
         """keys: [1, n, num_kv_heads * head_dim], before the rotation; turned, rounded, and turned back."""
         by_head = keys.unflatten(-1, (-1, self.model.config.head_dim)).transpose(1, 2)
         cos, sin = self.model.rotary_emb(keys, self.position[None])
-        rounded = self._round(apply_rotary_pos_emb(by_head, by_head, cos, sin)[1])
+        rounded = self._round(apply_rotary_pos_emb(by_head, by_head, cos, sin)[1], self.k_scale)
         return apply_rotary_pos_emb(rounded, rounded, cos, -sin)[1].transpose(1, 2).flatten(2)
 
 
 class RoundingOracle(Oracle):
     """The oracle of a Llama over a cache of a narrower type."""
 
-    def __init__(self, model_path: str, cache_dtype: torch.dtype):
-        super().__init__(model_path)
-        self.cache = RoundedCache(self.model, cache_dtype)
+    def __init__(
+        self,
+        model_path: str,
+        cache_dtype: torch.dtype,
+        scales: tuple[float, float] = (1.0, 1.0),
+        dtype: torch.dtype = torch.float32,
+    ):
+        super().__init__(model_path, dtype)
+        self.cache = RoundedCache(self.model, cache_dtype, scales)
 
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
         self.cache.expect(segments, len(generated))

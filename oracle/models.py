@@ -30,6 +30,7 @@ class ModelSpec:
     seed: int = 0  # of the weights, such that no two tokens of the tests are equally likely
     chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
     architecture: str | None = None  # in config.json, where SGLang's class is not the one that transformers has
+    cpu_options: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of the engine, where it needs some
     core: bool = True  # False: its attention resembles that of a core model, so tests may try less
 
     def config(self):
@@ -146,6 +147,17 @@ _SPECS = [
         needs="a GPU: SGLang's norm of queries and keys is a Triton kernel",
         core=False,
     ),
+    # Windows in most layers, whose rotation is another than that of the others, both computed once for all layers
+    ModelSpec(
+        "gemma3",
+        "Gemma3TextConfig",
+        {
+            **_shape(128, 4, 4, 1, head_dim=48, query_pre_attn_scalar=48, tie_word_embeddings=True),
+            **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=32),
+            "rope_parameters": {"full_attention": _rope(), "sliding_attention": {**_rope(), "rope_theta": 100.0}},
+        },
+        core=False,
+    ),
     # GPT-J pairing over the whole head
     ModelSpec(
         "ernie4.5",
@@ -186,6 +198,29 @@ _SPECS = [
         },
         core=False,
     ),
+    # Windows in every second layer, sinks in all; YaRN
+    ModelSpec(
+        "gpt-oss",
+        "GptOssConfig",
+        {
+            **_shape(128, 4, 8, 2, head_dim=32, rope_parameters={**_YARN, "truncate": False}, sliding_window=24),
+            **dict(num_local_experts=4, num_experts_per_tok=2, swiglu_limit=7.0),
+        },
+        # SGLang asks for a backend with sinks, and then replaces it where the CPU does not have what it needs. By
+        # itself it would lay out the experts' weights for Triton.
+        cpu_options=dict(attention_backend="intel_amx", disable_cuda_graph=True, moe_runner_backend="triton"),
+    ),
+    # Windows in most layers, whose rotation is another than that of the others; qk-norm
+    ModelSpec(
+        "mellum",
+        "MellumConfig",
+        {
+            **_shape(96, 4, 4, 2, head_dim=32, rope_parameters={"full_attention": _YARN, "sliding_attention": _rope()}),
+            **dict(layer_types=[*["sliding_attention"] * 2, "full_attention", "sliding_attention"], sliding_window=40),
+            **dict(mlp_layer_types=["sparse", "dense"] * 2, norm_topk_prob=True, **_EXPERTS),
+        },
+        core=False,
+    ),
     # A class of SGLang's over a Llama's configuration; transformers has none.
     ModelSpec(
         "internlm3",
@@ -199,17 +234,21 @@ MODELS: dict[str, ModelSpec] = {spec.name: spec for spec in _SPECS}
 
 
 def build(name: str, cache_dir: str | Path) -> str:
-    """The folder of model `name` under `cache_dir`: config, fp32 safetensors, tokenizer; made if it is not there.
+    """The folder of model `name` under `cache_dir`, see `build_model`. Raises KeyError for an unknown name."""
+    return build_model(MODELS[name], cache_dir)
 
-    The same name, code and library version give the same weights. Processes may race: each builds a private copy
-    and the first rename wins. Raises KeyError for an unknown name.
+
+def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
+    """The folder of a model under `cache_dir`: config, fp32 safetensors, tokenizer; made if it is not there.
+
+    The same spec, code and library version give the same weights. Processes may race: each builds a private copy
+    and the first rename wins.
     """
-    spec = MODELS[name]
-    path = Path(cache_dir) / f"{name}-{_fingerprint(spec)}"
+    path = Path(cache_dir) / f"{spec.name}-{_fingerprint(spec)}"
     if path.exists():
         return str(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=path.parent))
+    work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=path.parent))
     try:
         random_model(spec).save_pretrained(work)
         if spec.architecture:
@@ -232,7 +271,7 @@ def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             _init(name, weight, generator, tied=model.config.tie_word_embeddings)
-            if spec.name == "gemma":  # scales embeddings up, and adds one to the weights of norms
+            if spec.name.startswith("gemma"):  # scales embeddings up, and adds one to the weights of norms
                 weight.sub_(0.6) if weight.dim() == 1 else weight.mul_(0.5 if "embed" in name else 1)
     return model.eval()
 
@@ -248,13 +287,23 @@ def _init(name: str, weight: torch.Tensor, generator: torch.Generator, tied: boo
         weight.zero_()  # SGLang adds none
     elif name.endswith("bias"):
         weight.normal_(0, 0.3, generator=generator)
+    elif name.endswith("sinks"):  # as large as scores; SGLang keeps them in bf16
+        weight.copy_(weight.normal_(0, 2, generator=generator).bfloat16())
     elif weight.dim() == 1:  # norms; those of q and k set the size of the scores
         low, high = (1.1, 1.7) if "q_norm" in name or "k_norm" in name else (0.6, 1.4)
         weight.uniform_(low, high, generator=generator)
     elif "embed" in name:
         weight.normal_(0, 0.1 if tied else 1, generator=generator)
     else:
-        gains = {"q_proj": 1.4, "k_proj": 1.4, "qkv_proj": 1.4, "o_proj": 3.0, "lm_head": 2.5, "mlp.gate.": 3.0}
+        gains = {
+            "q_proj": 1.4,
+            "k_proj": 1.4,
+            "qkv_proj": 1.4,
+            "o_proj": 3.0,
+            "lm_head": 2.5,
+            "mlp.gate.": 3.0,
+            "mlp.router.": 3.0,
+        }
         gain = next((gain for part, gain in gains.items() if part in name), 1.0)
         weight.normal_(0, gain / weight.shape[-1] ** 0.5, generator=generator)
 

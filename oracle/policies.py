@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from transformers import DynamicCache
 
-from .block_mask import load_model
+from .block_mask import attention_mask, load_model
 from .segments import Segment, token_ids
 
 Ranges = Sequence[tuple[int, int]]
@@ -116,6 +116,14 @@ class PolicyOracle:
         scores = self.attention_scores(segments, preamble)
         return (scores if layers is None else scores[list(layers)]).sum(0)
 
+    @property
+    def last_third(self) -> list[int]:
+        """The layers that `query` sums up by default: of those without a window the last third."""
+        config = self.model.config.get_text_config()
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+        whole = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
+        return whole[-math.ceil(len(whole) / 3) :]
+
     def query(
         self,
         segments: list[Segment],
@@ -196,11 +204,10 @@ class PolicyOracle:
         """The model's output for tokens that see the past and one another wherever the position is not greater."""
         query = torch.tensor(list(positions), device=self.model.device)
         keys = torch.tensor([*past_positions, *positions], device=self.model.device)
-        mask = torch.zeros(len(query), len(keys), dtype=self.model.dtype, device=self.model.device)
-        mask.masked_fill_(keys[None, :] > query[:, None], torch.finfo(mask.dtype).min)
+        mask = attention_mask(self.model, keys[None, :] <= query[:, None], query, keys)
         return self.model(
             torch.tensor([list(ids)], device=self.model.device),
-            attention_mask=mask[None, None],
+            attention_mask=mask,
             position_ids=self.places(query),
             past_key_values=DynamicCache(past),
             use_cache=True,

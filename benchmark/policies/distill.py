@@ -90,7 +90,7 @@ def divergence(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.kl_div(found, target, log_target=True, reduction="batchmean")
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float, meaning: str) -> None:
+def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float | None, meaning: str) -> None:
     """Those of every training. meaning: of the learning rate."""
     parser.add_argument("--model", type=Path, required=True, help="folder of a model in safetensors")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")

@@ -4,7 +4,7 @@ python -m benchmark.policies.evaluate --model path/to/model --questions question
 
 One JSON line for each prompt and policy; `python -m benchmark.policies.report results.jsonl` makes the table. With
 `--comb` there are lines of a Comb model too that was trained for this model: `comb`, and `comb:chunks=1` with all
-documents in one chunk.
+documents in one chunk. With `--adapter` the model has a LoRA adapter.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import SERVER, Preambles, parse
 from benchmark.quality.asking import Prompts, as_user_message
 from benchmark.quality.questions import Question, read_questions
+from oracle.adapters import merge
 from oracle.policies import candidates
 from oracle.segments import Segment, token_ids
 from sglang_lazy.verify.scores import exact_match, f1
@@ -49,6 +50,8 @@ def main() -> None:
     args = parse_args()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     oracle = Prototype(args.model, getattr(torch, args.dtype), args.device)
+    if args.adapter:
+        merge(oracle.model, args.adapter)
     try:
         comb = CombModel(args.comb, oracle.model.state_dict(), args.device) if args.comb else None
     except ValueError as error:
@@ -138,6 +141,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="path or hub name")
     parser.add_argument("--comb", type=Path, help="folder of a Comb model whose decoder is the model")
+    parser.add_argument("--adapter", type=Path, help="folder of a LoRA adapter of the model, as PEFT writes it")
     parser.add_argument("--prefix", default="", help="of the policies' names, to tell models apart in one table")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="SPEC")

@@ -1,10 +1,11 @@
-"""Trains all weights of a model for the block mask, by its own answers under full attention.
+"""Trains a model, or a LoRA adapter of it, for the block mask, by its own answers under full attention.
 
 python -m benchmark.policies.train_model --model path/to/model --questions mine.jsonl --out trained
+python -m benchmark.policies.train_model --model path/to/model --questions mine.jsonl --lora 16 --out adapter
 
 Block-Attention (arXiv 2409.15355) fine-tunes on questions over documents under the block mask and under the full one,
 so that the model serves both. Here the model as it was is the teacher: its distributions under full attention are the
-target under either mask.
+target under either mask. An adapter is written in PEFT's format.
 """
 
 import argparse
@@ -17,8 +18,11 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmark.policies import distill
+from benchmark.quality.adapter import add_adapter, save_adapter
 from oracle.block_mask import load_model, visibility
 from oracle.segments import text, token_ids
+
+FULL_RATE, LORA_RATE = 2e-5, 1e-3
 
 
 def losses(teacher, student, examples: Iterator[distill.Example]) -> Iterator[torch.Tensor]:
@@ -41,15 +45,23 @@ def main() -> None:
     teacher.set_attn_implementation("sdpa")
     student = copy.deepcopy(teacher)
     teacher.requires_grad_(False)
-    examples = distill.examples(teacher, tokenizer, args)
-    distill.optimise(list(student.parameters()), args.learning_rate, losses(teacher, student, examples), args)
+    try:
+        trained = list(student.parameters()) if args.lora is None else add_adapter(student, args.lora)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    rate = args.learning_rate or (FULL_RATE if args.lora is None else LORA_RATE)
+    distill.optimise(trained, rate, losses(teacher, student, distill.examples(teacher, tokenizer, args)), args)
+    if args.lora is not None:
+        return save_adapter(student, args.out)
     shutil.copytree(args.model, args.out, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
     student.to(AutoConfig.from_pretrained(args.model).dtype).save_pretrained(args.out)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    distill.add_arguments(parser, steps=500, learning_rate=2e-5, meaning="of Adam")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank, and not the weights")
+    meaning = f"of Adam; default: {FULL_RATE}, with --lora {LORA_RATE}"
+    distill.add_arguments(parser, steps=500, learning_rate=None, meaning=meaning)
     return parser.parse_args()
 
 

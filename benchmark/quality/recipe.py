@@ -46,6 +46,7 @@ class Recipe:
     hard_share: float = 0.5
     block_share: float = 0.5
     start: str = ""  # the folder of the model whose weights training begins with
+    lora: int = 0  # rank of the adapter that is trained in place of these weights
     seed: int = 0
 
     @property

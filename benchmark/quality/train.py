@@ -4,16 +4,18 @@
     python -m benchmark.quality.train --out tiny-stock --mask full
     python -m benchmark.quality.train --out leaning-stock --mask full --world leaning
     python -m benchmark.quality.train --out leaning-block --world leaning --start leaning-stock
+    python -m benchmark.quality.train --out leaning-lora --world leaning --start leaning-stock --lora 16
 
 Training stops after `--minutes` and resumes when the command is repeated; the data of a step depend only on the seed
-and the step's number. `--out` holds the model as Hugging Face and SGLang load it, `checkpoint.pt`, and `log.jsonl`.
-Needs torch, numpy, tokenizers and safetensors.
+and the step's number. `--out` holds the model as Hugging Face and SGLang load it, or with `--lora` an adapter in PEFT's
+format, `checkpoint.pt`, and `log.jsonl`. Needs torch, numpy, tokenizers and safetensors.
 """
 
 import argparse
 import functools
 import os
 import random
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn import functional
 
+from benchmark.quality.adapter import add_adapter, save_adapter
 from benchmark.quality.leaning import FAMILIES, LEANING
 from benchmark.quality.llama import Llama, Mask, save_for_serving
 from benchmark.quality.packing import ANSWER, CONTEXT, Mix, make_row
@@ -62,10 +65,14 @@ class Trainer(Training):
         if recipe.start:
             weights = load_file(Path(recipe.start) / "model.safetensors")
             model.load_state_dict({name: weight.float() for name, weight in weights.items()})
+        if recipe.lora:
+            add_adapter(model, recipe.lora)
         super().__init__(recipe, model, directory, device)
         self.losses = torch.compile(losses) if flex else losses
 
     def save_model(self) -> None:
+        if self.recipe.lora:
+            return save_adapter(self.model, self.directory)
         save_for_serving(self.model, self.directory, torch.bfloat16, bos=BOS, eos=EOS, pad=PAD)
         save_tokenizer(self.tokenizer, self.directory, self.recipe.shape.max_position_embeddings)
 
@@ -108,6 +115,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families that come more often")
     parser.add_argument("--start", default="", help="folder of the model to go on with")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of the model at --start")
     parser.add_argument("--length", type=int, default=recipe.length, help="of a row, in tokens; default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
@@ -118,6 +126,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.lora and not args.start:
+        sys.exit("error: --lora needs the model of the adapter: --start")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high")
     recipe = Recipe(
@@ -127,6 +137,7 @@ def main() -> None:
         block_share=BLOCK_SHARES[args.mask],
         families=(*WORLDS[args.world], *args.more),
         start=args.start,
+        lora=args.lora,
         length=args.length,
         seed=args.seed,
     )

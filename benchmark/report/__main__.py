@@ -27,6 +27,7 @@ from benchmark.report.policies import (
     policies_matches,
     policies_paired,
 )
+from benchmark.report.routing import routing
 from benchmark.report.runs import runs
 from benchmark.report.serving import chat, decode, documents, latency, load, policy_costs
 from benchmark.report.tiers import backups, loads, tiers, transfers
@@ -36,7 +37,7 @@ MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTAL
 FAMILIES = ("decode", "shared", "extend", "spans", "ragged")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
-    **{kind.__name__: kind for kind in (tiers, loads, transfers, backups)},
+    **{kind.__name__: kind for kind in (tiers, loads, transfers, backups, routing)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

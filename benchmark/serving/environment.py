@@ -33,7 +33,7 @@ def describe_environment(*, commit: str | None, seed: int, server_flags: list[st
 def _command() -> str:
     """The command line that repeats this run from the repository's root, without this machine's paths."""
     module = sys.modules["__main__"].__spec__  # None for a program that was not started with `python -m`
-    program = ["python", "-m", module.name] if module else sys.argv[:1]
+    program = ["python", "-m", module.name.removesuffix(".__main__")] if module else sys.argv[:1]
     return shlex.join([*program, *sys.argv[1:]])
 
 

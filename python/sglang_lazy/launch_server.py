@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     server_args = prepare_server_args(rest)
     try:
         get_policy(config.default_link)  # a plugin of SGLang's may have added it
-        config.check_metrics(server_args.enable_metrics)
+        config.check_shadow(server_args.enable_metrics, server_args.tokenizer_worker_num)
         check_start(config, server_args)
     except ValueError as error:
         sys.exit(f"error: {error}")

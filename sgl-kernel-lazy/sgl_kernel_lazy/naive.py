@@ -24,6 +24,7 @@ def _scores(
     is_neox: bool,
     sm_scale: float,
     dtype: torch.dtype,
+    window: int | None = None,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """For each query row that sees anything: its index, the KV tokens j that it sees, and sm_scale < R(-p_j) q, k_j >.
 
@@ -43,6 +44,8 @@ def _scores(
         keys = k_cache[slots].to(dtype).repeat_interleave(group, dim=1)
         for row in range(int(qo_indptr[b]), int(qo_indptr[b + 1])):
             visible = kv_positions[begin:end] <= q_positions[row]
+            if window is not None:
+                visible &= kv_positions[begin:end] > q_positions[row] - window
             if not visible.any():
                 continue
             wide = q[row].to(torch.promote_types(dtype, torch.float32)).expand(int(visible.sum()), -1, -1)
@@ -57,9 +60,11 @@ def naive_link_extend(
     v_cache: torch.Tensor,
     *rows_and_table: torch.Tensor,
     dtype: torch.dtype = torch.float64,
+    sinks: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the KV tokens j with kv_position_j <= q_position.
+    """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the KV tokens j with kv_position_j <= q_position, and
+    kv_position_j > q_position - window where there is a window. A sink is one more score of its head, without a value.
 
     Everything after the rotation is computed in `dtype`: float64 makes this the oracle, the inputs' own dtype makes it
     plain PyTorch.
@@ -70,7 +75,7 @@ def naive_link_extend(
     group = q.shape[1] // k_cache.shape[1]
     for row, _, slots, scores in _scores(q, k_cache, *rows_and_table, dtype=dtype, **options):
         values = v_cache[slots].to(dtype).repeat_interleave(group, dim=1)
-        out[row] = torch.einsum("hn,nhd->hd", scores.softmax(dim=-1), values)
+        out[row] = torch.einsum("hn,nhd->hd", _weights(scores, sinks), values)
         lse[row] = scores.logsumexp(dim=-1)
     return out, lse
 
@@ -93,11 +98,23 @@ def naive_link_decode(
 
 
 def naive_accumulate_attention(
-    sums: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, *rows_and_table: torch.Tensor, **options: Any
+    sums: torch.Tensor,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    *rows_and_table: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+    **options: Any,
 ) -> None:
     """sums[j] += sum of softmax_j(sm_scale < R(-p_j) q, k_j >) over the query rows q and heads of KV token j's request.
 
     sums: [>= kv_indptr[-1]], in the dtype that everything after the rotation is computed in.
     """
     for _, seen, _, scores in _scores(q, k_cache, *rows_and_table, dtype=sums.dtype, **options):
-        sums[seen] += scores.softmax(dim=-1).sum(dim=0)
+        sums[seen] += _weights(scores, sinks).sum(dim=0)
+
+
+def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """The softmax of scores [num_qo_heads, n]; with a sink per head, which takes its part of it."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    return torch.cat([scores, sinks[:, None].to(scores.dtype)], dim=-1).softmax(dim=-1)[:, :-1]

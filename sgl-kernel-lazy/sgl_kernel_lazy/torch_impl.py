@@ -12,6 +12,7 @@ from sgl_kernel_lazy.validation import (
     check_decode_inputs,
     check_extend_inputs,
     check_rows,
+    check_window_inputs,
 )
 
 # Elements of the score matrix of one step: 64 MiB of float32.
@@ -27,11 +28,14 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
     max_segments: of a request, the width of the segment tables.
+    windowed, sinks: whether some layer has a window, or sinks.
     """
     return None
 
@@ -89,6 +93,7 @@ def link_decode(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -98,6 +103,7 @@ def link_decode(
 
     A request's row lists its chunk segments in prompt order, then its text. p_j is the offset of the chunk segment
     that holds KV token j, whose key is stored at its local position; it is 0 for text, stored at absolute positions.
+    Text may be a segment, too. Where a layer has a window, a row lists what is in it.
 
     q: [bs, num_qo_heads, head_dim], fp32, fp16 or bf16, rotated by its absolute position; rows may be strided.
     k_cache, v_cache: [num_slots, num_kv_heads, head_dim], both in q's dtype or in fp8 (e4m3fn, e5m2), which is widened
@@ -112,23 +118,71 @@ def link_decode(
     sm_scale: what scores are multiplied by, positive.
     v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
         by a scale, multiply sm_scale by it.
+    sinks: [num_qo_heads], fp32, fp16 or bf16: a score of each head that takes part in its softmax, without a value.
     segment_ids: as for `plan_decode`; used only where workspace is None.
     workspace: from `decode_workspace`, with this batch planned by `plan_decode`; None: made here.
-    out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log.
+    out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log, of the KV tokens without the sink.
     Returns out. A request without KV tokens gives a zero row and lse -inf.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, segment_ids,
     )  # fmt: skip
     # An extend of one query row per request, which sees all of it.
     nowhere = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
     return link_extend(
         q, k_cache, v_cache, torch.arange(len(q) + 1), nowhere, kv_indptr, kv_indices, nowhere, num_segments,
         segment_ends, segment_offsets, cos_sin_cache, max_extend_len=1, is_neox=is_neox, sm_scale=sm_scale,
-        v_scale=v_scale, out=out, lse=lse, validate=False,
+        v_scale=v_scale, sinks=sinks, out=out, lse=lse, validate=False,
     )  # fmt: skip
+
+
+def window_rows(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    segment_ends: torch.Tensor,
+    num_segments: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tail_ends: torch.Tensor,
+    tail_indices: torch.Tensor,
+    tail_positions: torch.Tensor,
+    *,
+    window: int,
+) -> None:
+    """Write the rows of a batch as `link_decode` takes them in a layer with a window: what each of them has in it.
+
+    A row lists tokens in any order, and its window holds the last `window` positions. The tail of a row are those
+    tokens of segments, and those that do not stand where their position says, that the window may hold.
+
+    kv_indptr: [bs + 1] int32, of which the first is 0; kv_indices: [>= bs * window] int32; segment_ends: [bs,
+        max_segments] int32. Written; the tail comes first in each row.
+    num_segments: [bs] int32; no more segments than these are written.  rows: [bs] int64, of the following tables.
+    seq_lens: [bs] int32 or int64, tokens of each row. The query's own is the last, in order and in position.
+    req_to_token: [num_rows, width] int32, the slot of each token of a row.
+    tail_indices, tail_positions: [num_rows, max_tail] int32, where the tokens of the tail stand in the row, ascending,
+        and their positions, which are no less than -2**31 + window; entries of a lower position are left out.
+    tail_ends: [num_rows, max_segments] int32, where each segment ends among the entries of the tail.
+    Raises ValueError on a shape, dtype, device or stride mismatch.
+    """
+    check_window_inputs(
+        kv_indptr, kv_indices, segment_ends, num_segments, req_to_token, rows, seq_lens, tail_ends, tail_indices,
+        tail_positions, window,
+    )  # fmt: skip
+    for b, (row, seq_len, count) in enumerate(
+        zip(rows.tolist(), seq_lens.tolist(), num_segments.tolist(), strict=True)
+    ):
+        begin, length = int(kv_indptr[b]), min(seq_len, window)
+        seen = tail_positions[row] >= seq_len - window
+        # In rows that pad a batch, the tail of an earlier request may be longer than the row.
+        tail = tail_indices[row, seen][:length]
+        behind = torch.arange(seq_len - length + len(tail), seq_len)
+        kv_indices[begin : begin + length] = req_to_token[row, torch.cat([tail, behind.to(tail)])]
+        kv_indptr[b + 1] = begin + length
+        before = torch.cat([torch.zeros_like(rows[:1]), seen.cumsum(0)]).clamp(max=length)
+        segment_ends[b, :count] = before[tail_ends[row, :count]]
 
 
 def link_extend(
@@ -149,6 +203,8 @@ def link_extend(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -161,6 +217,7 @@ def link_extend(
         within each chunk segment, within the cached text, and within the new text, which is the last qo_len tokens of a
         row.
     max_extend_len: the longest qo_len of the batch, known on the host.
+    window: how many positions a query row sees, its own included: those with kv_position > q_position - window.
     validate: False skips the checks of arguments, which cost as much host time as a layer's launches: for calls that
         differ from a checked one only in the contents of q, the caches, cos_sin_cache and out, as the layers of a model
         do.
@@ -172,7 +229,7 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale,
+            v_scale, window, sinks,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo = qo_indptr.tolist()
@@ -180,9 +237,16 @@ def link_extend(
         keys, values = row.keys(k_cache, cos_sin_cache, is_neox), row.values(v_cache)
         for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
             visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
-            out[rows] = attend(q[rows], keys, values, visible, sm_scale) * v_scale
+            if window is not None:
+                visible &= kv_positions[row.begin : row.end] > q_positions[rows, None] - window
+            result = attend(q[rows], keys, values, visible, sm_scale) * v_scale
+            if lse is not None or sinks is not None:
+                sums = masked_scores(q[rows], keys, visible, sm_scale).logsumexp(-1)
+            if sinks is not None:
+                result *= torch.sigmoid(sums - sinks)[..., None]
+            out[rows] = result
             if lse is not None:
-                lse[rows] = masked_scores(q[rows], keys, visible, sm_scale).logsumexp(-1)
+                lse[rows] = sums
     return out
 
 
@@ -203,6 +267,7 @@ def accumulate_attention(
     max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
+    sinks: torch.Tensor | None = None,
     validate: bool = True,
 ) -> None:
     """sums[j] += sum over the query rows i and heads h of request b of softmax_j(sm_scale < R(-p_j) q[i, h], k_j >),
@@ -217,7 +282,7 @@ def accumulate_attention(
     if validate:
         check_accumulate_inputs(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks,
         )  # fmt: skip
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
@@ -225,8 +290,11 @@ def accumulate_attention(
         for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
             visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
             sees = visible.any(1)
-            weights = masked_scores(q[rows][sees], keys, visible[sees], sm_scale).softmax(-1)
-            sums[row.begin : row.end] += weights.sum((0, 1))
+            scores = masked_scores(q[rows][sees], keys, visible[sees], sm_scale)
+            totals = scores.logsumexp(-1, keepdim=True)
+            if sinks is not None:
+                totals = totals.logaddexp(sinks[:, None].float())
+            sums[row.begin : row.end] += (scores - totals).exp().sum((0, 1))
 
 
 def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:

@@ -73,6 +73,7 @@ def check_link_inputs(
     lse: torch.Tensor | None,
     sm_scale: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
     segment_ids: torch.Tensor | None = None,
 ) -> None:
@@ -99,6 +100,8 @@ def check_link_inputs(
         raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
     if v_scale != 1.0 and k_cache.dtype not in FP8:
         raise ValueError(f"v_scale: expected 1 for caches that are not fp8, got {v_scale}")
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_qo_heads,), FLOATS, device)
     if out is not None:
         check_tensor("out", out, (nnz_qo, num_qo_heads, head_dim), (q.dtype,), device)
     if lse is not None:
@@ -119,13 +122,14 @@ def check_decode_inputs(
     lse: torch.Tensor | None,
     sm_scale: float,
     v_scale: float,
+    sinks: torch.Tensor | None,
     segment_ids: torch.Tensor | None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
     """Check the arguments of `link_decode`."""
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, kv_dtypes, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, kv_dtypes, segment_ids,
     )  # fmt: skip
     if q.shape[0] != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
@@ -149,18 +153,22 @@ def check_extend_inputs(
     lse: torch.Tensor | None,
     sm_scale: float,
     v_scale: float = 1.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
     """Check the arguments of `link_extend`."""
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, kv_dtypes,
+        out, lse, sm_scale, v_scale, sinks, kv_dtypes,
     )  # fmt: skip
     check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
     check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)
     check_tensor("kv_positions", kv_positions, (None,), (torch.int32,), q.device)
     if not isinstance(max_extend_len, int) or max_extend_len < 0:
         raise ValueError(f"max_extend_len: expected a non-negative int, got {max_extend_len!r}")
+    if window is not None:
+        check_window(window)
 
 
 def check_accumulate_inputs(
@@ -178,14 +186,50 @@ def check_accumulate_inputs(
     cos_sin_cache: torch.Tensor,
     max_extend_len: int,
     sm_scale: float,
+    sinks: torch.Tensor | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
     """Check the arguments of `accumulate_attention`: those of `link_extend` with keys alone, and sums."""
     check_extend_inputs(
         q, k_cache, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, kv_dtypes=kv_dtypes,
+        segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, sinks=sinks, kv_dtypes=kv_dtypes,
     )  # fmt: skip
     check_tensor("sums", sums, (None,), (torch.float32,), q.device)
+
+
+def check_window_inputs(
+    kv_indptr: torch.Tensor,
+    kv_indices: torch.Tensor,
+    segment_ends: torch.Tensor,
+    num_segments: torch.Tensor,
+    req_to_token: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tail_ends: torch.Tensor,
+    tail_indices: torch.Tensor,
+    tail_positions: torch.Tensor,
+    window: int,
+) -> None:
+    """Check the arguments of `window_rows`."""
+    device, ints = rows.device, (torch.int32,)
+    check_tensor("rows", rows, (None,), (torch.int64,), device)
+    bs = rows.shape[0]
+    check_tensor("seq_lens", seq_lens, (bs,), INTEGERS, device)
+    check_tensor("num_segments", num_segments, (bs,), ints, device)
+    check_tensor("kv_indptr", kv_indptr, (bs + 1,), ints, device)
+    check_tensor("kv_indices", kv_indices, (None,), ints, device)
+    check_tensor("segment_ends", segment_ends, (bs, None), ints, device)
+    check_tensor("req_to_token", req_to_token, (None, None), ints, device)
+    num_rows = req_to_token.shape[0]
+    check_tensor("tail_ends", tail_ends, (num_rows, segment_ends.shape[1]), ints, device)
+    check_tensor("tail_indices", tail_indices, (num_rows, None), ints, device)
+    check_tensor("tail_positions", tail_positions, tail_indices.shape, ints, device)
+    check_window(window)
+
+
+def check_window(window: int) -> None:
+    if not isinstance(window, int) or window < 1:
+        raise ValueError(f"window: expected a positive int or None, got {window!r}")
 
 
 def check_copy_inputs(

@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmark.policies import distill, evaluate, train_model
+from benchmark.quality.adapter import add_adapter, save_adapter
 from benchmark.quality.worlds import records
+from oracle.adapters import MODULES, merge
 from oracle.block_mask import Oracle
 from oracle.scenarios import Dice
 from oracle.segments import text, token_ids
@@ -42,23 +44,25 @@ def test_loss_is_that_of_the_oracle(tiny_model):
     assert next(found).item() == pytest.approx(0, abs=1e-5)
 
 
-def test_training(tiny_model, tmp_path, monkeypatch, capsys):
-    """The loss under the block mask falls, and the folder can be evaluated."""
+@pytest.mark.parametrize("lora", [False, True])
+def test_training(lora, tiny_model, tmp_path, monkeypatch, capsys):
+    """The loss under the block mask falls, and the model, or the adapter, can be evaluated."""
     questions, out = tmp_path / "worlds.jsonl", tmp_path / "trained"
     questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 1, 1, documents=(3, 3))))
     arguments = ["--model", tiny_model, "--questions", str(questions)]
-    steps = ["--steps", "15", "--batch", "2", "--new-tokens", "3", "--learning-rate", "1e-3"]
+    steps = ["--steps", "15", "--batch", "2", "--new-tokens", "3"]
+    steps += ["--lora", "4", "--learning-rate", "1e-2"] if lora else ["--learning-rate", "1e-3"]
     monkeypatch.setattr(sys, "argv", ["", *arguments, *steps, "--out", str(out)])
     train_model.main()
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
     assert len(losses) == 15 and losses[-1] < 0.5 * losses[0]
-    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
+    if not lora:
+        assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.float32
 
     results = tmp_path / "results.jsonl"
     divergence = []
-    for model in (tiny_model, str(out)):
-        arguments[1] = model
-        monkeypatch.setattr(sys, "argv", ["", *arguments, "--policies", "block", "--out", str(results)])
+    for trained in ([], ["--adapter", str(out)] if lora else ["--model", str(out)]):
+        monkeypatch.setattr(sys, "argv", ["", *arguments, *trained, "--policies", "block", "--out", str(results)])
         evaluate.main()
         divergence.append(json.loads(results.read_text().splitlines()[-1])["own_kl"])
     assert divergence[1] < divergence[0]
@@ -66,3 +70,33 @@ def test_training(tiny_model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["", *arguments, *steps, "--out", str(out)])
     with pytest.raises(SystemExit, match="exists"):
         train_model.main()
+
+
+def test_an_adapter_is_what_was_trained(tiny_model, tmp_path):
+    """What it adds to the model's weights when it is read back; at first nothing, and then nothing but that."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    ids = torch.tensor([Dice(8).ids(20)])
+    plain = model(ids).logits
+    parameters = add_adapter(model, 4)
+    assert len(parameters) == 2 * len(MODULES) * model.config.num_hidden_layers
+    assert torch.equal(model(ids).logits, plain)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    save_adapter(model, tmp_path / "adapter")
+    again = AutoModelForCausalLM.from_pretrained(tiny_model)
+    merge(again, tmp_path / "adapter")
+    assert (model(ids).logits - plain).abs().max() > 0.1
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
+    changed = [name for name, weight in again.named_parameters() if not torch.equal(weight, before[name])]
+    assert {name.split(".")[-2] for name in changed} == set(MODULES)
+
+
+def test_models_without_projections_are_refused():
+    for model, rank, reason in (
+        (torch.nn.Linear(2, 2), 4, "no layers named q_proj"),
+        (torch.nn.Linear(2, 2), 0, "rank"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            add_adapter(model, rank)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,19 @@ def with_plugin(tmp_path_factory):
             yield
 
     return with_plugin
+
+
+@pytest.fixture(scope="module")  # no longer: while it runs, asyncio.run fails in the same thread
+def browser():
+    """A headless Chromium: the one that LAZY_BROWSER names, as CI does, or one that is installed."""
+    from playwright.sync_api import expect, sync_playwright
+
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    path = os.environ.get("LAZY_BROWSER") or next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("there is no Chromium: `.ci/browser` installs Debian's, LAZY_BROWSER names another")
+    with sync_playwright() as playwright:
+        expect.set_options(timeout=30_000)  # a busy machine; the page asks once a second
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()

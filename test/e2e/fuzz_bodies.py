@@ -33,7 +33,7 @@ class Sent(NamedTuple):
     @property
     def route(self) -> str:
         path = self.path.partition("?")[0]
-        return re.sub(r"^(/chunks|/v1/responses)/[^/]*", r"\1/{id}", path)
+        return re.sub(r"^(/chunks|/lazy/uses|/v1/responses)/[^/]*", r"\1/{id}", path)
 
 
 def mostly(usual: st.SearchStrategy, other: st.SearchStrategy, times: int = 7) -> st.SearchStrategy:
@@ -202,6 +202,9 @@ BODIES: dict[tuple[str, str], st.SearchStrategy] = {
     ("DELETE", "/chunks/{id}"): st.none(),
     ("DELETE", "/chunks"): st.none(),
     ("GET", "/lazy_info"): st.none(),
+    ("GET", "/lazy"): st.none(),
+    ("GET", "/lazy/survey"): st.none(),
+    ("GET", "/lazy/uses/{id}"): st.none(),
     ("POST", "/abort_request"): maybe(rid=st.just("r"), abort_all=st.booleans()),
     ("POST", "/v1/tokenize"): st.fixed_dictionaries({"prompt": TEXTS}),
     ("POST", "/v1/detokenize"): st.fixed_dictionaries({"tokens": TOKENS}),
@@ -317,7 +320,7 @@ def requests_of(draw: Any, fields: dict[tuple[str, str], dict[str, st.SearchStra
     body = draw(spoiled(bodies))
     if body is not None:
         body = draw(mostly(st.just(body), RAW, 30))
-    names = NAMES if path.startswith("/chunks") else mostly(st.just(RESPONSE), NAMES)
+    names = NAMES if path.startswith(("/chunks", "/lazy")) else mostly(st.just(RESPONSE), NAMES)
     path = path.replace("{id}", quote(draw(names), safe="%"))
     if method in ("GET", "DELETE", "PATCH") and (query := draw(QUERIES)):
         path += "?" + urlencode({name: _encodable(value) for name, value in query.items()}, doseq=True)

@@ -49,9 +49,7 @@ class Served:
         if name == "blend":
             return self.oracle.blend_scores(prompt, preamble)
         assert name == "query"
-        num_layers = self.oracle.model.config.num_hidden_layers
-        last_third = range(num_layers - math.ceil(num_layers / 3), num_layers)
-        return self.oracle.query_scores(prompt, last_third, preamble)
+        return self.oracle.query_scores(prompt, self.oracle.last_third, preamble)
 
     def ask(self, prompts: list[list[Segment]], links: list[str]) -> list[dict]:
         return self.engine.generate(

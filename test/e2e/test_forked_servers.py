@@ -16,6 +16,7 @@ import torch
 from sglang_lazy.testing import ServerError, running_server
 from sglang_lazy.testing.processes import start
 from sglang_lazy.testing.server import wait_for
+from sglang_lazy.testing.template import NUM_SPARES
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, nothing is forked")
 
@@ -51,13 +52,13 @@ def test_a_fork_is_a_process_of_its_own(run):
 
 
 def test_a_fork_spawns_forks_and_then_interpreters(run, tmp_path):
-    """Two of the three have SGLang at once; all are children of the fork, with its variables and with their pipes."""
+    """All but the last have SGLang at once; all are children of the fork, with its variables and with their pipes."""
     told = "import os, sys; sender.send((os.getpid(), os.getppid(), os.environ['LATE'], 'sglang' in sys.modules))"
     program = f"""
 import multiprocessing, os
 spawn = multiprocessing.get_context("spawn")
 os.environ["LATE"] = "yes"
-for _ in range(3):
+for _ in range({NUM_SPARES + 1}):
     receiver, sender = spawn.Pipe(duplex=False)
     child = spawn.Process(target=exec, args=({told!r} + "; os._exit(5)", dict(sender=sender)))
     child.start()
@@ -68,7 +69,7 @@ os._exit(0)
 """
     process, printed = run(program)
     lines = [line for line in printed.splitlines() if line.startswith("True")]
-    assert lines == [f"True {process.pid} yes {imported} 5" for imported in (True, True, False)], printed
+    assert lines == [f"True {process.pid} yes {imported} 5" for imported in [True] * NUM_SPARES + [False]], printed
 
 
 def test_a_server_that_does_not_start_is_reported(tmp_path):

@@ -1,17 +1,17 @@
 """Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
 
+import dataclasses
 import gc
-import math
 
 import pytest
 import torch
 import transformers
 
 from oracle.adapters import merged, random_adapter
-from oracle.block_mask import Oracle, RoundedCache, load_model, visibility
+from oracle.block_mask import Oracle, RoundedCache, attention_mask, load_model, visibility
 from oracle.comb import CombOracle
 from oracle.comb import build as build_comb
-from oracle.models import MODELS, ModelSpec, build
+from oracle.models import MODELS, build_model
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
@@ -62,9 +62,8 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    wide = ModelSpec(**{**vars(spec), "name": f"{spec.name}-wide", "settings": {**spec.settings, **WIDE}})
-    MODELS[wide.name] = wide
-    return build(wide.name, model_dir)
+    settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
+    return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
 
 
 @pytest.fixture(
@@ -81,6 +80,9 @@ def wide(name: str, model_dir) -> str:
         "llama flashinfer",
         "llama triton",
         "llama copies",
+        "gpt-oss fa3",
+        "gpt-oss triton",
+        "gpt-oss copies",
         "llama fp8",
         "llama tiers",
         "llama tiers fp8",
@@ -113,10 +115,10 @@ def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Ten
     if cache_dtype != torch.bfloat16:
         RoundedCache(model, cache_dtype).expect(prompt, len(tokens))
     ids = torch.tensor(token_ids(prompt) + list(tokens))
-    visible = visibility(prompt, len(tokens))
-    mask = torch.zeros(visible.shape, dtype=torch.bfloat16).masked_fill(~visible, torch.finfo(torch.bfloat16).min)
+    positions = torch.arange(len(ids))
+    mask = attention_mask(model, visibility(prompt, len(tokens)), positions, positions)
     with torch.inference_mode():
-        logits = model(ids[None], attention_mask=mask[None, None], position_ids=torch.arange(len(ids))[None]).logits[0]
+        logits = model(ids[None], attention_mask=mask, position_ids=positions[None]).logits[0]
     return logits.float()[len(ids) - len(tokens) - 1 :].log_softmax(-1)
 
 
@@ -172,15 +174,9 @@ def test_chunks_on_cuda(served):
     assert max(ours) <= 2 * max(plain), (ours, plain)
 
 
-def of_the_query(oracle: PolicyOracle, prompt, ratio: float, preamble):
-    """What `query` keeps: its probe sums attention over the last third of the layers."""
-    num_layers = oracle.model.config.get_text_config().num_hidden_layers
-    return oracle.query(prompt, ratio, range(num_layers - math.ceil(num_layers / 3), num_layers), preamble)
-
-
 KEPT = {
     "epic:tokens=16": lambda oracle, prompt, preamble: epic(prompt, 16),
-    "query:ratio=0.15": lambda oracle, prompt, preamble: of_the_query(oracle, prompt, 0.15, preamble),
+    "query:ratio=0.15": lambda oracle, prompt, preamble: oracle.query(prompt, 0.15, oracle.last_third, preamble),
     "blend:ratio=0.15": lambda oracle, prompt, preamble: oracle.blend(prompt, 0.15, preamble),
     "static:ratio=0.15": lambda oracle, prompt, preamble: without_best_of_each(
         prompt, -oracle.key_sizes(prompt, preamble), 0.15

@@ -3,6 +3,7 @@
 import pytest
 import requests
 from http_prompts import chunk, text
+from playwright.sync_api import expect
 
 from sglang_lazy.testing import device_flags, running_server
 
@@ -32,6 +33,10 @@ def test_who_may(url):
         ("GET", "/chunks", {}),
         ("GET", "/chunks?all=true", {}),
         ("GET", f"/chunks/{name}", {}),
+        ("GET", "/lazy", {}),
+        ("GET", "/lazy/survey", {}),
+        ("GET", "/lazy/survey?all=true", {}),
+        ("GET", f"/lazy/uses/{name}", {}),
         ("PATCH", f"/chunks/{name}", {"ttl": 60}),
         ("DELETE", f"/chunks?id={'0' * 16}", {}),
         ("DELETE", f"/chunks/{name}", {}),
@@ -51,3 +56,41 @@ def test_who_may(url):
         assert call(url, method, path, "admin", **body).status_code == 200, (method, path)
     answer = call(url, "POST", "/generate", "key", segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")])
     assert [one["hit"] for one in answer.json()["meta_info"]["chunks"]] == [False]
+
+
+def test_the_page_asks_for_the_key(url, browser):
+    """A tenant's chunks are seen by who has the key and names the tenant, or asks for those of all."""
+    answer = call(url, "POST", "/generate", "key", segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")])
+    (used,) = answer.json()["meta_info"]["chunks"]
+    page = browser.new_page()
+    assert page.goto(f"{url}/lazy").status == 401
+    secret, open_it, numbers = (
+        page.locator("#secret"),
+        page.get_by_role("button", name="Open"),
+        page.locator("#numbers"),
+    )
+    for wrong in ("other", "key"):
+        secret.fill(wrong)
+        with page.expect_response("**/lazy/survey?*") as refused:
+            open_it.click()
+        assert refused.value.status == 401
+        expect(numbers).to_be_hidden()
+        assert used["id"] not in page.content()
+    secret.fill("admin")
+    open_it.click()
+    expect(numbers).to_be_visible()
+    expect(secret).to_be_hidden()
+    expect(page.locator("#n-chunks")).to_have_text("0")
+    page.get_by_label("all tenants").check()
+    block = page.locator(f"#prompts [data-chunk='{used['id']}']").first
+    block.click()
+    expect(page.locator("#facts")).to_contain_text("tenant")
+    page.keyboard.press("Escape")
+    page.reload()  # the key is kept
+    expect(numbers).to_be_visible()
+    assert "admin" not in page.url
+    page.close()
+    other = browser.new_page()  # not for another tab
+    assert other.goto(f"{url}/lazy").status == 401
+    expect(other.locator("#secret")).to_be_visible()
+    other.close()

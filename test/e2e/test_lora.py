@@ -1,15 +1,23 @@
 """A server with LoRA adapters, against the oracle: the model into which an adapter's weights are merged."""
 
 import itertools
+import json
+import sys
 
 import pytest
 import requests
 import torch
+import transformers
 from stored import TOLERANCE, started
 
+from benchmark.policies import train_model
+from benchmark.quality.asking import Prompts, as_user_message
+from benchmark.quality.questions import read_questions
+from benchmark.quality.worlds import records
 from oracle.adapters import merged, random_adapter
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
+from oracle.segments import text, token_ids
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
 
@@ -173,6 +181,33 @@ def test_a_name_that_is_loaded_again_has_other_chunks(server, oracles, paths):
         assert adapters_of(server.url, **salt) == [("c", True)] * 2
         control(server.url, "unload", lora_name="c")
         assert adapters_of(server.url, **salt) == []
+
+
+def test_an_adapter_trained_for_chunks_is_served_beside_its_model(server, oracles, tiny_model, tmp_path, monkeypatch):
+    """In one batch, each over its own chunks; its answers over them are nearer to the model's under full attention."""
+    questions, folder = tmp_path / "worlds.jsonl", tmp_path / "trained"
+    questions.write_text("".join(json.dumps(record) + "\n" for record in records(0, "test", 1, 1, documents=(3, 3))))
+    arguments = ["--model", tiny_model, "--questions", str(questions), "--out", str(folder)]
+    arguments += ["--lora", "4", "--learning-rate", "1e-2", "--steps", "15", "--batch", "2", "--new-tokens", "4"]
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    train_model.main()
+    control(server.url, "load", lora_name="trained", lora_path=str(folder))
+    trained, base = PolicyOracle(str(merged(tiny_model, folder, tmp_path / "merged"))), oracles[None]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_model)
+    (prompt,) = (
+        Prompts(tokenizer).make(as_user_message(question, tokenizer)) for question in read_questions(questions)
+    )
+    for hit in (False, True):
+        outputs = ask(server.url, [prompt] * 2, lora_path=["trained", None], cache_salt="trained")
+        for oracle, output in zip((trained, base), outputs, strict=True):
+            assert check(oracle, prompt, output) == [hit] * 3
+    full = base.logprobs([text(token_ids(prompt))], [], [])
+    before, after = (
+        (full.exp() * (full - oracle.logprobs(prompt, [], keep_all_but(prompt, ())))).sum()
+        for oracle in (base, trained)
+    )
+    assert after < 0.5 * before
+    control(server.url, "unload", lora_name="trained")
 
 
 def test_a_registration_names_its_adapter(server, oracles):

@@ -32,9 +32,11 @@ VARIANTS = {
     "llama-yarn": {"disable_overlap_schedule": True, "chunked_prefill_size": 64},
     "qwen2": {"chunked_prefill_size": 64, "schedule_policy": "dfs-weight"},
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
+    "gpt-oss": {"chunked_prefill_size": 64},
     "stablelm": {"schedule_policy": "lpm", "max_running_requests": 4},
     # The pool has room for a prompt and the chunks that are copied into it.
     "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
+    "gpt-oss copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
 }
 
 Waves = list[list[tuple[list[Segment], dict]]]  # batch by batch, the prompts and their outputs
@@ -47,7 +49,7 @@ class Served:
         self.path = build(name, folder)
         oracle = Oracle(self.path)
         self.expected = functools.cache(lambda prompt, tokens: oracle.logprobs(list(prompt), list(tokens)))
-        self.engine = EngineProcess(model_path=self.path, **{**SERVER, **options})
+        self.engine = EngineProcess(model_path=self.path, **{**SERVER, **MODELS[name].cpu_options, **options})
 
     def flush(self) -> None:
         self.engine.flush_cache()
@@ -157,7 +159,7 @@ def on_one_worker(name: str):
     return pytest.param(name, marks=marks)
 
 
-@pytest.fixture(scope="module", params=map(on_one_worker, [*NAMES, "glm4 copies"]))
+@pytest.fixture(scope="module", params=map(on_one_worker, [*NAMES, "glm4 copies", "gpt-oss copies"]))
 def served(request, model_dir):
     """One engine for all tests of a model; pytest runs them together and stops it before the next."""
     name, _, _ = request.param.partition(" ")

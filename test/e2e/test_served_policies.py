@@ -8,7 +8,7 @@ import shutil
 import pytest
 from served import NUM_TOKENS, Served
 
-from oracle.models import build
+from oracle.models import MODELS, build
 from oracle.policies import keep_all_but
 from oracle.scenarios import Dice
 from oracle.segments import Segment, chunk, text
@@ -18,12 +18,20 @@ LINKS = ["block", "epic:tokens=3", "query:ratio=0.3", "blend:ratio=0.3", "static
 BASES = ["", "base+", "base:preamble=lead+"]
 
 
-@pytest.fixture(scope="module", params=["llama", pytest.param("glm4", marks=pytest.mark.slow)])
+OPTIONS = {
+    "llama": {},
+    "glm4": {"chunked_prefill_size": 48, "disable_overlap_schedule": True},
+    "gpt-oss": MODELS["gpt-oss"].cpu_options,
+}
+
+
+@pytest.fixture(
+    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4", "gpt-oss"))]
+)
 def served(request, model_dir, tmp_path_factory):
-    options = {"llama": {}, "glm4": {"chunked_prefill_size": 48, "disable_overlap_schedule": True}}
     path = shutil.copytree(build(request.param, model_dir), tmp_path_factory.mktemp("model") / request.param)
     (path / "lazy_tokens.json").write_text(json.dumps(TRAINED))
-    served = Served(path, max_total_tokens=2048, **options[request.param])
+    served = Served(path, max_total_tokens=2048, **OPTIONS[request.param])
     yield served
     served.engine.shutdown()
     gc.collect()

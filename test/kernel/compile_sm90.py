@@ -15,10 +15,12 @@ attention = importlib.import_module("sgl_kernel_lazy.triton.accumulate_attention
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
 extend = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
 copies = importlib.import_module("sgl_kernel_lazy.triton.copy_rotated")
+windows = importlib.import_module("sgl_kernel_lazy.triton.window_rows")
 
 FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
-INPUT_POINTERS = ("q", "k_cache", "v_cache", "out", "cache")
+INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
+INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions")
 # Of queries, and of caches that have another.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
@@ -43,7 +45,7 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
             signature[name] = f"*{dtype}"
         elif name in INDEX_POINTERS:
             signature[name] = "*i32"
-        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets"):
+        elif name in ("kv_indices", "q_positions", "distances", "source", "target", "offsets", "rows", "seq_lens"):
             signature[name] = "*i64"
         else:
             signature[name] = "fp32" if name == "v_scale" else "i32"
@@ -65,22 +67,29 @@ def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
         ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E, BLOCK_H=block_h,
         BLOCK_BS=128, BLOCK_SEGMENTS=16,
     )  # fmt: skip
-    return main, compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, BLOCK_S=64)
+    return main, *(
+        compile_kernel(decode._merge_kernel, dtype, 4, 3, **shared, **sinks, BLOCK_S=64)
+        for sinks in ({}, {"sinks": None})
+    )
 
 
-def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split):
+def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split, window=0):
+    """With sinks where there is a window."""
     shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
+    options = {"WINDOW": window, **({} if window else {"sinks": None}), **({} if split else {"lse": None})}
     row_bytes = head_dim * operand_size(DTYPES[dtype])
     block_m, _ = extend._plan(1, extend_len, 10000, extend_len, 8 * group, 8, head_dim, row_bytes, 132)
     extend.shared_memory = lambda device: MAX_SHARED
     blocks = block_sizes(head_dim, DTYPES[dtype], extend.TILE_BYTES)
     main = compile_kernel(
         extend._link_extend_kernel, dtype, *extend._launch(block_m, head_dim, "cuda").values(),
-        **({} if split else {"lse": None}), **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,
+        **options, **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,
         STRIDE_K_SLOT=8 * head_dim, STRIDE_V_SLOT=8 * head_dim, SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split,
         BLOCK_M=block_m, BLOCK_SEGMENTS=16,
     )  # fmt: skip
-    merge = compile_kernel(extend._merge_kernel, dtype, 4, 3, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16)
+    merge = compile_kernel(
+        extend._merge_kernel, dtype, 4, 3, sinks=None, **shared, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16
+    )
     return (main, merge) if split else (main,)
 
 
@@ -119,7 +128,12 @@ HEADS = [
 QUICK = HEADS[:2]
 
 if __name__ == "__main__":
+    for max_tail in (128, 4096):
+        blocks = dict(BLOCK_BS=256, BLOCK_T=max_tail, BLOCK_N=128)
+        kernel = compile_kernel(windows._window_rows_kernel, "bf16", 4, 3, **blocks)
+        print(max_tail, kernel.metadata.name, kernel.metadata.shared, flush=True)
     for heads in QUICK if "--quick" in sys.argv else HEADS:
         links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
+        links += compile_extend(*heads, 512, False, 128)
         for kernel in (*links, *compile_attention(*heads, 64), *compile_copy(*heads)):
             print(*heads, kernel.metadata.name, kernel.metadata.shared, flush=True)

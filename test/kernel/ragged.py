@@ -187,6 +187,12 @@ def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
     return layout + [("new", rng.randint(1, shape.max_text_len))]
 
 
+def add_sinks(batch: Batch) -> Batch:
+    """The batch with a sink for each head, from far below its scores to far above them; bf16, as models have them."""
+    batch.options["sinks"] = torch.linspace(-8, 8, batch.shape.num_qo_heads).bfloat16().to(DEVICE)
+    return batch
+
+
 def quantise(batch: Batch, fp8: torch.dtype, k_scale: float = 1.0, v_scale: float = 1.0) -> dict:
     """Arguments of an op that put fp8 caches in place of the batch's, which get the values that those stand for.
 

@@ -18,7 +18,7 @@ import tempfile
 import time
 
 import torch
-from ragged import Shape, check, quantise, random_batch
+from ragged import Shape, add_sinks, check, quantise, random_batch
 
 import sgl_kernel_lazy
 
@@ -49,13 +49,17 @@ BATCHES = {
 
 
 def run_batches(names: list[str]) -> None:
-    """Both ops on these batches, checked against the formula."""
+    """Both ops on these batches, and prefill under a window with sinks, checked against the formula."""
     for name in names:
         shape, fp8 = BATCHES[name]
         for op in ("decode", "extend"):
             batch = random_batch(0, shape)
             module = importlib.import_module(f"sgl_kernel_lazy.cuda.link_{op}")
-            check(op, module, batch, **(quantise(batch, fp8) if fp8 else {}))
+            given = quantise(batch, fp8) if fp8 else {}
+            check(op, module, batch, **given)
+            if op == "extend":
+                add_sinks(batch).options["window"] = 100
+                check(op, module, batch, **given)
 
 
 def sanitized(sanitizer: str, tool: str, *command: str) -> subprocess.CompletedProcess:

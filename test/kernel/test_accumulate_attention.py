@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Batch, Shape, quantise, random_batch, relative_error
+from ragged import DEVICE, NAN, Batch, Shape, add_sinks, quantise, random_batch, relative_error
 
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.naive import naive_accumulate_attention
@@ -110,6 +110,13 @@ def test_accumulate_attention(name, dtype, case):
     skip_unless_supported(name, dtype, case, INTERPRETED_IN_FP16)
     seed, shape, layout = CASES[case]
     check(name, random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+
+
+@implementations
+@pytest.mark.parametrize("case", ["ragged", "group of 8, interleaved", "plain requests"])
+def test_sinks(name, case):
+    seed, shape, layout = CASES[case]
+    check(name, add_sinks(random_batch(seed, shape, layout)))
 
 
 @implementations

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, check, naive, quantise, random_batch, relative_error, run, sizes
+from ragged import DEVICE, NAN, Shape, add_sinks, check, naive, quantise, random_batch, relative_error, run, sizes
 
 if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -38,6 +38,18 @@ def check_or_refuse(batch):
 def test_link_decode(configuration, case):
     seed, shape, layout = CASES[case]
     check_or_refuse(random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout))
+
+
+@all_configurations
+@pytest.mark.parametrize("heads", [(8, 1), (32, 8)], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_sinks(configuration, heads, dtype):
+    """Rows of a window's length, and one without KV tokens."""
+    shape = Shape(*heads, **CONFIGURATIONS[configuration], bs=4)
+    layout = [[("chunk", 2), ("text", 1), ("chunk", 2), ("new", 48)], [], [("new", 1)], [("text", 127), ("new", 1)]]
+    batch = add_sinks(random_batch(0, shape, layout))
+    batch.options["sinks"] = batch.options["sinks"].to(dtype or shape.dtype)
+    check("decode", module, batch)
 
 
 @sharing

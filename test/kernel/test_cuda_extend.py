@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, check, quantise, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, check, quantise, random_batch, relative_error, run
 
 from sgl_kernel_lazy.naive import naive_link_extend
 
@@ -47,6 +47,37 @@ def test_many_tiles(configuration, heads):
     check("extend", module, random_batch(heads[0], shape))
 
 
+@all_configurations
+@all_cases
+@pytest.mark.parametrize("window", [1, 30, 500])
+def test_windows(configuration, case, window):
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)
+    batch.options["window"] = window
+    check("extend", module, batch)
+
+
+@all_configurations
+@all_heads
+@pytest.mark.parametrize("window", [64, 128, 1000])
+def test_windows_over_many_tiles(configuration, heads, window):
+    """They begin and end inside tiles, and inside and between runs; heads have sinks."""
+    shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
+    batch = add_sinks(random_batch(heads[0], shape))
+    batch.options["window"] = window
+    check("extend", module, batch)
+
+
+@all_configurations
+@pytest.mark.parametrize("case", ["ragged", "empty rows", "plain beside linked"])
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_sinks(configuration, case, dtype):
+    seed, shape, layout = CASES[case]
+    batch = add_sinks(random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout))
+    batch.options["sinks"] = batch.options["sinks"].to(dtype or batch.shape.dtype)
+    check("extend", module, batch)
+
+
 def cut(monkeypatch, block_m, max_partials):
     """A batch that the kernel splits as far as this many partial results allow."""
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 209)]
@@ -59,8 +90,11 @@ def cut(monkeypatch, block_m, max_partials):
 
 
 @any_split
-def test_any_number_of_splits(monkeypatch, block_m, max_partials):
-    check("extend", module, cut(monkeypatch, block_m, max_partials))
+@pytest.mark.parametrize("window", [None, 200])
+def test_any_number_of_splits(monkeypatch, block_m, max_partials, window):
+    batch = add_sinks(cut(monkeypatch, block_m, max_partials))
+    batch.options["window"] = window
+    check("extend", module, batch)
 
 
 @all_fp8

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, check, naive, random_batch, relative_error, run
+from ragged import DEVICE, NAN, add_sinks, check, naive, random_batch, relative_error, run
 
 pytest.importorskip("flashinfer")
 
@@ -131,3 +131,10 @@ def test_an_unsupported_type_is_named(op):
         ValueError, match=f"^link_{op}: expected queries in torch.float16 or torch.bfloat16, got torch.float32"
     ):
         run(op, flashinfer_impl, random_batch(0))
+
+
+@ops
+def test_sinks_are_refused(op):
+    batch = add_sinks(random_batch(0, dataclasses.replace(CASES["ragged"][1], dtype=torch.bfloat16)))
+    with pytest.raises(ValueError, match=f"^link_{op}: expected neither windows nor sinks"):
+        run(op, flashinfer_impl, batch)

@@ -37,7 +37,7 @@ def test_kernels_compile_for_sm90():
 
 OPS = (
     "accumulate_attention", "copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode",
-    "unsupported",
+    "unsupported", "window_rows",
 )  # fmt: skip
 # What an implementation takes besides, by keyword and with a default.
 EXTRAS = {("flashinfer", "link_extend"): {"plan"}}
@@ -63,7 +63,7 @@ def test_all_implementations_have_one_interface(name, op):
 
 HOPPER = dict(
     dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_qo_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128,
-    max_segments=256,
+    max_segments=256, windowed=False, sinks=False,
 )  # fmt: skip
 REFUSED = {
     "queries in torch.float16 or torch.bfloat16, got torch.float32": dict(dtype=torch.float32, kv_dtype=torch.float32),
@@ -76,6 +76,7 @@ REFUSED = {
         num_qo_heads=5, num_kv_heads=5, head_dim=64, rotary_dim=64, kv_dtype=torch.float8_e5m2
     ),
     "at most .* segments per request, got 100000": dict(max_segments=100000),
+    "at most 949 segments per request, got 1000": dict(max_segments=1000, windowed=True),
 }
 
 
@@ -112,6 +113,7 @@ MISTAKES = {
     "cos_sin_cache": lambda t: t.bfloat16(),
     "out": lambda t: t[:1],
     "lse": lambda t: t.half(),
+    "sinks": lambda t: t[1:],
     "qo_indptr": lambda t: t[1:],
     "q_positions": lambda t: t[1:],
     "kv_positions": lambda t: t.long(),
@@ -125,7 +127,10 @@ def test_a_wrong_tensor_is_named(op, argument, name):
     batch = random_batch(0)
     inputs = batch.decode if op == "decode" else batch.extend
     inputs = dict(
-        inputs, out=torch.empty_like(inputs["q"]), lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device)
+        inputs,
+        out=torch.empty_like(inputs["q"]),
+        lse=torch.empty(inputs["q"].shape[:2], device=inputs["q"].device),
+        sinks=torch.zeros(inputs["q"].shape[1], device=inputs["q"].device),
     )
     if op == "decode":
         inputs["segment_ids"] = batch.segment_ids
@@ -166,6 +171,13 @@ def test_a_last_dimension_with_gaps_is_refused(argument):
 def test_a_scale_that_is_not_positive_is_refused(op, name, scale):
     with pytest.raises(ValueError, match="sm_scale: expected a positive number, got "):
         run(op, get_implementation(name), random_batch(0), sm_scale=scale)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("window", [0, -1, 2.0])
+def test_a_window_that_is_none_is_refused(name, window):
+    with pytest.raises(ValueError, match="window: expected a positive int or None, got "):
+        run("extend", get_implementation(name), random_batch(0), window=window)
 
 
 @pytest.mark.parametrize("op", ["decode", "extend"])

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases, all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Shape, check, naive, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, check, naive, random_batch, relative_error, run
 
 from sgl_kernel_lazy import get_implementation
 
@@ -20,6 +20,30 @@ def test_link_decode(name, dtype, case):
     skip_unless_supported(name, dtype, case)
     seed, shape, layout = CASES[case]
     check("decode", get_implementation(name), random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+
+
+@implementations
+@all_dtypes
+@pytest.mark.parametrize("case", ["ragged", "group of 7, interleaved", "empty rows", "plain beside linked"])
+def test_sinks(name, dtype, case):
+    skip_unless_supported(name, dtype, case)
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
+    check("decode", get_implementation(name), add_sinks(batch))
+
+
+@implementations
+def test_segments_that_have_left_a_window(name):
+    """They are empty, and come first; text between segments is one of offset 0."""
+    implementation = get_implementation(name)
+    batch = random_batch(0, Shape(bs=1), [[("chunk", 2), ("chunk", 1), ("new", 1)]])
+    expected, _ = run("decode", implementation, batch)
+    for table, first in (("segment_ends", [0, 0]), ("segment_offsets", [5, 0])):
+        values = [*first, *batch.extend[table][0, :2].tolist()]
+        batch.extend[table] = torch.tensor([values], dtype=torch.int32, device=DEVICE)
+    batch.segment_ids = torch.full_like(batch.extend["segment_ends"], -1)
+    batch.extend["num_segments"] += 2
+    assert torch.equal(run("decode", implementation, batch)[0], expected)
 
 
 @implementations
@@ -100,7 +124,7 @@ def test_any_number_of_splits(monkeypatch, bs, num_spans):
     """From one span for all requests to spans of a single block."""
     module = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
     monkeypatch.setattr(module, "_plan", lambda *shape: (16, num_spans))
-    check("decode", module, random_batch(bs, Shape(bs=bs, max_chunk_len=150)))
+    check("decode", module, add_sinks(random_batch(bs, Shape(bs=bs, max_chunk_len=150))))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases, all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Shape, check, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, check, random_batch, relative_error, run
 
 from sgl_kernel_lazy import get_implementation
 
@@ -20,6 +20,46 @@ def test_link_extend(name, dtype, case):
     skip_unless_supported(name, dtype, case)
     seed, shape, layout = CASES[case]
     check("extend", get_implementation(name), random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
+
+
+# Windows of one token, of less and more than a block of keys, and of more than all; with and without gaps in positions.
+WINDOWS = [
+    ("ragged", 1), ("ragged", 30), ("ragged", 3000), ("group of 7, interleaved", 9), ("long chunks", 100),
+    ("50 segments, spans between", 64), ("plain requests", 50), ("chunks with holes", 12), ("behind a preamble", 20),
+    ("cached text behind new text", 6), ("chunked prefill goes on", 25), ("empty rows", 3), ("offsets to the end", 500),
+]  # fmt: skip
+
+
+@implementations
+@all_dtypes
+@pytest.mark.parametrize(("case", "window"), WINDOWS)
+def test_windows(name, dtype, case, window):
+    skip_unless_supported(name, dtype, case)
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
+    batch.options["window"] = window
+    check("extend", get_implementation(name), batch)
+
+
+@implementations
+@all_dtypes
+@pytest.mark.parametrize("case", ["ragged", "group of 7, interleaved", "empty rows", "plain beside linked"])
+def test_sinks(name, dtype, case):
+    skip_unless_supported(name, dtype, case)
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
+    check("extend", get_implementation(name), add_sinks(batch))
+
+
+def test_keys_outside_of_a_window_are_not_read():
+    batch = random_batch(0, Shape(bs=1), [[("chunk", 2), ("text", 70), ("chunk", 1), ("new", 3)]])
+    batch.options["window"] = 2
+    expected, _ = run("extend", get_implementation("triton"), batch)
+    num_kv = int(batch.extend["kv_indptr"][-1])
+    far = batch.extend["kv_positions"][:num_kv] < int(batch.extend["q_positions"][0]) - 64
+    outside = batch.extend["kv_indices"][:num_kv][far].long()
+    batch.extend["k_cache"][outside] = batch.extend["v_cache"][outside] = NAN
+    assert len(outside) > 40 and torch.equal(run("extend", get_implementation("triton"), batch)[0], expected)
 
 
 @implementations
@@ -87,7 +127,9 @@ def test_any_number_of_splits(monkeypatch, block_m, num_splits):
     monkeypatch.setattr(module, "_plan", lambda *shape: (block_m, num_splits))
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 9)]
     late = CASES["cached text behind new text"][2][0]
-    check("extend", get_implementation("triton"), random_batch(0, Shape(bs=4), [linked, late, [("new", 20)], []]))
+    batch = random_batch(0, Shape(bs=4), [linked, late, [("new", 20)], []])
+    check("extend", get_implementation("triton"), batch)
+    check("extend", get_implementation("triton"), add_sinks(batch))
 
 
 def test_the_reference_takes_long_tails_in_steps(monkeypatch):

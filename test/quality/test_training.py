@@ -3,18 +3,20 @@
 import dataclasses
 import json
 import random
+import sys
 
 import numpy as np
 import pytest
 import torch
 
 from benchmark.quality.leaning import FAMILIES
-from benchmark.quality.llama import Llama, Shape, save_for_serving
+from benchmark.quality.llama import Llama, Shape, load_llama, save_for_serving
 from benchmark.quality.packing import ANSWER, FIELDS, IGNORED, Mix, make_row
 from benchmark.quality.recipe import Recipe, make_rows, start_worker
 from benchmark.quality.reference import Reference
-from benchmark.quality.train import Trainer, exact_match, losses, make_mask, to_batch, train
+from benchmark.quality.train import Trainer, exact_match, losses, main, make_mask, to_batch, train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
+from oracle.adapters import merge
 from oracle.block_mask import load_model, visibility
 from oracle.segments import chunk, text, token_ids
 
@@ -176,6 +178,35 @@ def test_start(tmp_path):
     again = Trainer(recipe, tmp_path / "more", CPU, flex=False)
     again.resume()
     assert again.step == 1 and all(map(torch.equal, again.model.parameters(), trainer.model.parameters()))
+
+
+def test_an_adapter(tmp_path, encode):
+    """It alone is trained, goes on where it stopped, and is written as what it adds to the model that it began with."""
+    known = Trainer(RECIPE, tmp_path / "known", CPU, flex=False)
+    known.save()
+    recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), lora=4)
+    trainer = Trainer(recipe, tmp_path / "adapter", CPU, flex=False)
+    for _ in range(3):
+        trainer.train_step(trainer_rows(trainer))
+    trainer.save()
+    again = Trainer(recipe, tmp_path / "adapter", CPU, flex=False)
+    again.resume()
+    assert again.step == 3
+    model = load_llama(tmp_path / "known")
+    before = {name: weight.clone() for name, weight in model.named_parameters()}
+    merge(model, tmp_path / "adapter")
+    assert {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])} == {
+        name for name in before if name.endswith("_proj.weight")
+    }
+    batch = batch_of(encode, length=200)
+    logits = [one(batch["ids"], batch["positions"], make_mask(batch, flex=False)) for one in (again.model, model)]
+    torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-5)
+
+
+def test_an_adapter_needs_its_model(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["", "--out", str(tmp_path), "--lora", "4"])
+    with pytest.raises(SystemExit, match="--start"):
+        main()
 
 
 def test_families(tmp_path):

@@ -14,7 +14,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 import sglang_lazy
 from sglang_lazy import verify
 from sglang_lazy.core import segments
-from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfig
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
@@ -28,9 +28,9 @@ from sglang_lazy.port.protocol import extend_protocol
 from sglang_lazy.port.responses import ResponsesRequest
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
 from sglang_lazy.serving.blocks import BLOCKS
-from sglang_lazy.serving.requests import SALT_HEADER
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import COUNTERS
+from sglang_lazy.serving.usage import Usage
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -103,8 +103,8 @@ def test_results():
         async def outputs():
             yield result
 
-        layout, request = PromptLayout(((0, 1),)), SimpleNamespace(input_ids=[5, 6])
-        return [output async for output in annotated(outputs(), layout, request, parent=None)]
+        layout, request = PromptLayout(((0, 1),)), SimpleNamespace(input_ids=[5, 6], extra_key=None)
+        return [output async for output in annotated(outputs(), layout, request, parent=None, usage=Usage())]
 
     asyncio.run(report())
     check(meta_info, result["meta_info"].keys() - {"finish_reason"})

@@ -7,7 +7,7 @@ import pytest
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from sglang_lazy.core.keys import chunk_id, tokens_digest
-from sglang_lazy.serving.chunk_lists import check_id, list_arguments, merged_page
+from sglang_lazy.serving.chunk_lists import arguments_of_ranks, check_id, list_arguments, merged_page
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -17,11 +17,13 @@ def id_of(chunk):
 
 
 def listed(loop, tenant=None, everybody=False, **query):
-    arguments = list_arguments(**query)
-    sort, limit = arguments["sort"], arguments["limit"]
-    wanted = {"tenant": tenant, "everybody": everybody, **arguments, "limit": limit + 1}
-    answer = loop.admission.control.handle("page", wanted, 0.0)
-    return merged_page([answer], sort, arguments["descending"], limit)
+    return listed_of_ranks([loop], tenant, everybody, **query)
+
+
+def listed_of_ranks(loops, tenant=None, everybody=False, **query):
+    wanted = list_arguments(**query)
+    asked = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(wanted)}
+    return merged_page([loop.admission.control.handle("page", asked, 0.0) for loop in loops], wanted)
 
 
 def test_what_a_list_says():
@@ -108,6 +110,25 @@ def test_pages_are_the_whole_list_in_order(sort, order):
     if sort != "created":
         values = [chunk[sort] for chunk in whole]
         assert values == sorted(values, reverse=order == "desc")
+
+
+@pytest.mark.parametrize("order", ["asc", "desc"])
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(order, limit):
+    """Each rank counts its chunks from 0, so those of several ranks have the same places."""
+    loops = [Loop(), Loop(), Loop()]
+    for loop in loops:
+        loop.warm(A, B, C)
+    pages, cursor = [], None
+    while True:
+        page = listed_of_ranks(loops, sort="created", order=order, limit=limit, cursor=cursor)
+        pages += [(chunk["id"], chunk["dp_rank"]) for chunk in page["chunks"]]
+        cursor = page["next"]
+        if cursor is None:
+            break
+    assert page["total"] == 9
+    expected = [(id_of(chunk), rank) for chunk in (A, B, C) for rank in range(3)]
+    assert pages == (expected if order == "asc" else expected[::-1])
 
 
 def test_an_id_finds_its_chunks():

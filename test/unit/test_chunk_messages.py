@@ -27,10 +27,24 @@ def test_a_caller_that_leaves_takes_its_answer_along():
             while len(sent) <= number:
                 await asyncio.sleep(0)
             await asyncio.sleep(0)
-            communicator.handle_recv(
-                control.ChunksReqOutput(answer=wrap_as_pickle(unwrap_from_pickle(sent[number].arguments)))
-            )
+            answer = wrap_as_pickle(unwrap_from_pickle(sent[number].arguments))
+            communicator.handle_recv(control.ChunksReqOutput(answer=answer, dp_rank=0))
             await asyncio.sleep(0)
         return await asyncio.wait_for(stays, 10)
 
     assert asyncio.run(run()) == [{"tenant": "b"}]
+
+
+def test_answers_of_ranks_are_in_their_order():
+    async def run():
+        communicator = FanOutCommunicator(lambda _message: None, 3)
+        manager = SimpleNamespace(auto_create_handle_loop=lambda: None)
+        setattr(manager, control._COMMUNICATOR, communicator)
+        asks = asyncio.create_task(control.ask(manager, "get", tenant=None))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for rank in (2, 0, 1):
+            communicator.handle_recv(control.ChunksReqOutput(answer=wrap_as_pickle({"of": rank}), dp_rank=rank))
+        return await asyncio.wait_for(asks, 10)
+
+    assert asyncio.run(run()) == [{"of": 0}, {"of": 1}, {"of": 2}]

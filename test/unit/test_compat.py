@@ -14,6 +14,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import compat, plugin
+from sglang_lazy.port.layers import describe_layers
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -39,7 +40,9 @@ FLAGS = {
     "enable_deterministic_inference": False,
     "radix_eviction_policy": "lru",
     "quantization_param_path": None,
-    "tokenizer_worker_num": 1,
+    "tokenizer_worker_num": 2,
+    "api_key": None,
+    "admin_api_key": None,
     "dllm_algorithm": None,
     "smg_grpc_mode": False,
     "grpc_mode": False,
@@ -68,7 +71,8 @@ UNFIT_FLAGS = [
     ("enable_deterministic_inference", True, "deterministic inference"),
     ("radix_eviction_policy", "mru", "'mru'"),
     ("quantization_param_path", "scales.json", "--quantization-param-path"),
-    ("tokenizer_worker_num", 2, "tokenizer workers"),
+    ("api_key", "key", "several tokenizer workers"),
+    ("admin_api_key", "key", "several tokenizer workers"),
     ("dllm_algorithm", "LowConfidence", "diffusion language models"),
     ("smg_grpc_mode", True, "gRPC"),
     ("grpc_mode", True, "gRPC"),
@@ -86,7 +90,7 @@ def test_the_defaults_fit():
 def test_flags_are_sglangs_own():
     """Every flag looked at exists, so that none is checked under a wrong name; and each is refused below."""
     assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
-    assert set(FLAGS) - {"enable_hierarchical_cache"} == {flag for flag, _, _ in UNFIT_FLAGS}
+    assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
 
 
 @pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_RADIX_FORCE_MISS"])
@@ -124,17 +128,16 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
         "hf_config": SimpleNamespace(architectures=[architecture]),
         "is_encoder_decoder": False,
         "model_is_mrope": False,
-        "is_hybrid_swa": False,
+        "attention_chunk_size": None,
         "is_multimodal": False,
         "is_generation": True,
         "num_hidden_layers": len(layers),
-        **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is"))},
+        **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is", "attention_"))},
     }
     fields = {
         "model_config": SimpleNamespace(**config),
         "server_args": SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: ("triton", "triton")),
         "use_mla_backend": False,
-        "sliding_window_size": None,
         "kv_cache_dtype": torch.bfloat16,
         "kv_cache_dtype_str": "auto",
         "dtype": torch.bfloat16,
@@ -145,9 +148,14 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
     return SimpleNamespace(**fields)
 
 
+def described(given):
+    return describe_layers(given.model, 128, "cpu")
+
+
 def test_a_plain_model_fits():
     """No reason is found where there is none."""
     assert compat.unfit_model(runner(Layer(plain_rope()))) == []
+    assert compat.unfit_model(runner(Layer(plain_rope(), sliding_window_size=511))) == []
 
 
 @pytest.mark.parametrize(
@@ -155,8 +163,7 @@ def test_a_plain_model_fits():
     [
         ({"use_mla_backend": True}, "rotary part of keys"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
-        ({"is_hybrid_swa": True}, "sliding window"),
-        ({"sliding_window_size": 4096}, "sliding window"),
+        ({"attention_chunk_size": 8192}, "attention within blocks"),
         ({"is_multimodal": True}, "multimodal"),
         ({"is_generation": False}, "embedding"),
         ({"architecture": "HunYuanDenseV1ForCausalLM"}, "HunYuanDenseV1ForCausalLM"),
@@ -186,7 +193,8 @@ def test_an_fp8_cache_fits(name, kernels):
     """Both types; with a model's scales too."""
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
     given = runner(scaled(0.5, 2.0), kv_cache_dtype=dtype, kv_cache_dtype_str=name)
-    assert compat.unfit_model(given) == [] and compat.unfit_kernels(kernels, given, max_chunks=256) is None
+    assert compat.unfit_model(given) == []
+    assert compat.unfit_kernels(kernels, given, described(given), max_chunks=256) is None
 
 
 @pytest.mark.parametrize(
@@ -199,7 +207,8 @@ def test_an_fp8_cache_fits(name, kernels):
 )
 def test_kernels_that_an_fp8_cache_does_not_fit(monkeypatch, kernels, changes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    assert reason in compat.unfit_kernels(kernels, runner(Layer(plain_rope()), **{**FP8, **changes}), max_chunks=256)
+    given = runner(Layer(plain_rope()), **{**FP8, **changes})
+    assert reason in compat.unfit_kernels(kernels, given, described(given), max_chunks=256)
 
 
 def test_copies_do_not_fit_an_fp8_cache():
@@ -207,6 +216,12 @@ def test_copies_do_not_fit_an_fp8_cache():
     assert "fp8" in get_policy("copy").unfit(ServerTraits(fp8_cache=True))
     assert get_policy("copy").unfit(ServerTraits()) is None
     assert get_policy("block").unfit(ServerTraits(fp8_cache=True)) is None
+
+
+def test_a_query_needs_layers_that_see_all_of_a_prompt():
+    """The attention of one with a window says nothing of what lies before it."""
+    assert "whole prompt" in get_policy("query").unfit(ServerTraits(whole_layers=False))
+    assert get_policy("query").unfit(ServerTraits()) is None
 
 
 def test_scales_that_the_stock_backend_does_not_apply():
@@ -229,7 +244,6 @@ def test_unfit_attention_backends(which):
     ("attention", "reason"),
     [
         ({"logit_cap": 30.0}, "logit cap"),
-        ({"sliding_window_size": 512}, "sliding window"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
         ({"v_head_dim": 64}, "head dimensions 32 and 64"),

@@ -17,12 +17,15 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 from fakes.loop import Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
-from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
 from sglang_lazy.core.segments import Segment
+from sglang_lazy.core.state import linked
 from sglang_lazy.port import chunk_calls, chunk_routes, pinning
+from sglang_lazy.serving import surveys
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import layout_of
 from sglang_lazy.serving.tokenization import SegmentTokenizer
+from sglang_lazy.serving.usage import usage_of
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -56,6 +59,7 @@ class Server:
         self.texts = SegmentTokenizer(CountingTokenizer())
         monkeypatch.setattr(chunk_routes, "_manager", lambda: self)
         monkeypatch.setattr(time, "time", lambda: 1000.0)
+        monkeypatch.setattr(surveys, "MIN_AGE", 0.0)
         for module in (chunk_calls, pinning):
             monkeypatch.setattr(module, "ask", self.ask)
         app = fastapi.FastAPI()
@@ -123,6 +127,11 @@ async def act(server, salt, documents, link):
             while cursor is not None:
                 page = await call("GET", "/chunks", params={"sort": sort, "limit": 2, **cursor})
                 cursor = {"cursor": page.json()["next"]} if page.json()["next"] else None
+        survey = (await server.http.get("/lazy/survey", headers={"X-Cache-Salt": salt})).json()
+        del survey["memory"]  # of all tenants together, as on /metrics
+        seen.append(survey)
+        for name in ids:
+            await call("GET", f"/lazy/uses/{name}")
 
     async def change():
         for name in ids:
@@ -135,7 +144,13 @@ async def act(server, salt, documents, link):
     for prompt in prompts_of(documents):
         req = server.submit(prompt, salt, link)
         seen.append(server.work())
-        seen.append((server.loop.counts(req), list(req.output_ids)))
+        counts = server.loop.counts(req)
+        seen.append((counts, list(req.output_ids)))
+        chunks = [
+            {"id": chunk_id(chunk.key.tokens), "tokens": chunk.num_tokens, "hit": bool(counts[2] >> i & 1)}
+            for i, chunk in enumerate(linked(req).prompt.chunks)
+        ]
+        usage_of(server).add(Namespace("chunk", salt, salt), link, chunks, counts[1], time.time())
     await look()
     for wait in (True, False):
         chunks = [{"input_ids": list(document)} for document in documents[2:]]

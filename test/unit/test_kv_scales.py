@@ -8,6 +8,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
+from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.attention import LinkAttention
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -22,18 +23,19 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
     layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
     pool = MHATokenToKVPool(NUM_TOKENS + 1, 1, cache_dtype, NUM_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
     rope = SimpleNamespace(cos_sin_cache=rope_cos_sin(torch.ones(HEAD_DIM // 2).double(), 8), is_neox=True)
-    backend = SimpleNamespace(
-        link_pool=pool, link_model=SimpleNamespace(ropes={0: rope}), link_fp8=cache_dtype != torch.float32
-    )
-    backend._options = lambda layer: LinkAttention._options(backend, layer)
+    model = SimpleNamespace(layers={0: AttentionLayer(NUM_HEADS, NUM_HEADS, HEAD_DIM, rope)})
+    backend = SimpleNamespace(link_pool=pool, link_model=model, link_fp8=cache_dtype != torch.float32)
+    backend._options = lambda *given: LinkAttention._options(backend, *given)
     slots = torch.arange(1, NUM_TOKENS + 1)
     q = torch.full((1, NUM_HEADS * HEAD_DIM), 1000.0)
     batch = SimpleNamespace(out_cache_loc=slots)
-    q, k_cache, v_cache, arguments = LinkAttention._prepare(backend, q, k.clone(), v.clone(), layer, batch, True, {})
+    q, k_cache, v_cache, options = LinkAttention._prepare(backend, q, k.clone(), v.clone(), layer, batch, True, {})
     ints = {name: torch.zeros(1, 1, dtype=torch.int32) for name in ("segment_ends", "segment_offsets")}
     ints |= {"num_segments": torch.zeros(1, dtype=torch.int32), "kv_indices": slots}
     ints["kv_indptr"] = torch.tensor([0, NUM_TOKENS], dtype=torch.int32)
-    return get_implementation("torch").link_decode(q, k_cache, v_cache, **ints, **arguments)
+    return get_implementation("torch").link_decode(
+        q, k_cache, v_cache, **ints, **options, v_scale=LinkAttention._v_scale(backend, layer)
+    )
 
 
 def test_scales_cancel():

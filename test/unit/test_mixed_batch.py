@@ -18,7 +18,7 @@ from sgl_kernel_lazy.naive import naive_link_extend
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.rows import FillRow
 from sglang_lazy.core.state import Fill, LinkedRequest
@@ -42,10 +42,11 @@ class ReadingBackend(TorchNativeAttnBackend):
 class LinkedTorchBackend(LinkAttention, ReadingBackend):
     """As `with_link_path` makes it, but for what it would read from a model."""
 
-    def __init__(self, runner):
+    def __init__(self, runner, window):
         super().__init__(runner)
         self.link_ops = get_implementation("torch")
-        self.link_model, self.link_fp8 = ServedModel({}, {0: ROPE}, None), False
+        layer = AttentionLayer(QO_HEADS, KV_HEADS, HEAD_DIM, ROPE, window)
+        self.link_model, self.link_fp8 = ServedModel({}, {0: layer}, None), False
         self.link_pool = runner.token_to_kv_pool
         self.link_rows = runner.req_to_token_pool
         self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)
@@ -127,7 +128,7 @@ BATCHES = {
 }
 
 
-def build(requests, seed):
+def build(requests, seed, window=None):
     """A pool with everything cached in shuffled slots and NaN elsewhere, and the batch as SGLang describes it."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     rows = ReqToTokenPool(16, CONTEXT, "cpu", enable_memory_saver=False)
@@ -135,7 +136,7 @@ def build(requests, seed):
     for cache in pool.get_kv_buffer(0):
         cache.fill_(float("nan"))
     backend = LinkedTorchBackend(
-        SimpleNamespace(device="cpu", req_to_token_pool=rows, token_to_kv_pool=pool, sliding_window_size=None)
+        SimpleNamespace(device="cpu", req_to_token_pool=rows, token_to_kv_pool=pool, sliding_window_size=None), window
     )
     slots = iter(rng.sample(range(1, POOL), POOL - 1))
     places = rng.sample(range(16), len(requests))
@@ -147,7 +148,7 @@ def build(requests, seed):
             cache[own[: req.prefix_len]] = torch.randn(req.prefix_len, KV_HEADS, HEAD_DIM, generator=generator)
         new_slots.append(own[req.prefix_len :])
     chunks = {place: req.chunks for place, req in zip(places, requests, strict=True)}
-    backend.link_table.assign(chunks, lambda chunk: 0)
+    backend.link_table.assign(chunks, lambda chunk: 0, {})
     prefix_lens, extend_lens = [req.prefix_len for req in requests], [req.extend_len for req in requests]
     seq_lens = torch.tensor(prefix_lens) + torch.tensor(extend_lens)
     forward_batch = SimpleNamespace(
@@ -210,7 +211,7 @@ def as_req(req):
     return SimpleNamespace(lazy=state)
 
 
-def expected(backend, forward_batch, requests, q):
+def expected(backend, forward_batch, requests, q, **options):
     """The formula in fp64 for all rows alike, from the pools of SGLang; a chunk of a fill is a row of its own."""
     table, slots, q_positions, kv_positions, places = backend.link_table, [], [], [], []
     for place, req in zip(forward_batch.req_pool_indices.tolist(), requests, strict=True):
@@ -235,18 +236,22 @@ def expected(backend, forward_batch, requests, q):
         ROPE.cos_sin_cache,
         is_neox=True,
         sm_scale=HEAD_DIM**-0.5,
+        window=backend.link_model.layers[0].window,
+        **options,
     )
     return out.flatten(1)
 
 
+@pytest.mark.parametrize("window", [None, 1, 37])
 @pytest.mark.parametrize("memory_given", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_every_row_meets_what_it_sees(name, apart, memory_given):
+def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     requests = BATCHES[name]
-    backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name))
+    backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name), window=window)
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
-    current = LinkedBatch.of(batch, apart)
+    layer.sliding_window_size = -1 if window is None else window - 1
+    current = LinkedBatch.of(batch, apart, windows=window is not None)
     assert current.q_positions.tolist() == forward_batch.positions.tolist()
     all_ordinary = all(req.positions is None for req in requests)
     ours = [req for req in requests if req.positions is not None or not (apart or all_ordinary)]
@@ -271,6 +276,35 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given):
     assert backend.req_to_token_pool.req_to_token.shape == (17, CONTEXT)
     assert forward_batch.extend_prefix_lens_cpu == [req.prefix_len for req in requests]
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
+
+
+@pytest.mark.parametrize("name", ["chunks, then their prompt", "two fills", "rows out of order without segments"])
+def test_what_sglang_cannot_compute_is_ours(name):
+    """Attention with sinks, where its backend takes none."""
+    requests = BATCHES[name]
+    backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name))
+    layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    sinks = torch.linspace(-3, 3, QO_HEADS).bfloat16()
+    with backend.link_table.running(LinkedBatch.of(batch, max_rows=0)):
+        backend.init_forward_metadata(forward_batch)
+        out = backend.forward_extend(q, k, v, layer, forward_batch, sinks=sinks.float())
+    exact = expected(backend, forward_batch, requests, q, sinks=sinks)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)
+    for rows in ([ordinary(5, 9)], [fill([7], [0])]):
+        _, batch, *_ = build(rows, seed=0)
+        assert len(LinkedBatch.of(batch, max_rows=0).linked) == 1 and LinkedBatch.of(batch) is None
+        batch.forward_mode = ForwardMode.DECODE
+        assert LinkedBatch.of(batch, max_rows=0) == LinkedBatch() and LinkedBatch.of(batch) is None
+
+
+def test_a_window_takes_what_is_cached_in_order():
+    """Text behind copied chunks is an ordinary row only where all that it sees is seen."""
+    row = np.array([*range(20, 40), *range(20), *range(40, 50)], dtype=np.int32)
+    _, batch, *_ = build([request(40, 10, positions=row)], seed=0)
+    batch.reqs[0].lazy.row.in_order = False
+    assert LinkedBatch.of(batch) is None and LinkedBatch.of(batch, windows=True).linked == [0]
+    batch.forward_mode = ForwardMode.DECODE
+    assert LinkedBatch.of(batch) is None and LinkedBatch.of(batch, windows=True) == LinkedBatch()
 
 
 def test_ordinary_requests_are_left_to_sglang():

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from oracle.block_mask import Oracle, RoundingOracle, visibility
+from oracle.block_mask import Oracle, RoundingOracle, attention_mask, visibility
 from oracle.models import MAX_POSITION, MODELS, build, random_model
 from oracle.scenarios import SCENARIOS, Dice, build_scenario
 from oracle.segments import chunk, text, token_ids
@@ -36,9 +36,10 @@ def logits(oracle, segments, *, ids=None, position_ids=None):
     """The model under the mask of `segments`: [n, vocab_size]. `ids` and `position_ids` ([n]) replace the usual."""
     ids = torch.tensor(token_ids(segments) if ids is None else ids)
     position_ids = torch.arange(len(ids)) if position_ids is None else position_ids
-    mask = torch.where(visibility(segments), 0.0, -torch.inf)
+    places = torch.arange(len(ids))
+    mask = attention_mask(oracle.model, visibility(segments), places, places)
     with torch.inference_mode():
-        return oracle.model(ids[None], attention_mask=mask[None, None], position_ids=position_ids[None]).logits[0]
+        return oracle.model(ids[None], attention_mask=mask, position_ids=position_ids[None]).logits[0]
 
 
 def test_rounding_to_the_same_type_changes_nothing(load, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from oracle.block_mask import Oracle, visibility
+from oracle.block_mask import Oracle, attention_mask, visibility
 from oracle.models import MODELS, build
 from oracle.policies import (
     PolicyOracle,
@@ -121,7 +121,8 @@ def test_query_scores_are_attention_under_the_block_mask(load, name):
     oracle, block = load(name)
     for kind, segments in prompts(name).items():
         query = 4 if kind == "text last" else 1
-        mask = torch.where(visibility(segments), 0.0, torch.finfo(torch.float32).min)[None, None]
+        positions = torch.arange(len(token_ids(segments)))
+        mask = attention_mask(block.model, visibility(segments), positions, positions)
         with torch.inference_mode():
             weights = block.model(
                 torch.tensor([token_ids(segments)]), attention_mask=mask, output_attentions=True

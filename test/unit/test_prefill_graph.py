@@ -12,7 +12,7 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import Fill
 from sglang_lazy.port import model_runner as hooks
@@ -20,7 +20,7 @@ from sglang_lazy.port.model_runner import can_run_prefill_graph
 
 LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
 
-MODEL = ServedModel({}, {0: SimpleNamespace(cos_sin_cache=torch.zeros(64, 2))}, None)
+MODEL = ServedModel({}, {0: AttentionLayer(1, 1, 2, SimpleNamespace(cos_sin_cache=torch.zeros(64, 2)))}, None)
 
 
 def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):
@@ -78,9 +78,9 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
         ),
     )
     asked = []
-    monkeypatch.setattr(LinkedBatch, "of", lambda *given: asked.append(given))
+    monkeypatch.setattr(LinkedBatch, "of", lambda *given, windows: asked.append((*given, windows)))
     hooks.forward_batch_generation(lambda *given: None, SimpleNamespace(model_runner=runner), batch)
-    assert asked == [(batch, apart, 7)]
+    assert asked == [(batch, apart, 7, False)]
 
 
 def test_plain_decode_is_recognised_at_once():
@@ -89,9 +89,9 @@ def test_plain_decode_is_recognised_at_once():
     batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
     key = ChunkKey(b"", Namespace("chunk", None, None), b"")
-    table.assign({1: [ChunkSlice(key, 0, array("q"), 0, 3, ((0, 3),))]}, lambda chunk: 0)
+    table.assign({1: [ChunkSlice(key, 0, array("q"), 0, 3, ((0, 3),))]}, lambda chunk: 0, {})
     assert hooks.involves_chunks(batch, table)
-    table.assign({1: ()}, lambda chunk: 0)
+    table.assign({1: ()}, lambda chunk: 0, {})
     assert not hooks.involves_chunks(batch, table)
     batch.forward_mode = ForwardMode.EXTEND
     assert hooks.involves_chunks(batch, table), "of fills, whose rows have no segments, too"

@@ -5,8 +5,9 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-from sglang_lazy.port.probe import check_rotation
-from sglang_lazy.port.rope import layer_rope, layer_ropes
+from sglang_lazy.port.layers import describe_layers
+from sglang_lazy.port.probe import check_layers
+from sglang_lazy.port.rope import layer_rope
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -42,14 +43,14 @@ def unchanged(x, _positions):
     return x
 
 
-def check_layers(*layers):
+def check_all(*layers):
     model = torch.nn.ModuleList(layers)
-    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
+    return check_layers(model, describe_layers(model, 2048, "cpu"), HIDDEN, torch.float32)
 
 
 def check(after, is_neox=True, rotary_dim=HEAD_DIM):
     torch.manual_seed(0)
-    check_layers(Attention(is_neox, rotary_dim, after))
+    check_all(Attention(is_neox, rotary_dim, after))
 
 
 @pytest.mark.parametrize("is_neox", [True, False])
@@ -86,18 +87,29 @@ def test_every_layer_is_looked_at():
             return super().forward(positions * 0, hidden_states, forward_batch)
 
     with pytest.raises(ValueError, match="Unrotated of layer 1"):
-        check_layers(Attention(True, HEAD_DIM, unchanged), Unrotated(True, HEAD_DIM, unchanged, layer_id=1))
+        check_all(Attention(True, HEAD_DIM, unchanged), Unrotated(True, HEAD_DIM, unchanged, layer_id=1))
 
 
 def test_other_names_of_arguments():
-    check_layers(AttentionOfOtherNames(True, HEAD_DIM, unchanged))
+    check_all(AttentionOfOtherNames(True, HEAD_DIM, unchanged))
 
 
 def test_attention_that_is_given_more():
-    """Sinks, for instance, which would be left out of the answers over chunks."""
-    with pytest.raises(ValueError, match="attention takes sinks"):
-        check_layers(Attention(True, HEAD_DIM, unchanged, sinks=torch.zeros(HEADS)))
-    check_layers(Attention(True, HEAD_DIM, unchanged, sinks=None))
+    """What the link path does not know would be left out of the answers over chunks."""
+    with pytest.raises(ValueError, match="attention takes bias"):
+        check_all(Attention(True, HEAD_DIM, unchanged, bias=torch.zeros(HEADS)))
+    check_all(Attention(True, HEAD_DIM, unchanged, bias=None))
+
+
+def test_layers_with_sinks_and_windows():
+    """SGLang's models count a window without the token itself, and give sinks with every call."""
+    layers = [
+        Attention(True, HEAD_DIM, unchanged, i, sinks=given) for i, given in enumerate([None, torch.zeros(HEADS)])
+    ]
+    layers[1].attn.sliding_window_size = 127
+    checked = check_all(*layers)
+    assert [layer.sinks for layer in checked.values()] == [False, True]
+    assert [layer.window for layer in checked.values()] == [None, 128]
 
 
 def test_a_layer_that_cannot_be_run():

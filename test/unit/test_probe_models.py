@@ -1,14 +1,16 @@
 """The start-up probe on attention layers of SGLang's own, of models that no CPU can serve."""
 
+import contextlib
+
 import pytest
 import torch
 import transformers
 from sglang.srt import runtime_context
-from sglang.srt.models import bailing_moe, hunyuan, minimax_m2
+from sglang.srt.models import bailing_moe, gemma3_causal, hunyuan, minimax_m2
 
 from oracle.models import MODELS
-from sglang_lazy.port.probe import check_rotation
-from sglang_lazy.port.rope import layer_ropes
+from sglang_lazy.port.layers import describe_layers
+from sglang_lazy.port.probe import check_layers
 
 HIDDEN = 128
 
@@ -27,7 +29,24 @@ def check(layer):
         for weight in layer.parameters():
             weight.uniform_(0.5, 1.5, generator=generator) if weight.dim() == 1 else weight.normal_(generator=generator)
     model = torch.nn.ModuleList([layer])
-    check_rotation(model, layer_ropes(model, 2048, "cpu"), HIDDEN, torch.float32)
+    check_layers(model, describe_layers(model, 2048, "cpu"), HIDDEN, torch.float32)
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 8.0}])
+def test_gemma3(rope):
+    """Its layers are given angles; those of larger models are not the ones that the layers' own embeddings have."""
+    config = MODELS["gemma3"].config()
+    config.rope_parameters["full_attention"] |= rope
+    model = gemma3_causal.Gemma3TextModel(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.normal_(generator=generator)
+    layers = describe_layers(model, 2048, "cpu")
+    assert [layer.window for layer in layers.values()] == [32, 32, None, 32]
+    refused = pytest.raises(ValueError, match="Gemma3Attention of layer 2: rotating a query or key back")
+    with refused if rope else contextlib.nullcontext():
+        check_layers(model, layers, HIDDEN, torch.float32)
 
 
 def test_minimax_m2(monkeypatch):

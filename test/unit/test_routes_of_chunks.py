@@ -1,5 +1,9 @@
 """The routes about chunks without a server: who may, what their parameters are, what is refused."""
 
+import base64
+import hashlib
+import re
+import time
 import types
 
 import fastapi
@@ -8,9 +12,18 @@ from fastapi.testclient import TestClient
 from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
-from sglang_lazy.port import chunk_calls, chunk_routes
+from sglang_lazy.core.keys import Namespace
+from sglang_lazy.port import chunk_calls, chunk_routes, page
+from sglang_lazy.serving.usage import usage_of
 
 ID = "1" * 16
+ONE = {"chunks": 1, "tokens": 5}
+SURVEY = {
+    "chunks": {"resident": ONE, "host": ONE, "pending": 0},
+    "memory": {"device": {"size": 9, "free": 4}, "host": None},
+}
+SURVEY |= {"hottest": [{"id": ID, "hits": 2, "tokens": 5, "adapter": None}], "largest": [], "pinned": []}
+DATA = ("/chunks", f"/chunks/{ID}", "/lazy/survey", f"/lazy/uses/{ID}")
 
 
 @pytest.fixture
@@ -20,6 +33,8 @@ def asked(monkeypatch):
 
     async def ask(_manager, verb, **arguments):
         asked.append((verb, arguments))
+        if verb == "survey":
+            return [SURVEY]
         return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1}]
 
     monkeypatch.setattr(chunk_calls, "ask", ask)
@@ -32,16 +47,21 @@ def asked(monkeypatch):
 def client(**keys):
     app = fastapi.FastAPI()
     chunk_routes.add_routes(app)
-    add_api_key_middleware(app, **{"api_key": None, "admin_api_key": None, **keys})
+    page.add_route(app)
+    if keys:  # as SGLang does
+        keys = {"api_key": None, "admin_api_key": None, **keys}
+        add_api_key_middleware(app, **keys)
+        page.ask_for_key(None, app, **keys)
     return TestClient(app)
 
 
 def test_every_route_asks_for_the_key_that_guards_the_cache():
     app = fastapi.FastAPI()
     chunk_routes.add_routes(app)
-    ours = [route for route in app.router.routes if route.path.startswith(chunk_routes.CHUNKS_ROUTE)]
+    page.add_route(app)
+    ours = [route for route in app.router.routes if route.path.startswith((chunk_routes.CHUNKS_ROUTE, page.PAGE_ROUTE))]
     methods = sorted(method for route in ours for method in route.methods)
-    assert methods == ["DELETE", "DELETE", "GET", "GET", "PATCH", "POST"]
+    assert methods == ["DELETE", "DELETE", *["GET"] * 5, "PATCH", "POST"]
     assert {route.endpoint._auth_level for route in ours} == {AuthLevel.ADMIN_OPTIONAL}
 
 
@@ -59,9 +79,61 @@ def test_which_key_opens_them(asked, keys, allowed):
     for key in (None, "key", "admin", "other"):
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         expected = 200 if key in allowed or not keys else 401
-        for path in ("/chunks", f"/chunks/{ID}"):
-            assert http.get(path, headers=headers).status_code == expected
-    assert len(asked) == 2 * (4 if not keys else len(allowed))
+        for path in (*DATA, "/lazy"):
+            answer = http.get(path, headers=headers)
+            assert answer.status_code == expected and (expected == 200 or ID not in answer.text)
+    assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (4 if not keys else len(allowed))
+
+
+def test_whoever_has_no_key_is_asked_for_it():
+    """By the page, which is the same with and without one; by nothing else."""
+    http = client(api_key="key")
+    refused, shown = http.get("/lazy"), http.get("/lazy", headers={"Authorization": "Bearer key"})
+    assert (refused.status_code, shown.status_code) == (401, 200)
+    assert refused.text == shown.text == client().get("/lazy").text and "<!doctype html>" in refused.text
+    assert refused.headers["content-type"] == shown.headers["content-type"] == "text/html; charset=utf-8"
+    for method, path in [
+        *(("GET", path) for path in DATA),
+        ("POST", "/lazy"),
+        ("GET", "/lazy/"),
+        ("GET", "/lazy/../chunks"),
+    ]:
+        answer = http.request(method, path)
+        assert answer.status_code == 401 and "html" not in answer.headers["content-type"], (method, path)
+
+
+def test_the_page_runs_nothing_but_its_own():
+    """The hashes in its policy are those of its script and its style; it names no other place."""
+    answer = client().get("/lazy")
+    policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for tag in ("script", "style"):
+        (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
+    names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"}  # of what elements belong to
+    assert set(re.findall(r"\w+://[^\"' )]*", answer.text)) == names
+    for risky in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
+        assert risky not in answer.text
+
+
+def test_a_survey_s_parts(asked):
+    http = client()
+    used = usage_of(chunk_routes._manager())
+    for salt in (None, "a"):
+        report = [{"id": ID, "tokens": 5, "hit": salt is None}]
+        used.add(Namespace("chunk", salt, salt), "block", report, 0, time.time())
+    found = http.get("/lazy/survey").json()
+    assert asked == [("survey", {"tenant": None, "everybody": False, "begin": True})]
+    assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0}]
+    assert (found["chunks"], found["memory"]) == (SURVEY["chunks"], SURVEY["memory"])
+    assert [row[1:] for row in found["history"]] == [[1, 1, 1, 5, 0]] and abs(found["time"] - time.time()) < 60
+    assert [prompt["chunks"][0]["hit"] for prompt in found["prompts"]] == [True]
+    uses = http.get(f"/lazy/uses/{ID}{'0' * 48}", headers={"X-Cache-Salt": "a"}).json()
+    assert uses["num_prompts"] == 1 and not uses["prompts"][0]["chunks"][0]["hit"]
+    chunk_routes._manager().server_args.admin_api_key = "admin"
+    assert http.get(f"/lazy/uses/{ID}?all=true").json()["num_prompts"] == 2
 
 
 def test_a_list_s_parameters(asked):
@@ -88,6 +160,10 @@ def test_a_list_s_parameters(asked):
         ("/chunks?cache_salt=a", {"X-Cache-Salt": "b"}, 400, "disagree"),
         ("/chunks?all=true", {}, 403, "admin"),
         ("/chunks/short", {}, 400, "16 to 64"),
+        ("/lazy/survey?all=true", {}, 403, "admin"),
+        (f"/lazy/uses/{ID}?all=true", {}, 403, "admin"),
+        ("/lazy/survey?cache_salt=", {}, 400, "cache_salt"),
+        ("/lazy/uses/short", {}, 400, "16 to 64"),
     ],
 )
 def test_what_is_refused(asked, path, headers, status, reason):

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import pickle
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.protocol import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.port.tokenizer_manager import report_chunks
 from sglang_lazy.serving.results import CachedTokens, chunk_report
+from sglang_lazy.serving.usage import usage_of
 
 LAYOUT = PromptLayout(((1, 3), (4, 8)))
 IDS = list(range(20, 30))
@@ -21,7 +23,9 @@ IDS = list(range(20, 30))
 
 def request(**fields):
     params = {"custom_params": {LAYOUT_PARAM: LAYOUT.pack()}}
-    return SimpleNamespace(**{"rid": "r", "input_ids": IDS, "sampling_params": params, "is_single": True, **fields})
+    return SimpleNamespace(
+        **{"rid": "r", "input_ids": IDS, "sampling_params": params, "is_single": True, "extra_key": None, **fields}
+    )
 
 
 def output(finish_reason=None, **meta_info):
@@ -108,6 +112,36 @@ def test_samples_of_one_prompt_report_what_the_prompt_found():
         for key in ("cached_tokens", "cached_tokens_details", "chunks"):
             assert sample[key] == prompt[key]
     assert sample["cached_tokens"] == 0 and not any(chunk["hit"] for chunk in sample["chunks"])
+
+
+def test_every_prompt_is_remembered_once():
+    """Not its samples, nor what is no user's, nor ordinary prompts; for its tenant, unless it has a key of its own."""
+    children = {"p_0": "p", "p_1": "p"}
+    manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
+
+    def answer(obj, hits="1", num_reused=2):
+        details = {"device": 0, "host": 0, "chunk": num_reused, "chunk_hits": hits}
+        end = output({"type": "stop"}, cached_tokens=2, cached_tokens_details=details)
+        collect(obj, output(cached_tokens_details=dict(details)), end, manager=manager)
+
+    for rid in ("p_0", "p_1", "q"):
+        answer(request(rid=rid))
+    answer(request(log_metrics=False))
+    answer(with_link("full"))
+    answer(SimpleNamespace(input_ids=IDS, sampling_params={}))
+    usage, now = usage_of(manager), time.time()
+    numbers = [sum(column) for column in zip(*usage.history(None, False, now), strict=True)][1:]
+    assert numbers == [2, 4, 2, 2 * 6, 4]
+    prompt = usage.last(None, False)[0]
+    assert (prompt["link"], prompt["cache_salt"], prompt["num_chunks"]) == ("block", None, 2)
+    expected = [{key: chunk[key] for key in ("id", "tokens", "hit")} for chunk in chunk_report(LAYOUT, IDS, hits=1)]
+    assert prompt["chunks"] == expected and abs(prompt["time"] - now) < 60
+    for extra_key, known in (("salt", 1), ("salt and more", 1)):
+        obj = with_link("block")
+        obj.extra_key = extra_key
+        answer(obj)
+        assert len(usage.last("salt", False)) == known
+    assert len(usage.last(None, False)) == 2 and len(usage.last(None, True)) == 4
 
 
 def test_a_refusal_by_the_scheduler_is_an_error_in_a_stream_too():

@@ -1,15 +1,19 @@
 """What happens before SGLang starts: backends for a CPU, and what is refused before a model is loaded."""
 
 import logging
+import os
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter
 
 from sglang_lazy import launch_server
 from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
-from sglang_lazy.port import plugin, start
+from sglang_lazy.port import plugin, start, workers
 from sglang_lazy.port.compat import Unfit
 from sglang_lazy.port.cpu import choose_backends
 
@@ -62,7 +66,7 @@ def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):
 @pytest.fixture
 def no_start(monkeypatch):
     """A model that fits no machine's kernels, up to the moment when it would be loaded."""
-    args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy")
+    args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy", tokenizer_worker_num=1)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
@@ -76,6 +80,21 @@ def test_an_engine_and_a_server_are_refused_early(no_start):
         Engine(server_args=no_start, lazy_kernels="cuda")
     with pytest.raises(SystemExit, match="error: sglang-lazy cannot reuse chunks here:\n.*--lazy-kernels cuda"):
         launch_server.main(["--model-path", "m", "--lazy-kernels", "cuda"])
+    no_start.tokenizer_worker_num = 2
+    with pytest.raises(ValueError, match="tokenizer_worker_num must be 1"):
+        Engine(server_args=no_start)
+    with pytest.raises(ValueError, match="a Runtime has one tokenizer worker"):
+        Runtime(model_path="m", tokenizer_worker_num=2)
+
+
+def test_workers_without_our_hooks_are_refused(monkeypatch):
+    """What spawns them was started by another command: they would import that, and not ours."""
+    router = MultiTokenizerRouter.__new__(MultiTokenizerRouter)
+    for main in (types.ModuleType("__main__"), sys):
+        monkeypatch.setitem(sys.modules, "__main__", main)
+        with pytest.raises(RuntimeError, match="python -m sglang_lazy.launch_server"):
+            workers.share(None, SimpleNamespace(tokenizer_manager=router))
+    assert workers._ADDRESS not in os.environ
 
 
 # the configuration

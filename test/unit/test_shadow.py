@@ -360,12 +360,14 @@ def test_where_nobody_would_see_it(monkeypatch):
 
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
-    monkeypatch.setattr(
-        "sglang.srt.server_args.prepare_server_args", lambda argv: SimpleNamespace(enable_metrics=False)
-    )
+    args = SimpleNamespace(enable_metrics=False, tokenizer_worker_num=1)
+    monkeypatch.setattr("sglang.srt.server_args.prepare_server_args", lambda argv: args)
     with pytest.raises(ValueError, match="for an engine there is sglang_lazy.verify"):
         Engine(model_path="m", lazy_shadow_rate=0.1, enable_metrics=True)
     with pytest.raises(ValueError, match="add --enable-metrics"):
         Runtime(model_path="m", lazy_shadow_rate=0.1)
     with pytest.raises(SystemExit, match="error: --lazy-shadow-rate publishes its result as metrics"):
+        launch_server.main(["--model-path", "m", "--lazy-shadow-rate", "0.1"])
+    args.enable_metrics, args.tokenizer_worker_num = True, 2
+    with pytest.raises(SystemExit, match="error: --lazy-shadow-rate needs one tokenizer worker"):
         launch_server.main(["--model-path", "m", "--lazy-shadow-rate", "0.1"])

@@ -9,6 +9,7 @@ import torch
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
+from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port import compat, hooks, model_runner, plugin
 
 TESTED = ["LlamaForCausalLM"]
@@ -20,8 +21,8 @@ def fits(monkeypatch):
     """A runner that everything fits, but for what a test changes."""
     monkeypatch.setattr(model_runner, "unfit_flags", lambda _args: [])
     monkeypatch.setattr(model_runner, "unfit_model", lambda _runner, untested: [])
-    monkeypatch.setattr(model_runner, "layer_ropes", lambda *_: {})
-    monkeypatch.setattr(model_runner, "check_rotation", lambda *_: None)
+    monkeypatch.setattr(model_runner, "describe_layers", lambda *_: {})
+    monkeypatch.setattr(model_runner, "check_layers", lambda _model, layers, *_: layers)
     pool = SimpleNamespace(req_to_token=[None] * 3)
     return SimpleNamespace(
         req_to_token_pool=pool,
@@ -34,11 +35,21 @@ def fits(monkeypatch):
     )
 
 
+class Stock:
+    """SGLang's own attention."""
+
+    def __str__(self):
+        return "stock"
+
+    def forward_extend(self, q, k, v, layer, forward_batch):
+        """Takes no sinks."""
+
+
 def start(runner, monkeypatch, **config):
     """The backend that a runner gets where the stock one is "stock"."""
     monkeypatch.setenv(ENV_VAR, json.dumps(config))
     monkeypatch.setattr(model_runner, "with_link_path", lambda backend, *_: f"linked {backend}")
-    return model_runner.wrap_backend(lambda _runner: "stock")(runner)
+    return model_runner.wrap_backend(lambda _runner: Stock())(runner)
 
 
 def test_a_model_that_fits_is_linked(fits, monkeypatch):
@@ -60,14 +71,14 @@ def fail(*_):
     raise ValueError(WITHOUT)
 
 
-@pytest.mark.parametrize("probe", ["layer_ropes", "check_rotation"])
+@pytest.mark.parametrize("probe", ["describe_layers", "check_layers"])
 def test_a_probe_that_fails(fits, monkeypatch, caplog, probe):
     """With the fallback the server runs without chunk reuse, and says why; otherwise it does not start."""
     monkeypatch.setattr(model_runner, probe, fail)
     with pytest.raises(compat.Unfit, match=WITHOUT):
         start(fits, monkeypatch)
     with caplog.at_level(logging.WARNING):
-        assert start(fits, monkeypatch, fallback=True) == "stock"
+        assert str(start(fits, monkeypatch, fallback=True)) == "stock"
     assert table_of(fits.req_to_token_pool) is None
     assert WITHOUT in caplog.text
 
@@ -82,18 +93,27 @@ def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refus
         assert start(fits, monkeypatch, default_link=default_link) == "linked stock"
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_sinks_that_the_stock_backend_does_not_take(fits, monkeypatch, sinks):
+    """The link path computes all rows of such a model."""
+    layer = AttentionLayer(1, 1, 32, SimpleNamespace(cos_sin_cache=torch.zeros(1, 32)), sinks=sinks)
+    monkeypatch.setattr(model_runner, "describe_layers", lambda *_: {0: layer})
+    fits.token_to_kv_pool = SimpleNamespace(get_kv_buffer=lambda layer_id: None)
+    start(fits, monkeypatch)
+    assert table_of(fits.req_to_token_pool).stock_attends is not sinks
+
+
 @pytest.fixture
 def cuda_takes(monkeypatch):
     """cuda_takes(n): the CUDA kernels take n segments a row at most."""
 
     def limit(num_segments):
-        def unsupported(*_args, max_segments):
+        def unsupported(*_args, max_segments, windowed, sinks):
+            assert windowed and not sinks
             return f"at most {num_segments} segments a row" if max_segments > num_segments else None
 
         implementations = {"cuda": SimpleNamespace(unsupported=unsupported)}
         monkeypatch.setattr(compat, "get_implementation", implementations.__getitem__)
-        attn = SimpleNamespace(tp_q_head_num=4, tp_k_head_num=2, qk_head_dim=64)
-        monkeypatch.setattr(compat, "attention_layers", lambda _model: iter([(attn, SimpleNamespace(rotary_dim=64))]))
         return SimpleNamespace(device="cuda", dtype=None, kv_cache_dtype=None, model=None)
 
     return limit
@@ -102,14 +122,16 @@ def cuda_takes(monkeypatch):
 def test_kernels_for_more_chunks_than_cuda_takes(cuda_takes, caplog):
     """triton takes their place, and the log says why; who asked for cuda is refused with the reason."""
     runner = cuda_takes(512)
+    rope = SimpleNamespace(cos_sin_cache=torch.zeros(1, 64))
+    layers = {0: AttentionLayer(4, 2, 64, rope), 1: AttentionLayer(4, 2, 64, rope, window=128)}
     with caplog.at_level(logging.INFO):
-        assert model_runner.choose_kernels(LazyConfig(max_chunks=512), runner) == "cuda"
+        assert model_runner.choose_kernels(LazyConfig(max_chunks=512), runner, layers) == "cuda"
         assert not caplog.text
-        assert model_runner.choose_kernels(LazyConfig(max_chunks=513), runner) == "triton"
+        assert model_runner.choose_kernels(LazyConfig(max_chunks=513), runner, layers) == "triton"
     assert "at most 512 segments" in caplog.text
-    assert model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=512), runner) == "cuda"
+    assert model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=512), runner, layers) == "cuda"
     with pytest.raises(compat.Unfit, match="--lazy-kernels cuda: at most 512 segments"):
-        model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=513), runner)
+        model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=513), runner, layers)
 
 
 class Target:

@@ -172,17 +172,18 @@ def test_a_chunk_whose_beginning_has_no_copy():
     assert details(served(server, long)) == (0, 0, 0, 0) and not server.store.fetching
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32])
 def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
-    """Down to one element of one weight: trained tokens change a few rows of an embedding, and nothing else."""
+    """Down to one bit of one weight: trained tokens change a few rows of an embedding, and nothing else."""
     torch.manual_seed(0)
-    weights = {"embedding": torch.randn(500, 16), "norm": torch.randn(16), "experts": torch.randn(2, 8, 16)}
-    weights = {name: weight.to(dtype) for name, weight in weights.items()}
+    shapes = {"embedding": (500, 16), "norm": (16,), "experts": (2, 8, 16), "scale": ()}
+    weights = {name: (30 * torch.randn(shape)).to(dtype) for name, shape in shapes.items()}
 
     def identity(changed=None, place=None, rank=0, cache="bf16", path="here"):
         tensors = {name: weight.clone() for name, weight in weights.items()}
         if changed is not None:
-            tensors[changed].view(-1)[place] += 0.5
+            bits = tensors[changed].view(-1).view(torch.uint8)
+            bits[place * dtype.itemsize] ^= 1
         return model_identity(
             SimpleNamespace(
                 model=SimpleNamespace(named_parameters=lambda: tensors.items()),
@@ -196,3 +197,30 @@ def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
     places = [(name, place) for name, weight in weights.items() for place in range(0, weight.numel(), 7)]
     others = [identity(*changed) for changed in places] + [identity(rank=1), identity(cache="fp8")]
     assert len({identity(), *others}) == 1 + len(others)
+
+
+def test_what_bitsandbytes_reads_a_weight_with_makes_another_model():
+    """Its scales, and those of the scales, are no parameters: they hang on the weights."""
+
+    def identity(**changed):
+        state = {"absmax": torch.ones(4), "nested_absmax": torch.ones(2), "nested_offset": 0.5, "quant_type": "nf4"}
+        weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+        state = {**state, **changed}
+        weight.bnb_quant_state = {0: SimpleNamespace(as_dict=lambda: state), 1: changed.get("int8", torch.ones(3))}
+        return model_identity(
+            SimpleNamespace(
+                model=SimpleNamespace(named_parameters=lambda: [("proj", weight)]),
+                model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict)),
+                kv_cache_dtype="bf16",
+                ps=SimpleNamespace(tp_rank=0, tp_size=1),
+            )
+        )
+
+    others = [
+        {"absmax": torch.tensor([1.0, 1, 1, 2])},
+        {"nested_absmax": torch.tensor([2.0, 1])},
+        {"nested_offset": 0.25},
+        {"int8": torch.tensor([1.0, 2, 1])},
+    ]
+    assert identity() == identity()
+    assert len({identity(), *(identity(**changed) for changed in others)}) == 5

@@ -32,7 +32,9 @@ class CrossBatch:
     rows: ClassVar[tuple] = ()
 
     @classmethod
-    def of(cls, batch: Any, apart: bool = True, max_rows: float = math.inf) -> "CrossBatch | None":
+    def of(
+        cls, batch: Any, apart: bool = True, max_rows: float = math.inf, *, windows: bool = False
+    ) -> "CrossBatch | None":
         """Of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
         states = [lazy_state(req) for req in batch.reqs]
         slots = [state.beside if isinstance(state, LinkedRequest) else None for state in states]
@@ -125,17 +127,18 @@ class CrossReader:
     metadata: of the batch; None if none of its requests reads chunks.
     """
 
-    def __init__(self, table: SegmentTable, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+    def __init__(self, table: SegmentTable, dtype: torch.dtype):
+        """dtype: of queries."""
         self.metadata: LinkMetadata | None = None
         self.table, self._ops = table, table.model.kernels
         self._graph_metadata: LinkMetadata | None = None
-        self._dims = dict(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        device = table.ends.device
+        layer, device = table.model.layers[0], table.ends.device
+        self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
         # One token attends, as in the encoder and in a cross layer, so that no request waits for compilers.
-        q = torch.zeros(1, num_qo_heads, head_dim, dtype=dtype, device=device)
-        k = torch.zeros(1, num_kv_heads, head_dim, dtype=dtype, device=device)
-        EncoderRows([1], False, self._ops, table.model.ropes[0]).attend(q, k, k, 1.0)
+        q = torch.zeros(1, layer.num_qo_heads, layer.head_dim, dtype=dtype, device=device)
+        k = torch.zeros(1, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
+        EncoderRows([1], False, self._ops, layer.rope).attend(q, k, k, 1.0)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
         self.metadata = CrossBatch([slot], [1]).prefill(table)
         self.attend(0, q)
@@ -188,7 +191,7 @@ class CrossReader:
         """
         metadata = self.metadata
         assert metadata is not None
-        rope, caches = self.table.model.ropes[index], self.table.model.kv_buffers[index]
+        rope, caches = self.table.model.layers[index].rope, self.table.model.kv_buffers[index]
         options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
         rows = (metadata.num_segments, metadata.segment_ends, metadata.segment_offsets, rope.cos_sin_cache)
         if metadata.qo_indptr is None:

@@ -17,7 +17,7 @@ class LinkMetadata:
 
     CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
-    segment_ids: for decode alone, which shares reads.
+    segment_ids: for decode of whole rows alone, which shares reads.
     tokens: which of the new tokens are theirs: a slice, or int32 indices.
     checked: whether a layer before has validated the arguments.
     """
@@ -37,7 +37,8 @@ class LinkMetadata:
 
     @classmethod
     def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "LinkMetadata":
-        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` KV tokens."""
+        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` KV tokens, whole or of what
+        is in a window."""
         device = table.ends.device
 
         def ints(*shape: int) -> torch.Tensor:
@@ -47,8 +48,8 @@ class LinkMetadata:
         return cls(ints(max_bs + 1), ints(max_kv), ints(max_bs), ints(*segments), ints(*segments), ints(*segments))
 
     @property
-    def num_bytes(self) -> int:
-        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+    def tensors(self) -> list[torch.Tensor]:
+        return [value for value in vars(self).values() if isinstance(value, torch.Tensor)]
 
     def first(self, bs: int) -> "LinkMetadata":
         """A view of the first `bs` rows."""
@@ -71,6 +72,26 @@ class LinkMetadata:
         torch.index_select(table.ends, 0, rows, out=self.segment_ends)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
         torch.index_select(table.ids, 0, rows, out=self.segment_ids)
+
+    def fill_window(
+        self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable, req_to_token: torch.Tensor, window: int
+    ) -> None:
+        """The same of what a window leaves of each row, `kv_indices` included."""
+        torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
+        torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
+        table.model.kernels.window_rows(
+            self.kv_indptr,
+            self.kv_indices,
+            self.segment_ends,
+            self.num_segments,
+            req_to_token,
+            rows,
+            seq_lens,
+            table.tail_ends,
+            table.tail_indices,
+            table.tail_positions,
+            window=window,
+        )
 
     @classmethod
     def of_prefill(

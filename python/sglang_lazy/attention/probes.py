@@ -1,7 +1,7 @@
 """What probes measure of each kept token: attention of the text behind the last chunk, or something of its key."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.state import as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -20,12 +20,14 @@ NUM_FIRST_LAYERS = 2
 """How many layers the probe of a deviation runs: keys of the second are the first that depend on context."""
 
 
-def probed_layers(layer_ids: Collection[int]) -> set[int]:
-    """The layers whose attention is summed up: the last third, which chooses as well as all do (docs/results/policies).
+def probed_layers(layers: Mapping[int, AttentionLayer]) -> set[int]:
+    """The layers whose attention is summed up: of those without a window the last third, which chooses as well as all
+    do (docs/results/policies).
 
     Not the first ones alone: they attend to what is near rather than to what answers.
     """
-    return set(sorted(layer_ids)[-math.ceil(len(layer_ids) / 3) :])
+    whole = sorted(layer_id for layer_id, layer in layers.items() if layer.window is None)
+    return set(whole[-math.ceil(len(whole) / 3) :])
 
 
 class ProbeSums:
@@ -81,7 +83,7 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
     layer = sorted(model.kv_buffers)[NUM_FIRST_LAYERS - 1]
-    keys, rope, chunks = model.kv_buffers[layer][0], model.ropes[layer], state.prompt.chunks
+    keys, rope, chunks = model.kv_buffers[layer][0], model.layers[layer].rope, state.prompt.chunks
     places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
     offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
     fresh = keys[rows.read(req, 0, state.prompt.spans[-1].end)[to_device(places, keys.device)]]

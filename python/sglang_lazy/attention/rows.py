@@ -19,7 +19,7 @@ class AttentionRow(NamedTuple):
     windows: the ranges of the request's row that hold the KV tokens, in order; the new ones are the last.
     positions: int32 [number of KV tokens].
     num_new: how many of them are to be computed.
-    ordinary: whether each token sees all KV tokens before it and none after, and no segments.
+    ordinary: whether each token sees all KV tokens before it, or a window of the last, and none after; no segments.
     probe: where the attention goes that its last tokens pay, if its request is a probe that sums it up.
     """
 
@@ -36,9 +36,17 @@ class AttentionRow(NamedTuple):
 
     @classmethod
     def of(
-        cls, request: int, state: LinkedRequest | Undecided | Fill | None, prefix_len: int, extend_len: int
+        cls,
+        request: int,
+        state: LinkedRequest | Undecided | Fill | None,
+        prefix_len: int,
+        extend_len: int,
+        windows: bool,
     ) -> list["AttentionRow"]:
-        """The rows of a request that computes `extend_len` tokens behind the first `prefix_len` of its row."""
+        """The rows of a request that computes `extend_len` tokens behind the first `prefix_len` of its row.
+
+        windows: whether some layer has one, for which the order of what is cached matters, too.
+        """
         row_len = prefix_len + extend_len
         if isinstance(state, Fill) and not state.row.is_sequence:
             return [
@@ -48,8 +56,8 @@ class AttentionRow(NamedTuple):
         if not isinstance(state, LinkedRequest) or state.recomputes:
             return [cls(request, [(0, row_len)], positions_in([(0, row_len)]), extend_len, ordinary=True)]
         positions = state.row.positions_of(0, row_len)
-        in_order = np.array_equal(positions[prefix_len:], np.arange(prefix_len, row_len))
-        ordinary = in_order and not state.segments
+        known = 0 if windows else prefix_len
+        ordinary = not state.segments and np.array_equal(positions[known:], np.arange(known, row_len))
         probe = state.probe if state.policy.probes == "attention" else None
         return [cls(request, [(0, row_len)], positions, extend_len, ordinary, probe)]
 
@@ -72,25 +80,30 @@ class LinkedBatch(NamedTuple):
         return np.concatenate([row.positions[row.prefix_len :] for row in self.rows], dtype=np.int64)
 
     @classmethod
-    def of(cls, batch: Any, apart: bool = True, max_rows: float = math.inf) -> "LinkedBatch | None":
+    def of(
+        cls, batch: Any, apart: bool = True, max_rows: float = math.inf, windows: bool = False
+    ) -> "LinkedBatch | None":
         """What a `ScheduleBatch` about to run needs, or None if SGLang's description will do.
 
         In a prefill batch with rows that are not ordinary, the ordinary ones take the link path as well unless they are
-        to be computed `apart`. SGLang's attention is given `max_rows` at most.
+        to be computed `apart`. SGLang's attention is given `max_rows` at most; 0: it can compute none.
+        windows: whether some layer has one.
         """
         states = [lazy_state(req) for req in batch.reqs]
+        linked = [state for state in states if isinstance(state, LinkedRequest)]
         if batch.forward_mode.is_decode_or_idle():
-            return cls() if any(isinstance(state, LinkedRequest) and state.segments for state in states) else None
+            ours = any(state.segments or windows and not state.row.in_order for state in linked)
+            return cls() if ours or max_rows == 0 else None
         cut = any(isinstance(state, Fill) and not state.row.is_sequence for state in states)
-        if not cut and not any(isinstance(state, LinkedRequest) and not state.recomputes for state in states):
+        if not cut and max_rows and all(state.recomputes for state in linked):
             return None
         rows = [
             row
             for i, lens in enumerate(zip(batch.prefix_lens, batch.extend_lens, strict=True))
-            for row in AttentionRow.of(i, states[i], *lens)
+            for row in AttentionRow.of(i, states[i], *lens, windows)
         ]
         all_ordinary = all(row.ordinary for row in rows)
-        if all_ordinary and not cut:
+        if all_ordinary and not cut and max_rows:
             return None
         apart = (apart or all_ordinary) and len(rows) <= max_rows
         return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and apart)])

@@ -14,6 +14,9 @@ from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 
+NOWHERE = np.iinfo(np.int32).min
+"""The position of no token."""
+
 
 class SegmentTable:
     """Companion of `req_to_token`: per row, the chunk segments at its beginning.
@@ -23,8 +26,13 @@ class SegmentTable:
     offsets: int32 [num_rows, max_segments], by how much positions in the prompt exceed those that each segment's keys
         are stored at, as an index into `LayerRope.cos_sin_cache`.
     ids: int32 [num_rows, max_segments], equal for segments that list the same slots.
+    tail_indices, tail_positions: int32 [num_rows, the longest window or 0], of the tokens of the prompt that a window
+        may hold in decode, in the order of the row: where they stand there, and in the prompt. None, all of them
+        NOWHERE, if these are text, and the same.
+    tail_ends: int32 [num_rows, max_segments], where each segment ends among them.
     batch_type: what describes a batch to the attention that reads chunks.
-    linked_rows: the rows with segments. A row stays until its next request gets it.
+    linked_rows: the rows that have an entry here. A row stays until its next request gets it.
+    stock_attends: whether SGLang's own attention can compute this model; otherwise all rows take the link path.
     model: what policies see of the served model.
     has_chunks: whether the batch of the current forward pass has chunks, to compute or to attend to.
     current: what attention has to know of it; None where SGLang's description will do. SGLang builds a `ForwardBatch`
@@ -39,12 +47,18 @@ class SegmentTable:
         device: str | torch.device,
         model: ServedModel,
         batch_type: Any = LinkedBatch,
+        stock_attends: bool = True,
     ):
         # One record for each row, so that a batch is written in one copy.
-        self._records = torch.zeros(num_rows, 1 + 3 * max_segments, dtype=torch.int32, device=device)
-        self.num_segments = self._records[:, 0]
-        self.ends, self.offsets, self.ids = self._records[:, 1:].chunk(3, dim=1)
+        tail = max(model.windows, default=0)
+        self._parts = [1, max_segments, max_segments, max_segments, max_segments if tail else 0, tail, tail]
+        self._records = torch.zeros(num_rows, sum(self._parts), dtype=torch.int32, device=device)
+        num_segments, *parts = self._records.split(self._parts, dim=1)
+        self.num_segments = num_segments[:, 0]
+        self.ends, self.offsets, self.ids, self.tail_ends, self.tail_indices, self.tail_positions = parts
+        self.tail_positions.fill_(NOWHERE)
         self.model, self.batch_type = model, batch_type
+        self.stock_attends = stock_attends
         self.has_chunks = False
         self.current: Any = None
         self.probes: ProbeSums | None = None
@@ -54,22 +68,37 @@ class SegmentTable:
     def max_segments(self) -> int:
         return self.ends.shape[1]
 
-    def assign(self, rows: Mapping[int, Sequence[ChunkSlice]], segment_id: Callable[[ChunkSlice], int]) -> None:
+    def assign(
+        self,
+        rows: Mapping[int, Sequence[ChunkSlice]],
+        segment_id: Callable[[ChunkSlice], int],
+        orders: Mapping[int, np.ndarray],
+    ) -> None:
         """Enter the segments of rows that were given to requests, in stream order with the writes of `req_to_token`.
 
         segment_id: see `ChunkStore.segment_id`.
+        orders: int32, of rows that need not be in the order of positions, the position of each token of the prompt.
         """
-        changed = {row: chunks for row, chunks in rows.items() if chunks or row in self.linked_rows}
+        orders = orders if self.tail_positions.shape[1] else {}  # without windows, all is seen in any order
+        changed = {row: chunks for row, chunks in rows.items() if chunks or row in orders or row in self.linked_rows}
         if not changed:
             return
         records = np.zeros((len(changed), self._records.shape[1]), dtype=np.int32)
-        for record, (row, chunks) in zip(records, changed.items(), strict=True):
-            record[0] = count = len(chunks)
-            ends, offsets, ids = record[1:].reshape(3, -1)
-            ends[:count] = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
-            offsets[:count] = self.model.rotations([chunk.offset for chunk in chunks])
-            ids[:count] = [*map(segment_id, chunks)]
-            (self.linked_rows.add if chunks else self.linked_rows.discard)(row)
+        *_, tail_ends, tail_indices, tail_positions = np.split(records, np.cumsum(self._parts)[:-1], axis=1)
+        tail_positions[:] = NOWHERE
+        of_segments = slice(1, 1 + 3 * self.max_segments)
+        for i, (row, chunks) in enumerate(changed.items()):
+            (self.linked_rows.add if chunks or row in orders else self.linked_rows.discard)(row)
+            records[i, 0] = count = len(chunks)
+            ends = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
+            offsets = self.model.rotations([chunk.offset for chunk in chunks])
+            records[i, of_segments].reshape(3, -1)[:, :count] = ends, offsets, [*map(segment_id, chunks)]
+            if row in orders:
+                tail = np.flatnonzero(orders[row] >= len(orders[row]) - tail_positions.shape[1])
+                if tail[0] >= max(ends, default=0) and (orders[row][tail] == tail).all():
+                    tail = tail[:0]  # text in order, as all that is generated is
+                tail_indices[i, : len(tail)], tail_positions[i, : len(tail)] = tail, orders[row][tail]
+                tail_ends[i, :count] = np.searchsorted(tail, ends)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         device = self._records.device
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))

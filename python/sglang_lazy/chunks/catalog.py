@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -55,12 +55,18 @@ def tenant_of(namespace: Namespace) -> Hashable:
 class Catalog:
     """The cached chunks by tenant.
 
+    chunks: all of them, in the order in which they became known; kept by the store.
     state_of: says in which state a chunk is, by its name in `STATES`.  any_loading: whether any is on the way from the
         host.
     """
 
-    def __init__(self, state_of: Callable[[CachedChunk], str], any_loading: Callable[[], bool]):
-        self._state_of, self._any_loading = state_of, any_loading
+    def __init__(
+        self,
+        chunks: Mapping[ChunkKey, CachedChunk],
+        state_of: Callable[[CachedChunk], str],
+        any_loading: Callable[[], bool],
+    ):
+        self._chunks, self._state_of, self._any_loading = chunks, state_of, any_loading
         self._serials = itertools.count()
         self._own_serials: defaultdict[Hashable, Iterator[int]] = defaultdict(itertools.count)
         self._tenants: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
@@ -87,7 +93,11 @@ class Catalog:
             del self._own_serials[tenant]
 
     def __iter__(self) -> Iterator[CachedChunk]:
-        return itertools.chain.from_iterable(own.values() for own in self._tenants.values())
+        return iter(self._chunks.values())
+
+    def of(self, tenant: Hashable, everybody: bool) -> list[CachedChunk]:
+        """The chunks of a tenant, or of all tenants, in the order in which they became known."""
+        return list((self._chunks if everybody else self._tenants.get(tenant, {})).values())
 
     @staticmethod
     def _owner(chunk: CachedChunk) -> Hashable:
@@ -123,11 +133,7 @@ class Catalog:
         serial_name = "serial" if everybody else "own_serial"
         serial = attrgetter(serial_name)
         extra = sorted((c for c in more if everybody or self._owner(c) == tenant), key=serial)
-        if everybody:
-            known = sorted(self, key=serial)
-        else:
-            known = list(self._tenants.get(tenant, {}).values())
-        chunks = extra + known  # by serial: a dictionary keeps the order of insertion
+        chunks = extra + self.of(tenant, everybody)  # by serial: a dictionary keeps the order of insertion
         if state is not None:
             if state in ("host", "resident", "loading"):  # most need no closer look
                 chunks = [c for c in chunks if c.node is not None and (c.node.value is None) == (state == "host")]

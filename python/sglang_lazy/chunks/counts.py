@@ -95,6 +95,9 @@ class Occupancy(NamedTuple):
             host=host,
         )
 
+    def __add__(self, other: "Occupancy") -> "Occupancy":  # type: ignore[override]
+        return Occupancy(*map(_sum, self, other))
+
 
 def _sum(*shares: Share) -> Share:
     return Share(*map(sum, zip(*shares, strict=True)))

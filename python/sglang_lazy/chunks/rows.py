@@ -190,10 +190,11 @@ class RowCache:
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
+        counts = [row.available(i, row_len) for i in range(len(row.published))]
         text_start = row.prompt.num_chunk_tokens
-        text_slots = self.pool.req_to_token[req.req_pool_idx, text_start:row_len].to(torch.int64)
-        for i, span in enumerate(row.prompt.spans):
-            published, count = row.published[i], row.available(i, row_len)
+        text_slots = self.read(req, text_start, row_len) if counts != row.published else self._placeholders[:0]
+        for i, (span, count) in enumerate(zip(row.prompt.spans, counts, strict=True)):
+            published = row.published[i]
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
@@ -288,6 +289,8 @@ class RowCache:
 
 def _tokens(req: Any, positions: np.ndarray) -> array:
     """The tokens at these positions of the prompt and its answer, all of the answer's up to the last one."""
+    if not req.output_ids:
+        return tokens_at(req.origin_input_ids, positions)
     prompt_len = len(req.origin_input_ids)
     count = int(np.searchsorted(positions, prompt_len))
     tokens = tokens_at(req.origin_input_ids, positions[:count])

@@ -63,11 +63,12 @@ class ChunkStore:
     def reset(self) -> None:
         """The tree has been emptied."""
         for chunk in self._cached.values():
+            chunk.node = None
             self.counts.hits_per_chunk.observe(chunk.hits)
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
-        self.catalog = Catalog(lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
+        self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
         self.deletions = Deletions(self)
 
     # Chunks
@@ -144,8 +145,7 @@ class ChunkStore:
 
         PRIVATE_SEGMENT where that is not known, as for the beginning of a chunk of which nothing else is cached.
         """
-        cached = self._cached.get(chunk.key)
-        if cached is None:
+        if (cached := self._cached.get(chunk.key)) is None:
             return PRIVATE_SEGMENT
         segment_id = cached.segment_ids.get(chunk.kept)
         if segment_id is None:
@@ -178,8 +178,7 @@ class ChunkStore:
             if cached is not None:
                 cached.hits += hit
                 cached.last_use = now
-            if hit:
-                num_tokens += chunk.num_kept
+            num_tokens += chunk.num_kept if hit else 0
         self.counts.num_references += len(chunks)
         self.counts.num_hits += sum(reused)
         self.counts.num_reused_tokens += num_tokens
@@ -211,12 +210,15 @@ class ChunkStore:
 
         Those on the host that memory does not suffice for stay missing.
         """
-        new = {i: node for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None}
-        on_host = [i for i, node in new.items() if node.evicted]
-        for i in sorted(new, key=on_host.__contains__):  # loading evicts, so first those that must stay
-            if not new[i].evicted or self.tree.load(new[i]):
-                self.enter(chunks, i, new[i])
-        return [i for i in on_host if chunks.nodes[i] is not None]
+        new = [(i, node) for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None]
+        on_host = [(i, node) for i, node in new if node.evicted]
+        for i, node in new:
+            if not node.evicted:
+                self.enter(chunks, i, node)
+        for i, node in on_host:  # last, since loading evicts
+            if not node.evicted or self.tree.load(node):  # another slice may have loaded it
+                self.enter(chunks, i, node)
+        return [i for i, _ in on_host if chunks.nodes[i] is not None]
 
     def enter_published(
         self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], published: Mapping[ChunkKey, Node]

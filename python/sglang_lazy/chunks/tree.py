@@ -92,6 +92,10 @@ class Tree(Protocol):
         """Whether its KV is on the way from the host."""
 
     @property
+    def host_memory(self) -> dict[str, int] | None:
+        """How many tokens the host can hold (`size`), and how many more (`free`); None if there is no such tier."""
+
+    @property
     def any_loading(self) -> bool:
         """Whether any node's is."""
 

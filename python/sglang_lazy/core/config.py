@@ -12,6 +12,9 @@ ENV_VAR = "SGLANG_LAZY"
 INFO_ROUTE = "/lazy_info"
 """Answers with the configuration; clients recognize a server that understands chunks by it."""
 
+SALT_HEADER = "X-Cache-Salt"
+"""The HTTP header that sets the salt, for gateways that cannot change bodies."""
+
 PREAMBLE = (
     "The river rises in the hills north of the town and flows south for about ninety kilometres before it reaches the "
     "sea.\n\n"
@@ -65,10 +68,16 @@ class LazyConfig:
         if self.shadow_min_agreement and not self.shadow_rate:
             raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
 
-    def check_metrics(self, enabled: bool) -> None:
-        """Raise ValueError if shadow mode is on but its metrics would not be published."""
-        if self.shadow_rate and not enabled:
+    def check_shadow(self, metrics: bool, workers: int) -> None:
+        """Raise ValueError if shadow mode is on where its metrics are not published, or where there are several
+        tokenizer workers."""
+        if self.shadow_rate and not metrics:
             raise ValueError("--lazy-shadow-rate publishes its result as metrics: add --enable-metrics")
+        if self.shadow_rate and workers > 1:
+            raise ValueError(
+                "--lazy-shadow-rate needs one tokenizer worker: a shadow gives way to requests, and each worker sees "
+                "its own alone"
+            )
 
     def to_env(self) -> None:
         """Publish this configuration to this process and to those it spawns."""

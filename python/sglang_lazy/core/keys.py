@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,6 +65,12 @@ def as_int32(input_ids: Sequence[int]) -> memoryview:
 def tokens_digest(input_ids: Sequence[int]) -> bytes:
     """SHA-256 of token ids as little-endian int32."""
     return hashlib.sha256(as_int32(input_ids)).digest()
+
+
+def digests(input_ids: Sequence[int], ranges: Iterable[tuple[int, int]]) -> list[bytes]:
+    """The `tokens_digest` of each of these half-open ranges of a prompt."""
+    ids = as_int32(input_ids)
+    return [hashlib.sha256(ids[start:end]).digest() for start, end in ranges]
 
 
 def chunk_key(ids: memoryview, namespace: Namespace) -> ChunkKey:

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 
 from sgl_kernel_lazy import rope_cos_sin
@@ -30,23 +29,47 @@ class LayerRope:
         self.is_neox = is_neox
 
 
+@dataclasses.dataclass(frozen=True)
+class AttentionLayer:
+    """What linked attention has to know of a layer.
+
+    num_qo_heads, num_kv_heads: of this tensor-parallel rank.
+    rope: layers with the same rotary embedding share one object.
+    window: how many positions a token sees, its own included; None: all before it.
+    sinks: whether each head has a sink: a score without a value, which takes part in its softmax.
+    """
+
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: LayerRope
+    window: int | None = None
+    sinks: bool = False
+
+
 @dataclasses.dataclass
 class ServedModel:
     """The loaded model, as far as its KV has to be read, rotated or copied.
 
     kv_buffers: K and V caches by layer id, each [num_slots, num_kv_heads, head_dim].
-    ropes: by layer id; layers with the same rotary embedding share one object.
+    layers: by layer id; all have the same shape.
     kernels: an implementation from `sgl_kernel_lazy`.
     """
 
     kv_buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
-    ropes: Mapping[int, LayerRope]
+    layers: Mapping[int, AttentionLayer]
     kernels: ModuleType
     _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def rotations(self, offsets: Sequence[int]) -> np.ndarray:
-        """int64, the places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""
-        return np.array(offsets, dtype=np.int64) % len(next(iter(self.ropes.values())).cos_sin_cache)
+    @property
+    def windows(self) -> set[int]:
+        """Those that layers have."""
+        return {layer.window for layer in self.layers.values() if layer.window is not None}
+
+    def rotations(self, offsets: Sequence[int]) -> list[int]:
+        """The places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""
+        num_rotations = len(next(iter(self.layers.values())).rope.cos_sin_cache)
+        return [offset % num_rotations for offset in offsets]
 
     def part(self, build: "Callable[[ServedModel], T]") -> T:
         """What `build` makes of this model, made at first use."""

@@ -18,11 +18,13 @@ class ServerTraits(NamedTuple):
 
     fp8_cache: whether keys and values are rounded to fp8.
     first_layers: whether a batch can be run through the model's first layers alone.
+    whole_layers: whether there are layers that see all of a prompt, rather than a window.
     reads_beside: whether the model reads chunks through an encoder, beside the text.
     """
 
     fp8_cache: bool = False
     first_layers: bool = True
+    whole_layers: bool = True
     reads_beside: bool = False
 
 

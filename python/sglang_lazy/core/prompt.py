@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import hashlib
+import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,9 +23,10 @@ _MANY_RANGES = 64
 
 def positions_in(ranges: Ranges) -> np.ndarray:
     """The positions that `ranges` hold, in order; int32."""
+    if len(ranges) == 1:
+        return np.arange(*ranges[0], dtype=np.int32)
     if len(ranges) < _MANY_RANGES:
-        parts = [np.arange(start, end, dtype=np.int32) for start, end in ranges]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return np.concatenate([np.arange(start, end, dtype=np.int32) for start, end in ranges])
     starts, ends = np.array(ranges, dtype=np.int32).reshape(-1, 2).T
     lens = ends - starts
     return np.repeat(ends - lens.cumsum(dtype=np.int32), lens) + np.arange(lens.sum(), dtype=np.int32)
@@ -66,6 +68,7 @@ class ChunkSlice:
     start: the position of its first token there.
     num_tokens: its length: what is computed and kept in the cache.
     kept: ranges of its tokens, relative to `start`, whose cached KV the prompt uses; never empty.
+    num_kept: how many tokens these have.  num_needed: how many of its first tokens must be resident for them.
     preamble: int64, the tokens behind which the chunk is computed.
     shift: by how much the places of its tokens, on all axes of M-RoPE, exceed their positions; 0 without images.
     """
@@ -81,16 +84,12 @@ class ChunkSlice:
 
     def __post_init__(self):
         self.num_kept = sum([end - begin for begin, end in self.kept])
+        self.num_needed = self.kept[-1][1]
 
     @functools.cached_property
     def tokens(self) -> array:
         """All token ids of the chunk, int64. Copied only for chunks that are computed or searched for."""
         return self.prompt_ids[self.start : self.start + self.num_tokens]
-
-    @property
-    def num_needed(self) -> int:
-        """How many of its first tokens must be resident."""
-        return self.kept[-1][1]
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
@@ -108,7 +107,7 @@ class ChunkSlice:
     @property
     def positions(self) -> np.ndarray:
         """The positions of the prompt that it stands for, int32 [num_kept]."""
-        return self.indices + np.int32(self.start)
+        return positions_in([(self.start + begin, self.start + end) for begin, end in self.kept])
 
     @property
     def offset(self) -> int:
@@ -199,7 +198,7 @@ class LinkedPrompt(NamedTuple):
         begins a span, too: its token ids are 30 bits of a hash, so its digest joins the path.
         """
         preamble = preamble or array("q")
-        path, ids = hashlib.sha256(), np.asarray(as_int32(input_ids))
+        path, ids = hashlib.sha256(), as_int32(input_ids)
         variant = hashlib.sha256(as_int32(preamble)).digest() if preamble else None
         path.update(b"preamble %b" % (variant or b""))
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)
@@ -208,22 +207,29 @@ class LinkedPrompt(NamedTuple):
         holes = _NONE  # of the last slice
         position = 0
 
-        def add_span(positions: np.ndarray, image_len: int = 0) -> None:
-            if len(positions):
-                own = chunk_namespace._replace(kind="text", variant=path.digest())
-                namespace = own if chunks or image_len else None
-                spans.append(TextSpan(namespace, positions, image_len))
-                path.update(b"text %d " % len(positions))
-                path.update(ids[positions].data)
+        def add_span(begin: int, end: int, before: np.ndarray, image_len: int = 0) -> None:
+            """Add the text in [begin, end), and what is recomputed before that."""
+            if begin == end and not len(before):
+                return
+            own = Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
+            namespace = own if chunks or image_len else None
+            positions = np.arange(begin, end, dtype=np.int32)
+            if len(before):
+                positions = np.concatenate([before, positions])
+            spans.append(TextSpan(namespace, positions, image_len))
+            path.update(b"text %d " % len(positions))
+            if len(before):
+                path.update(np.asarray(ids)[before].data)
+            path.update(ids[begin:end])
 
         def end_span(end: int) -> None:
             begin, before, image_len = position, holes, 0
             for (first, last), digest in zip(images.ranges, images.digests, strict=True) if images else ():
                 if position <= first < end:
-                    add_span(np.concatenate([before, np.arange(begin, first, dtype=np.int32)]), image_len)
+                    add_span(begin, first, before, image_len)
                     path.update(b"image %d %b" % (last - first, digest))
                     begin, before, image_len = first, _NONE, last - first
-            add_span(np.concatenate([before, np.arange(begin, end, dtype=np.int32)]), image_len)
+            add_span(begin, end, before, image_len)
 
         for index, ((start, end), ranges) in enumerate(zip(layout.chunks, kept, strict=True)):
             if end == len(input_ids):
@@ -232,14 +238,14 @@ class LinkedPrompt(NamedTuple):
             if not ranges:
                 continue
             end_span(start + ranges[0][0])
-            key = chunk_key(ids[start:end].data, chunk_namespace)
+            key = chunk_key(ids[start:end], chunk_namespace)
             shift = int(images.places[start]) - start if images else 0
             chunk = ChunkSlice(key, index, input_ids, start, end - start, tuple(ranges), preamble, shift)
             chunks.append(chunk)
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
-            seen = key if needed == end - start else chunk_key(ids[start : start + needed].data, chunk_namespace)
-            kept_ranges = np.array(ranges, dtype="<i4").tobytes()
+            seen = key if needed == end - start else chunk_key(ids[start : start + needed], chunk_namespace)
+            kept_ranges = array("i", itertools.chain.from_iterable(ranges)).tobytes()
             path.update(b"chunk %d %b %b%b" % (len(ranges), kept_ranges, seen.tokens, seen.check))
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed

@@ -7,13 +7,14 @@ The row of a linked request is a permutation of its prompt:
 Text stands in position order in both parts. At and beyond the prompt's length, index and position are the same.
 """
 
+import functools
 import itertools
 from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sglang_lazy.core.prompt import LinkedPrompt
+from sglang_lazy.core.prompt import LinkedPrompt, tokens_at
 
 
 class Row:
@@ -30,8 +31,12 @@ class Row:
         self.published = list(cached)
         self.cached_start = []
         self.computed_start = []
-        parts = [chunk.positions for chunk in prompt.in_row]
         last, row_end = prompt.spans[-1], prompt.num_chunk_tokens
+        self._moves_nothing = last is prompt.spans[0] and last.start == row_end  # all text is behind all slices
+        if self._moves_nothing:
+            parts = [np.arange(row_end, dtype=np.int32)]
+        else:
+            parts = [chunk.positions for chunk in prompt.in_row]
         to_compute = []
         for span, count in zip(prompt.spans, cached, strict=True):
             positions = span.first(last.count_before(num_tokens)) if span is last else span.positions
@@ -43,11 +48,22 @@ class Row:
             self.computed_start.append(row_end)
             row_end += len(rest)
         assert row_end == num_tokens, (row_end, num_tokens)
-        self.positions = np.concatenate([*parts, *to_compute])
+        self._parts = parts + to_compute
+        self.positions = np.concatenate(self._parts)
 
     def permuted(self, ids: array) -> array:
-        """`ids`, one for each position, in row order."""
-        return array("q", np.frombuffer(ids, dtype=np.int64)[self.positions].tobytes())
+        """`ids`, one for each position, in row order; `ids` itself if that is the same."""
+        if self._moves_nothing:
+            return ids
+        in_order = array("q")
+        for positions in self._parts:  # most are consecutive; gathering all at once costs several copies of the prompt
+            in_order += tokens_at(ids, positions)
+        return in_order
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether each token stands in the row where it stands in the prompt."""
+        return bool((self.positions == np.arange(len(self.positions))).all())
 
     def available(self, i: int, row_len: int) -> int:
         """How many of the first tokens of span `i` are among the first `row_len` tokens of the row."""

@@ -16,6 +16,8 @@ class Runtime(runtime_endpoint.Runtime):
         self.pid = None  # shutdown() reads it, even if this fails before the server is started
         config = pop_keywords(kwargs)
         get_policy(config.default_link)
-        config.check_metrics(kwargs.get("enable_metrics", False))
+        if kwargs.get("tokenizer_worker_num", 1) > 1:
+            raise ValueError("a Runtime has one tokenizer worker: python -m sglang_lazy.launch_server can have several")
+        config.check_shadow(kwargs.get("enable_metrics", False), workers=1)
         plugin.activate(config)
         super().__init__(log_level, launch_timeout, *args, **kwargs)

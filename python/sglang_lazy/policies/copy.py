@@ -88,8 +88,8 @@ class ChunkCopier:
     def __init__(self, model: ServedModel):
         self.copy_rotated = model.kernels.copy_rotated
         groups: dict[int, tuple[LayerRope, list]] = {}
-        for layer_id, rope in model.ropes.items():
-            groups.setdefault(id(rope), (rope, []))[1].append(model.kv_buffers[layer_id])
+        for layer_id, layer in model.layers.items():
+            groups.setdefault(id(layer.rope), (layer.rope, []))[1].append(model.kv_buffers[layer_id])
         self.groups = list(groups.values())
         # Compiles the kernel. Slot 0 never holds a request's KV.
         slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][0].cos_sin_cache.device)

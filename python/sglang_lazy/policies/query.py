@@ -7,6 +7,7 @@ second pass recomputes the tokens with the most of it, and the question behind t
 import dataclasses
 from typing import ClassVar, Literal
 
+from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.policies.selective import Selective
 
 
@@ -14,3 +15,6 @@ from sglang_lazy.policies.selective import Selective
 class Query(Selective):
     name: ClassVar[str] = "query"
     probes: ClassVar[Literal["attention"]] = "attention"
+
+    def unfit(self, server: ServerTraits) -> str | None:
+        return None if server.whole_layers else "link query: no layer of this model attends to the whole prompt"

@@ -5,12 +5,10 @@ link path as a whole, see `LinkedBatch.linked`. A backend keeps its stock name a
 decided by them; `with_link_path` gives one instance a subclass of its class.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -18,46 +16,42 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.port.compat import kv_scales
-from sglang_lazy.port.rope import attention_layers
+from sglang_lazy.port.decode_rows import DecodeRows, PlannedRows, copy_slots
+from sglang_lazy.port.layers import attention_layers
 from sglang_lazy.port.stock_part import StockPart
-
-logger = logging.getLogger(__name__)
 
 
 class LinkAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_link_path`.
 
-    link_metadata, link_stock_part: of the current batch, None for what it does not have; both None if it is SGLang's.
+    link_metadata, link_stock_part: of the current prefill batch, None for what it does not have.
+    link_planned: of the current decode batch, by window. All three are None if the batch is SGLang's.
     """
 
     def init_link_path(self, runner: Any, table: SegmentTable) -> None:
         """Read what the link path needs from a `ModelRunner` whose model is loaded."""
         self.link_metadata: LinkMetadata | None = None
         self.link_stock_part: StockPart | None = None
+        self.link_planned: dict[int | None, PlannedRows] | None = None
         self.link_table = table
         self.link_model = table.model
         self.link_ops = table.model.kernels
         self.link_pool = runner.token_to_kv_pool
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
-        layers = {attn.layer_id: attn for attn, _ in attention_layers(runner.model)}
-        attn = next(iter(layers.values()))
-        self.link_dims = dict(
-            num_qo_heads=attn.tp_q_head_num, num_kv_heads=attn.tp_k_head_num, head_dim=attn.qk_head_dim
-        )
-        self.link_workspace = self.link_ops.decode_workspace(
-            self.link_rows.req_to_token.shape[0], table.max_segments, **self.link_dims, device=table.ends.device
-        )
-        if self.link_workspace is not None:
-            logger.info("sglang-lazy: %.0f MiB of workspace for decode", self.link_workspace.nbytes / 2**20)
-        for layer_id in {id(rope): layer_id for layer_id, rope in self.link_model.ropes.items()}.values():
-            self._compile_extend(layers[layer_id], runner)
+        self.link_decode = DecodeRows(table, runner.req_to_token_pool)
+        layers = {(id(layer.rope), layer.window): layer_id for layer_id, layer in self.link_model.layers.items()}
+        for attn, _ in attention_layers(runner.model):
+            if attn.layer_id in layers.values():
+                self._compile_extend(attn, runner)
 
     def _compile_extend(self, attn: Any, runner: Any) -> None:
         """Attend with one token to itself, so that the kernels are compiled before the first request needs them."""
         ints = dict(dtype=torch.int32, device=runner.device)
         zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
-        self._copy_slots(zero.clone(), zero.to(torch.int64), zero, zero, zero)
+        copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
+        has_sinks = self.link_model.layers[attn.layer_id].sinks
+        sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if has_sinks else None
         self.link_ops.link_extend(
             torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
             *self.link_pool.get_kv_buffer(attn.layer_id),
@@ -70,19 +64,20 @@ class LinkAttention(AttentionBackend):
             self.link_table.ends[:1],
             self.link_table.offsets[:1],
             max_extend_len=1,
-            **self._options(attn),
+            window=self.link_model.layers[attn.layer_id].window,
+            v_scale=self._v_scale(attn),
+            **self._options(attn, sinks),
         )
 
     # Metadata
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        self.link_metadata = self.link_stock_part = None
+        self.link_metadata = self.link_stock_part = self.link_planned = None
         current = self.link_table.current
         if current is None:
             return super().init_forward_metadata(forward_batch)
         if not current.rows:
-            num_kv = int(forward_batch.seq_lens_cpu.sum())
-            self._snapshot(LinkMetadata.allocate(forward_batch.batch_size, num_kv, self.link_table), forward_batch)
+            self.link_planned = self.link_decode.of(forward_batch)
             return
         if len(current.linked):
             pool_indices = forward_batch.req_pool_indices
@@ -95,69 +90,30 @@ class LinkAttention(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
-        max_context = self.link_rows.req_to_token.shape[1]
-        self.link_graph_metadata = LinkMetadata.allocate(max_bs, max_bs * max_context, self.link_table)
-        logger.info("sglang-lazy: %.0f MiB of decode metadata", self.link_graph_metadata.num_bytes / 2**20)
+        self.link_decode.allocate_for_graphs(max_bs)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
-        self.link_stock_part = None
+        self.link_metadata = self.link_stock_part = self.link_planned = None
         if self.link_table.current is None:
-            self.link_metadata = None
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
-        self._snapshot(self.link_graph_metadata.first(forward_batch.batch_size), forward_batch)
+        self.link_planned = self.link_decode.of(forward_batch, for_graph=True)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        if self.link_metadata is None:
+        if self.link_planned is None:
             super().init_forward_metadata_in_graph(forward_batch)
-
-    def _snapshot(self, metadata: LinkMetadata, forward_batch: ForwardBatch) -> None:
-        """Write the rows and segments of a decode batch into `metadata`, make it the current one, and plan."""
-        rows, seq_lens = forward_batch.req_pool_indices, forward_batch.seq_lens
-        metadata.fill(rows, seq_lens, self.link_table)
-        self._copy_slots(metadata.kv_indices, rows, None, seq_lens, metadata.kv_indptr)
-        self.link_metadata = metadata
-        self.link_ops.plan_decode(
-            self.link_workspace,
-            metadata.kv_indptr,
-            metadata.kv_indices,
-            metadata.num_segments,
-            metadata.segment_ends,
-            metadata.segment_offsets,
-            metadata.segment_ids,
-            **self.link_dims,
-        )
 
     def _copy_windows(self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]) -> None:
         """windows: of `windows_of`, on the device."""
-        requests, starts, lens, places = windows
-        self._copy_slots(out, forward_batch.req_pool_indices[requests], starts, lens, places)
-
-    def _copy_slots(
-        self,
-        out: torch.Tensor,
-        rows: torch.Tensor,
-        starts: torch.Tensor | None,
-        lens: torch.Tensor,
-        places: torch.Tensor,
-    ) -> None:
-        """Copy `lens` slots of these rows of `req_to_token`, the first those at `starts` (None: 0), to `places`."""
-        req_to_token = self.link_rows.req_to_token
-        if req_to_token.is_cuda:
-            create_flashinfer_kv_indices_triton[(len(rows),)](
-                req_to_token, rows, lens, places, starts, out, req_to_token.stride(0)
-            )
-            return
-        starts = torch.zeros_like(lens) if starts is None else starts
-        for row, start, length, place in torch.stack([rows, starts, lens, places[: len(rows)]], dim=1).tolist():
-            out[place : place + length] = req_to_token[row, start : start + length]
+        requests, *windows = windows
+        copy_slots(self.link_rows.req_to_token, out, forward_batch.req_pool_indices[requests], *windows)
 
     # Attention
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
-        if self.link_metadata is None:
+        if self.link_planned is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        q, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        metadata = self.link_metadata
+        q, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        metadata, workspace = self.link_planned[self.link_model.layers[layer.layer_id].window]
         out = self.link_ops.link_decode(
             q,
             k_cache,
@@ -167,8 +123,9 @@ class LinkAttention(AttentionBackend):
             metadata.num_segments,
             metadata.segment_ends,
             metadata.segment_offsets,
-            workspace=self.link_workspace,
-            **arguments,
+            workspace=workspace,
+            v_scale=self._v_scale(layer),
+            **options,
         )
         return out.flatten(1)
 
@@ -176,13 +133,13 @@ class LinkAttention(AttentionBackend):
         metadata, stock_part = self.link_metadata, self.link_stock_part
         if metadata is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
-        heads, k_cache, v_cache, arguments = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+        heads, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         # In graphs SGLang hands over the memory that it would copy the result to.
         out = forward_batch._attn_output
         if stock_part is not None:
             stock_part.batch._attn_output = out
             with stock_part.shown_to(self.link_rows.req_to_token):
-                out = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False)
+                out = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False, **kwargs)
         if metadata is None:
             return out
         out = torch.empty_like(heads, memory_format=torch.contiguous_format) if out is None else out.view(heads.shape)
@@ -202,17 +159,19 @@ class LinkAttention(AttentionBackend):
             max_extend_len=metadata.max_extend_len,
             validate=not metadata.checked,
             out=out[metadata.tokens] if in_place else None,
-            **arguments,
+            window=self.link_model.layers[layer.layer_id].window,
+            v_scale=self._v_scale(layer),
+            **options,
         )
         if not in_place:
             out[metadata.tokens] = linked
-        self._measure(heads, k_cache, layer, arguments)
+        self._measure(heads, k_cache, layer, options)
         metadata.checked = True
         return out.flatten(1)
 
     def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
-        """Store new keys and values; returns q by head, the layer's caches, and arguments common to both kernels."""
-        unknown = [name for name, value in kwargs.items() if value is not None]
+        """Store new keys and values; returns q by head, the layer's caches, and arguments common to all kernels."""
+        unknown = [name for name, value in kwargs.items() if value is not None and name != "sinks"]
         if unknown:
             raise NotImplementedError(
                 f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for"
@@ -221,19 +180,27 @@ class LinkAttention(AttentionBackend):
             slots = KVWriteLoc(forward_batch.out_cache_loc)
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
-        return q.view(-1, layer.tp_q_head_num, layer.qk_head_dim), k_cache, v_cache, self._options(layer)
+        return (
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            k_cache,
+            v_cache,
+            self._options(layer, kwargs.get("sinks")),
+        )
 
-    def _options(self, layer: Any) -> dict[str, Any]:
+    def _options(self, layer: Any, sinks: torch.Tensor | None) -> dict[str, Any]:
         """Arguments common to the attention kernels that are the same for every batch."""
-        rope = self.link_model.ropes[layer.layer_id]
+        rope = self.link_model.layers[layer.layer_id].rope
         # The pool divides by the scales only where it rounds to fp8.
-        k_scale, v_scale = kv_scales(layer) if self.link_fp8 else (1.0, 1.0)
+        k_scale = kv_scales(layer)[0] if self.link_fp8 else 1.0
         return {
             "cos_sin_cache": rope.cos_sin_cache,
             "is_neox": rope.is_neox,
             "sm_scale": layer.scaling * k_scale,
-            "v_scale": v_scale,
+            "sinks": sinks,
         }
+
+    def _v_scale(self, layer: Any) -> float:
+        return kv_scales(layer)[1] if self.link_fp8 else 1.0
 
     def _measure(self, q: torch.Tensor, k_cache: torch.Tensor, layer: Any, options: dict[str, Any]) -> None:
         """Add this layer's part to what the probes of the batch measure.  q: of all new tokens, by head."""
@@ -255,7 +222,7 @@ class LinkAttention(AttentionBackend):
             metadata.segment_offsets,
             max_extend_len=probes.max_extend_len,
             validate=not metadata.checked,
-            **{name: value for name, value in options.items() if name != "v_scale"},
+            **options,
         )
 
 

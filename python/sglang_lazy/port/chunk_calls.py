@@ -6,6 +6,7 @@ the server runs without chunk reuse.
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.port.control import ask
 from sglang_lazy.port.pinning import pin_chunks
 from sglang_lazy.serving.chunk_lists import (
+    arguments_of_ranks,
     check_id,
     merged_deletion,
     merged_page,
@@ -27,16 +29,35 @@ from sglang_lazy.serving.chunk_lists import (
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations
 from sglang_lazy.serving.requests import with_layout
+from sglang_lazy.serving.surveys import surveys_of
+from sglang_lazy.serving.usage import usage_of
 
 logger = logging.getLogger(__name__)
 
 
 async def list_chunks(manager: Any, tenant: str | None, everybody: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     """One page of a tenant's chunks, or of everybody's.  arguments: what `list_arguments` gave."""
-    limit = arguments["limit"]
-    answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **{**arguments, "limit": limit + 1})
-    page = merged_page(answers, arguments["sort"], arguments["descending"], limit)
+    answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **arguments_of_ranks(arguments))
+    page = merged_page(answers, arguments)
     return {**page, "chunks": with_adapter_names(page["chunks"], _adapters(manager))}
+
+
+async def survey(manager: Any, tenant: str | None, everybody: bool) -> dict[str, Any]:
+    """What the page shows of a tenant, or of everybody."""
+
+    async def step(begin: bool) -> list[dict[str, Any]]:
+        return await ask(manager, "survey", tenant=tenant, everybody=everybody, begin=begin)
+
+    found = await surveys_of(manager).get((tenant, everybody), step)
+    adapters, usage, now = _adapters(manager), usage_of(manager), time.time()
+    lists = {name: with_adapter_names(found[name], adapters) for name in ("hottest", "largest", "pinned")}
+    return {
+        "time": now,
+        **found,
+        **lists,
+        "history": usage.history(tenant, everybody, now),
+        "prompts": usage.last(tenant, everybody),
+    }
 
 
 async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, Any]:

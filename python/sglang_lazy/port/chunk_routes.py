@@ -10,12 +10,15 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
-from sglang_lazy.chunks.catalog import MAX_LIMIT
+from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
+from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.port import chunk_calls
+from sglang_lazy.port.page import PAGE_ROUTE
 from sglang_lazy.port.pinning import pin_chunks
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.known_chunks import UnknownChunk
-from sglang_lazy.serving.requests import SALT_HEADER, check_cache_salt, salt_of
+from sglang_lazy.serving.requests import check_cache_salt, salt_of
+from sglang_lazy.serving.usage import usage_of
 
 CHUNKS_ROUTE = "/chunks"
 
@@ -50,6 +53,15 @@ def _tenant(
 Tenant = Annotated[str | None, _parsed(_tenant)]
 
 
+def _everybody(all: bool = False) -> bool:
+    if all and not _manager().server_args.admin_api_key:
+        raise _refused("all=true needs a server with --admin-api-key", HTTPStatus.FORBIDDEN)
+    return all
+
+
+Everybody = Annotated[bool, Depends(_everybody)]
+
+
 async def _body(request: Request) -> Any:
     try:
         return await request.json()
@@ -59,7 +71,7 @@ async def _body(request: Request) -> Any:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def list_chunks(
-    tenant: Tenant, arguments: Annotated[dict[str, Any], _parsed(list_arguments)], all: bool = False
+    tenant: Tenant, everybody: Everybody, arguments: Annotated[dict[str, Any], _parsed(list_arguments)]
 ) -> dict[str, Any]:
     """One page of the caller's chunks.
 
@@ -85,10 +97,8 @@ async def list_chunks(
     every tenant's, where the server has an admin key, and so the caller. `sort` is last_use, hits, tokens or created,
     `order` desc or asc, `limit` 1 to 1000; `state` filters.
     """
-    if all and not _manager().server_args.admin_api_key:
-        raise _refused("all=true needs a server with --admin-api-key", HTTPStatus.FORBIDDEN)
     try:
-        return await chunk_calls.list_chunks(_manager(), tenant, all, arguments)
+        return await chunk_calls.list_chunks(_manager(), tenant, everybody, arguments)
     except ValueError as error:
         raise _refused(error) from None
 
@@ -173,6 +183,41 @@ async def register_chunks(request: Request) -> Response:
     return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED if "accepted" in answer else HTTPStatus.OK)
 
 
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+    """What the page `/lazy` shows of the caller's chunks; as large for a million of them as for ten.
+
+        {"time": 1763900000.1, "memory": {"device": {"size": 65536, "free": 1200}, "host": null},
+         "chunks": {"resident": {"chunks": 2, "tokens": 150}, "pinned": …, "locked": …, "evictable": …, "host": …,
+                    "pending": 1, "fetching": 0},
+         "hottest": […], "largest": […], "pinned": […], "history": […], "prompts": […]}
+
+    memory: tokens that device and host can hold, and how many more, of all tenants together; host is null without that
+        tier.
+    chunks: how many are where, and their tokens, by the names of the gauges in docs/metrics.md.
+    pending, fetching: chunks that are being computed, and fetched from storage.
+    hottest, largest, pinned: up to 10 chunks each, as `list_chunks` shows them.
+    history: see `Usage.history`.
+    prompts: the last 12, newest first: `{"time", "link", "cache_salt", "num_chunks", "chunks": [{"id", "tokens",
+        "hit"}]}`, where `chunks` has the first 40.
+
+    A survey is some seconds old where there are many chunks. Query: `cache_salt` and `all` as for `list_chunks`.
+    """
+    try:
+        return await chunk_calls.survey(_manager(), tenant, everybody)
+    except ValueError as error:
+        raise _refused(error) from None
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def uses(chunk_id: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+    """Which of the caller's last prompts have a chunk, and what else these have; see `Usage.uses`."""
+    try:
+        return usage_of(_manager()).uses(tenant, everybody, check_id(chunk_id)[:MIN_DIGITS])
+    except ValueError as error:
+        raise _refused(error) from None
+
+
 def add_routes(app: Any) -> None:
     """Serve them, once."""
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
@@ -182,3 +227,5 @@ def add_routes(app: Any) -> None:
         app.patch(CHUNKS_ROUTE + "/{chunk_id}")(patch_chunk)
         app.delete(CHUNKS_ROUTE + "/{chunk_id}")(delete_chunk)
         app.delete(CHUNKS_ROUTE)(delete_chunks)
+        app.get(PAGE_ROUTE + "/survey")(survey)
+        app.get(PAGE_ROUTE + "/uses/{chunk_id}")(uses)

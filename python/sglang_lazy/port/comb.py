@@ -15,7 +15,7 @@ from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.encoding import Encoding
-from sglang_lazy.core.model import LayerRope, ServedModel
+from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.comb_config import ARCHITECTURE
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.scheduler.producer import shares
@@ -36,6 +36,7 @@ class ChunkPool:
     """Keys and values of chunks, with slots of their own and the cross layers alone.
 
     kv: SGLang's pool, whose layers are the cross layers.  allocator: of its slots.
+    layers: the cross layers as attention sees them, without rotation.
     """
 
     def __init__(self, runner: Any, share: float):
@@ -55,13 +56,14 @@ class ChunkPool:
             enable_alt_stream=False,
         )
         self.allocator = TokenToKVPoolAllocator(size, runner.kv_cache_dtype, runner.device, self.kv, need_sort=False)
+        heads = config.get_num_attention_heads(runner.ps.tp_size), config.get_num_kv_heads(runner.ps.tp_size)
+        rope = LayerRope(torch.zeros(NO_ROTATION), 1, True, runner.device)
+        self.layers = dict.fromkeys(range(num_layers), AttentionLayer(*heads, config.head_dim, rope))
         logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
 
     def served_model(self, kernels: Any) -> ServedModel:
-        """What kernels see of the cross layers, whose keys are not rotated."""
-        layers = range(self.kv.layer_num)
-        rope = LayerRope(torch.zeros(NO_ROTATION), 1, True, self.kv.device)
-        return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, dict.fromkeys(layers, rope), kernels)
+        """What kernels see of the cross layers."""
+        return ServedModel({i: self.kv.get_kv_buffer(i) for i in self.layers}, self.layers, kernels)
 
     def tree_params(self, params: CacheInitParams) -> CacheInitParams:
         """`params` of a tree of text, for a tree of what is in this pool."""
@@ -85,7 +87,7 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
     def encode(encodings: Sequence[Encoding]) -> None:
         slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
         for chunks in shares([encoding.chunk for encoding in encodings], max_tokens):
-            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, model.kernels, model.ropes[0])
+            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, model.kernels, model.layers[0].rope)
             ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
             place = KVWriteLoc(torch.cat([slots[chunk.key] for chunk in chunks]))
             kv = runner.model.encode(to_device(ids, rows.positions.device), rows)

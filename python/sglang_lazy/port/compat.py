@@ -4,6 +4,7 @@ Rotating the query by an offset is right only where a score depends on positions
 every token's KV is kept in one pool, one slot a token, and where a row of `req_to_token` may be any list of slots.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.validation import FP8
+from sglang_lazy.core.model import AttentionLayer
 from sglang_lazy.port.comb import num_cross_layers
-from sglang_lazy.port.rope import INV_FREQ, attention_layers
+from sglang_lazy.port.layers import attention_layers
+from sglang_lazy.port.rope import INV_FREQ
 
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
@@ -27,12 +30,15 @@ TESTED = frozenset(
         "CohereForCausalLM",
         "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
+        "Gemma3ForCausalLM",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
+        "GptOssForCausalLM",
         "GraniteForCausalLM",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
+        "MellumForCausalLM",
         "MiniMaxM2ForCausalLM",
         "MistralForCausalLM",
         "MixtralForCausalLM",
@@ -87,7 +93,9 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
             args.quantization_param_path is not None
         ),
-        "several tokenizer workers: they would take requests without our surfaces": args.tokenizer_worker_num > 1,
+        "several tokenizer workers with --api-key or --admin-api-key: SGLang's workers ask nobody for a key": (
+            args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key)
+        ),
         "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
         "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
         "the gRPC server: it takes requests without our surfaces": args.smg_grpc_mode or args.grpc_mode,
@@ -140,8 +148,8 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         return [*reasons, "MLA: the link kernels do not take the rotary part of keys apart from the latent one"]
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder: cross attention has no chunks")
-    if config.is_hybrid_swa or runner.sliding_window_size is not None and runner.sliding_window_size > -1:
-        reasons.append("sliding window: the link kernels know none")
+    if config.attention_chunk_size is not None:
+        reasons.append("attention within blocks of positions: a block would begin elsewhere for every chunk")
     if config.is_multimodal and not config.model_is_mrope:
         reasons.append("multimodal model without M-RoPE: none has been tested")
     if not config.is_generation:
@@ -181,19 +189,20 @@ def _unfit_beside(args: ServerArgs) -> dict[str, bool]:
     }
 
 
-def unfit_kernels(name: str, runner: Any, max_chunks: int) -> str | None:
+def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], max_chunks: int) -> str | None:
     """Why this implementation cannot serve a model that fits otherwise, or None."""
-    attn, rope = next(attention_layers(runner.model))
-    assert rope is not None
+    layer = next(iter(layers.values()))
     return get_implementation(name).unsupported(
         torch.device(runner.device),
         runner.dtype,
         runner.kv_cache_dtype,
-        attn.tp_q_head_num,
-        attn.tp_k_head_num,
-        attn.qk_head_dim,
-        rope.rotary_dim,
+        layer.num_qo_heads,
+        layer.num_kv_heads,
+        layer.head_dim,
+        layer.rope.cos_sin_cache.shape[1],
         max_segments=max_chunks,
+        windowed=any(each.window is not None for each in layers.values()),
+        sinks=any(each.sinks for each in layers.values()),
     )
 
 
@@ -220,7 +229,6 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
                 attn.qk_head_dim != attn.v_head_dim
             ),
             f"logit cap {attn.logit_cap}: linked attention has none": attn.logit_cap > 0,
-            "sliding window layers": attn.sliding_window_size > -1,
             "cross attention layers": attn.is_cross_attention,
             f"attention of type {attn.attn_type}": attn.attn_type != AttentionType.DECODER,
             "query scale that depends on position": attn.xai_temperature_len > 0,

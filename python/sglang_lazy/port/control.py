@@ -26,14 +26,18 @@ class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
 
 
 class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """answer: None from a scheduler that serves without chunk reuse."""
+    """answer: None from a scheduler that serves without chunk reuse.  dp_rank: of the scheduler."""
 
     answer: PickleWrapper | dict[str, Any] | None
+    dp_rank: int
+
+
+# In every process: with several tokenizer workers, the one that started them passes messages on.
+hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
 
 def init_communicators(_result: Any, manager: Any, server_args: Any) -> None:
     """After `TokenizerControlMixin.init_communicators`: one more."""
-    hook_custom_types(ChunksReqInput, ChunksReqOutput)
     communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, server_args.dp_size)
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
@@ -41,20 +45,20 @@ def init_communicators(_result: Any, manager: Any, server_args: Any) -> None:
 
 def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
     """After `Scheduler.init_request_dispatcher`: take our messages."""
-    hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
         admission = getattr(scheduler.tree_cache, "admission", None)
+        rank = scheduler.ps.dp_rank or 0
         if admission is None:
-            return ChunksReqOutput(answer=None)
+            return ChunksReqOutput(answer=None, dp_rank=rank)
         answer = admission.control.handle(message.verb, unwrap_from_pickle(message.arguments), message.now)
-        return ChunksReqOutput(answer=wrap_as_pickle(answer))
+        return ChunksReqOutput(answer=wrap_as_pickle(answer), dp_rank=rank)
 
     scheduler._request_dispatcher += TypeBasedDispatcher([(ChunksReqInput, handle)])
 
 
 async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
-    """The answers of `ChunkControl`, one of each data-parallel rank.
+    """The answers of `ChunkControl`, one of each data-parallel rank, in their order.
 
     Raises ValueError where the server runs without chunk reuse.
     """
@@ -65,6 +69,7 @@ async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]
     outputs = await asyncio.shield(call)
     if any(output.answer is None for output in outputs):
         raise ValueError("this server runs without chunk reuse, so it has no chunks")
+    outputs.sort(key=lambda output: output.dp_rank)
     return [unwrap_from_pickle(output.answer) for output in outputs]
 
 

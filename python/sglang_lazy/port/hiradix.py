@@ -256,6 +256,11 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return False
 
     @property
+    def host_memory(self) -> dict[str, int] | None:
+        pool = self.token_to_kv_pool_host
+        return {"size": pool.size, "free": pool.available_size()}
+
+    @property
     def any_loading(self) -> bool:
         return bool(self.ongoing_load_back)
 

@@ -10,7 +10,8 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER, LazyConfig
+from sglang_lazy.port import page
 from sglang_lazy.port.chat import ChatRequest
 from sglang_lazy.port.chunk_routes import add_routes
 from sglang_lazy.port.completions import CompletionsRequest
@@ -21,7 +22,6 @@ from sglang_lazy.port.sampling import check_sampling_params
 from sglang_lazy.port.streams import fail_before_stream
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import (
-    SALT_HEADER,
     join_extra_key,
     refuse_salt,
     refuse_without_segments,
@@ -185,6 +185,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     add_routes(app)
+    page.add_route(app)
     app.openapi_schema = None
 
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ def model_identity(runner: Any) -> bytes:
     config = {**runner.model_config.hf_config.to_dict(), "_name_or_path": None, "transformers_version": None}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     digest.update(repr((str(runner.kv_cache_dtype), runner.ps.tp_rank, runner.ps.tp_size)).encode())
-    # Layers that take adapters have their parameters one module deeper.
-    _add_weights(digest, ((name.replace(".base_layer.", "."), w) for name, w in runner.model.named_parameters()))
+    _add_weights(digest, _weights(runner.model))
     return digest.digest()
 
 
@@ -40,6 +39,19 @@ def adapter_identity(loaded: Any) -> bytes:
     for part in (*(layer.weights for layer in loaded.layers), loaded.embedding_layers):
         _add_weights(digest, part.items())
     return digest.digest()
+
+
+def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that a model's layers compute with, by name."""
+    for name, weight in model.named_parameters():
+        name = name.replace(".base_layer.", ".")  # layers that take adapters have their parameters one module deeper
+        yield name, weight
+        # What bitsandbytes reads a weight with hangs on it, in parts where several weights have been put into one.
+        for part, state in getattr(weight, "bnb_quant_state", {}).items():
+            values = {"scale": state} if isinstance(state, torch.Tensor) else state.as_dict()
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor | float):
+                    yield f"{name}.{part}.{key}", torch.as_tensor(value)
 
 
 def _add_weights(digest: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -1,7 +1,8 @@
 """Hooks on SGLang's model runner: where a forward pass learns of its linked rows; and the backend factory."""
 
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from sglang_lazy.attention.cross import CrossBatch
 from sglang_lazy.attention.table import SegmentTable, table_of
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import get_policy
@@ -23,9 +24,9 @@ from sglang_lazy.port.compat import TESTED, Unfit, architecture, unfit_flags, un
 from sglang_lazy.port.cross_attention import with_cross_attention
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.images import place_rows
-from sglang_lazy.port.probe import check_rotation
+from sglang_lazy.port.layers import attention_layers, describe_layers, window_of
+from sglang_lazy.port.probe import check_layers
 from sglang_lazy.port.probing import probing
-from sglang_lazy.port.rope import layer_ropes
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def wrap_backend(factory: Callable) -> Callable:
         pool = runner.req_to_token_pool
         try:
             if table_of(pool) is None:
-                pool.segment_table = new_table(runner, config)
+                pool.segment_table = new_table(runner, config, backend)
         except Unfit as error:
             if not config.fallback:
                 raise
@@ -57,21 +58,23 @@ def wrap_backend(factory: Callable) -> Callable:
     return create
 
 
-def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
-    """The segment table of a `ModelRunner` whose model is loaded. Raises Unfit if chunks cannot be linked here."""
+def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
+    """The segment table of a `ModelRunner` whose model is loaded. Raises Unfit if chunks cannot be linked here.
+
+    backend: SGLang's own attention.
+    """
     if reasons := unfit_flags(runner.server_args) + unfit_model(runner, untested=config.untested_model):
         raise Unfit(reasons)
-    name = choose_kernels(config, runner)
     if reason := refusal(get_policy(config.default_link), server_traits(runner)):
         raise Unfit([reason])
     num_rows = len(runner.req_to_token_pool.req_to_token)
     if num_cross_layers(runner.model_config):
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
-        beside = pool.served_model(get_implementation(name))
+        beside = pool.served_model(get_implementation(choose_kernels(config, runner, pool.layers)))
         return SegmentTable(num_rows, config.max_chunks, runner.device, beside, CrossBatch)
     try:
-        ropes = layer_ropes(runner.model, runner.model_config.context_len, runner.device)
-        check_rotation(runner.model, ropes, runner.model_config.hidden_size, runner.dtype)
+        layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
+        layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
     except ValueError as error:
         raise Unfit([str(error)]) from error
     if architecture(runner) not in TESTED:
@@ -80,10 +83,15 @@ def new_table(runner: Any, config: LazyConfig) -> SegmentTable:
             "under link full (python -m sglang_lazy.verify)",
             architecture(runner),
         )
-    kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in ropes}
-    model = ServedModel(kv_buffers, ropes, get_implementation(name))
+    kernels = get_implementation(choose_kernels(config, runner, layers))
+    kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}
+    model = ServedModel(kv_buffers, layers, kernels)
     get_policy(config.default_link).warm_up(model)
-    return SegmentTable(num_rows, config.max_chunks, runner.device, model)
+    if model.windows:
+        logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
+    takes_sinks = "sinks" in inspect.signature(backend.forward_extend).parameters
+    stock_attends = takes_sinks or not any(layer.sinks for layer in layers.values())
+    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends)
 
 
 def server_traits(runner: Any) -> ServerTraits:
@@ -92,22 +100,23 @@ def server_traits(runner: Any) -> ServerTraits:
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
         # A batch that mixes prefill and decode would cut the layers of both.
         first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
+        whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         reads_beside=num_cross_layers(runner.model_config) > 0,
     )
 
 
-def choose_kernels(config: LazyConfig, runner: Any) -> str:
+def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]) -> str:
     """The implementation to link with: the configured one, or the fastest that can serve this model on this machine.
 
     Raises Unfit if the configured one cannot.
     """
     if config.kernels != "auto":
-        if reason := unfit_kernels(config.kernels, runner, config.max_chunks):
+        if reason := unfit_kernels(config.kernels, runner, layers, config.max_chunks):
             raise Unfit([f"--lazy-kernels {config.kernels}: {reason}"])
         return config.kernels
     if torch.device(runner.device).type != "cuda":
         return "torch"
-    if reason := unfit_kernels("cuda", runner, config.max_chunks):
+    if reason := unfit_kernels("cuda", runner, layers, config.max_chunks):
         logger.info("sglang-lazy: triton kernels instead of the CUDA ones: %s", reason)
         return "triton"
     return "cuda"
@@ -123,7 +132,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     if batch.reqs:
         mode = "decode" if batch.forward_mode.is_decode() else "prefill"
         batch.tree_cache.store.counts.batches[mode, involved] += 1
-    if not involved:
+    if not involved and table.stock_attends:
         return original(worker, batch, *args, **kwargs)
     if batch.forward_mode.is_decode():
         # Decode steps wait for no load. Their rows began with an extend, which did: they run behind it.
@@ -135,7 +144,8 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
     apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
-    current = table.batch_type.of(batch, apart, runner.req_to_token_pool.size)
+    max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
+    current = table.batch_type.of(batch, apart, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table.model) as sums, table.running(current, sums):
         return original(worker, batch, *args, **kwargs)
 

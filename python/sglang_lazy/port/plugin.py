@@ -111,9 +111,11 @@ def provide_rotary_import() -> None:
 
 
 def choose_cache(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: our cache is the default one."""
+    """Before `ServerArgs.__post_init__`: our cache is the default one, over a pool that keeps the tokens of all layers,
+    those with windows too."""
     if args.radix_cache_backend is None:
         args.radix_cache_backend = CACHE_BACKEND
+    args.disable_hybrid_swa_memory = True
 
 
 def create_cache(context: Any) -> Any:

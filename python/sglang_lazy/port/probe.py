@@ -1,47 +1,59 @@
 """Start-up check that a model's queries and keys enter attention exactly as the rotation left them."""
 
+import dataclasses
 import inspect
+from collections.abc import Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sgl_kernel_lazy import rotate_queries
-from sglang_lazy.core.model import MAX_PREAMBLE_LEN, LayerRope
-from sglang_lazy.port.rope import attention_modules, on_axes
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer
+from sglang_lazy.port.layers import attention_modules, shared_rotations
+from sglang_lazy.port.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
 """Where a layer is compared with itself at position 0; the last stands for the end of the context."""
 
 
 @torch.inference_mode()
-def rotation_errors(
-    module: torch.nn.Module, rope: LayerRope, hidden_size: int, dtype: torch.dtype
-) -> list[tuple[int, float]]:
-    """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error.
+def probe_layer(
+    module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype, rotation: Any = None
+) -> tuple[list[tuple[int, float]], bool]:
+    """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error. And
+    whether attention is given sinks.
 
     module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
         its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
-    Raises ValueError if more than q, k and v is given to attention.
+    rotation: what computes cos and sin, if it is given them.
+    Raises ValueError if more than q, k, v and sinks is given to attention.
     """
-    attn, device = module.attn, rope.cos_sin_cache.device
+    attn, rope = module.attn, layer.rope
+    device = rope.cos_sin_cache.device
     seen = {}
+    sinks = False
     last = min(len(rope.cos_sin_cache) - MAX_PREAMBLE_LEN, len(module.rotary_emb.cos_sin_cache)) - 1
     places = sorted({min(position, last) for position in POSITIONS})
 
     def capture(q, k, v, forward_batch, save_kv_cache=True, **more):
+        nonlocal sinks
+        sinks = more.pop("sinks", None) is not None
         if given := [name for name, value in more.items() if value is not None]:
             raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
         seen["q"] = q.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
         seen["k"] = k.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
-        return q.new_zeros(len(q), attn.tp_q_head_num * attn.v_head_dim)
+        return q.new_zeros(len(places) + 1, attn.tp_q_head_num * attn.v_head_dim)
 
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, hidden_size, generator=generator).to(device, dtype).repeat(len(places) + 1, 1)
     positions = on_axes(torch.tensor([0, *places], device=device), module.rotary_emb)
     batch = SimpleNamespace(forward_mode=ForwardMode.EXTEND)
     arguments = dict(positions=positions, position_ids=positions, hidden_states=hidden, forward_batch=batch)
+    if rotation is not None:
+        arguments["position_embeddings"] = rotation(hidden, positions[None])
     names = inspect.signature(module.forward).parameters
     # Without a KV pool of a known dtype, models store nothing while they rotate.
     pools = SimpleNamespace(token_to_kv_pool=SimpleNamespace(dtype=None), req_to_token_pool=None)
@@ -59,15 +71,29 @@ def rotation_errors(
             reference = rotated[0].double()
             worst = max(worst, ((back.double() - reference).norm() / reference.norm()).item())
         errors.append((position, worst))
-    return errors
+    return errors, sinks
 
 
-def check_rotation(model: torch.nn.Module, ropes: dict[int, LayerRope], hidden_size: int, dtype: torch.dtype) -> None:
-    """Raise ValueError if something stands between the rotation and attention in a layer of `model`."""
+def check_layers(
+    model: torch.nn.Module, layers: Mapping[int, AttentionLayer], hidden_size: int, dtype: torch.dtype
+) -> dict[int, AttentionLayer]:
+    """`layers` of `model`, and which of them have sinks.
+
+    Raises ValueError if something stands between the rotation and attention in one of them.
+    """
+    checked = {}
+    rotations = shared_rotations(model)
     for module in attention_modules(model):
-        name = f"{type(module).__name__} of layer {module.attn.layer_id}"
+        layer_id = module.attn.layer_id
+        name = f"{type(module).__name__} of layer {layer_id}"
+        takes_angles = "position_embeddings" in inspect.signature(module.forward).parameters
         try:
-            errors = rotation_errors(module, ropes[module.attn.layer_id], hidden_size, dtype)
+            # Which of the model's rotations a layer is given, only its caller knows: one of them must be the layer's.
+            probed = [
+                probe_layer(module, layers[layer_id], hidden_size, dtype, rotation)
+                for rotation in (rotations if takes_angles else [None])
+            ]
+            errors, sinks = min(probed, key=lambda result: max(off for _, off in result[0]))
         except Exception as error:
             raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
         for position, off in errors:
@@ -78,3 +104,5 @@ def check_rotation(model: torch.nn.Module, ropes: dict[int, LayerRope], hidden_s
                     f"{name}: rotating a query or key back from position {position} does not give that of position 0 "
                     f"(relative error {off:.2g}, at most {bound:.2g} expected)"
                 )
+        checked[layer_id] = dataclasses.replace(layers[layer_id], sinks=sinks)
+    return checked

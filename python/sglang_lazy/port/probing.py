@@ -30,7 +30,7 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, model: ServedM
     if not probes:
         yield None
         return
-    sums = ProbeSums.of(current, probed_layers(model.ropes), runner.device)
+    sums = ProbeSums.of(current, probed_layers(model.layers), runner.device)
     cut = any(as_linked(req).recomputes for req in probes)
     with layer_range.first(runner.model, NUM_FIRST_LAYERS) if cut else contextlib.nullcontext():
         yield sums

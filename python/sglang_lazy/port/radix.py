@@ -156,6 +156,10 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         return False
 
     @property
+    def host_memory(self) -> dict[str, int] | None:
+        return None
+
+    @property
     def any_loading(self) -> bool:
         return False
 
@@ -235,7 +239,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         state = linked(req)
         if state is None and fill_of(req) is None:
             return super().cache_unfinished_req(req, chunked=chunked)
-        row_len = len(req.get_fill_ids())
+        row_len = req.extend_range.end
         if state is not None and not state.recomputes:
             self.rows.publish(req, row_len, chunked)
             req.cache_protected_len = row_len

@@ -1,10 +1,8 @@
 """The rotary frequencies of a served model, read from SGLang's own modules."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import base, mrope, rope_variant, yarn
 
 from sglang_lazy.core.model import LayerRope
@@ -62,30 +60,3 @@ def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> Laye
     if not torch.allclose(known, theirs / theirs[0, 0], atol=1e-3):
         raise ValueError(f"{type(rope).__name__}: its angles are not position times frequency as expected")
     return ours
-
-
-def attention_modules(model: torch.nn.Module) -> Iterator[Any]:
-    """Each module of `model` that prepares queries and keys for an attention layer of its own."""
-    return (module for module in model.modules() if isinstance(getattr(module, "attn", None), RadixAttention))
-
-
-def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.nn.Module | None]]:
-    """Each attention layer of `model` with the rotary embedding beside it, or None."""
-    found = set()
-    for module in attention_modules(model):
-        found.add(module.attn)
-        yield module.attn, getattr(module, "rotary_emb", None)
-    for module in model.modules():
-        if isinstance(module, RadixAttention) and module not in found:
-            yield module, None
-
-
-def layer_ropes(model: torch.nn.Module, max_position: int, device: str | torch.device) -> dict[int, LayerRope]:
-    """The rope of each attention layer by layer id; layers with the same rotary embedding share one table."""
-    shared: dict[int, LayerRope] = {}
-    ropes = {}
-    for attn, rope in attention_layers(model):
-        if id(rope) not in shared:
-            shared[id(rope)] = layer_rope(rope, max_position, device)
-        ropes[attn.layer_id] = shared[id(rope)]
-    return ropes

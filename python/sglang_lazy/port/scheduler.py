@@ -208,6 +208,7 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     table.assign(
         {row: () if state is None else state.read_in_place for row, state in states.items()},
         batch.tree_cache.store.segment_id,
+        {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes},
     )
 
 

@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any
@@ -72,6 +73,21 @@ def _error_in(event: Any) -> dict[str, Any] | None:
     if not payload.startswith('{"error"'):
         return None
     return json.loads(payload)["error"]
+
+
+async def with_logprobs(outputs: AsyncGenerator[dict, None]) -> AsyncGenerator[dict, None]:
+    """`outputs` of a stream with logprobs, in which one that was aborted before it ran says that it has none.
+
+    SGLang's completions and chats read them before they look whether it was, and would send an event of code 500.
+    """
+    async with aclosing(outputs):
+        async for out in outputs:
+            meta_info = out["meta_info"]
+            if (meta_info.get("finish_reason") or {}).get("type") == "abort":
+                meta_info.setdefault("output_token_logprobs_length", 0)
+                for name in ("input_token", "input_top", "output_token"):
+                    meta_info.setdefault(f"{name}_logprobs", [])
+            yield out
 
 
 async def _resume(opening: list[Any], first: asyncio.Future, events: AsyncIterator) -> AsyncIterator:

@@ -1,6 +1,17 @@
 """Hooks on SGLang's HTTP process: where requests with chunks come in, and where results leave."""
 
-from sglang_lazy.port import chat, completions, http, messages, protocol, responses, shadow, tokenizer_manager
+from sglang_lazy.port import (
+    chat,
+    completions,
+    http,
+    messages,
+    page,
+    protocol,
+    responses,
+    shadow,
+    tokenizer_manager,
+    workers,
+)
 from sglang_lazy.port.hooks import Hook
 
 _OPENAI = "sglang.srt.entrypoints.openai"
@@ -16,7 +27,9 @@ _NEED_IDLE = (
 )
 HOOKS = (
     Hook("sglang.srt.entrypoints.http_server.set_global_state", http.install_routes, "AFTER"),
+    Hook("sglang.srt.entrypoints.http_server.set_global_state", workers.share, "AFTER"),
     Hook("sglang.srt.entrypoints.http_server.set_global_state", shadow.attach, "AFTER"),
+    Hook("sglang.srt.utils.auth.add_api_key_middleware", page.ask_for_key, "AFTER"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", tokenizer_manager.prepare_request, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", shadow.give_way, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenizer_manager.tokenize_request, "AROUND"),

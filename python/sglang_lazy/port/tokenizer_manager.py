@@ -7,11 +7,13 @@ from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.images import keeping_tokens
 from sglang_lazy.port.malformed import check_one, reading
+from sglang_lazy.port.ranks import choose_rank, learned
 from sglang_lazy.port.shadow import shadow_of
-from sglang_lazy.port.streams import announce
+from sglang_lazy.port.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
+from sglang_lazy.serving.usage import usage_of
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
@@ -30,7 +32,8 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     scheduler, an empty prompt among it, and check a prompt with a layout.
 
     Raises ValueError, answered with a 400, for these and for what cannot be combined with chunks. The cache salt joins
-    the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts.
+    the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts. Then the prompt's
+    data-parallel rank is chosen.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
@@ -54,6 +57,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
             f"The input ({length} tokens) is longer than the model's context length ({manager.context_len} tokens), "
             "and a prompt with chunks is not truncated."
         )
+    choose_rank(manager, obj, layout, input_ids)
 
 
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
@@ -65,12 +69,14 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     if getattr(obj, "is_single", False):
         announce(None)
     outputs = wait(manager, obj, request)
+    if getattr(obj, "stream", False) and getattr(obj, "return_logprob", False):
+        outputs = with_logprobs(outputs)
     layout = layout_of(obj)
     if layout is None:
         return outputs
     states = manager.rid_to_state
     parent = states.get(manager.child_rid_to_logical_rid.get(obj.rid))
-    outputs = annotated(outputs, layout, obj, parent)
+    outputs = learned(annotated(outputs, layout, obj, parent, usage_of(manager)), obj)
     shadow = shadow_of(manager)
     if shadow is None or not get_policy(layout.link).reuses:
         return outputs

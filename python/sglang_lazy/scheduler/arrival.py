@@ -132,7 +132,8 @@ class Arrival:
         """
         preamble_len, params = len(prompt.chunks[0].preamble), req.sampling_params
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
-        chunks = sum(chunk.num_tokens for chunk in {chunk.key: chunk for chunk in prompt.chunks}.values())
+        lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
+        chunks, longest = sum(lens.values()), max(lens.values())
         room = self.limits.pool_size - chunks - text - 2  # SGLang counts one more, and leaves one
         if text + preamble_len + chunks + num_own_slots + 1 > self.limits.pool_size or room < min(
             1, params.max_new_tokens
@@ -143,7 +144,6 @@ class Arrival:
                 f"together into the KV pool of {self.limits.pool_size} tokens",
             )
         params.max_new_tokens = min(params.max_new_tokens, room)
-        longest = max(chunk.num_tokens for chunk in prompt.chunks)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",

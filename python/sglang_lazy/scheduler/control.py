@@ -9,6 +9,7 @@ from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.reports import described, under_way
 from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.survey import Survey
 from sglang_lazy.core.refusal import Refusal
 
 
@@ -17,16 +18,19 @@ class ChunkControl:
 
     def __init__(self, rows: RowCache, pins: Pins):
         self.rows, self.store, self.pins = rows, rows.store, pins
+        self._survey: Survey | None = None
 
     def handle(self, verb: str, arguments: Mapping[str, Any], now: float) -> dict[str, Any]:
-        """The answer to one message. Pins whose time is over end first.
+        """The answer to one message. Pins whose time is over end first, unless it is one of the many of a survey.
 
         arguments: checked by the process that sent them.  now: the time there, seconds since the epoch.
         """
-        self.pins.expire(now)
+        if verb != "survey":
+            self.pins.expire(now)
         verbs: dict[str, Callable[..., dict[str, Any]]] = {
             "page": self.page,
             "get": self.get,
+            "survey": self.survey,
             "delete": self.delete,
             "pin": functools.partial(self.pin, now=now),
             "expire": functools.partial(self.expire, now),
@@ -45,6 +49,23 @@ class ChunkControl:
         """The chunks of a tenant with this id."""
         chunks = self.store.catalog.find(tenant, prefix, under_way(self.store))
         return {"chunks": [self._described(chunk) for chunk in chunks]}
+
+    def survey(self, tenant: str | None, everybody: bool, begin: bool) -> dict[str, Any]:
+        """One step of a survey. `{}` until the last one, then what `Survey.result` gives, and `memory`: tokens that the
+        device and the host hold at most (`size`), and how many more (`free`).
+
+        begin: a new one, in place of one that has not been taken to its end. That is a step of its own: to note which
+            chunks there are takes as long as to look at some of them.
+        """
+        if begin:
+            self._survey = Survey(self.store, tenant, everybody)
+            return {}
+        if self._survey is None or not self._survey.step():
+            return {}
+        survey, self._survey = self._survey, None
+        device = self.rows.allocator
+        memory = {"device": {"size": device.size, "free": device.available_size()}, "host": self.rows.tree.host_memory}
+        return {**survey.result(self._described), "memory": memory}
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
         """Take chunks out of the cache, those that requests hold when they are released.

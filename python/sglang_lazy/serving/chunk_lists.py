@@ -19,7 +19,10 @@ def list_arguments(
     cursor: str | None = None,
     state: str | None = None,
 ) -> dict[str, Any]:
-    """The arguments of `ChunkControl.page` but for the tenant. Raises ValueError for a bad one."""
+    """What a request asks for. Raises ValueError for a bad value.
+
+    after: the place of the last chunk of the page before, and its rank, if there is one.
+    """
     if sort not in SORTS:
         raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r:.50}")
     if order not in ("asc", "desc"):
@@ -32,17 +35,34 @@ def list_arguments(
     return {"sort": sort, "descending": order == "desc", "limit": limit, "after": after, "state": state}
 
 
-def merged_page(answers: Sequence[dict[str, Any]], sort: str, descending: bool, limit: int) -> dict[str, Any]:
-    """One page of the pages of all data-parallel ranks, each of which has a chunk more if there are more."""
+def arguments_of_ranks(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `ChunkControl.page` for it, but for the tenant: a chunk more than the page has, from which one
+    sees whether there are more. Places are each rank's own, so chunks of other ranks at that of the last page's end
+    may be on this page: these are asked for, too, and with them the end itself.
+
+    wanted: what `list_arguments` gave.
+    """
+    if wanted["after"] is None:
+        return {**wanted, "limit": wanted["limit"] + 1}
+    value, serial, _ = wanted["after"]
+    before = serial + 1 if wanted["descending"] else serial - 1
+    return {**wanted, "after": (value, before), "limit": wanted["limit"] + 2}
+
+
+def merged_page(answers: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """One page of the answers of all data-parallel ranks to `arguments_of_ranks`.  wanted: as there."""
+    sort, descending, limit, after = (wanted[name] for name in ("sort", "descending", "limit", "after"))
     rows = [
-        ((tuple(place), rank), {**chunk, "dp_rank": rank})
+        ((*place, rank), {**chunk, "dp_rank": rank})
         for rank, answer in enumerate(answers)
         for place, chunk in zip(answer["places"], answer["chunks"], strict=True)
     ]
+    if after is not None:
+        rows = [row for row in rows if (row[0] < after if descending else row[0] > after)]
     rows.sort(key=lambda row: row[0], reverse=descending)
     total = sum(answer["total"] for answer in answers)
     page = rows[:limit]
-    cursor = _pack(sort, "desc" if descending else "asc", page[-1][0][0]) if len(rows) > limit else None
+    cursor = _pack(sort, "desc" if descending else "asc", page[-1][0]) if len(rows) > limit else None
     return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}
 
 
@@ -113,10 +133,10 @@ def _pack(sort: str, order: str, place: Sequence[float]) -> str:
     return base64.urlsafe_b64encode(json.dumps([sort, order, *place]).encode()).decode()
 
 
-def _unpack(cursor: str, sort: str, order: str) -> tuple[float, int]:
+def _unpack(cursor: str, sort: str, order: str) -> tuple[float, int, int]:
     try:
-        of_sort, of_order, value, serial = json.loads(base64.urlsafe_b64decode(cursor.encode("ascii")))
-        place = float(value), int(serial)
+        of_sort, of_order, value, serial, rank = json.loads(base64.urlsafe_b64decode(cursor.encode("ascii")))
+        place = float(value), int(serial), int(rank)
     except (ValueError, TypeError, OverflowError):
         raise ValueError(f"cursor {cursor!r:.80} is none that this server gave") from None
     if (of_sort, of_order) != (sort, order):

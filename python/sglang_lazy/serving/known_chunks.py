@@ -77,6 +77,11 @@ def known_chunks(tokenizer_manager: Any) -> KnownChunks:
     return vars(tokenizer_manager).setdefault(_ATTR, KnownChunks())
 
 
+def replace(tokenizer_manager: Any, known: Any) -> None:
+    """Have it use these, which are kept elsewhere."""
+    setattr(tokenizer_manager, _ATTR, known)
+
+
 def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:
     """A copy of `segments`, one prompt or a batch, in which tokens stand for the ids of chunks.
 

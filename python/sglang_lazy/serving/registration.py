@@ -111,9 +111,36 @@ class Registrations:
         return self._failed.get(key, ("", ""))[0].startswith(name) and bool(self._failed.pop(key))
 
 
+class OfOneWorker:
+    """The registrations of a server as one of its several workers reports them. What it has begun ends with it."""
+
+    def __init__(self, all_of_them: Registrations):
+        self._all = all_of_them
+        self._begun: list[tuple[str | None, str]] = []
+        self.get, self.forget = all_of_them.get, all_of_them.forget
+
+    def begin(self, tenant: str | None, digest: str) -> None:
+        self._all.begin(tenant, digest)
+        self._begun.append((tenant, digest))
+
+    def end(self, tenant: str | None, digest: str, reason: str | None) -> None:
+        self._begun.remove((tenant, digest))
+        self._all.end(tenant, digest, reason)
+
+    def close(self) -> None:
+        """The worker has ended."""
+        for tenant, digest in self._begun:
+            self._all.end(tenant, digest, "the process that had it computed has ended")
+
+
 def registrations(tokenizer_manager: Any) -> Registrations:
     """Those of `tokenizer_manager`."""
     return vars(tokenizer_manager).setdefault(_ATTR, Registrations())
+
+
+def replace(tokenizer_manager: Any, kept: Any) -> None:
+    """Have it use these, which are kept elsewhere."""
+    setattr(tokenizer_manager, _ATTR, kept)
 
 
 async def compute(

@@ -3,16 +3,13 @@
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.core.config import SALT_HEADER, LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
 from sglang_lazy.serving.trained_tokens import put_around, take_away, tokens_for
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
-
-SALT_HEADER = "X-Cache-Salt"
-"""The HTTP header that sets the salt, for gateways that cannot change bodies."""
 
 _REFUSED = {
     "input_embeds": "input embeddings",

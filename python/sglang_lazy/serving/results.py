@@ -1,15 +1,18 @@
 """Results that say what was reused: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.keys import Namespace, chunk_id, digests
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
+from sglang_lazy.serving.usage import Usage
 
 _REUSE_ATTR = "_sglang_lazy_reuse"
+_COUNTED_ATTR = "_sglang_lazy_counted"
 
 
 class CachedTokens(int):
@@ -34,32 +37,34 @@ class CachedTokens(int):
 
 def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[dict[str, Any]]:
     """Per chunk of a prompt: id, tokens, offset, and whether its bit of `hits`, the first chunk's lowest, is set."""
+    names = digests(input_ids, layout.chunks)
     return [
         {
-            "id": chunk_id(tokens_digest(input_ids[start:end])),
+            "id": chunk_id(digest),
             "tokens": end - start,
             "offset": start,
             "hit": bool(hits >> index & 1),
         }
-        for index, (start, end) in enumerate(layout.chunks)
+        for index, ((start, end), digest) in enumerate(zip(layout.chunks, names, strict=True))
     ]
 
 
 async def annotated(
-    outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, parent: Any
+    outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, parent: Any, usage: Usage
 ) -> AsyncGenerator[dict, None]:
     """`outputs` of a request with a layout, with the scheduler's bitmask of hits made into a report.
 
-    parent: for n > 1, the state that the samples of the prompt share, else None. Raises ValueError if the scheduler
-    refused the request, unless other requests share the stream.
+    parent: for n > 1, the state that the samples of the prompt share, else None.
+    usage: is told of the prompt once, unless it is an internal one.
+    Raises ValueError if the scheduler refused the request, unless other requests share the stream.
     """
     async with aclosing(outputs):
         async for out in outputs:
-            _annotate(out["meta_info"], layout, obj, parent)
+            _annotate(out["meta_info"], layout, obj, parent, usage)
             yield out
 
 
-def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent: Any) -> None:
+def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent: Any, usage: Usage) -> None:
     finish_reason = meta_info["finish_reason"]
     refused = finish_reason is not None and finish_reason.get("status_code") == HTTPStatus.BAD_REQUEST
     if refused and (parent is not None or getattr(obj, "is_single", False)):
@@ -83,3 +88,7 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     meta_info["cached_tokens_details"] = {name: n for name, n in details.items() if name != "prompt"} or None
     if finish_reason is not None:
         meta_info["chunks"] = chunk_report(layout, obj.input_ids, hits)
+        first = parent is None or vars(parent).setdefault(_COUNTED_ATTR, obj) is obj
+        if first and getattr(obj, "log_metrics", True):
+            namespace = Namespace("chunk", obj.extra_key, layout.cache_salt)
+            usage.add(namespace, layout.link, meta_info["chunks"], details.get("chunk", 0), time.time())

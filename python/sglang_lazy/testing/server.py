@@ -77,7 +77,9 @@ def running_server(
         SGLang.
     """
     port, nccl_port = free_ports(2)
-    arguments = ["--host", "127.0.0.1", "--port", str(port), "--nccl-port", str(nccl_port), *flags]
+    arguments = ["--host", "127.0.0.1", "--port", str(port), *flags]
+    if "--dp-size" not in flags:  # SGLang would have all of its ranks listen on this one
+        arguments += ["--nccl-port", str(nccl_port)]
     environment = environment or {}
     with open(log, "wb") as output:
         process = start(module, arguments, environment=environment, source=None, output=output, as_command=as_command)

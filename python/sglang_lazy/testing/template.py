@@ -25,7 +25,7 @@ import setproctitle
 from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
-NUM_SPARES = 2  # a server's scheduler and detokenizer; more are spawned
+NUM_SPARES = 4  # a server's scheduler and detokenizer, and two tokenizer workers; more are spawned
 MAX_FDS = 64
 
 

@@ -21,7 +21,7 @@ import torch
 from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
 from sgl_kernel_lazy.bench import report, timing
 from sgl_kernel_lazy.bench.baseline import Baseline, backends
-from sgl_kernel_lazy.bench.candidates import Link
+from sgl_kernel_lazy.bench.candidates import Link, takes
 from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, Shape, build, shapes
 from sgl_kernel_lazy.bench.verify import Reference, check
 
@@ -85,19 +85,17 @@ def checked(kind: type[Baseline] | type[Link], name: str, reference: Reference) 
         return row | dict(failed=f"{type(error).__name__}: {error}"[:300]), None, None
 
 
-def takes_fp8(name: str, dims: Dims) -> bool:
-    heads = (dims.num_qo_heads, dims.num_kv_heads, dims.head_dim, dims.head_dim)
-    return get_implementation(name).unsupported(dims.device, dims.dtype, FP8, *heads, max_segments=1) is None
-
-
 def measure(shape: Shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list[dict]:
     """The rows of one shape. Everything that is compared is timed in turns."""
     problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
     reference = Reference(problem)
+    if shape.window is not None or shape.sinks:
+        kinds = [(kind, name) for kind, name in kinds if kind is Baseline or takes(name, problem)]
     prepared = [checked(kind, name, reference) for kind, name in kinds]
     if fp8:
-        reference = Reference(problem.quantised(FP8))
-        prepared += [checked(kind, name, reference) for kind, name in kinds if kind is Link and takes_fp8(name, dims)]
+        problem = problem.quantised(FP8)
+        reference = Reference(problem)
+        prepared += [checked(kind, name, reference) for kind, name in kinds if kind is Link and takes(name, problem)]
     right = [each for each in prepared if "failed" not in each[0]]
     times = timing.in_turns([launch for _, launch, _ in right], repetitions)
     steps = timing.in_turns([step for _, _, step in right], repetitions)

@@ -13,7 +13,7 @@ WORKSPACE_BYTES = 512 << 20
 class Baseline:
     """FlashInfer's fa2 or fa3 on one problem, causal where there is new text: what equal lengths cost at least.
 
-    New text that lies in several spans is taken for one span at the end.
+    New text that lies in several spans is taken for one span at the end. Sinks are left out.
     """
 
     rotated, graph, stepped = False, True, True
@@ -43,7 +43,10 @@ class Baseline:
         else:
             self.wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(buffer, backend=backend)
             qo_indptr = torch.arange(problem.bs + 1, dtype=torch.int32) if self.decode else tables["qo_indptr"].cpu()
-            self.replan = lambda: self.wrapper.plan(qo_indptr, *kv, *heads, **types, causal=not self.decode)
+            window_left = -1 if problem.shape.window is None else problem.shape.window - 1
+            self.replan = lambda: self.wrapper.plan(
+                qo_indptr, *kv, *heads, **types, causal=not self.decode, window_left=window_left
+            )
 
         self.planned: list[list[torch.Tensor]] = []
 

@@ -13,6 +13,26 @@ NOT_CAPTURABLE = ("torch",)
 PLANNED_EXTEND = ("flashinfer",)
 
 
+def takes(name: str, problem: Problem) -> bool:
+    """Whether an implementation takes the windows and sinks, or the fp8 caches, of a problem."""
+    dims, shape = problem.dims, problem.shape
+    return (
+        get_implementation(name).unsupported(
+            dims.device,
+            dims.dtype,
+            dims.kv_dtype or dims.dtype,
+            dims.num_qo_heads,
+            dims.num_kv_heads,
+            dims.head_dim,
+            rotary_dim=dims.head_dim,
+            max_segments=problem.tables["segment_ends"].shape[1],
+            windowed=shape.window is not None,
+            sinks=shape.sinks,
+        )
+        is None
+    )
+
+
 class Link:
     """An implementation of this package on one problem."""
 
@@ -25,7 +45,7 @@ class Link:
         # A step of the reference takes minutes on a GPU's shapes and tells nothing.
         self.stepped = self.graph or problem.dims.device.type == "cpu"
         dims = problem.dims
-        self.options: dict[str, Any] = dict(is_neox=True, sm_scale=dims.head_dim**-0.5)
+        self.options: dict[str, Any] = dict(is_neox=True, sm_scale=dims.head_dim**-0.5, sinks=problem.sinks)
         if problem.shape.op == "decode":
             self.sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
             max_segments = problem.tables["segment_ends"].shape[1]
@@ -34,6 +54,7 @@ class Link:
             )
         else:
             self.options["max_extend_len"] = int(problem.tables["qo_indptr"].diff().max())
+            self.options["window"] = problem.shape.window
 
     def plan(self) -> None:
         """What happens once per batch, before the layers."""

@@ -9,7 +9,7 @@ import torch
 
 from sgl_kernel_lazy.rope import rope_cos_sin
 
-FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads")
+FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads", "windows")
 # (chunks, tokens of each, pool, alpha, batch); alpha None: groups of 8 requests use the same chunks.
 SHARED = (
     (5, 2048, 10000, 0.0, 64),
@@ -46,6 +46,8 @@ class Shape:
     """One batch: per request its parts in prompt order, ("chunk", id, n), ("text", n) or ("new", n).
 
     Chunks of one id are the same slots. New text is what `link_extend` computes; a decode has none.
+    window: what a prefill's rows see; the rows of a decode hold what is in it.
+    sinks: whether heads have some.
     """
 
     name: str
@@ -53,6 +55,8 @@ class Shape:
     op: str
     requests: list
     heads: dict[str, Any] = dataclasses.field(default_factory=dict)  # of Dims, where they are not those of the run
+    window: int | None = None
+    sinks: bool = False
 
 
 @dataclasses.dataclass
@@ -67,6 +71,7 @@ class Problem:
     caches: list[tuple[torch.Tensor, torch.Tensor]]
     tokens: int
     cos_sin_cache: torch.Tensor
+    sinks: torch.Tensor | None = None
 
     @property
     def bytes(self) -> int:
@@ -92,7 +97,9 @@ class Problem:
 def shapes(families: Iterable[str], *, tiny: bool = False, seed: int = 0) -> list[Shape]:
     """The shapes of these families; tiny ones of the same kinds for a machine without a GPU."""
     rng = random.Random(seed)
-    of = dict(decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads)
+    of = dict(
+        decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads, windows=_windows
+    )
     return [shape for family in families for shape in of[family](rng, tiny)]
 
 
@@ -169,6 +176,22 @@ def _heads(rng: random.Random, tiny: bool) -> Iterator[Shape]:
                 yield Shape(name, "heads", "extend", requests, heads)
 
 
+def _windows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """The layers of gpt-oss, with a window and without."""
+    window, count, length = (8, 2, 16) if tiny else (128, 5, 2048)
+    heads = dict(num_qo_heads=4, num_kv_heads=2) if tiny else dict(num_qo_heads=64, num_kv_heads=8, head_dim=64)
+    for bs in (2,) if tiny else (1, 8, 32, 128):
+        seen = [[("chunk", (b, 0), window // 2), ("text", window // 2)] for b in range(bs)]
+        yield Shape(f"window {window}, batch {bs}", "windows", "decode", seen, heads, sinks=True)
+        whole = [_chunks(b, count, length) + [("text", 4)] for b in range(bs)]
+        yield Shape(f"{count}x{length}+4 with sinks, batch {bs}", "windows", "decode", whole, heads, sinks=True)
+    for bs, tail in [(2, 4)] if tiny else [(1, 32), (16, 32), (1, 512), (16, 512), (1, 4096)]:
+        requests = [_chunks(b, count, length) + [("new", tail)] for b in range(bs)]
+        for each in (window, None):
+            name = f"{count}x{length}, batch {bs}, {tail} new, " + (f"window {each}" if each else "with sinks")
+            yield Shape(name, "windows", "extend", requests, heads, each, sinks=True)
+
+
 def _chunks(b, count, length):
     return [("chunk", (b, i), length) for i in range(count)]
 
@@ -238,4 +261,5 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
         [(randn(num_slots, dims.num_kv_heads), randn(num_slots, dims.num_kv_heads)) for _ in range(sets)],
         num_slots,
         rope_cos_sin(inv_freq, longest + 1).to(dims.device),
+        torch.linspace(-2, 4, dims.num_qo_heads, device=dims.device).to(dims.dtype) if shape.sinks else None,
     )  # fmt: skip

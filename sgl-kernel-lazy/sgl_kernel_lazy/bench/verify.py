@@ -21,7 +21,8 @@ class Reference:
         self.results: dict[bool, Results] = {}
 
     def __call__(self, rotated: bool) -> Results:
-        """{dtype: (out, lse)} of the sampled rows. Without rotation every request is taken for plain causal text."""
+        """{dtype: (out, lse)} of the sampled rows. Without rotation every request is taken for plain causal text, and
+        sinks are left out."""
         if rotated not in self.results:
             dtypes = (torch.float64, self.problem.dims.dtype)
             self.results[rotated] = {dtype: self._compute(rotated, dtype) for dtype in dtypes}
@@ -47,6 +48,7 @@ class Reference:
                 tables["num_segments"][b : b + 1] * int(rotated),
                 tables["segment_ends"][b : b + 1], tables["segment_offsets"][b : b + 1],
                 problem.cos_sin_cache, is_neox=True, sm_scale=problem.dims.head_dim**-0.5, dtype=dtype,
+                window=problem.shape.window, sinks=problem.sinks if rotated else None,
             )  # fmt: skip
             outs.append(out)
             lses.append(lse)

@@ -39,13 +39,15 @@ CUtensorMap tensor_map(const char* name, TensorView cache, int heads_at_once) {
 }
 
 void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indices, int64_t max_segments,
-                 TensorView cos_sin_cache, TensorView workspace, TensorView out, Optional<TensorView> lse,
-                 double sm_scale, double v_scale, int64_t num_sms) {
+                 TensorView cos_sin_cache, TensorView workspace, Optional<TensorView> sinks, TensorView out,
+                 Optional<TensorView> lse, double sm_scale, double v_scale, int64_t num_sms) {
   check_aligned("q", q, 4);
   check_aligned("cos_sin_cache", cos_sin_cache, 8);
   check_aligned("out", out, 16);
   lazy::DecodeArgs args{};
   args.q = q.data_ptr();
+  args.sinks = sinks ? (*sinks).data_ptr() : nullptr;
+  args.wide_sinks = sinks && (*sinks).dtype().bits == 32;
   const lazy::Geometry geometry = lazy::Geometry::make(k_cache.size(1), lazy::HEAD_DIM);
   for (int wide = 0; wide < 2; ++wide) {
     args.modes[wide].k_cache = tensor_map("k_cache", k_cache, geometry.heads[wide]);

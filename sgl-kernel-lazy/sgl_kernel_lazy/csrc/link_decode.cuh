@@ -40,6 +40,7 @@ struct Mode {
 
 struct DecodeArgs {
   const void* q;
+  const void* sinks;  // [num_qo_heads]; null: none
   void* out;
   float* lse;  // null: not wanted
   const int* kv_indices;
@@ -51,6 +52,7 @@ struct DecodeArgs {
   int64_t stride_out_row, stride_out_head, stride_lse_row, stride_position;
   float scale_log2;  // sm_scale (times the keys' scale) in base 2
   float v_scale;
+  bool wide_sinks;  // fp32 instead of q's type
 };
 
 __device__ inline uint32_t transpose_matrix(uint32_t x) {
@@ -650,7 +652,8 @@ __global__ void __launch_bounds__(MAX_MERGE_THREADS, 2) merge_kernel(const __gri
   }
   if (lane >= LANES) return;
   // A request without KV tokens gives zeros and -inf.
-  const float share = sum > 0.f ? a.v_scale / sum : 0.f;
+  const float total = a.sinks && sum > 0.f ? sum + sink_weight<QType>(a.sinks, a.wide_sinks, head, most) : sum;
+  const float share = sum > 0.f ? a.v_scale / total : 0.f;
   QType* to = static_cast<QType*>(a.out) + b * a.stride_out_row + head * a.stride_out_head + VECTOR * lane;
   *reinterpret_cast<uint4*>(to) =
       make_uint4(pack<QType>(out[0] * share, out[1] * share), pack<QType>(out[2] * share, out[3] * share),

@@ -1,5 +1,5 @@
 // Binding of link_extend.cuh. Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2,
-// 0: as q), LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX.
+// 0: as q), LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX, LAZY_WINDOWED.
 #include "link_extend.cuh"
 
 #include "binding.h"
@@ -14,8 +14,8 @@ using tvm::ffi::TensorView;
 using KV = std::conditional_t<LAZY_KV_FP8 == 0, LAZY_DTYPE,
                               std::conditional_t<LAZY_KV_FP8 == 1, __nv_fp8_e4m3, __nv_fp8_e5m2>>;
 template <int NUM_CONSUMERS>
-using Traits =
-    lazy::extend::LinkExtendTraits<LAZY_DTYPE, KV, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0, NUM_CONSUMERS>;
+using Traits = lazy::extend::LinkExtendTraits<LAZY_DTYPE, KV, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0,
+                                              LAZY_WINDOWED != 0, NUM_CONSUMERS>;
 using Large = Traits<2>;
 using Small = Traits<LAZY_HEAD_DIM <= 128 ? 1 : 2>;  // one consumer has no room for all columns of a wider head
 
@@ -24,9 +24,10 @@ bool is_wide(TensorView t) { return t.dtype().bits == 64; }
 // partial_out and partial_lse are given where requests may be split.
 void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorView qo_indptr, TensorView q_positions,
                  TensorView kv_indptr, TensorView kv_indices, TensorView kv_positions, TensorView num_segments,
-                 TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache, TensorView out,
-                 Optional<TensorView> lse, Optional<TensorView> partial_out, Optional<TensorView> partial_lse,
-                 int64_t block_m, int64_t max_items, int64_t num_sms, double sm_scale, double v_scale) {
+                 TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache,
+                 Optional<TensorView> sinks, TensorView out, Optional<TensorView> lse, Optional<TensorView> partial_out,
+                 Optional<TensorView> partial_lse, int64_t block_m, int64_t max_items, int64_t num_sms, double sm_scale,
+                 double v_scale, int64_t window) {
   check_aligned("q", q, 16);
   check_aligned("k_cache", k_cache, 16);
   check_aligned("v_cache", v_cache, 16);
@@ -36,6 +37,7 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.q = q.data_ptr();
   params.k_cache = k_cache.data_ptr();
   params.v_cache = v_cache.data_ptr();
+  params.sinks = sinks ? (*sinks).data_ptr() : nullptr;
   params.out = out.data_ptr();
   params.lse = lse ? data<float>(*lse) : nullptr;
   params.partial_out = partial_out ? data<float>(*partial_out) : nullptr;
@@ -65,11 +67,13 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.num_kv_heads = k_cache.size(1);
   params.group = q.size(1) / params.num_kv_heads;
   params.max_segments = segment_ends.size(1);
+  params.window = window;
   params.max_items = max_items;
   params.max_partials = partial_out ? (*partial_out).size(0) : 0;
   params.num_sms = num_sms;
   params.wide_indices = is_wide(kv_indices);
   params.wide_positions = is_wide(q_positions);
+  params.wide_sinks = sinks && (*sinks).dtype().bits == 32;
   params.scale_log2 = sm_scale * 1.4426950408889634;
   params.v_scale = v_scale;
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);

@@ -21,35 +21,32 @@
 // Items of a request with splits write normalised rows and base-2 lse to fp32 buffers, which merge_kernel combines.
 #pragma once
 
-#include <climits>
-
+#include "extend_runs.cuh"
 #include "hopper.cuh"
 #include "merge_splits.cuh"
 #include "operands.cuh"
-#include "plan_extend.cuh"
 
 namespace lazy::extend {
 
 // Everything is counted in elements, not bytes. `wide_*`: int64 instead of int32.
-struct LinkExtendParams : ExtendBatch {
+struct LinkExtendParams : ExtendRows {
   const void *q, *k_cache, *v_cache;
+  const void* sinks;  // [num_qo_heads]; null: none
   void* out;
   float* lse;          // may be null
   float* partial_out;  // [max_partials, BLOCK_M, HEAD_DIM]: of work items of requests with splits
   float* partial_lse;  // [max_partials, BLOCK_M]
-  const int *kv_positions, *segment_ends, *segment_offsets;
-  const void *q_positions, *kv_indices;
+  const void* kv_indices;
   const float* cos_sin_cache;
   int64_t stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head;
-  int64_t stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position;
-  int max_segments;
-  bool wide_indices, wide_positions;
-  float scale_log2;  // sm_scale * log2(e), positive
-  float v_scale;     // of fp8 values
+  int64_t stride_out_row, stride_out_head, stride_lse_row, stride_position;
+  bool wide_indices, wide_sinks;  // sinks: fp32 instead of T
+  float scale_log2;               // sm_scale * log2(e), positive
+  float v_scale;                  // of fp8 values
 };
 
-// T: of q and out.  KV: of the caches, T or fp8.
-template <typename T_, typename KV_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, int NUM_CONSUMERS_>
+// T: of q and out.  KV: of the caches, T or fp8.  WINDOWED: whether rows see a window only.
+template <typename T_, typename KV_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, bool WINDOWED_, int NUM_CONSUMERS_>
 struct LinkExtendTraits {
   using T = T_;
   using KV = KV_;
@@ -58,7 +55,9 @@ struct LinkExtendTraits {
   // fp8 is widened to fp16, which holds it exactly, and multiplied as such; so queries are rounded to fp16.
   using MmaType = std::conditional_t<FP8, __half, T>;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROTARY_DIM = ROTARY_DIM_, NUM_CONSUMERS = NUM_CONSUMERS_;
-  static constexpr bool IS_NEOX = IS_NEOX_;
+  static constexpr bool IS_NEOX = IS_NEOX_, WINDOWED = WINDOWED_;
+  // A run that a window enters is listed in two: the tiles that only some rows see at its beginning, and the rest.
+  static constexpr int RUN_PARTS = WINDOWED ? 2 : 1;
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256);
   static_assert(ROTARY_DIM % 16 == 0 && ROTARY_DIM <= HEAD_DIM);
   // The columns of the output that a consumer has, and into how many such parts they are divided.
@@ -81,112 +80,7 @@ struct LinkExtendTraits {
   static constexpr int RUNS_OFFSET = ROWS_OFFSET + WARPGROUP * 4;
   static constexpr int ALIGNMENT = 1024;
 
-  static int smem_bytes(int max_segments) { return ALIGNMENT + RUNS_OFFSET + (max_segments + 2) * 16; }
-};
-
-// Consecutive KV tokens [begin, end) of a request with one offset; every row of the block sees [begin, full).
-struct __align__(16) Run {
-  int begin, end, full, offset;
-};
-
-__device__ __forceinline__ int load_integer(const void* array, int64_t i, bool wide) {
-  return wide ? static_cast<int>(static_cast<const int64_t*>(array)[i]) : static_cast<const int*>(array)[i];
-}
-
-__device__ __forceinline__ int inclusive_sum(int value, int lane) {
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, value, step);
-    if (lane >= step) value += other;
-  }
-  return value;
-}
-
-// One warp lists the runs of this work item in shared memory, cut to what the rows see and to the split's share of
-// tiles. Positions ascend strictly within a run, so the token i places after the first is at least i positions after
-// it: an upper bound of what is seen, exact without gaps.
-template <int BLOCK_N>
-__device__ __forceinline__ int2 list_runs(const LinkExtendParams& p, const WorkItem& item, int first_token,
-                                          int last_token, Run* runs, int lane) {
-  int oldest = INT_MAX, newest = -1;
-  for (int token = first_token + lane; token <= last_token; token += 32) {
-    const int position = load_integer(p.q_positions, token, p.wide_positions);
-    oldest = min(oldest, position), newest = max(newest, position);
-  }
-  oldest = __reduce_min_sync(~0u, oldest), newest = __reduce_max_sync(~0u, newest);
-  const int row_begin = p.kv_indptr[item.b], row_length = p.kv_indptr[item.b + 1] - row_begin;
-  const int segments = p.num_segments[item.b];
-  const int* ends = p.segment_ends + item.b * p.stride_ends;
-  const int* offsets = p.segment_offsets + item.b * p.stride_offsets;
-
-  int num_runs = 0, num_tiles = 0, carried_end = 0;
-  for (int base = 0; base < segments + 2; base += 32) {
-    const int i = base + lane;
-    const int listed_end = i < p.max_segments ? ends[i] : 0;  // loaded beside num_segments, used within it
-    int end = i < segments ? listed_end : row_length;
-    // The text is two runs, cached and new; the new tokens close the row.
-    if (i == segments) end = row_length - item.qo_length;
-    int begin = __shfl_up_sync(~0u, end, 1);
-    if (lane == 0) begin = carried_end;
-    if (i == segments) end = max(end, begin);
-    if (i == segments + 1) begin = max(begin, row_length - item.qo_length);
-    carried_end = __shfl_sync(~0u, end, 31);
-    Run run{begin, begin, begin, 0};
-    if (i < segments + 2 && begin < end) {
-      const int first = p.kv_positions[row_begin + begin], last = p.kv_positions[row_begin + end - 1];
-      const int length = end - begin;
-      run.end = begin + min(max(newest - first + 1, 0), length);
-      if (last <= oldest) {
-        run.full = run.end;
-      } else if (last - first == length - 1) {
-        run.full = begin + min(max(oldest - first + 1, 0), length);
-      }
-      run.offset = i < segments ? offsets[i] : 0;
-    }
-    const int tiles = (run.end - run.begin + BLOCK_N - 1) / BLOCK_N;
-    const unsigned seen = __ballot_sync(~0u, tiles > 0);
-    if (tiles > 0) runs[num_runs + __popc(seen & ((1u << lane) - 1))] = run;
-    num_runs += __popc(seen);
-    num_tiles += __reduce_add_sync(~0u, tiles);
-  }
-  __syncwarp();
-  if (item.num_splits == 1) return make_int2(num_runs, num_tiles);
-
-  const int low = static_cast<int64_t>(num_tiles) * item.split / item.num_splits;
-  const int high = static_cast<int64_t>(num_tiles) * (item.split + 1) / item.num_splits;
-  int kept = 0, tiles_before = 0;
-  for (int base = 0; base < num_runs; base += 32) {
-    Run run = base + lane < num_runs ? runs[base + lane] : Run{0, 0, 0, 0};
-    __syncwarp();
-    const int tiles = (run.end - run.begin + BLOCK_N - 1) / BLOCK_N;
-    const int until = tiles_before + inclusive_sum(tiles, lane), from = until - tiles;
-    run.end = min(run.end, run.begin + max(high - from, 0) * BLOCK_N);
-    run.begin += max(low - from, 0) * BLOCK_N;
-    const bool mine = run.begin < run.end;
-    const unsigned seen = __ballot_sync(~0u, mine);
-    if (mine) runs[kept + __popc(seen & ((1u << lane) - 1))] = run;
-    kept += __popc(seen);
-    tiles_before = __shfl_sync(~0u, until, 31);
-    __syncwarp();
-  }
-  return make_int2(kept, high - low);
-}
-
-// Walks the tiles of the listed runs.
-struct TileCursor {
-  const Run* next;
-  Run run;  // run.begin moves on to the current tile
-
-  __device__ __forceinline__ explicit TileCursor(const Run* runs) : next(runs + 1), run(*runs) {}
-  template <int BLOCK_N>
-  __device__ __forceinline__ void advance() {
-    run.begin += BLOCK_N;
-    if (run.begin >= run.end) run = *next++;
-  }
-  template <int BLOCK_N>
-  __device__ __forceinline__ bool masked() const {
-    return run.begin + BLOCK_N > run.full;
-  }
+  static int smem_bytes(int max_segments) { return ALIGNMENT + RUNS_OFFSET + RUN_PARTS * (max_segments + 2) * 16; }
 };
 
 template <typename Traits>
@@ -501,6 +395,10 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       for (int r = 0; r < 2; ++r) {
         if (column >= kv_tokens || position.x > q_position[r]) s[4 * j + 2 * r] = -INFINITY;
         if (column + 1 >= kv_tokens || position.y > q_position[r]) s[4 * j + 2 * r + 1] = -INFINITY;
+        if constexpr (Traits::WINDOWED) {
+          if (position.x <= q_position[r] - p.window) s[4 * j + 2 * r] = -INFINITY;
+          if (position.y <= q_position[r] - p.window) s[4 * j + 2 * r + 1] = -INFINITY;
+        }
       }
     }
   };
@@ -627,14 +525,17 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     float sum = row_sum[r];
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
+    const float lse = sum > 0.0f ? row_max[r] * p.scale_log2 + log2f(sum) : -INFINITY;
+    const int packed = first_packed + lane / 4 + 8 * r;
+    const int token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
+    if (p.sinks != nullptr && !split && sum > 0.0f && packed < num_packed) {
+      sum += sink_weight<T>(p.sinks, p.wide_sinks, head, row_max[r] * p.scale_log2);
+    }
     float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
     if constexpr (Traits::FP8) scale *= p.v_scale;
 #pragma unroll
     for (int j = 0; j < OUT_DIM / 8; ++j) o[4 * j + 2 * r] *= scale, o[4 * j + 2 * r + 1] *= scale;
-    const float lse = sum > 0.0f ? row_max[r] * p.scale_log2 + log2f(sum) : -INFINITY;
-    const int packed = first_packed + lane / 4 + 8 * r;
     if (packed >= num_packed) continue;
-    const int token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
     if (split) {
       const int64_t row = static_cast<int64_t>(item.partial) * Traits::BLOCK_M + first_row + lane / 4 + 8 * r;
       if (part == 0 && lane % 4 == 0) p.partial_lse[row] = lse;
@@ -718,8 +619,8 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
   const int num_consumers = Traits::OUT_PARTS == 1 && rows <= 64 ? 1 : Traits::NUM_CONSUMERS;
   if (warp == 0) {
     const int first = item.tile * Traits::BLOCK_M, last = min(first + Traits::BLOCK_M, num_packed) - 1;
-    const int2 listed = list_runs<Traits::BLOCK_N>(p, item, item.qo_begin + first / p.group,
-                                                   item.qo_begin + last / p.group, runs, lane);
+    const int2 listed = list_runs<Traits::BLOCK_N, Traits::RUN_PARTS>(p, item, item.qo_begin + first / p.group,
+                                                                      item.qo_begin + last / p.group, runs, lane);
     if (lane == 0) work->num_tiles = listed.y;
   } else if (warp == 1 && lane == 0) {
     for (int stage = 0; stage < Traits::K_STAGES; ++stage) {
@@ -800,8 +701,10 @@ __global__ void __launch_bounds__(32 * MERGED_ROWS, 4) merge_kernel(const __grid
     const int64_t first = static_cast<int64_t>(item.partial) * BLOCK_M + row, stride = item.row_tiles * BLOCK_M;
     float highest = -INFINITY, sum = 0.0f, acc[VECTOR] = {};
     merge_splits(p.partial_out, p.partial_lse, first, stride, item.num_splits, lane, acc, sum, highest);
-    const float scale = sum > 0.0f ? 1.0f / sum : 0.0f;
     const int64_t token = item.qo_begin + packed / p.group, head = item.kv_head * p.group + packed % p.group;
+    float total = sum;
+    if (p.sinks != nullptr && sum > 0.0f) total += sink_weight<T>(p.sinks, p.wide_sinks, head, highest);
+    const float scale = sum > 0.0f ? 1.0f / total : 0.0f;
     uint32_t rounded[VECTOR / 2];
 #pragma unroll
     for (int j = 0; j < VECTOR / 2; ++j) rounded[j] = hopper::pack<T>(acc[2 * j] * scale, acc[2 * j + 1] * scale);

@@ -23,6 +23,13 @@ __device__ __forceinline__ void rotate_back(uint32_t& pair, float cos, float sin
   pair = hopper::pack<To>(a.x * cos + a.y * sin, a.y * cos - a.x * sin);
 }
 
+// The weight of a head's sink beside weights that are reduced by `highest`, in base 2. Sinks are fp32 (wide) or T.
+template <typename T>
+__device__ __forceinline__ float sink_weight(const void* sinks, bool wide, int head, float highest) {
+  const float sink = wide ? static_cast<const float*>(sinks)[head] : float(static_cast<const T*>(sinks)[head]);
+  return exp2f(sink * 1.4426950408889634f - highest);
+}
+
 // Two fp8 numbers, in the low bytes, as fp16, which holds them exactly.
 template <__nv_fp8_interpretation_t FORMAT>
 __device__ __forceinline__ uint32_t widen(uint32_t two) {

@@ -9,6 +9,7 @@ namespace lazy::extend {
 struct ExtendBatch {
   const int *qo_indptr, *kv_indptr, *num_segments;
   int bs, group, num_kv_heads;
+  int window;        // positions that a row sees, its own included; INT_MAX: all before it
   int max_items;     // at least the number of work items without splits
   int max_partials;  // how many items of requests with splits there is room for
   int num_sms;
@@ -41,8 +42,13 @@ struct Requests {
       segments = batch.num_segments[b];
     }
     row_tiles = (qo_length * batch.group + BLOCK_M - 1) / BLOCK_M;
-    // Half of the new text is hidden from the mean row, and half of a run's last tile is empty.
-    if (qo_length > 0) tiles = (max(kv_length - qo_length / 2, 0) + BLOCK_N - 1) / BLOCK_N + segments / 2 + 1;
+    // Half of the new text is hidden from the mean row, and half of a run's last tile is empty. Under a window, a tile
+    // of rows sees few runs.
+    const int seen = max(kv_length - qo_length / 2, 0);
+    if (qo_length > 0) {
+      tiles = seen <= batch.window ? (seen + BLOCK_N - 1) / BLOCK_N + segments / 2 + 1
+                                   : (batch.window + BLOCK_M / batch.group + BLOCK_N - 1) / BLOCK_N + 1;
+    }
     items = row_tiles * batch.num_kv_heads;
   }
 };

@@ -9,6 +9,7 @@ from sgl_kernel_lazy.cuda.link_decode import decode_workspace, link_decode, plan
 from sgl_kernel_lazy.cuda.link_extend import link_extend
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
+from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
     "accumulate_attention",
@@ -18,6 +19,7 @@ __all__ = [
     "link_extend",
     "plan_decode",
     "unsupported",
+    "window_rows",
 ]
 
 
@@ -30,6 +32,8 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     # The submodules' names are those of the ops.
@@ -37,7 +41,4 @@ def unsupported(
     extend = importlib.import_module("sgl_kernel_lazy.cuda.link_extend")
     if reason := missing(device) or decode.refusal(dtype, kv_dtype, num_qo_heads, num_kv_heads, head_dim, rotary_dim):
         return reason
-    # Prefill takes whatever decode takes, up to so many segments.
-    if max_segments > extend.MAX_SEGMENTS:
-        return f"expected at most {extend.MAX_SEGMENTS} segments per request, got {max_segments}"
-    return None
+    return extend.refusal(dtype, kv_dtype, head_dim, rotary_dim, max_segments, windowed)

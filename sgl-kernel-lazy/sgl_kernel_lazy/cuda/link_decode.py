@@ -102,6 +102,7 @@ def link_decode(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -116,7 +117,7 @@ def link_decode(
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, segment_ids,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -132,13 +133,15 @@ def link_decode(
             workspace, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids,
             num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
         )  # fmt: skip
+    if sinks is not None and sinks.dtype != q.dtype:
+        sinks = sinks.to(torch.float32)
     module = load_module(
         "link_decode",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
         is_neox=int(is_neox),
     )  # fmt: skip
     module.link_decode(
-        q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, out, lse,
+        q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, sinks, out, lse,
         sm_scale, v_scale, num_sms(q.device),
     )  # fmt: skip
     return out

@@ -8,14 +8,16 @@ from sgl_kernel_lazy.validation import check_extend_inputs
 
 # Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have small items only.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
-# The runs of a request, 16 bytes each, share a block's shared memory with its tiles.
-MAX_SEGMENTS = 1900
+# The runs of a request, 16 bytes each and two for each segment under a window, share a block's shared memory with its
+# tiles.
+MAX_SEGMENTS, MAX_SEGMENTS_WINDOWED = 1900, 949
+NO_WINDOW = 2**31 - 1
 # No request is split in a batch of at most this many tiles: merging would take longer.
 WORTH_SPLITTING = 4
 
 
-def _refusal(
-    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int
+def refusal(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int, windowed: bool
 ) -> str | None:
     """What `link_extend` expects and does not get, or None; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
     if dtype not in CTYPES:
@@ -24,8 +26,8 @@ def _refusal(
         return f"expected head_dim to be one of {tuple(BLOCK_N)}, got {head_dim}"
     if rotary_dim % 16:
         return f"expected rotary_dim to be a multiple of 16, got {rotary_dim}"
-    if max_segments > MAX_SEGMENTS:
-        return f"expected at most {MAX_SEGMENTS} segments per request, got {max_segments}"
+    if max_segments > (most := MAX_SEGMENTS_WINDOWED if windowed else MAX_SEGMENTS):
+        return f"expected at most {most} segments per request, got {max_segments}"
     if kv_dtype in KV_FP8 and head_dim > 128:
         return f"expected for {kv_dtype} caches head_dim 64 or 128, got {head_dim}"
     return None
@@ -67,6 +69,8 @@ def link_extend(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -80,9 +84,10 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale,
+            v_scale, window, sinks,
         )  # fmt: skip
-        if reason := _refusal(q.dtype, k_cache.dtype, q.shape[2], cos_sin_cache.shape[1], segment_ends.shape[1]):
+        rotary_dim, max_segments = cos_sin_cache.shape[1], segment_ends.shape[1]
+        if reason := refusal(q.dtype, k_cache.dtype, q.shape[2], rotary_dim, max_segments, window is not None):
             raise ValueError(f"link_extend: {reason}")
     nnz_qo, num_qo_heads, head_dim = q.shape
     num_kv_heads, rotary_dim = k_cache.shape[1], cos_sin_cache.shape[1]
@@ -98,13 +103,16 @@ def link_extend(
     if max_partials > 0:
         partial_out = torch.empty(max_partials, block_m, head_dim, dtype=torch.float32, device=q.device)
         partial_lse = torch.empty(max_partials, block_m, dtype=torch.float32, device=q.device)
+    if sinks is not None and sinks.dtype != q.dtype:
+        sinks = sinks.to(torch.float32)
     module = load_module(
         "link_extend",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox),
+        is_neox=int(is_neox), windowed=int(window is not None),
     )  # fmt: skip
     module.link_extend(
         q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, out, lse, partial_out, partial_lse, block_m, max_items, sms, sm_scale, v_scale,
+        segment_offsets, cos_sin_cache, sinks, out, lse, partial_out, partial_lse, block_m, max_items, sms, sm_scale,
+        v_scale, window or NO_WINDOW,
     )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ from sgl_kernel_lazy.flashinfer_impl.link_decode import decode_workspace, link_d
 from sgl_kernel_lazy.flashinfer_impl.link_extend import link_extend, plan_extend
 from sgl_kernel_lazy.triton.accumulate_attention import accumulate_attention
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
+from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
     "accumulate_attention",
@@ -17,6 +18,7 @@ __all__ = [
     "plan_decode",
     "plan_extend",
     "unsupported",
+    "window_rows",
 ]
 
 
@@ -29,8 +31,10 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if device.type != "cuda":
         return "FlashInfer's kernels need a GPU"
-    return refusal(dtype, kv_dtype, head_dim)
+    return refusal(dtype, kv_dtype, head_dim, windowed, sinks)

@@ -22,7 +22,7 @@ ROTATED_HEADS, ROTATE_WARPS = 16, 4
 NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 
 
-def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> str | None:
+def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool) -> str | None:
     """What FlashInfer's kernels, as they are used here, expect and do not get, or None."""
     if dtype not in DTYPES:
         return f"expected queries in {' or '.join(map(str, DTYPES))}, got {dtype}"
@@ -30,12 +30,16 @@ def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> str | N
         return f"expected caches in the queries' {dtype}, got {kv_dtype}"
     if head_dim not in HEAD_DIMS:
         return f"expected head_dim to be one of {HEAD_DIMS}, got {head_dim}"
+    if windowed or sinks:
+        return "expected neither windows nor sinks"
     return None
 
 
-def check_supported(op: str, q: torch.Tensor, k_cache: torch.Tensor) -> None:
+def check_supported(
+    op: str, q: torch.Tensor, k_cache: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+) -> None:
     """Raise ValueError on what `refusal` names."""
-    if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1]):
+    if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1], window is not None, sinks is not None):
         raise ValueError(f"{op}: {reason}")
 
 

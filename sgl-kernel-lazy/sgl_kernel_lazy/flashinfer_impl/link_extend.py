@@ -119,6 +119,8 @@ def link_extend(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -132,9 +134,9 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, kv_dtypes=(),
+            v_scale, window, sinks, kv_dtypes=(),
         )  # fmt: skip
-        check_supported("link_extend", q, k_cache)
+        check_supported("link_extend", q, k_cache, window, sinks)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if len(q) == 0:
         return out

@@ -7,6 +7,7 @@ from sgl_kernel_lazy.triton.common import kv_dtypes
 from sgl_kernel_lazy.triton.copy_rotated import copy_rotated
 from sgl_kernel_lazy.triton.link_decode import decode_workspace, link_decode, plan_decode
 from sgl_kernel_lazy.triton.link_extend import link_extend
+from sgl_kernel_lazy.triton.window_rows import window_rows
 
 __all__ = [
     "accumulate_attention",
@@ -16,6 +17,7 @@ __all__ = [
     "link_extend",
     "plan_decode",
     "unsupported",
+    "window_rows",
 ]
 
 
@@ -28,6 +30,8 @@ def unsupported(
     head_dim: int,
     rotary_dim: int,
     max_segments: int,
+    windowed: bool,
+    sinks: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if kv_dtype not in (dtype, *kv_dtypes(dtype)):

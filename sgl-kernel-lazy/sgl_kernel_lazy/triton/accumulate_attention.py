@@ -212,6 +212,7 @@ def accumulate_attention(
     max_extend_len: int,
     is_neox: bool,
     sm_scale: float,
+    sinks: torch.Tensor | None = None,
     validate: bool = True,
 ) -> None:
     """Same contract as `sgl_kernel_lazy.torch_impl.accumulate_attention`, fp8 caches with fp16 and bf16 queries; never
@@ -222,7 +223,8 @@ def accumulate_attention(
     if validate:
         check_accumulate_inputs(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, kv_dtypes(q.dtype),
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks,
+            kv_dtypes(q.dtype),
         )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     nnz_kv = kv_indices.shape[0]
@@ -253,6 +255,9 @@ def accumulate_attention(
     _lse_kernel[(row_tiles, num_kv_heads, bs * num_splits)](
         q, k_cache, partial_lse, *rows, nnz_qo, num_splits, *strides, **constants
     )
+    lse = partial_lse.logsumexp(0)
+    if sinks is not None:
+        lse = lse.logaddexp(sinks.to(acc_dtype))
     _sum_kernel[(triton.cdiv(nnz_kv, blocks["BLOCK_N"]), bs)](
-        sums, q, k_cache, partial_lse.logsumexp(0), *rows, *strides, NUM_KV_HEADS=num_kv_heads, **constants
+        sums, q, k_cache, lse, *rows, *strides, NUM_KV_HEADS=num_kv_heads, **constants
     )

@@ -133,6 +133,12 @@ def finish(acc, row_max, row_sum):
 
 
 @triton.jit
+def share_beside_sink(sink, lse):
+    """exp(lse) / (exp(lse) + exp(sink)): what an output row keeps of itself where its head has a sink."""
+    return 1.0 / (1.0 + tl.exp(sink.to(lse.dtype) - lse))
+
+
+@triton.jit
 def merge_step(part, lse, acc, row_max, row_sum):
     """The state (acc, row_max, row_sum) after adding partial rows [rows, dims], normalised, and their base-2 lse."""
     new_max = tl.maximum(row_max, tl.max(lse, 0))

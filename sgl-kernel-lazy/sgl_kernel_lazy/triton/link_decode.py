@@ -16,6 +16,7 @@ from sgl_kernel_lazy.triton.common import (
     merge_splits,
     partner_dim,
     rotate_back,
+    share_beside_sink,
     table_block,
 )
 from sgl_kernel_lazy.validation import check_decode_inputs, check_rows, check_tensor
@@ -108,7 +109,8 @@ def _link_decode_kernel(
 
 @jit
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, kv_indptr, bs, num_spans, stride_out_row, stride_out_head, stride_lse_row,
+    partial_out, partial_lse, sinks, out, lse, kv_indptr, bs, num_spans,
+    stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """out[b, head] and lse[b, head] from the spans that hold KV tokens of request b."""
@@ -121,6 +123,8 @@ def _merge_kernel(
     result, result_lse = merge_splits(
         partial_out, partial_lse, (first + b) * num_heads + head, count, num_heads, HEAD_DIM, ACC, BLOCK_D, BLOCK_S
     )
+    if sinks is not None:
+        result *= share_beside_sink(tl.load(sinks + head), result_lse)
     dim = tl.arange(0, BLOCK_D)
     row = out + b.to(tl.int64) * stride_out_row + head * stride_out_head
     tl.store(row + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -187,6 +191,7 @@ def link_decode(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    sinks: torch.Tensor | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -199,7 +204,7 @@ def link_decode(
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, segment_ids, kv_dtypes(q.dtype),
+        out, lse, sm_scale, v_scale, sinks, segment_ids, kv_dtypes(q.dtype),
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -232,7 +237,7 @@ def link_decode(
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
-        partial_out, partial_lse, out, lse, kv_indptr, bs, num_spans,
+        partial_out, partial_lse, sinks, out, lse, kv_indptr, bs, num_spans,
         out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
         HEAD_DIM=head_dim, ACC=acc, **blocks, BLOCK_S=64, num_warps=4,
     )  # fmt: skip

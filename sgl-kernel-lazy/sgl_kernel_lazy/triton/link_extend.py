@@ -19,6 +19,7 @@ from sgl_kernel_lazy.triton.common import (
     operand_size,
     partner_dim,
     rotate_back,
+    share_beside_sink,
     table_block,
 )
 from sgl_kernel_lazy.validation import check_extend_inputs
@@ -32,11 +33,12 @@ TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
 
 
 @triton.jit
-def _seen_bounds(kv_positions, low, high, oldest, newest):
+def _seen_bounds(kv_positions, low, high, oldest, newest, WINDOW: tl.constexpr):
     """Bounds of the KV tokens of the run [low, high) that query rows at positions oldest .. newest can see.
 
-    Returns (full, end): every row sees all of [low, full), no row sees anything from end on. Positions ascend strictly,
-    so the token i places after the first is at least i positions after it: an upper bound, exact without gaps.
+    Returns (begin, entered, full, end): every row sees all of [entered, full), no row sees anything before begin or
+    from end on. Positions ascend strictly, so the token i places after the first is at least i positions after it, and
+    the token i places before the last at least i before: bounds that are exact without gaps.
     """
     first = tl.load(kv_positions + low, mask=low < high, other=0)
     last = tl.load(kv_positions + high - 1, mask=low < high, other=-1)
@@ -44,7 +46,11 @@ def _seen_bounds(kv_positions, low, high, oldest, newest):
     end = low + tl.minimum(tl.maximum(newest - first + 1, 0), length)
     without_gaps = last - first == length - 1
     full = low + tl.minimum(tl.maximum(tl.where(without_gaps, oldest - first + 1, 0), 0), length)
-    return tl.where(last <= oldest, high, full), end
+    begin, entered = low, low
+    if WINDOW > 0:
+        begin += tl.minimum(tl.maximum(oldest - WINDOW - last + length, 0), length)
+        entered += tl.minimum(tl.maximum(newest - WINDOW + 1 - first, 0), length)
+    return begin, entered, tl.where(last <= oldest, high, full), end
 
 
 @triton.jit
@@ -99,15 +105,20 @@ def _attend_seen(
 def _attend_masked(
     q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum,
     STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
-    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """The softmax state after what each row sees of the KV tokens [begin, end): few blocks, which are not pipelined."""
+    """The softmax state after what each row sees of the KV tokens [begin, end): few blocks, which are not pipelined.
+
+    WINDOW: 0 where it leaves none of them out.
+    """
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         place = start + tl.arange(0, BLOCK_N)
         within = place < end
         slot = tl.load(kv_indices + place, mask=within, other=0)
         kv_position = tl.load(kv_positions + place, mask=within, other=2147483647)
         visible = kv_position[None, :] <= q_position[:, None]
+        if WINDOW > 0:
+            visible = visible & (kv_position[None, :] > q_position[:, None] - WINDOW)
         k = _load_rows(k_rows, slot, dim, within, STRIDE_K_SLOT, HEAD_DIM)
         v = _load_rows(v_rows, slot, dim, within, STRIDE_V_SLOT, HEAD_DIM)
         acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, SCALE_LOG2)
@@ -116,7 +127,7 @@ def _attend_masked(
 
 @jit
 def _link_extend_kernel(
-    q, k_cache, v_cache, out, lse,
+    q, k_cache, v_cache, sinks, out, lse,
     qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
     nnz_qo, num_splits, v_scale,
@@ -124,13 +135,14 @@ def _link_extend_kernel(
     stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
     STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
-    ACC: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
 
     Without SPLIT, num_splits is 1 and out and lse are the results; else out[split, token, head] (normalised) and
     lse[split, token, head] (base 2, ACC) are partial.
+    WINDOW: 0 for none.
     """
     LN2: tl.constexpr = 0.6931471805599453
     kv_head = tl.program_id(1)
@@ -187,16 +199,27 @@ def _link_extend_kernel(
         chunk_end = tl.load(segment_ends + b * stride_ends + run, mask=is_chunk, other=0)
         text_end = tl.where(run == segments, tl.maximum(row_length - qo_length, run_begin), row_length)
         run_end = tl.minimum(tl.where(is_chunk, chunk_end, text_end), high)
-        full, end = _seen_bounds(kv_positions + row_begin, run_begin, run_end, oldest, newest)
-        if run_begin < end:
-            blocks_end = run_begin + (full - run_begin) // BLOCK_N * BLOCK_N
+        begin, entered, full, end = _seen_bounds(kv_positions + row_begin, run_begin, run_end, oldest, newest, WINDOW)
+        if begin < end:
+            blocks_begin = begin
+            if WINDOW > 0:
+                blocks_begin += tl.cdiv(tl.maximum(entered - begin, 0), BLOCK_N) * BLOCK_N
+                blocks_begin = tl.minimum(blocks_begin, end)
+                full = tl.maximum(full, blocks_begin)
+                acc, row_max, row_sum = _attend_masked(
+                    q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, begin, blocks_begin,
+                    q_position, dim, acc, row_max, row_sum,
+                    STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N, WINDOW,
+                )  # fmt: skip
+            blocks_end = blocks_begin + (full - blocks_begin) // BLOCK_N * BLOCK_N
             acc, row_max, row_sum = _attend_seen(
-                q_tile, k_rows, v_rows, kv_indices + row_begin, run_begin, blocks_end,
+                q_tile, k_rows, v_rows, kv_indices + row_begin, blocks_begin, blocks_end,
                 dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
             acc, row_max, row_sum = _attend_masked(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, blocks_end, end,
-                q_position, dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N,
+                q_position, dim, acc, row_max, row_sum,
+                STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N, 0,
             )  # fmt: skip
         run_begin = run_end
         # Under an `if` the result could be the present tile, which would then hold registers all through the run. The
@@ -208,18 +231,20 @@ def _link_extend_kernel(
 
     result, result_lse = finish(acc, row_max, row_sum)
     result *= v_scale
+    if not SPLIT:
+        result_lse *= LN2
+        if sinks is not None:
+            result *= share_beside_sink(tl.load(sinks + head, mask=row_mask, other=0.0), result_lse)[:, None]
     token = token.to(tl.int64) + split * nnz_qo
     out_rows = out + token[:, None] * stride_out_row + head[:, None] * stride_out_head
     tl.store(out_rows + dim[None, :], result.to(out.dtype.element_ty), mask=q_mask)
     if lse is not None:
-        if not SPLIT:
-            result_lse *= LN2
         tl.store(lse + token * stride_lse_row + head, result_lse, mask=row_mask)
 
 
 @jit
 def _merge_kernel(
-    partial_out, partial_lse, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
+    partial_out, partial_lse, sinks, out, lse, nnz_qo, num_splits, stride_out_row, stride_out_head, stride_lse_row,
     HEAD_DIM: tl.constexpr, ACC: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """out[token, head] and lse[token, head] from partial rows [num_splits, nnz_qo, num_qo_heads]."""
@@ -228,6 +253,8 @@ def _merge_kernel(
         partial_out, partial_lse, token * num_heads + head, num_splits, nnz_qo * num_heads,
         HEAD_DIM, ACC, BLOCK_D, BLOCK_S,
     )  # fmt: skip
+    if sinks is not None:
+        result *= share_beside_sink(tl.load(sinks + head), result_lse)
     dim = tl.arange(0, BLOCK_D)
     row = out + token * stride_out_row + head * stride_out_head
     tl.store(row + dim, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -296,6 +323,8 @@ def link_extend(
     is_neox: bool,
     sm_scale: float,
     v_scale: float = 1.0,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -307,7 +336,7 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, kv_dtypes(q.dtype),
+            v_scale, window, sinks, kv_dtypes(q.dtype),
         )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     bs = num_segments.shape[0]
@@ -321,13 +350,15 @@ def link_extend(
         bs, nnz_qo, kv_indices.shape[0], max_extend_len, num_qo_heads, num_kv_heads, head_dim,
         head_dim * operand_size(q.dtype), num_sms(q.device),
     )  # fmt: skip
+    if window is not None:
+        num_splits = 1  # few tiles, and next to one another
     target, target_lse = out, lse
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)
     blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
     _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
-        q, k_cache, v_cache, target, target_lse,
+        q, k_cache, v_cache, sinks, target, target_lse,
         qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
         num_segments, segment_ends, segment_offsets, cos_sin_cache,
         nnz_qo, num_splits, v_scale,
@@ -336,13 +367,13 @@ def link_extend(
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
         STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0), SCALE_LOG2=sm_scale * LOG2E,
-        ACC=acc, SPLIT=num_splits > 1,
+        WINDOW=window or 0, ACC=acc, SPLIT=num_splits > 1,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         **_launch(block_m, head_dim, q.device),
     )  # fmt: skip
     if num_splits > 1:
         _merge_kernel[(nnz_qo, num_qo_heads)](
-            target, target_lse, out, lse, nnz_qo, num_splits,
+            target, target_lse, sinks, out, lse, nnz_qo, num_splits,
             out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
             HEAD_DIM=head_dim, ACC=acc, BLOCK_D=blocks["BLOCK_D"], BLOCK_S=16, num_warps=4,
         )  # fmt: skip

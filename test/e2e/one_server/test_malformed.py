@@ -1,5 +1,7 @@
 """Requests that SGLang alone answers with a 500, or that end its scheduler or its HTTP process: 400 and a reason."""
 
+import json
+
 import pytest
 import requests
 from http_prompts import GREEDY, RAILWAY, RIVER, chunk, generate, text
@@ -106,3 +108,19 @@ def test_what_is_nearly_malformed_is_answered(server, path):
     body = {"text": [RIVER, RAILWAY], "sampling_params": params, "rid": ["a", "b"], "return_logprob": [True, False]}
     answer = requests.post(server + path, json=body, timeout=60).json()
     assert ["output_token_logprobs" in one["meta_info"] for one in answer] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "logprobs": 1}),
+        ("/v1/completions", {**COMPLETION, "logprobs": 1, "echo": True}),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 1}),
+    ],
+    ids=["completion", "echo", "chat"],
+)
+def test_a_stream_with_logprobs_whose_grammar_is_refused(server, path, body):
+    """It ends in an event that says so."""
+    answer = requests.post(server + path, json={**body, "stream": True, "regex": "("}, timeout=60)
+    (event,) = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert event["error"]["code"] == 400 and "grammar" in event["error"]["message"].lower(), answer.text

@@ -3,6 +3,7 @@
 // Usage: plan_extend FIRST_SEED NUM_SEEDS
 #include "plan_extend.cuh"
 
+#include <climits>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -50,6 +51,7 @@ void test(int seed) {
   batch.group = one_of(1, 2, 4);
   batch.num_kv_heads = one_of(1, 2);
   batch.num_sms = one_of(7, 132);
+  batch.window = one_of(INT_MAX, INT_MAX, 128, 4096);
   const int longest = one_of(100, 3000, 30000), alike = between(0, 2) == 0;
   std::vector<int> qo_indptr{0}, kv_indptr{0}, num_segments;
   int unsplit = 0;
@@ -89,7 +91,8 @@ void test(int seed) {
       CHECK(partials.insert(item.partial).second, "item %d shares its partial rows", index);
       CHECK(item.partial >= 0 && item.partial < batch.max_partials, "no room for partial rows");
     }
-    const float tiles = (kv_length - qo_length / 2 + 127) / 128 + num_segments[item.b] / 2 + 1;
+    const int seen = kv_length - qo_length / 2, in_window = batch.window / 128 + (128 / batch.group + 127) / 128 + 1;
+    const float tiles = seen <= batch.window ? (seen + 127) / 128 + num_segments[item.b] / 2 + 1 : in_window;
     lengths.push_back(tiles / item.num_splits + 2);
     if (item.split == 0) unsplit_lengths.push_back(tiles + 2);
     CHECK(batch.bs > 32 || lengths.back() <= lengths[lengths.size() - 2 + (lengths.size() == 1)] + 1e-3f,

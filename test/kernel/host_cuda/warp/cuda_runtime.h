@@ -11,9 +11,14 @@
 
 #define __device__
 #define __forceinline__ inline
+#define __align__ alignas
 using std::max;
 using std::min;
 
+struct int2 {
+  int x, y;
+};
+inline int2 make_int2(int x, int y) { return {x, y}; }
 struct float2 {
   float x, y;
 };
@@ -96,6 +101,8 @@ inline unsigned __reduce_min_sync(unsigned, unsigned x) {
   return *std::min_element(values, values + 32);
 }
 
+inline void __syncwarp() { exchange(0); }
+
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
@@ -104,4 +111,5 @@ inline int __float2int_ru(float x) { return int(std::ceil(x)); }
 inline int __float_as_int(float x) { return value<int>(value<unsigned>(*reinterpret_cast<unsigned*>(&x))); }
 inline unsigned __float_as_uint(float x) { return __float_as_int(x); }
 inline float __int_as_float(int x) { return value<float>(x); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(x); }

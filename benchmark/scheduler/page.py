@@ -1,0 +1,191 @@
+"""The page `/lazy` over many chunks: what its surveys take of the scheduler's time, and how it looks.
+
+SGLang's own classes and our hooks run without a model. Half of the chunks fit the device, all fit the host's memory;
+prompts of the last hour draw theirs from a Zipf distribution over a tenth more than there were at first. Prints
+milliseconds of CPU time of the thread: the 99th percentile of a survey's steps, the longest one, and all steps of a
+survey. With `--screenshots` it serves the page and has a headless Chromium save it there as PNG files.
+
+    python -m benchmark.scheduler.page --resident 10 50000 --screenshots docs/images
+"""
+
+import argparse
+import contextlib
+import io
+import random
+import threading
+import time
+import types
+from array import array
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fastapi
+import numpy as np
+import torch
+import uvicorn
+from sglang.srt.lora.lora_registry import LoRARegistry
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from benchmark.scheduler.host import VOCAB_SIZE, Host
+from benchmark.serving.arguments import positive, typed
+from benchmark.serving.workloads import draw_distinct, zipf_weights
+from fakes.context import published
+from sglang_lazy.core.keys import Namespace, chunk_id
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.core.state import linked
+from sglang_lazy.port import chunk_calls, chunk_routes, page
+from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.scheduler import cached_tokens_details
+from sglang_lazy.serving.results import chunk_report
+from sglang_lazy.serving.usage import usage_of
+from sglang_lazy.testing.server import free_ports, wait_for
+
+TEXT_LEN = 40_000
+"""Tokens of the pool for text."""
+SHOTS = {
+    "page": {"viewport": (1200, 900), "color_scheme": "light"},
+    "dark": {"viewport": (1200, 900), "color_scheme": "dark"},
+    "chunk": {"viewport": (1200, 780), "color_scheme": "light"},
+    "phone": {"viewport": (390, 844), "color_scheme": "dark"},
+}
+
+
+class Served:
+    """A scheduler with `num_chunks` chunks, and beside it what the HTTP process remembers of its prompts."""
+
+    def __init__(self, num_chunks: int, num_prompts: int, seed: int = 0):
+        self.rng = random.Random(seed)
+        num_documents = num_chunks + num_chunks // 10
+        self.lengths = [min(600, int(self.rng.lognormvariate(4.6, 0.7)) + 8) for _ in range(num_documents)]
+        self.weights = zipf_weights(num_documents, 0.9)
+        size = sum(self.lengths)
+        self.host = Host(LazyRadixCache, size // 2 + TEXT_LEN, 20_000, "cpu", 2 * size)
+        for number in self.rng.sample(range(num_documents), num_chunks):
+            self.host.insert_chunk(self.document(number))
+        self.control = self.host.admission.control
+        self.manager = types.SimpleNamespace(
+            server_args=types.SimpleNamespace(admin_api_key="admin"), lora_registry=LoRARegistry(None)
+        )
+        now = time.time()
+        for began in sorted(self.rng.triangular(0, 3600, 3600) for _ in range(num_prompts)):
+            self.prompt(now - 3600 + began)
+        pinned = sorted(self.host.tree_cache.store.catalog, key=lambda chunk: -chunk.hits)[1 : num_chunks // 2 : 3][:7]
+        ids = [chunk_id(chunk.key.tokens) for chunk in pinned]
+        self.control.handle("pin", {"tenant": None, "ids": ids, "pin": True, "ttl": None, "only": None}, now)
+
+    def document(self, number: int) -> array:
+        tokens = np.random.default_rng((1, number)).integers(VOCAB_SIZE, size=self.lengths[number])
+        return array("q", tokens.tobytes())
+
+    def prompt(self, answered: float) -> None:
+        """One more prompt, answered at this time."""
+        chunks, ids = [], array("q")
+        for number in draw_distinct(self.rng, self.weights, min(len(self.lengths), self.rng.choice((2, 3, 4, 5, 8)))):
+            chunks.append((len(ids), len(ids) + self.lengths[number]))
+            ids += self.document(number)
+        ids.extend(self.rng.choices(range(VOCAB_SIZE), k=20))
+        layout = PromptLayout(tuple(chunks))
+        params = SamplingParams(max_new_tokens=1, custom_params={LAYOUT_PARAM: layout.pack()})
+        params.normalize(None)
+        req = Req(f"request-{answered}", "", ids, params, vocab_size=VOCAB_SIZE)
+        self.host.serve(req)
+        details = cached_tokens_details(req, linked(req))
+        report = chunk_report(layout, ids.tolist(), int(details["chunk_hits"], 16))
+        usage_of(self.manager).add(Namespace("chunk", None, None), "block", report, details["chunk"], answered)
+
+    def survey(self) -> list[float]:
+        """One survey; the milliseconds of each of its steps."""
+        times, found = [], {}
+        while not found:
+            start = time.thread_time_ns()
+            arguments = {"tenant": None, "everybody": False, "begin": not times}
+            found = self.control.handle("survey", arguments, time.time())
+            times.append((time.thread_time_ns() - start) / 1e6)
+        return times
+
+    async def ask(self, _manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
+        return [self.control.handle(verb, arguments, time.time())]
+
+
+@contextlib.contextmanager
+def page_of(served: Served) -> Iterator[str]:
+    """The page's address while it is served."""
+    app, (port,) = fastapi.FastAPI(), free_ports(1)
+    chunk_routes.add_routes(app)
+    page.add_route(app)
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    with (
+        mock.patch.object(chunk_calls, "ask", served.ask),
+        mock.patch.object(chunk_routes, "_manager", lambda: served.manager),
+    ):
+        thread.start()
+        try:
+            assert wait_for(lambda: server.started, timeout=30)
+            yield f"http://127.0.0.1:{port}{page.PAGE_ROUTE}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def shoot(browser: Any, url: str, name: str, file: Path) -> None:
+    """Save the page as a PNG of few colours, as one of `SHOTS`."""
+    from PIL import Image
+
+    width, height = SHOTS[name]["viewport"]
+    shown = browser.new_page(
+        viewport={"width": width, "height": height}, color_scheme=SHOTS[name]["color_scheme"], reduced_motion="reduce"
+    )
+    shown.goto(url)
+    shown.locator("#hottest button").first.wait_for()
+    if name == "chunk":
+        shown.locator("#hottest button").first.evaluate("button => button.click()")
+        shown.locator("#graph svg").wait_for()
+    shown.wait_for_timeout(200)
+    picture = shown.screenshot(full_page=name in ("page", "dark"))
+    few = Image.open(io.BytesIO(picture)).convert("RGB").quantize(256, kmeans=2, dither=Image.Dither.NONE)
+    few.save(file, optimize=True)
+    shown.close()
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = typed(positive)
+    parser.add_argument("--resident", type=count, nargs="+", default=[10, 1000, 10_000, 50_000], help="chunks")
+    parser.add_argument("--prompts", type=count, default=1000)
+    parser.add_argument("--surveys", type=count, default=20)
+    parser.add_argument("--screenshots", type=Path, help="folder")
+    parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(1)
+    with published("cpu"):
+        for num_chunks in args.resident:
+            served = Served(num_chunks, args.prompts)
+            surveys = [served.survey() for _ in range(args.surveys)]
+            steps = [step for survey in surveys for step in survey]
+            longest, p99 = max(steps), float(np.percentile(steps, 99))
+            total = float(np.median([sum(survey) for survey in surveys]))
+            print(
+                f"{num_chunks:6} chunks: steps p99 {p99:.2f}, max {longest:.2f} ms; survey {total:.2f} ms", flush=True
+            )
+            if args.screenshots is None:
+                continue
+            from playwright.sync_api import sync_playwright
+
+            args.screenshots.mkdir(parents=True, exist_ok=True)
+            with page_of(served) as url, sync_playwright() as playwright:
+                browser = playwright.chromium.launch(executable_path=args.browser)
+                for name in SHOTS:
+                    shoot(browser, url, name, args.screenshots / f"{name}-{num_chunks}.png")
+                browser.close()
+
+
+if __name__ == "__main__":
+    main()

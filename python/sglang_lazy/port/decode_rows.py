@@ -1,0 +1,107 @@
+"""The rows of decode batches on the link path: whole for some layers, of others what is in their window."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_triton
+
+from sglang_lazy.attention.metadata import LinkMetadata
+from sglang_lazy.attention.table import SegmentTable
+
+logger = logging.getLogger(__name__)
+
+
+def copy_slots(
+    req_to_token: torch.Tensor,
+    out: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor | None,
+    lens: torch.Tensor,
+    places: torch.Tensor,
+) -> None:
+    """Copy `lens` slots of these rows of `req_to_token`, the first those at `starts` (None: 0), to `places` of out."""
+    if req_to_token.is_cuda:
+        create_flashinfer_kv_indices_triton[(len(rows),)](
+            req_to_token, rows, lens, places, starts, out, req_to_token.stride(0)
+        )
+        return
+    starts = torch.zeros_like(lens) if starts is None else starts
+    for row, start, length, place in torch.stack([rows, starts, lens, places[: len(rows)]], dim=1).tolist():
+        out[place : place + length] = req_to_token[row, start : start + length]
+
+
+class PlannedRows(NamedTuple):
+    """What `link_decode` takes of a batch, and the workspace in which it is planned."""
+
+    metadata: LinkMetadata
+    workspace: torch.Tensor | None
+
+
+class DecodeRows:
+    """Prepares decode batches, once for each window that layers have, and for those that have none.
+
+    pool: SGLang's `ReqToTokenPool`.
+    """
+
+    def __init__(self, table: SegmentTable, pool: Any):
+        self._table, self._pool, self._ops = table, pool, table.model.kernels
+        layer = next(iter(table.model.layers.values()))
+        self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
+        num_rows = pool.req_to_token.shape[0]
+        self._workspaces = {
+            window: self._ops.decode_workspace(num_rows, table.max_segments, **self._dims, device=table.ends.device)
+            for window in {layer.window for layer in table.model.layers.values()}
+        }
+        _log_size("workspace for decode", self._workspaces.values())
+        self._for_graphs: Mapping[int | None, LinkMetadata] = {}
+
+    def allocate_for_graphs(self, max_bs: int) -> None:
+        """Memory that batches of at most `max_bs` rows share, since CUDA graphs read them there."""
+        max_context = self._pool.req_to_token.shape[1]
+        self._for_graphs = self._allocate(max_bs, max_bs * max_context)
+        tensors = [tensor for metadata in self._for_graphs.values() for tensor in metadata.tensors]
+        _log_size("decode metadata", tensors)
+
+    def of(self, forward_batch: Any, for_graph: bool = False) -> dict[int | None, PlannedRows]:
+        """By window, the rows of a decode batch, copied out of the live tables, and planned."""
+        bs = forward_batch.batch_size
+        if for_graph:
+            memory = {window: metadata.first(bs) for window, metadata in self._for_graphs.items()}
+        else:
+            memory = self._allocate(bs, int(forward_batch.seq_lens_cpu.sum()))
+        rows, seq_lens, req_to_token = forward_batch.req_pool_indices, forward_batch.seq_lens, self._pool.req_to_token
+        planned = {}
+        for window, metadata in memory.items():
+            if window is None:
+                metadata.fill(rows, seq_lens, self._table)
+                copy_slots(req_to_token, metadata.kv_indices, rows, None, seq_lens, metadata.kv_indptr)
+            else:
+                metadata.fill_window(rows, seq_lens, self._table, req_to_token, window)
+            workspace = self._workspaces[window]
+            self._ops.plan_decode(
+                workspace,
+                metadata.kv_indptr,
+                metadata.kv_indices,
+                metadata.num_segments,
+                metadata.segment_ends,
+                metadata.segment_offsets,
+                metadata.segment_ids if window is None else None,
+                **self._dims,
+            )
+            planned[window] = PlannedRows(metadata, workspace)
+        return planned
+
+    def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, LinkMetadata]:
+        return {
+            window: LinkMetadata.allocate(
+                max_bs, max_kv if window is None else min(max_kv, max_bs * window), self._table
+            )
+            for window in self._workspaces
+        }
+
+
+def _log_size(what: str, tensors: Iterable[torch.Tensor | None]) -> None:
+    if num_bytes := sum(tensor.nbytes for tensor in tensors if tensor is not None):
+        logger.info("sglang-lazy: %.0f MiB of %s", num_bytes / 2**20, what)

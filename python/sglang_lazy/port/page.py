@@ -1,0 +1,81 @@
+"""`/lazy`, a page for people: one static answer, made of the files in `web`, which asks the routes about chunks for all
+that it shows."""
+
+import base64
+import hashlib
+import importlib.resources
+from http import HTTPStatus
+from typing import Any
+
+from fastapi.responses import HTMLResponse
+from sglang.srt.utils.auth import AuthLevel, auth_level
+
+PAGE_ROUTE = "/lazy"
+
+
+def _read(name: str) -> str:
+    return importlib.resources.files(__package__).joinpath("web", name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    """How a policy names a script or style that it allows."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+_STYLE, _SCRIPT = _read("page.css"), _read("page.js")
+_PAGE = (
+    _read("page.html")
+    .replace("<style></style>", f"<style>{_STYLE}</style>")
+    .replace("<script></script>", f"<script>{_SCRIPT}</script>")
+)
+_HEADERS = {
+    "Content-Security-Policy": f"default-src 'none'; script-src {_digest(_SCRIPT)}; style-src {_digest(_STYLE)}; "
+    "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+def _page(status: HTTPStatus) -> HTMLResponse:
+    return HTMLResponse(_PAGE, status, _HEADERS)
+
+
+@auth_level(AuthLevel.ADMIN_OPTIONAL)
+async def page() -> HTMLResponse:
+    """The page. Its numbers come from other routes; with a key set, it asks for the one that these need."""
+    return _page(HTTPStatus.OK)
+
+
+def add_route(app: Any) -> None:
+    """Serve it, once."""
+    if not any(getattr(route, "path", None) == PAGE_ROUTE for route in app.router.routes):
+        app.get(PAGE_ROUTE, include_in_schema=False)(page)
+
+
+class _AskForKey:
+    """Around SGLang's check of keys: a browser sends none with the address of a page. What it gets with the 401 is the
+    page, which is no secret, to ask for the key."""
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or (scope["method"], scope["path"]) != ("GET", PAGE_ROUTE):
+            return await self._app(scope, receive, send)
+        refused = False
+
+        async def send_page(message: Any) -> None:
+            nonlocal refused
+            if message.get("status") == HTTPStatus.UNAUTHORIZED:
+                refused = True
+                await _page(HTTPStatus.UNAUTHORIZED)(scope, receive, send)
+            elif not refused:
+                await send(message)
+
+        await self._app(scope, receive, send_page)
+
+
+def ask_for_key(_result: Any, app: Any, **_keys: Any) -> None:
+    """After `add_api_key_middleware`."""
+    app.add_middleware(_AskForKey)

@@ -1,0 +1,55 @@
+"""Data-parallel ranks: each has a cache of its own, so a prompt goes to one that has its chunks.
+
+SGLang's controller sends a request that names a rank there, and spreads the others by `--load-balance-method`.
+"""
+
+from collections import Counter
+from collections.abc import AsyncGenerator, Hashable
+from contextlib import aclosing
+from typing import Any
+
+from sglang_lazy.core.keys import digests
+from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.policies import get_policy
+from sglang_lazy.routing.picker import Pick, Picker
+
+_PICKER, _PICK = "_sglang_lazy_picker", "_sglang_lazy_pick"
+
+
+def choose_rank(manager: Any, obj: Any, layout: PromptLayout, input_ids: list[int]) -> None:
+    """Name the rank for a prompt that reuses chunks, unless the request does. Where there is one, nothing is done."""
+    if manager.server_args.dp_size == 1:
+        return
+    picker = vars(manager).setdefault(_PICKER, Picker())
+    running = Counter(getattr(state.obj, "routed_dp_rank", None) for state in manager.rid_to_state.values())
+    named = obj.routed_dp_rank
+    ranks = range(manager.server_args.dp_size) if named is None else (named,)
+    names = _names(obj, layout, input_ids)
+    sizes = {name: end - start for name, (start, end) in zip(names, layout.chunks, strict=True)}
+    pick = picker.pick(sizes, {rank: running[rank] for rank in ranks})
+    obj.routed_dp_rank = pick.worker
+    setattr(obj, _PICK, (pick, names))
+
+
+def learned(outputs: AsyncGenerator[dict, None], obj: Any) -> AsyncGenerator[dict, None]:
+    """`outputs` of a request, whose report on chunks tells what its rank had."""
+    chosen = getattr(obj, _PICK, None)
+    return outputs if chosen is None else _learning(outputs, *chosen)
+
+
+async def _learning(
+    outputs: AsyncGenerator[dict, None], pick: Pick, names: list[Hashable]
+) -> AsyncGenerator[dict, None]:
+    async with aclosing(outputs):
+        async for out in outputs:
+            if (report := out["meta_info"].get("chunks")) is not None:
+                pick.answered({name: chunk["hit"] for name, chunk in zip(names, report, strict=True)})
+            yield out
+
+
+def _names(obj: Any, layout: PromptLayout, input_ids: list[int]) -> list[Hashable]:
+    """What tells each chunk's KV from that of others, as far as the HTTP process knows it."""
+    kind = get_policy(layout.link).preamble
+    lead = input_ids[: layout.chunks[0][0]] if kind == "lead" else ()
+    namespace = (obj.extra_key, obj.lora_id, kind, *lead)
+    return [(digest, hash(namespace)) for digest in digests(input_ids, layout.chunks)]

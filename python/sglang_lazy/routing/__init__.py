@@ -1,0 +1,15 @@
+"""Sends prompts to the worker that has their chunks, in front of an existing router.
+
+    picker = Picker()
+    chunks = chunks_in(body)
+    pick = picker.pick(dict(chunks), loads)  # loads: requests in flight, by worker
+    …                                        # ask pick.worker
+    pick.answered(hits_by_chunk(chunks, answer))
+
+`python -m sglang_lazy.routing` is the same as a middleware of the router `smg`; see docs/routing.md.
+"""
+
+from sglang_lazy.routing.bodies import chunks_in, hits_by_chunk
+from sglang_lazy.routing.picker import Pick, Picker
+
+__all__ = ["Pick", "Picker", "chunks_in", "hits_by_chunk"]

@@ -1,0 +1,38 @@
+"""Command: a middleware of the router `smg`, which names the worker that has a prompt's chunks.
+
+python -m sglang_lazy.routing --router http://127.0.0.1:30000 --port 30001
+"""
+
+import argparse
+import logging
+
+from aiohttp import web
+
+from sglang_lazy.routing.middleware import Middleware
+from sglang_lazy.routing.picker import CAPACITY, IMBALANCE, Picker
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--router", required=True, metavar="URL", help="Where smg listens.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=30001)
+    parser.add_argument(
+        "--imbalance",
+        type=float,
+        default=IMBALANCE,
+        help="How many times the mean of the requests in flight a worker may have.",
+    )
+    parser.add_argument("--capacity", type=int, default=CAPACITY, help="Chunks to remember of each worker.")
+    args = parser.parse_args()
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
+    try:
+        picker = Picker(args.imbalance, args.capacity)
+    except ValueError as error:
+        parser.error(str(error))
+    # A request whose client has gone is taken back from its worker.
+    web.run_app(Middleware(args.router, picker).app(), host=args.host, port=args.port, handler_cancellation=True)
+
+
+if __name__ == "__main__":
+    main()

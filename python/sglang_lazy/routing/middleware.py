@@ -1,0 +1,185 @@
+"""A middleware of the router `smg`: it names the worker of each prompt, and passes all on as it is.
+
+The router is asked which workers are healthy, and told by its header which of them to take; it checks, limits, counts
+and forwards as ever. If it cannot reach that one, another is named.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+
+import aiohttp
+from aiohttp import web
+from yarl import URL
+
+from sglang_lazy.core.config import SALT_HEADER
+from sglang_lazy.routing.bodies import chunks_in, hits_by_chunk
+from sglang_lazy.routing.picker import Pick, Picker
+
+TARGET = "X-SMG-Target-Worker"
+"""Of a request: the worker's place among the healthy ones, in the order of `/workers`."""
+ROUTED = "X-SMG-Routed-Worker-Id"
+"""Of an answer: the URL of the worker that gave it."""
+NAMED = (TARGET, "X-SMG-Routing-Key")
+"""With one of these, a client has named the worker itself."""
+ERROR = "X-SMG-Error-Code"
+NOT_REACHED = ("call_upstream_connection_failed", "no_available_workers")
+BROKE_OFF = "call_upstream_request_error"
+"""The worker had the prompt, maybe, and ended. It is tried once more only, in case it was the prompt that ended it."""
+HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
+    + ("upgrade", "host")
+)
+REFRESH_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class Middleware:
+    """What the middleware knows.
+
+    router: the router's URL.
+    workers: the URLs of those that it calls healthy, in its order.
+    down: those that it could not reach since its list was last asked for in time.
+    in_flight: requests by worker.
+    """
+
+    def __init__(self, router: str, picker: Picker):
+        self.router, self.picker = router.rstrip("/"), picker
+        self.workers: list[str] = []
+        self.down: set[str] = set()
+        self.in_flight: Counter[Hashable] = Counter()
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=0)  # the router has a limit of its own
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        app.cleanup_ctx.append(self._running)
+        return app
+
+    async def _running(self, _app: web.Application) -> AsyncIterator[None]:
+        limits = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with aiohttp.ClientSession(auto_decompress=False, connector=limits, timeout=timeout) as self.session:
+            task = asyncio.create_task(self._refresh_in_time())
+            yield
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def _refresh_in_time(self) -> None:
+        while True:
+            await self.refresh()
+            self.down.clear()
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        """Ask the router for its workers. If it does not answer, they stay as they were."""
+        try:
+            async with self.session.get(f"{self.router}/workers", timeout=aiohttp.ClientTimeout(REFRESH_S)) as answer:
+                listed = (await answer.json())["workers"]
+            workers = [worker["url"] for worker in listed if worker["is_healthy"]]
+        except (aiohttp.ClientError, asyncio.TimeoutError, KeyError, TypeError, ValueError) as error:
+            logger.warning("the router %s does not list its workers: %r", self.router, error)
+            return
+        for worker in set(self.workers) - set(workers):
+            self.picker.forget(worker)
+        self.workers = workers
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Pass a request on, to a worker that has its chunks."""
+        data = await request.read()
+        chunks = _chunks(data)
+        if SALT_HEADER in request.headers:
+            message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
+            return web.json_response({"error": {"message": message}}, status=400)
+        chooses = request.method == "POST" and not any(name in request.headers for name in NAMED)
+        again = [*NOT_REACHED, BROKE_OFF]
+        while True:
+            pick = self._pick(chunks) if chooses else None
+            with self._counted(pick):
+                try:
+                    answer = await self._ask(request, data, pick)
+                except aiohttp.ClientConnectionError as reason:
+                    message = f"the router does not answer: {reason}"
+                    return web.json_response({"error": {"message": message}}, status=502)
+                async with answer:
+                    error = answer.headers.get(ERROR)
+                    if pick is None or error not in again:
+                        return await self._relay(request, answer, chunks, pick)
+            if error == BROKE_OFF:
+                again.remove(error)
+            self.down.add(str(pick.worker))
+            self.picker.forget(pick.worker)
+            await self.refresh()
+
+    def _pick(self, chunks: Sequence[tuple[Hashable, int]]) -> Pick | None:
+        """None if no worker is known, so that the router may say what is wrong."""
+        loads = {worker: self.in_flight[worker] for worker in self.workers if worker not in self.down}
+        return self.picker.pick(dict(chunks), loads) if loads else None
+
+    @contextlib.contextmanager
+    def _counted(self, pick: Pick | None) -> Iterator[None]:
+        if pick is None:
+            yield
+            return
+        self.in_flight[pick.worker] += 1
+        try:
+            yield
+        finally:
+            self.in_flight[pick.worker] -= 1
+
+    async def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
+        headers = request.headers.copy()
+        for name in HOP_BY_HOP:
+            headers.popall(name, None)
+        if pick is not None:
+            headers[TARGET] = str(self.workers.index(str(pick.worker)))
+        return await self.session.request(
+            request.method,
+            URL(self.router + request.raw_path, encoded=True),
+            data=data or None,
+            headers=headers,
+            allow_redirects=False,
+            skip_auto_headers=("Accept-Encoding", "Content-Type", "User-Agent"),
+        )
+
+    async def _relay(
+        self,
+        request: web.Request,
+        answer: aiohttp.ClientResponse,
+        chunks: Sequence[tuple[Hashable, int]],
+        pick: Pick | None,
+    ) -> web.StreamResponse:
+        """Send the answer on as it comes, and learn from it."""
+        response = web.StreamResponse(status=answer.status, reason=answer.reason)
+        response.headers.extend(
+            (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP
+        )
+        await response.prepare(request)
+        line = bytearray()
+        hits: dict[Hashable, bool] = {}
+        async for data in answer.content.iter_any():
+            await response.write(data)
+            if chunks and not hits:
+                *ended, rest = data.split(b"\n")
+                for end in ended:
+                    hits = hits or hits_by_chunk(chunks, bytes(line + end))
+                    line.clear()
+                line += rest
+        if pick is not None and answer.ok:
+            routed = answer.headers.get(ROUTED, pick.worker)
+            if routed != pick.worker:  # the list of workers has changed meanwhile
+                pick = self.picker.pick(dict(chunks), {routed: 0})
+            pick.answered(hits or hits_by_chunk(chunks, bytes(line)))
+        await response.write_eof()
+        return response
+
+
+def _chunks(data: bytes) -> list[tuple[Hashable, int]]:
+    try:
+        return chunks_in(json.loads(data)) if data else []
+    except (ValueError, RecursionError):
+        return []

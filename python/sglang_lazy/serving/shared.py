@@ -1,0 +1,74 @@
+"""What several tokenizer workers know in common: kept by the process that started them, and called by each."""
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from multiprocessing import AuthenticationError, current_process
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+Opened = Mapping[str, Any]
+"""Objects by name. One that has the method `close` is told when the worker that calls it has ended."""
+
+
+class Keeper:
+    """Calls methods of objects on behalf of other processes of this user, one call at a time.
+
+    opened: gives the objects for one more worker; called when that connects.
+    """
+
+    def __init__(self, opened: Callable[[], Opened]):
+        self._opened, self._lock = opened, threading.Lock()
+        # In a folder that is this user's alone, and with a key that spawned processes inherit.
+        self._listener = Listener(family="AF_UNIX", backlog=64, authkey=bytes(current_process().authkey))
+        self.address = str(self._listener.address)
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept()
+            except (AuthenticationError, EOFError, OSError):
+                continue  # whoever that was
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with connection:
+            objects = self._opened()
+            try:
+                while True:
+                    name, method, arguments = connection.recv()
+                    connection.send(self._call(objects[name], method, arguments))
+            except (EOFError, OSError):
+                for one in objects.values():
+                    if hasattr(one, "close"):
+                        self._call(one, "close", ())
+
+    def _call(self, target: Any, method: str, arguments: tuple) -> tuple[Any, Exception | None]:
+        with self._lock:
+            try:
+                return getattr(target, method)(*arguments), None
+            except Exception as error:
+                return None, error
+
+
+class Kept:
+    """An object of a `Keeper`, by name: calls of its methods are calls there. For one thread."""
+
+    def __init__(self, connection: Connection, name: str):
+        self._connection, self._name = connection, name
+
+    def __getattr__(self, method: str) -> Callable:
+        return partial(self._call, method)
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        self._connection.send((self._name, method, arguments))
+        result, error = self._connection.recv()
+        if error is not None:
+            raise error
+        return result
+
+
+def connect(address: str) -> Connection:
+    """A connection to the `Keeper` there. For a process that one with this keeper has spawned."""
+    return Client(address, "AF_UNIX", authkey=bytes(current_process().authkey))

@@ -1,0 +1,111 @@
+"""Which prompts used which chunks lately, as the HTTP process sees it: what the page shows over time."""
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from sglang_lazy.chunks.catalog import tenant_of
+from sglang_lazy.core.keys import Namespace
+
+SECONDS, PERIODS = 20, 180
+"""Numbers are added up for so many seconds each, and kept for an hour."""
+MAX_PROMPTS, MAX_REFERENCES, MAX_TENANTS = 1000, 50_000, 200
+"""How many prompts, chunks in them, and tenants are remembered: at most 10 MB."""
+SHOWN_PROMPTS, SHOWN_CHUNKS = 12, 40
+"""Of a list of prompts, and of each of these."""
+_EVERYBODY = object()
+_ATTR = "_sglang_lazy_usage"
+
+
+class Prompt(NamedTuple):
+    """time: when it was answered, seconds since the epoch.  chunks: id, tokens, and whether it was cached, of each."""
+
+    time: float
+    namespace: Namespace
+    link: str
+    chunks: tuple[tuple[str, int, bool], ...]
+
+    def shown(self, only: Collection[str] | None = None) -> dict[str, Any]:
+        """only: the ids of the chunks that are wanted, if not all are."""
+        wanted = (chunk for chunk in self.chunks if only is None or chunk[0] in only)
+        return {
+            "time": self.time,
+            "link": self.link,
+            "cache_salt": self.namespace.cache_salt,
+            "num_chunks": len(self.chunks),
+            "chunks": [
+                {"id": name, "tokens": tokens, "hit": hit} for name, tokens, hit in islice(wanted, SHOWN_CHUNKS)
+            ],
+        }
+
+
+class Usage:
+    """The last prompts with chunks, and sums over periods by tenant."""
+
+    def __init__(self) -> None:
+        self._prompts: deque[Prompt] = deque()
+        self._num_references = 0
+        self._periods: OrderedDict[Hashable, dict[int, list[int]]] = OrderedDict()
+
+    def add(
+        self, namespace: Namespace, link: str, chunks: Sequence[Mapping[str, Any]], num_reused: int, now: float
+    ) -> None:
+        """A prompt has been answered.
+
+        namespace: of its chunks.  chunks: its report.
+        num_reused: tokens of chunks that it did not have to compute.  now: seconds since the epoch.
+        """
+        used = tuple((chunk["id"], chunk["tokens"], chunk["hit"]) for chunk in chunks)
+        self._prompts.append(Prompt(now, namespace, link, used))
+        self._num_references += len(used)
+        while len(self._prompts) > MAX_PROMPTS or self._num_references > MAX_REFERENCES:
+            self._num_references -= len(self._prompts.popleft().chunks)
+        numbers = (1, len(used), sum(hit for _, _, hit in used), sum(tokens for _, tokens, _ in used), num_reused)
+        for whose in (tenant_of(namespace), _EVERYBODY):
+            periods = self._periods.setdefault(whose, {})
+            self._periods.move_to_end(whose)
+            sums = periods.setdefault(int(now // SECONDS), [0] * len(numbers))
+            sums[:] = map(sum, zip(sums, numbers, strict=True))
+            if len(periods) > PERIODS:
+                del periods[min(periods)]
+        if len(self._periods) > MAX_TENANTS:
+            self._periods.popitem(last=False)
+
+    def history(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
+        """For each period of the last hour in which there were prompts with chunks, in order: when it began, seconds
+        since the epoch; prompts; chunks in them; those that were cached; tokens of chunks; those that were reused."""
+        periods = self._periods.get(_EVERYBODY if everybody else tenant, {})
+        return [[i * SECONDS, *periods[i]] for i in sorted(periods) if i > now // SECONDS - PERIODS]
+
+    def last(self, tenant: Hashable, everybody: bool) -> list[dict[str, Any]]:
+        """The last prompts, newest first."""
+        return [prompt.shown() for prompt in islice(self._of(tenant, everybody), SHOWN_PROMPTS)]
+
+    def uses(self, tenant: Hashable, everybody: bool, chunk_id: str) -> dict[str, Any]:
+        """What uses a chunk.
+
+            {"num_prompts": 7, "prompts": […], "together": [{"id": "0c8e…", "tokens": 64, "prompts": 5}]}
+
+        num_prompts: how many of the prompts that are remembered have it.
+        prompts: the last of these, newest first, with this chunk and those of `together` alone.
+        together: the chunks that most of these have, too, and how many.
+        """
+        prompts = [p for p in self._of(tenant, everybody) if any(name == chunk_id for name, _, _ in p.chunks)]
+        counts = Counter(pair for p in prompts for pair in {(name, tokens) for name, tokens, _ in p.chunks})
+        together: list[dict[str, Any]] = [
+            {"id": name, "tokens": tokens, "prompts": count}
+            for (name, tokens), count in counts.most_common(SHOWN_PROMPTS + 1)
+            if name != chunk_id
+        ][:SHOWN_PROMPTS]
+        drawn = {chunk_id, *(other["id"] for other in together)}
+        shown = [prompt.shown(drawn) for prompt in prompts[:SHOWN_PROMPTS]]
+        return {"num_prompts": len(prompts), "prompts": shown, "together": together}
+
+    def _of(self, tenant: Hashable, everybody: bool) -> Iterator[Prompt]:
+        return (one for one in reversed(self._prompts) if everybody or tenant_of(one.namespace) == tenant)
+
+
+def usage_of(tokenizer_manager: Any) -> Usage:
+    """That of `tokenizer_manager`."""
+    return vars(tokenizer_manager).setdefault(_ATTR, Usage())

@@ -1,0 +1,125 @@
+"""A server with two data-parallel ranks: prompts go where their chunks are, answers are right, and routes know both."""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
+
+from oracle import segments as oracle_segments
+from oracle.block_mask import MIN_GAP, Oracle
+from sglang_lazy.testing import device_flags, running_server
+
+pytestmark = pytest.mark.slow  # a server of its own; without one: test/unit/test_ranks.py
+
+NUM_TOKENS = 6
+GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def url(tiny_model, tmp_path_factory):
+    flags = ["--model-path", tiny_model, "--dp-size", "2", "--max-total-tokens", "4000", *device_flags()]
+    with running_server(flags, tmp_path_factory.mktemp("data-parallel") / "server.log") as url:
+        yield url
+
+
+def generate(url, segments, **body):
+    return call(url, "/generate", segments=segments, sampling_params=GREEDY, **body)
+
+
+def where(answer) -> tuple[int, list[bool]]:
+    """The rank that answered, and which chunks it had."""
+    return answer["meta_info"]["dp_rank"], [one["hit"] for one in answer["meta_info"]["chunks"]]
+
+
+def prompt(*documents):
+    return [text("Read: "), *map(chunk, documents), text(" Which town?")]
+
+
+def test_answers_at_either_rank_are_the_oracle_s_and_chunks_are_computed_once(url, tiny_model):
+    rng, oracle = random.Random(0), Oracle(tiny_model)
+    documents = [tuple(rng.randrange(10, 500) for _ in range(rng.randint(5, 40))) for _ in range(12)]
+    pairs = [documents[index : index + 2] for index in range(0, 12, 2)]
+    prompts = []
+    while len(prompts) < 24:  # a pair that recurs in both orders
+        first, second = rng.sample(rng.choice(pairs), 2)
+        question = [rng.randrange(10, 500) for _ in range(8)]
+        segments = [oracle_segments.chunk(first), oracle_segments.chunk(second), oracle_segments.text(question)]
+        tokens, _ = oracle.generate(segments, NUM_TOKENS)
+        best = oracle.logprobs(segments, tokens[:-1]).topk(2).values
+        if (best[:, 0] - best[:, 1]).min() >= MIN_GAP:
+            prompts.append(([segment.to_request() for segment in segments], tokens))
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda one: generate(url, one[0], cache_salt="oracle"), prompts))
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in prompts]
+    assert {where(answer)[0] for answer in answers} == {0, 1}
+    listed = call_chunks(url, "oracle", limit=1000)["chunks"]
+    used = {tuple(segment["input_ids"]) for segments, _ in prompts for segment in segments[:2]}
+    assert len(listed) == len({chunk["id"] for chunk in listed}) == len(used)
+
+
+def call_chunks(url, salt, path="", **query):
+    response = requests.get(f"{url}/chunks{path}", params={"cache_salt": salt, **query}, timeout=60)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_a_prompt_follows_its_chunks_on_every_surface(url):
+    salt = {"cache_salt": "follows"}
+    homes = {}
+    for document in (RIVER, RAILWAY, LIBRARY):
+        homes[document], hits = where(generate(url, prompt(document), **salt))
+        assert hits == [False]
+    assert set(homes.values()) == {0, 1}  # those that nobody has go where there is room
+    for document, home in homes.items():
+        assert where(generate(url, prompt(document), **salt)) == (home, [True])
+        batch = generate(url, [prompt(document), [chunk(document), text("Why?")]], **salt)
+        assert [where(answer) for answer in batch] == [(home, [True])] * 2
+        samples = call(url, "/generate", segments=prompt(document), sampling_params={**GREEDY, "n": 3}, **salt)
+        assert [where(answer) for answer in samples] == [(home, [True])] * 3
+        content = [{"type": "chunk", "text": document}, {"type": "text", "text": "Who?"}]
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "return_meta_info": True, **salt}
+        chat = call(url, "/v1/chat/completions", model="tiny", **body)
+        assert where(chat["choices"][0]) == (home, [True])
+    # Each adapter, preamble and tenant has chunks of its own, so none follows another's.
+    assert where(generate(url, prompt(RIVER), link="base", **salt))[1] == [False]
+    assert where(generate(url, prompt(RIVER), cache_salt="another"))[1] == [False]
+
+
+def test_a_request_may_name_its_rank(url):
+    salt = {"cache_salt": "named"}
+    home, _ = where(generate(url, prompt(RIVER), **salt))
+    assert where(generate(url, prompt(RIVER), routed_dp_rank=1 - home, **salt)) == (1 - home, [False])
+    assert where(generate(url, prompt(RIVER), routed_dp_rank=home, **salt)) == (home, [True])
+    full = generate(url, prompt(RIVER), link="full", **salt)
+    assert full["output_ids"] and "chunks" not in full["meta_info"]
+
+
+def test_the_routes_of_chunks_reach_both_ranks(url):
+    salt, headers = "routes", {"X-Cache-Salt": "routes"}
+    body = {"chunks": [RIVER, RAILWAY, LIBRARY], "wait": True, "pin": True}
+    registered = requests.post(f"{url}/chunks", json=body, headers=headers, timeout=60).json()
+    assert registered["skipped"] == [] and len(registered["affected"]) == 3
+    listed = call_chunks(url, salt)["chunks"]
+    assert {one["dp_rank"] for one in listed} == {0, 1} and all(one["pinned"] for one in listed)
+    name = registered["affected"][0]
+    (home,) = [one["dp_rank"] for one in listed if one["id"] == name]
+    named = [{"type": "chunk", "id": name}, text(" Which town?")]
+    assert where(generate(url, named, cache_salt=salt)) == (home, [True])
+    assert where(generate(url, named, cache_salt=salt, routed_dp_rank=1 - home)) == (1 - home, [False])
+    both = call_chunks(url, salt, f"/{name}")["chunks"]
+    assert [(one["dp_rank"], one["pinned"]) for one in both] == [(0, home == 0), (1, home == 1)]
+    pages, cursor = [], None
+    while cursor is not None or not pages:
+        query = {} if cursor is None else {"cursor": cursor}
+        page = call_chunks(url, salt, sort="tokens", limit=1, **query)
+        pages += [(one["id"], one["dp_rank"]) for one in page["chunks"]]
+        cursor = page["next"]
+    assert len(set(pages)) == len(pages) == page["total"] == 4
+    path = f"{url}/chunks/{name}"
+    assert requests.patch(path, json={"pin": True}, headers=headers, timeout=60).status_code == 200
+    assert all(one["pinned"] for one in call_chunks(url, salt, f"/{name}")["chunks"])
+    assert requests.delete(path, headers=headers, timeout=60).json()["affected"] == [{"id": name, "state": "deleted"}]
+    assert requests.get(path, headers=headers, timeout=60).status_code == 404
+    assert call_chunks(url, salt)["total"] == 2

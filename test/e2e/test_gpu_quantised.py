@@ -1,0 +1,109 @@
+"""Models with quantised weights on a GPU, against the oracle: the weights as read back, behind inputs rounded as
+by the kernels of the format."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from test_gpu import ENGINE, NUM_TOKENS
+
+from oracle.adapters import merged, random_adapter
+from oracle.block_mask import Oracle, RoundingOracle
+from oracle.models import build_model
+from oracle.quantised import FORMATS, FP8, MODEL, quantised, round_inputs
+from oracle.scenarios import Dice
+from oracle.segments import chunk, text, token_ids
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise for GPUs alone")
+
+OPTIONS = {
+    "fp8 block": {"fp8_gemm_runner_backend": "triton"},  # DeepGEMM would compile for minutes
+    "bitsandbytes": {"quantization": "bitsandbytes", "load_format": "bitsandbytes"},
+}
+KV_SCALES = 0.07, 0.03
+
+
+@pytest.fixture
+def serve(model_dir, tmp_path):
+    """Starts an engine on the model in a format, and gives it with the folder of what the weights stand for."""
+    from sglang_lazy import Engine
+
+    engines = []
+
+    def serve(name: str, kv_scales=None, **options):
+        if name == "bitsandbytes":
+            pytest.importorskip("bitsandbytes")
+        stored, read = quantised(build_model(MODEL, model_dir), name, tmp_path, kv_scales)
+        more = {"attention_backend": "triton", "max_total_tokens": 20000, **OPTIONS.get(name, {}), **options}
+        engines.append(Engine(model_path=stored, **ENGINE, **more))
+        return engines[0], read
+
+    yield serve
+    for engine in engines:
+        engine.shutdown()
+    gc.collect()
+
+
+def check(engine, prompts, oracles, **arguments) -> None:
+    """Cold, reordered and warm, in batches: no further from fp32 than twice plain PyTorch in bf16, and nearer to chunks
+    that see only themselves than to full attention. Errors are means over all tokens: a number that is rounded to its
+    other neighbour makes single ones large by luck.
+
+    oracles: in fp32, and in bf16.
+    """
+    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+    ours, plain, full = [], [], []
+    for hit in (False, True):
+        outputs = engine.generate(segments=segments, sampling_params=params, return_logprob=True, **arguments)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert not hit or all(entry["hit"] for entry in output["meta_info"]["chunks"])
+            tokens = output["output_ids"]
+            chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
+            exact, rough = (oracle.logprobs(prompt, tokens[:-1])[chosen] for oracle in oracles)
+            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+            ours.append(reported - exact)
+            plain.append(rough - exact)
+            full.append(reported - oracles[0].logprobs([text(token_ids(prompt))], tokens[:-1])[chosen])
+    ours, plain, full = (torch.stack(errors).abs().mean().item() for errors in (ours, plain, full))
+    assert ours <= 2 * plain and ours < full, (ours, plain, full)
+
+
+def prompts_of(name: str) -> list:
+    dice = Dice(name)
+    a, b, c = (chunk(dice.ids(length)) for length in (300, 7, 180))
+    question = dice.text(9)
+    return [[dice.text(5), a, dice.text(1), b, question], [c, dice.text(2), b, a, question], [b, c, question]]
+
+
+def oracle(path: str, name: str, dtype: torch.dtype) -> Oracle:
+    oracle = Oracle(path, dtype)
+    round_inputs(oracle.model, name)
+    return oracle
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_weights(serve, name):
+    engine, read = serve(name)
+    check(engine, prompts_of(name), [oracle(read, name, dtype) for dtype in (torch.float32, torch.bfloat16)])
+
+
+def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
+    name = "fp8 tensor"
+    engine, read = serve(name, KV_SCALES, kv_cache_dtype="fp8_e4m3")
+    oracles = [RoundingOracle(read, FP8, KV_SCALES, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for one in oracles:
+        round_inputs(one.model, name)
+    check(engine, prompts_of(name), oracles)
+
+
+def test_adapters_on_quantised_weights(serve, model_dir, tmp_path):
+    """Each over chunks of its own; the adapter's product is added to that of the weights read back."""
+    name = "compressed int4"
+    adapter = random_adapter(build_model(MODEL, model_dir), tmp_path / "adapter", seed=1, rank=8)
+    engine, read = serve(name, lora_paths=[f"a={adapter}"], max_loras_per_batch=2, lora_backend="triton")
+    models = {None: read, "a": str(merged(read, adapter, Path(tmp_path) / "merged"))}
+    for adapter_name, path in models.items():
+        oracles = [oracle(path, name, dtype) for dtype in (torch.float32, torch.bfloat16)]
+        check(engine, prompts_of(name), oracles, lora_path=[adapter_name] * 3)

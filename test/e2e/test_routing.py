@@ -1,0 +1,192 @@
+"""Two servers behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
+
+import contextlib
+import json
+import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import requests
+from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
+
+from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.testing.router import running_middleware, running_smg
+from sglang_lazy.testing.server import wait_for
+
+pytestmark = pytest.mark.slow  # servers of its own
+
+SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
+GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+SEGMENTS = [text("Read: "), chunk(RIVER), text(" "), chunk(LIBRARY), text(" Which town?")]
+CHAT = {
+    "model": "tiny",
+    "messages": [{"role": "user", "content": [chunk(RIVER), text(" "), chunk(LIBRARY), text(" Who?")]}],
+    "max_tokens": 8,
+    "temperature": 0,
+    "cache_salt": "chats",
+    "link": "block",
+}
+MESSAGES = {key: CHAT[key] for key in ("model", "messages", "max_tokens", "temperature")}
+# Of one token: a server that falls behind puts several into one event.
+STREAM = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1}
+BODIES = {
+    "segments": ("/generate", {"segments": SEGMENTS, "sampling_params": GREEDY, "return_logprob": True}),
+    "a stream": (
+        "/generate",
+        {"segments": SEGMENTS, "sampling_params": {**GREEDY, "max_new_tokens": 1}, "stream": True},
+    ),
+    "a batch": ("/generate", {"segments": [SEGMENTS, [text("Who?")]], "sampling_params": GREEDY, "cache_salt": "b"}),
+    "samples": ("/generate", {"segments": SEGMENTS, "sampling_params": {**GREEDY, "n": 2}}),
+    "a plain prompt": ("/generate", {"text": "Which town?", "sampling_params": GREEDY}),
+    "completions": ("/v1/completions", {"model": "tiny", "segments": SEGMENTS, "max_tokens": 8, "temperature": 0}),
+    "a chat": ("/v1/chat/completions", {**CHAT, "return_meta_info": True}),
+    "a chat's stream": ("/v1/chat/completions", {**CHAT, **STREAM}),
+    "messages": ("/v1/messages", MESSAGES),
+    "messages in a stream": ("/v1/messages", {**MESSAGES, "stream": True, "max_tokens": 1}),
+    "a bad segment": ("/generate", {"segments": [{"type": "chunk"}]}),
+    "a bad part": ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "chunk"}]}]}),
+}
+CHANGING = [  # from request to request, also on one server
+    r'"id":"(?:chatcmpl-|msg_)?[0-9a-f_]{24,}"',
+    r'"(?:created|e2e_latency|response_sent_to_client_ts)":[0-9.]+',
+]
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_model, tmp_path_factory):
+    flags = ["--model-path", tiny_model, "--served-model-name", "tiny", "--max-total-tokens", "4000", *device_flags()]
+    with ExitStack() as stack:
+        logs = tmp_path_factory.mktemp("workers")
+        yield [
+            stack.enter_context(running_server([*flags, "--enable-cache-report"], logs / f"{index}.log"))
+            for index in range(2)
+        ]
+
+
+@pytest.fixture(scope="module")
+def router(workers, tmp_path_factory):
+    assert SMG.exists(), f"{SMG} is not there: `make test-all` installs it"
+    with running_smg(SMG, workers, tmp_path_factory.mktemp("router") / "smg.log") as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def middleware(router, tmp_path_factory):
+    with running_middleware(router, tmp_path_factory.mktemp("middleware") / "middleware.log") as url:
+        yield url
+
+
+def post(url, path, body, **headers):
+    return requests.post(url + path, json=body, headers=headers, timeout=120)
+
+
+def generate(url, *documents, **body):
+    segments = [text("Read: "), *map(chunk, documents), text(" Who?")]
+    answer = post(url, "/generate", {"segments": segments, "sampling_params": GREEDY, **body})
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def where(answer):
+    """The worker that answered, and which chunks it had."""
+    hits = [one["hit"] for one in answer.json()["meta_info"]["chunks"]]
+    return answer.headers["X-SMG-Routed-Worker-Id"], hits
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_everything_passes_byte_for_byte(name, workers, router, middleware):
+    path, body = BODIES[name]
+    for _ in range(2):  # from here on all is cached
+        answers = [post(worker, path, body) for worker in workers]
+    answers += [post(router, path, body, **{"X-SMG-Target-Worker": str(index)}) for index in range(2)]
+    answers.append(post(middleware, path, body))
+    contents = [re.sub("|".join(CHANGING).encode(), b"...", answer.content) for answer in answers]
+    assert contents == contents[:1] * 5
+    assert {(answer.status_code, answer.headers["Content-Type"]) for answer in answers} == {
+        (400 if "bad" in name else 200, answers[0].headers["Content-Type"])
+    }
+
+
+def test_a_prompt_follows_its_chunks(workers, middleware):
+    homes = {}
+    for document in (RIVER, RAILWAY, LIBRARY):
+        homes[document], hits = where(generate(middleware, document, cache_salt="follows"))
+        assert hits == [False]
+    assert set(homes.values()) == set(workers)
+    for document, home in homes.items():
+        for _ in range(3):
+            assert where(generate(middleware, document, cache_salt="follows")) == (home, [True])
+        chat = {**CHAT, "cache_salt": "follows", "return_meta_info": True}
+        chat["messages"] = [{"role": "user", "content": [chunk(document), text(" Who?")]}]
+        answer = post(middleware, "/v1/chat/completions", chat)
+        assert answer.headers["X-SMG-Routed-Worker-Id"] == home
+        assert [one["hit"] for one in answer.json()["choices"][0]["meta_info"]["chunks"]] == [True]
+
+
+def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router, middleware):
+    generate(workers[0], RAILWAY)
+    body = {"segments": [chunk(RAILWAY), text("Who?")], "sampling_params": GREEDY}
+    headers = {"X-Cache-Salt": "mine"}
+    direct = post(workers[0], "/generate", body, **headers)
+    dropped = post(router, "/generate", body, **headers, **{"X-SMG-Target-Worker": "0"})
+    hits = [answer.json()["meta_info"]["chunks"][0]["hit"] for answer in (direct, dropped)]
+    assert hits == [False, True]  # the router's fault: were it mended, there would be nothing to refuse
+    refused = post(middleware, "/generate", body, **headers)
+    assert refused.status_code == 400 and "put cache_salt into the body" in refused.text
+
+
+def test_a_worker_dies_and_the_rest_goes_on(workers, middleware):
+    """The last test: it leaves one worker."""
+    documents = [f"{number} {RIVER}" for number in range(8)]
+    homes = {document: where(generate(middleware, document, cache_salt="dies"))[0] for document in documents}
+    assert set(homes.values()) == set(workers)
+    dead, alive = workers
+    long = {"sampling_params": {**GREEDY, "max_new_tokens": 500}, "stream": True, "cache_salt": "dies"}
+
+    def read(document):
+        """The last tokens of a long stream, None if it breaks off."""
+        body = {"segments": [chunk(document), text("Who?")], **long}
+        lines = []
+        with (
+            contextlib.suppress(requests.RequestException),
+            requests.post(f"{middleware}/generate", json=body, stream=True, timeout=120) as response,
+        ):
+            for line in filter(None, response.iter_lines()):
+                lines.append(line)
+                started.add(document)
+        if lines[-1] != b"data: [DONE]":
+            return None
+        return json.loads(lines[-2].removeprefix(b"data: "))["output_ids"]
+
+    started = set()
+    lost, kept = (next(document for document, home in homes.items() if home == worker) for worker in workers)
+    with ThreadPoolExecutor(2) as pool:
+        streams = [pool.submit(read, document) for document in (lost, kept)]
+        assert wait_for(lambda: started == {lost, kept}, timeout=60)
+        kill(dead)
+        answers = [generate(middleware, document, cache_salt="dies") for document in documents]
+        assert {where(answer)[0] for answer in answers} == {alive}
+        assert [where(answer)[1] for answer in answers] == [[homes[document] == alive] for document in documents]
+        broken, whole = (stream.result(timeout=120) for stream in streams)
+    assert broken is None
+    direct = post(alive, "/generate", {"segments": [chunk(kept), text("Who?")], **long, "stream": False})
+    assert whole == direct.json()["output_ids"]
+    again = [where(generate(middleware, document, cache_salt="dies")) for document in documents]
+    assert again == [(alive, [True])] * len(documents)
+    assert post(middleware, *BODIES["a plain prompt"]).status_code == 200
+
+
+def kill(url):
+    """SIGKILL for all processes of a server."""
+    port = int(url.rpartition(":")[2])
+    (pid,) = {
+        one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port
+    }
+    process = psutil.Process(pid)
+    for one in (*process.children(recursive=True), process):
+        one.send_signal(signal.SIGKILL)

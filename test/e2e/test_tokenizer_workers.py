@@ -1,0 +1,171 @@
+"""A server with two tokenizer workers: what one of them is told, the other knows."""
+
+import concurrent.futures
+import contextlib
+
+import psutil
+import pytest
+import requests
+from stored import NUM_TOKENS, Server
+
+from oracle.block_mask import Oracle
+from oracle.scenarios import Dice
+from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.testing.server import wait_for
+
+pytestmark = pytest.mark.slow  # a server of its own
+
+ALIVE = {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"}  # a connection stays with its worker
+
+
+class Workers:
+    """The tokenizer workers of the server at `url`."""
+
+    def __init__(self, url):
+        self.url, self.port = url, int(url.rpartition(":")[2])
+
+    def all(self):
+        """The processes, in the order of their start."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, IndexError):
+                if process.cmdline()[0].startswith("sglang::tokenizer_worker") and self._ports(process):
+                    found.append(process)
+        return sorted(found, key=psutil.Process.create_time)
+
+    def _ports(self, process):
+        """Those from which clients are connected to it, and None for the server's own."""
+        connections = process.net_connections("tcp")
+        return {one.raddr and one.raddr.port for one in connections if one.laddr.port == self.port}
+
+    def client(self, process):
+        """A session over one connection, which this worker has accepted, as the others were not awake."""
+        others = [other for other in self.all() if other != process]
+        before, session = self._ports(process), requests.Session()
+        for other in others:
+            other.suspend()
+        try:
+            assert session.get(f"{self.url}/lazy_info", timeout=60).ok
+        finally:
+            for other in others:
+                other.resume()
+        assert len(self._ports(process) - before) == 1
+        return session
+
+
+class Client(Server):
+    """Asks one worker. Its connection serves one request at a time."""
+
+    def __init__(self, url, oracle, session):
+        super().__init__(url, None, oracle)
+        self.session = session
+
+    def call(self, method, path, **options):
+        return self.session.request(method, self.url + path, timeout=60, **options)
+
+    def ask(self, prompt, **options):
+        segments = [one if isinstance(one, dict) else one.to_request() for one in prompt]
+        params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        body = {"segments": segments, "sampling_params": params, "return_logprob": True, **options}
+        return self.call("POST", "/generate", json=body)
+
+
+@pytest.fixture(scope="module")
+def workers(tiny_model, tmp_path_factory):
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", "--enable-metrics", *device_flags()]
+    flags += ["--tokenizer-worker-num", "2"]
+    with running_server(flags, tmp_path_factory.mktemp("workers") / "server.log", environment=ALIVE) as url:
+        workers = Workers(url)
+        assert wait_for(lambda: len(workers.all()) == 2, timeout=60)
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def clients(workers, tiny_model):
+    """One of each worker."""
+    oracle = Oracle(tiny_model)
+    return [Client(workers.url, oracle, workers.client(process)) for process in workers.all()]
+
+
+def named(client, chunk):
+    """The id of a chunk that this worker has registered."""
+    answer = client.call("POST", "/chunks", json={"chunks": [{"input_ids": list(chunk.ids)}], "wait": True})
+    assert answer.json()["skipped"] == []
+    (name,) = answer.json()["affected"]
+    return name
+
+
+def test_both_answer_over_the_same_chunks(clients):
+    """Side by side, as the oracle does; what one has had computed is there for the other."""
+    dice = Dice("both")
+    docs = dice.chunks(3, 20, 60)
+    assert clients[0].hits([dice.text(5), *docs, dice.text(4)]) == [False] * 3
+    assert clients[1].hits([docs[2], dice.text(5), docs[0], dice.text(4)]) == [True] * 2
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        prompts = [[[dice.text(3), *dice.shuffled(docs), dice.text(3)] for _ in range(8)] for _ in clients]
+        found = pool.map(lambda client, mine: [client.hits(prompt) for prompt in mine], clients, prompts)
+        assert list(found) == [[[True] * 3] * 8] * 2
+
+
+def test_an_id_is_known_to_both_until_one_deletes_it(clients):
+    dice = Dice("ids")
+    chunk, question = dice.chunks(1, 20, 40)[0], dice.text(5)
+    name = named(clients[0], chunk)
+    expected = clients[1].ask([chunk, question]).json()
+    prompt = [{"type": "chunk", "id": name}, question]
+    for client in clients:
+        answer = client.ask(prompt).json()
+        assert answer["output_ids"] == expected["output_ids"] and answer["meta_info"]["chunks"][0]["hit"]
+        (listed,) = client.call("GET", f"/chunks/{name}").json()["chunks"]
+        assert listed["state"] == "resident"
+    assert clients[1].call("DELETE", f"/chunks/{name}").json()["skipped"] == []
+    for client in clients:
+        refused = client.ask(prompt)
+        assert refused.status_code == 404 and name in refused.text
+        assert client.call("GET", f"/chunks/{name}").status_code == 404
+
+
+def test_either_says_why_a_registration_failed(clients):
+    too_long = {"chunks": [{"input_ids": list(Dice("too long").ids(1200))}]}
+    (name,) = clients[0].call("POST", "/chunks", json=too_long).json()["accepted"]
+
+    def progress(client):
+        return client.call("GET", f"/chunks/{name}").json()["registration"]
+
+    assert wait_for(lambda: progress(clients[1])["state"] == "failed", timeout=30)
+    assert progress(clients[0]) == progress(clients[1]) and "1201 tokens" in progress(clients[0])["reason"]
+
+
+def test_pins_and_metrics_are_the_server_s(clients):
+    dice = Dice("pins")
+    chunk, question = dice.chunks(1, 20, 40)[0], dice.text(5)
+    name = named(clients[0], chunk)
+    pinned = clients[1].call("PATCH", f"/chunks/{name}", json={"pin": True, "ttl": 2}).json()["affected"]
+    assert [one["id"] for one in pinned] == [name]
+
+    def is_pinned():
+        return clients[0].call("GET", f"/chunks/{name}").json()["chunks"][0]["pinned"]
+
+    assert is_pinned() and wait_for(lambda: not is_pinned(), timeout=20)
+    reused = ("sglang:cached_tokens_total", {"cache_source": "chunk"})
+    before = [client.metric(reused[0], **reused[1]) for client in clients]
+    assert before[0] == before[1]
+    for client in clients:
+        assert client.hits([chunk, question]) == [True]
+    assert clients[0].metric(reused[0], **reused[1]) == before[0] + 2 * len(chunk.ids)
+
+
+def test_a_worker_that_dies_takes_nothing_with_it(workers, clients):
+    """Another one takes its place, and knows what was registered."""
+    dice = Dice("dies")
+    chunk, question = dice.chunks(1, 20, 40)[0], dice.text(5)
+    first, second = workers.all()
+    name = named(clients[1], chunk)
+    second.kill()
+    assert clients[0].hits([chunk, question]) == [True]
+    assert wait_for(lambda: len(workers.all()) == 2 and second not in workers.all(), timeout=90)
+    another = next(process for process in workers.all() if process != first)
+    answer = Client(workers.url, clients[0].oracle, workers.client(another)).ask(
+        [{"type": "chunk", "id": name}, question]
+    )
+    assert answer.json()["output_ids"] == clients[0].ask([chunk, question]).json()["output_ids"]

@@ -1,0 +1,146 @@
+"""What decode reads of rows under a window: the last tokens by position, wherever they stand in the row."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sgl_kernel_lazy import get_implementation, rope_cos_sin, rotate_queries
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.model import AttentionLayer, ServedModel
+from sglang_lazy.port.decode_rows import DecodeRows
+
+HEADS, HEAD_DIM, CONTEXT, POOL = 2, 32, 400, 2000
+ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 1024), is_neox=True)
+
+
+def chunk(start, *kept):
+    """A slice of a chunk at `start`: these ranges of its tokens."""
+    positions = np.concatenate([np.arange(start + begin, start + end) for begin, end in kept])
+    return SimpleNamespace(start=start, offset=start, positions=positions, num_kept=len(positions))
+
+
+# Slices, and the prompt's length.
+ROWS = {
+    "plain": ([], 120),
+    "copied chunks": ([], 70),
+    "the question is longer than the window": ([chunk(5, (0, 60)), chunk(70, (0, 20))], 200),
+    "chunks at the end": ([chunk(5, (0, 60)), chunk(70, (0, 30))], 101),
+    "text between chunks": ([chunk(40, (0, 9)), chunk(60, (0, 9)), chunk(72, (0, 1)), chunk(74, (0, 20))], 96),
+    "chunks alone": ([chunk(0, (0, 50)), chunk(50, (0, 12))], 63),
+    "holes": ([chunk(10, (2, 40), (45, 50), (55, 56)), chunk(70, (0, 1), (2, 3), (4, 5), (9, 17))], 90),
+    "a prompt within the window": ([chunk(2, (0, 3)), chunk(6, (0, 2))], 9),
+    "text first and last": ([chunk(100, (0, 10))], 111),
+}
+WINDOWS = [1, 8, 33]
+
+
+def layout(chunks, prompt_len, rng):
+    """The positions of a row's tokens: chunks, cached text, computed text."""
+    in_chunks = [p for chunk in chunks for p in chunk.positions]
+    text = np.setdiff1d(np.arange(prompt_len), in_chunks)
+    cached = np.sort(rng.choice(text, size=rng.integers(0, len(text)), replace=False))
+    return np.array([*in_chunks, *cached, *np.setdiff1d(text, cached)], dtype=np.int32)
+
+
+def build(windows, seed, kernels="torch"):
+    """A pool with a row for each of ROWS, of prompts and what was generated, and NaN in all other slots."""
+    rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
+    layers = {i: AttentionLayer(HEADS, HEADS, HEAD_DIM, ROPE, window) for i, window in enumerate(windows)}
+    model = ServedModel({}, layers, get_implementation(kernels))
+    table = SegmentTable(len(ROWS) + 1, 8, "cpu", model)
+    pool = SimpleNamespace(req_to_token=torch.zeros(len(ROWS) + 1, CONTEXT, dtype=torch.int32))
+    keys, values = (torch.full((POOL, HEADS, HEAD_DIM), float("nan")) for _ in range(2))
+    slots, seq_lens, exact = iter(rng.permutation(np.arange(1, POOL)).tolist()), [], []
+    orders, chunks_of = {}, {}
+    for row, (name, (chunks, prompt_len)) in enumerate(ROWS.items(), 1):
+        n = prompt_len + int(rng.integers(1, 60))
+        order = np.arange(prompt_len, dtype=np.int32) if name == "plain" else layout(chunks, prompt_len, rng)
+        position = np.concatenate([order, np.arange(prompt_len, n)])
+        own = torch.tensor([next(slots) for _ in range(n)])
+        pool.req_to_token[row, :n] = own
+        k, v = (torch.randn(n, HEADS, HEAD_DIM, generator=generator) for _ in range(2))
+        offsets = np.concatenate([np.repeat([c.offset for c in chunks], [c.num_kept for c in chunks]), np.zeros(n)])[:n]
+        local = torch.from_numpy(position - offsets).long()
+        keys[own], values[own] = rotate_queries(k, local, ROPE.cos_sin_cache, is_neox=True), v
+        exact.append(
+            (position, rotate_queries(k, torch.from_numpy(position).long(), ROPE.cos_sin_cache, is_neox=True), v)
+        )
+        seq_lens.append(n)
+        chunks_of[row] = chunks
+        if name != "plain":
+            orders[row] = order
+    table.assign(chunks_of, lambda chunk: chunk.start, orders)
+    return table, pool, (keys, values), torch.tensor(seq_lens), exact
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize("for_graph", [False, True])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_window_of_each_row(seed, for_graph, kernels):
+    """Several windows beside layers without; each row against softmax over the last positions of its prompt."""
+    windows = [None, *WINDOWS]
+    table, pool, (keys, values), seq_lens, exact = build(windows, seed, kernels)
+    rows = DecodeRows(table, pool)
+    rows.allocate_for_graphs(len(ROWS) + 3)
+    batch = SimpleNamespace(
+        batch_size=len(ROWS),
+        req_pool_indices=torch.arange(1, len(ROWS) + 1),
+        seq_lens=seq_lens,
+        seq_lens_cpu=seq_lens,
+    )
+    planned = rows.of(batch, for_graph)
+    q = torch.randn(len(ROWS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
+    assert set(planned) == set(windows)
+    for window, (metadata, workspace) in planned.items():
+        out = get_implementation("torch").link_decode(
+            rotate_queries(q, seq_lens - 1, ROPE.cos_sin_cache, is_neox=True),
+            keys,
+            values,
+            metadata.kv_indptr,
+            metadata.kv_indices,
+            metadata.num_segments,
+            metadata.segment_ends,
+            metadata.segment_offsets,
+            ROPE.cos_sin_cache,
+            is_neox=True,
+            sm_scale=HEAD_DIM**-0.5,
+            workspace=workspace,
+        )
+        lens = metadata.kv_indptr.diff()
+        assert lens.tolist() == [min(n, window or n) for n in seq_lens.tolist()]
+        for row, (position, k, v) in enumerate(exact):
+            n = len(position)
+            turned = rotate_queries(q[row : row + 1], n - 1, ROPE.cos_sin_cache, is_neox=True)[0].double()
+            scores = torch.einsum("hd,nhd->hn", turned, k.double()) * HEAD_DIM**-0.5
+            if window is not None:
+                scores[:, torch.from_numpy(position < n - window)] = -torch.inf
+            expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v.double())
+            torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "triton"])
+def test_a_row_that_pads_a_batch(kernels):
+    """It has one token, and the tail of whatever request had its row before."""
+    table, pool, _, _, _ = build(WINDOWS, 0, kernels)
+    rows = DecodeRows(table, pool)
+
+    def of(rows_and_lens):
+        row_ids, lens = (torch.tensor(column) for column in zip(*rows_and_lens, strict=True))
+        batch = SimpleNamespace(batch_size=len(lens), req_pool_indices=row_ids, seq_lens=lens, seq_lens_cpu=lens)
+        return rows.of(batch)
+
+    alone = of([(5, 102)])
+    for window, (metadata, _) in of([(4, 1), (5, 102), (6, 1)]).items():
+        assert metadata.kv_indptr.diff().tolist() == [1, window, 1]
+        assert (metadata.segment_ends <= metadata.kv_indptr.diff()[:, None]).all()
+        assert torch.equal(metadata.kv_indices[1 : 1 + window], alone[window].metadata.kv_indices[:window])
+
+
+def test_a_row_that_is_used_again():
+    """What it had of an earlier request is gone."""
+    table, *_ = build(WINDOWS, seed=0)
+    assert (table.tail_positions[4] >= 0).any() and 4 in table.linked_rows
+    table.assign({4: (), 5: ()}, lambda chunk: 0, {})
+    assert (table.tail_positions[4:6] < 0).all() and table.linked_rows.isdisjoint({4, 5})

@@ -1,0 +1,56 @@
+"""docs/models.md says of each architecture what tests there are, and nothing else."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from oracle.models import MODELS
+from oracle.quantised import FORMATS
+from oracle.vision import VISION_MODELS
+from sglang_lazy.port.compat import TESTED
+
+COMB = "CombLlamaForConditionalGeneration"  # has tests of its own
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+ROWS = {
+    architecture: [cell.strip() for cell in cells.split("|")[1:-1]]
+    for architecture, cells in re.findall(r"^\| `(\w+)` \|[^|]*(\|.*\|)$", PAGE, re.MULTILINE)
+}
+
+
+def architecture_of(name):
+    if name in VISION_MODELS:
+        return VISION_MODELS[name].config.replace("Config", "ForConditionalGeneration")
+    spec = MODELS[name]
+    return spec.architecture or spec.config_class.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+
+
+def test_each_architecture_has_a_row():
+    assert set(ROWS) == TESTED
+
+
+def test_what_the_oracle_sees():
+    expected = dict.fromkeys(TESTED, "")
+    for name, spec in MODELS.items():
+        if spec.needs is None and expected[architecture_of(name)] != "all":
+            expected[architecture_of(name)] = "all" if spec.core else "once"
+    expected |= {architecture_of(name): "images" for name in VISION_MODELS} | {COMB: "own"}
+    assert {architecture: cells[0] for architecture, cells in ROWS.items()} == expected
+
+
+def test_what_runs_on_gpus():
+    source = (ROOT / "test" / "e2e" / "test_gpu.py").read_text(encoding="utf-8")
+    served = re.findall(r'"([^"]+)"', re.search(r"params=\[(.*?)\]", source, re.DOTALL)[1])
+    on_several = {architecture_of(one.split()[0]) for one in served if "GPUs" in one}
+    assert {architecture for architecture, cells in ROWS.items() if cells[1] and architecture != COMB} == {
+        architecture_of(one.split()[0]) for one in served
+    }
+    assert {architecture for architecture, cells in ROWS.items() if cells[4]} == on_several
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_are_listed(name):
+    table = re.search(r"^\| format \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)[0]
+    method, _, kind = name.partition(" ")
+    assert method in table and kind.removesuffix("tensor") in table

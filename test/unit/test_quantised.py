@@ -1,0 +1,54 @@
+"""The checkpoints that GPU tests serve, read by others."""
+
+import pytest
+import torch
+import transformers
+from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
+from sglang.srt.layers.quantization.utils import pack_rows
+
+from oracle.block_mask import load_model
+from oracle.models import build_model
+from oracle.quantised import FORMATS, GROUP, MODEL, awq, fp8_blocks, gptq, int4_groups, quantised
+
+WEIGHT = torch.randn(2 * GROUP, 3 * GROUP, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
+def test_compressed_tensors_are_read_by_transformers(model_dir, tmp_path, name):
+    stored, read = quantised(build_model(MODEL, model_dir), name, tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
+    model(torch.tensor([[1]]))  # reads the weights back
+    theirs = dict(model.named_parameters())
+    for key, weight in load_model(read, torch.float32, "cpu").named_parameters():
+        torch.testing.assert_close(theirs[key], weight, rtol=1e-6, atol=1e-7)
+
+
+def test_awq_is_read_by_sglang():
+    stored, read = awq(WEIGHT)
+    theirs = awq_dequantize_decomposition(stored["qweight"], stored["scales"].float(), stored["qzeros"])
+    assert torch.equal(theirs, read.T)
+
+
+def test_gptq_is_packed_as_by_sglang():
+    stored, read = gptq(WEIGHT)
+    numbers, scale, _ = int4_groups(WEIGHT)
+    assert torch.equal(stored["qweight"], pack_rows(numbers.T.int(), 4, *WEIGHT.T.shape))
+    assert torch.equal(stored["qzeros"], torch.full_like(stored["qzeros"], 0x77777777))
+    zeros = (stored["qzeros"][0, 0].item() & 15) + 1
+    groups = stored["g_idx"].long()
+    assert torch.equal((numbers.T - zeros) * stored["scales"].float()[groups], read.T)
+
+
+@pytest.mark.parametrize("store", [form.store for name, form in FORMATS.items() if name != "bitsandbytes"])
+def test_weights_lose_little(store):
+    _, read = store(WEIGHT)
+    assert read.shape == WEIGHT.shape and (read - WEIGHT).norm() < 0.15 * WEIGHT.norm()
+
+
+def test_blocks_have_their_own_scales():
+    scaled = WEIGHT.clone()
+    scaled[GROUP:, :GROUP] *= 1000
+    (stored, read), (plain, _) = fp8_blocks(scaled), fp8_blocks(WEIGHT)
+    ratio = stored["weight_scale_inv"] / plain["weight_scale_inv"]
+    assert torch.allclose(ratio, torch.tensor([[1.0, 1, 1], [1000, 1, 1]]))
+    assert (read[GROUP:, :GROUP] - scaled[GROUP:, :GROUP]).norm() < 0.1 * scaled[GROUP:, :GROUP].norm()

@@ -1,0 +1,94 @@
+"""What several tokenizer workers have in common: calls reach one object, and what a worker has begun ends with it."""
+
+import threading
+import time
+from multiprocessing.connection import Client
+
+import pytest
+
+from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.serving.known_chunks import KnownChunks, UnknownChunk, with_tokens
+from sglang_lazy.serving.registration import OfOneWorker, Registrations
+from sglang_lazy.serving.shared import Keeper, Kept, connect
+from sglang_lazy.testing.server import wait_for
+
+DIGEST = "0123456789abcdef" * 4
+
+
+class Counter:
+    """Loses counts if two calls overlap."""
+
+    def __init__(self):
+        self.value = 0
+
+    def count(self, amount):
+        value = self.value
+        time.sleep(0.001)
+        self.value = value + amount
+        return self.value
+
+
+@pytest.fixture
+def keeper():
+    shared = {"counter": Counter(), "chunks": KnownChunks()}
+    registrations = Registrations()
+    return Keeper(lambda: {**shared, "registrations": OfOneWorker(registrations)})
+
+
+def test_chunks_that_one_worker_adds_are_known_to_others(keeper):
+    one, other = (Kept(connect(keeper.address), "chunks") for _ in range(2))
+    name = chunk_id(tokens_digest([5, 6, 7]))
+    segments = [{"type": "text", "text": "see"}, {"type": "chunk", "id": name}]
+    with pytest.raises(UnknownChunk, match=f"chunk '{name}' is unknown"):
+        with_tokens(other, segments, "tenant")
+    one.add("tenant", [5, 6, 7])
+    assert with_tokens(other, segments, "tenant") == [segments[0], {"type": "chunk", "input_ids": [5, 6, 7]}]
+    assert other.remove("tenant", name)
+    with pytest.raises(UnknownChunk):
+        one.get("tenant", name)
+
+
+def test_calls_do_not_overlap(keeper):
+    def count():
+        counter = Kept(connect(keeper.address), "counter")
+        for _ in range(25):
+            counter.count(1)
+
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert Kept(connect(keeper.address), "counter").count(0) == 100
+
+
+def test_an_error_is_the_caller_s(keeper):
+    counter = Kept(connect(keeper.address), "counter")
+    with pytest.raises(TypeError):
+        counter.count("1")
+    with pytest.raises(AttributeError):
+        counter.close()
+    assert counter.count(1) == 1
+
+
+def test_whoever_lacks_the_key_is_turned_away(keeper):
+    with pytest.raises(Exception, match="digest"):
+        Client(keeper.address, "AF_UNIX", authkey=b"another")
+    assert Kept(connect(keeper.address), "counter").count(1) == 1
+
+
+def test_registrations_end_with_their_worker(keeper):
+    """Those that it had begun have failed; what it had ended, and what others do, stays."""
+    connection = connect(keeper.address)
+    one, other = Kept(connection, "registrations"), Kept(connect(keeper.address), "registrations")
+    digests = [f"{i}" + DIGEST[1:] for i in range(3)]
+    for digest in digests[:2]:
+        one.begin("tenant", digest)
+    other.begin("tenant", digests[2])
+    one.end("tenant", digests[0], None)
+    assert [other.get("tenant", digest) for digest in digests] == [None, {"state": "waiting"}, {"state": "waiting"}]
+    connection.close()
+    failed = {"state": "failed", "reason": "the process that had it computed has ended"}
+    assert wait_for(lambda: other.get("tenant", digests[1]) == failed, timeout=10)
+    assert [other.get("tenant", digest) for digest in digests] == [None, failed, {"state": "waiting"}]
+    assert other.forget("tenant", digests[1]) and other.get("tenant", digests[1]) is None

@@ -1,0 +1,286 @@
+"""Surveys: in steps they find what lists say, whatever happens in between, and cost the scheduler little."""
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from test_chunk_lists import deleted, id_of, listed
+from test_pins import pin
+
+from fakes.loop import QUESTION, A, B, C, D, Loop
+from sglang_lazy.chunks import survey
+from sglang_lazy.serving import surveys
+from sglang_lazy.serving.surveys import Surveys, merged
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+LISTS = {"hottest": ("hits", lambda chunk: chunk["hits"]), "largest": ("tokens", lambda _: True)}
+LISTS["pinned"] = ("tokens", lambda chunk: chunk["pinned"])
+
+
+def step(loop, begin, tenant=None, everybody=False):
+    arguments = {"tenant": tenant, "everybody": everybody, "begin": begin}
+    return loop.admission.control.handle("survey", arguments, 0.0)
+
+
+def surveyed(loop, between=lambda: None, **whose):
+    """A whole survey.  between: what happens between two steps."""
+    answer = step(loop, True, **whose)
+    while not answer:
+        between()
+        answer = step(loop, False, **whose)
+    return answer
+
+
+def share(chunks):
+    return {"chunks": len(chunks), "tokens": sum(chunk["tokens"] for chunk in chunks)}
+
+
+def check(found, chunks):
+    """A survey against the list of the same chunks."""
+    resident = [chunk for chunk in chunks if chunk["state"] == "resident"]
+    expected = {
+        "resident": share(resident),
+        "pinned": share([chunk for chunk in resident if chunk["pinned"]]),
+        "locked": share([chunk for chunk in resident if chunk["users"]]),
+        "evictable": share([chunk for chunk in resident if not chunk["users"] and not chunk["pinned"]]),
+        "host": share([chunk for chunk in chunks if chunk["state"] == "host"]),
+    }
+    assert {name: found["chunks"][name] for name in expected} == expected
+    assert found["chunks"]["pending"] == sum(chunk["state"] == "pending" for chunk in chunks)
+    for name, (field, wanted) in LISTS.items():
+        known = {chunk["id"]: chunk for chunk in chunks if chunk["tiers"] and wanted(chunk)}
+        best = sorted((chunk[field] for chunk in known.values() if chunk[field]), reverse=True)[: survey.TOP]
+        assert [chunk[field] for chunk in found[name]] == best
+        assert all(known[chunk["id"]][field] == chunk[field] for chunk in found[name])
+        assert len({chunk["id"] for chunk in found[name]}) == len(best)
+
+
+@pytest.mark.parametrize("size", [1, 7, 30, 500])
+@pytest.mark.parametrize("host_size", [0, 150])
+def test_a_survey_is_what_lists_say(monkeypatch, size, host_size):
+    monkeypatch.setattr(survey, "STEP", size)
+    rng = random.Random(size)
+    loop = Loop(pool_size=120, host_size=host_size)
+    chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(4))) for i in range(30)]
+    loop.warm(*chunks)
+    for i in range(40):
+        loop.submit([rng.choice(chunks[-12:]), QUESTION], f"again-{i}", max_new_tokens=1)
+    loop.run()
+    pin(loop, *chunks[-3:])
+    loop.submit([*chunks[-4:-2], QUESTION], "running", max_new_tokens=3)
+    loop.step()
+    everything = listed(loop, limit=1000)["chunks"]
+    assert {chunk["state"] for chunk in everything} == {"resident", "host"} - ({"host"} if not host_size else set())
+    assert any(chunk["users"] and chunk["pinned"] for chunk in everything)
+    found = surveyed(loop)
+    check(found, everything)
+    device = found["memory"]["device"]
+    assert device == {"size": 120, "free": loop.pools.slots.available_size()}
+    assert (found["memory"]["host"] is None) == (not host_size)
+    if host_size:
+        assert found["memory"]["host"]["free"] == loop.tree_cache.token_to_kv_pool_host.available_size()
+
+
+def test_what_is_computed_is_counted():
+    loop = Loop(chunked_prefill_size=4)
+    loop.submit([A, B, QUESTION], "running", max_new_tokens=3)
+    loop.step()
+    check(surveyed(loop), listed(loop)["chunks"])
+    assert surveyed(loop)["chunks"]["pending"] == 1
+    assert surveyed(loop, tenant="other")["chunks"]["pending"] == 0
+
+
+def test_what_leaves_between_two_steps_is_left_out(monkeypatch):
+    """It may have been counted before; it is in no list. What comes is for the next survey."""
+    monkeypatch.setattr(survey, "STEP", 2)
+    loop = Loop()
+    loop.warm(A, B, C)
+    moments = iter([lambda: loop.warm(D), lambda: deleted(loop, id_of(A), id_of(C))])
+    found = surveyed(loop, between=lambda: next(moments)())
+    assert found["chunks"]["resident"] == {"chunks": 2, "tokens": 8}
+    assert [chunk["id"] for chunk in found["largest"]] == [id_of(B)]
+    check(surveyed(loop), listed(loop)["chunks"])
+
+
+def test_a_flush_between_two_steps(monkeypatch):
+    monkeypatch.setattr(survey, "STEP", 2)
+    loop = Loop()
+    loop.warm(A, B, C)
+    moments = iter([lambda: None, loop.pools.flush])
+    found = surveyed(loop, between=lambda: next(moments)())
+    assert (found["chunks"]["resident"]["chunks"], found["largest"]) == (2, [])
+    check(surveyed(loop), [])
+
+
+def test_a_tenant_s_survey_is_of_its_own():
+    loop = Loop()
+    for i, tenant in enumerate([None, "a", "b"]):
+        chunks = [A, B, C][: i + 1]
+        loop.submit([*chunks, QUESTION], f"t{i}", cache_salt=tenant, extra_key=tenant)
+    loop.run()
+    for tenant in (None, "a", "b", "c"):
+        check(surveyed(loop, tenant=tenant), listed(loop, tenant)["chunks"])
+    found = surveyed(loop, everybody=True)
+    assert found["chunks"]["resident"] == {"chunks": 6, "tokens": 24}
+    assert {chunk["cache_salt"] for chunk in found["largest"]} == {None, "a", "b"}
+
+
+def test_another_survey_takes_the_place_of_one_that_is_under_way(monkeypatch):
+    monkeypatch.setattr(survey, "STEP", 2)
+    loop = Loop()
+    loop.warm(A, B, C)
+    assert step(loop, False) == {}
+    assert step(loop, True) == {}
+    assert surveyed(loop, tenant="other")["chunks"]["resident"]["chunks"] == 0
+    assert step(loop, False) == {}
+
+
+def test_a_pin_ends_with_its_time_though_surveys_do_not_end_it():
+    loop = Loop()
+    loop.warm(A)
+    pin(loop, A, ttl=5.0)
+    handle = loop.admission.control.handle
+    assert surveyed(loop)["chunks"]["pinned"]["chunks"] == 1
+    handle("expire", {}, 1e9)
+    assert surveyed(loop)["chunks"]["pinned"]["chunks"] == 0
+
+
+# The HTTP process
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """A loop whose time is what it has slept."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, select = 0.0, self._selector.select
+
+        def jump(timeout):
+            self.now += timeout or 0.0
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self.now
+
+
+def run(coroutine):
+    with contextlib.closing(Clock()) as loop:
+        return loop.run_until_complete(coroutine)
+
+
+def answer(num_chunks, sizes=()):
+    empty = {"chunks": 0, "tokens": 0}
+    counted = {"chunks": num_chunks, "tokens": 4 * num_chunks}
+    chunks = {"resident": counted, "pinned": empty, "host": empty, "pending": 1, "fetching": 0}
+    described = [{"id": f"{size:x}" * 16, "tokens": size, "hits": size} for size in sizes]
+    memory = {"device": {"size": 100, "free": 10}, "host": None}
+    return {"chunks": chunks, "hottest": described, "largest": described, "pinned": [], "memory": memory}
+
+
+class Asked:
+    """What a scheduler of `num_chunks` chunks is asked, with the times.  steps: of each survey."""
+
+    def __init__(self, num_chunks=3, steps=1):
+        self.num_chunks, self.steps, self.begun, self.left = num_chunks, steps, [], 0
+
+    async def __call__(self, begin):
+        await asyncio.sleep(0)
+        if begin:
+            assert not self.left, "two surveys at a time"
+            self.begun.append(asyncio.get_running_loop().time())
+            self.left = self.steps
+        self.left -= 1
+        return [answer(self.num_chunks) if not self.left else {}]
+
+
+def test_all_who_look_share_one_survey():
+    async def look():
+        kept, asked = Surveys(), Asked(steps=5)
+        found = await asyncio.gather(*(kept.get("a", asked) for _ in range(9)))
+        assert asked.begun == [0.0] and found == [answer(3)] * 9
+
+    run(look())
+
+
+@pytest.mark.parametrize("num_chunks", [3, 50_000])
+@pytest.mark.parametrize("num_tenants", [1, 4])
+def test_surveys_take_a_hundredth_of_the_scheduler_s_time(num_chunks, num_tenants):
+    """However many look, and whoever they are: a chunk takes a microsecond. Nor is one survey made twice a second."""
+
+    async def look():
+        kept, asked, clock = Surveys(), Asked(num_chunks, steps=3), asyncio.get_running_loop()
+
+        async def watch(whose):
+            while clock.time() < 100:
+                await kept.get(whose, asked)
+                await asyncio.sleep(0.3)
+
+        await asyncio.gather(*(watch(i % num_tenants) for i in range(12)))
+        seconds = asked.begun[-1] - asked.begun[0]
+        assert num_chunks * 1e-6 * (len(asked.begun) - 1) <= 0.01 * seconds + 1e-9
+        assert 10 < len(asked.begun) <= num_tenants * (seconds + 1)
+
+    run(look())
+
+
+def test_a_survey_that_fails_or_is_left_keeps_nobody_waiting():
+    async def look():
+        kept, asked = Surveys(), Asked()
+
+        async def fails(_begin):
+            raise ValueError("no chunks")
+
+        with pytest.raises(ValueError, match="no chunks"):
+            await kept.get("a", fails)
+        left = asyncio.ensure_future(kept.get("a", Asked(steps=9)))
+        await asyncio.sleep(0)
+        left.cancel()
+        await asyncio.gather(left, return_exceptions=True)
+        assert await kept.get("a", asked) == answer(3)
+
+    run(look())
+
+
+def test_only_so_many_surveys_are_kept(monkeypatch):
+    monkeypatch.setattr(surveys, "_KEPT", 2)
+
+    async def look():
+        kept = Surveys()
+        for whose in "abcd":
+            await kept.get(whose, Asked())
+        assert list(kept._kept) == ["c", "d"]
+
+    run(look())
+
+
+def test_ranks_are_added_up():
+    """Each has its chunks, and takes as many steps as it needs."""
+
+    async def look():
+        turns = iter([[answer(1, [5, 1]), {}], [{}, {}], [{}, answer(2, [7, 3])]])
+
+        async def asked(_begin):
+            return next(turns)
+
+        return await Surveys().get("a", asked)
+
+    found = run(look())
+    assert found["chunks"]["resident"] == {"chunks": 3, "tokens": 12} and found["chunks"]["pending"] == 2
+    assert [(chunk["tokens"], chunk["dp_rank"]) for chunk in found["largest"]] == [(7, 1), (5, 0), (3, 1), (1, 0)]
+    assert found["memory"] == {"device": {"size": 200, "free": 20}, "host": None}
+    many = merged([answer(9, range(1, 9)), answer(9, range(9, 16))])
+    assert [chunk["hits"] for chunk in many["hottest"]] == list(range(15, 5, -1))
+
+
+def test_an_eviction_between_two_steps(monkeypatch):
+    """Chunks that have gone to the host are counted where they are when they are looked at."""
+    monkeypatch.setattr(survey, "STEP", 1)
+    loop = Loop(pool_size=40, host_size=80)
+    loop.warm(A, B)
+    moments = iter([lambda: None, lambda: loop.tree_cache.evict(EvictParams(num_tokens=40)), lambda: None])
+    found = surveyed(loop, between=lambda: next(moments)())
+    assert (found["chunks"]["resident"]["chunks"], found["chunks"]["host"]["chunks"]) == (1, 1)
