@@ -127,17 +127,18 @@ class CrossReader:
     metadata: of the batch; None if none of its requests reads chunks.
     """
 
-    def __init__(self, table: SegmentTable, num_qo_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype):
+    def __init__(self, table: SegmentTable, dtype: torch.dtype):
+        """dtype: of queries."""
         self.metadata: LinkMetadata | None = None
         self.table, self._ops = table, table.model.kernels
         self._graph_metadata: LinkMetadata | None = None
-        self._dims = dict(num_qo_heads=num_qo_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        device = table.ends.device
+        layer, device = table.model.layers[0], table.ends.device
+        self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
         # One token attends, as in the encoder and in a cross layer, so that no request waits for compilers.
-        q = torch.zeros(1, num_qo_heads, head_dim, dtype=dtype, device=device)
-        k = torch.zeros(1, num_kv_heads, head_dim, dtype=dtype, device=device)
-        EncoderRows([1], False, self._ops, table.model.layers[0].rope).attend(q, k, k, 1.0)
+        q = torch.zeros(1, layer.num_qo_heads, layer.head_dim, dtype=dtype, device=device)
+        k = torch.zeros(1, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
+        EncoderRows([1], False, self._ops, layer.rope).attend(q, k, k, 1.0)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
         self.metadata = CrossBatch([slot], [1]).prefill(table)
         self.attend(0, q)

@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,7 @@ class RowCache:
 
     pool: SGLang's `ReqToTokenPool`.  allocator: SGLang's allocator of KV slots.
     allocate: takes that many slots, int64, evicting as needed; raises RuntimeError where memory does not suffice.
-    tree, chunk_allocator: that of text, and the allocator of chunks; the same as the others unless chunks have a pool
-        of their own, and with it a tree.
+    tree, chunk_allocator: those of text and of chunks; one tree and one pool have both unless these are given.
     """
 
     def __init__(
@@ -66,19 +65,18 @@ class RowCache:
     def lock(self, row: RowNodes) -> int:
         """Lock all that a row depends on; returns by how much the number of evictable tokens changes where text is."""
         row.num_locks += 1
-        if row.num_locks > 1:
-            return 0
-        return self._text_change(self.store.lock_chunks(row.chunks), map(self.tree.lock, row.spans))
+        return 0 if row.num_locks > 1 else self._text_change(self.store.lock_chunks, self.tree.lock, row)
 
     def unlock(self, row: RowNodes) -> int:
         """Give one lock on a row back; returns the same."""
         row.num_locks -= 1
-        if row.num_locks > 0:
-            return 0
-        return self._text_change(self.store.unlock_chunks(row.chunks), map(self.tree.unlock, row.spans))
+        return 0 if row.num_locks > 0 else self._text_change(self.store.unlock_chunks, self.tree.unlock, row)
 
-    def _text_change(self, of_chunks: int, of_spans: Iterable[int]) -> int:
-        return sum(of_spans, of_chunks if self.shares_pool else 0)
+    def _text_change(
+        self, of_chunks: Callable[[ChunkNodes], int], of_span: Callable[[Node], int], row: RowNodes
+    ) -> int:
+        change = of_chunks(row.chunks)
+        return sum(map(of_span, row.spans), change if self.shares_pool else 0)
 
     # Linked requests
 

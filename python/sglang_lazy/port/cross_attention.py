@@ -36,13 +36,9 @@ class CrossAttention(AttentionBackend):
 
 def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:
     """`backend` itself, which tells the cross layers of the runner's model of each batch."""
-    stock, config, model = type(backend), runner.model_config, runner.model
+    stock, model = type(backend), runner.model
     if model.reader is None:
-        num_heads, num_kv_heads = (
-            config.num_attention_heads // runner.ps.tp_size,
-            config.get_num_kv_heads(runner.ps.tp_size),
-        )
-        model.reader = CrossReader(table, num_heads, num_kv_heads, config.head_dim, runner.dtype)
+        model.reader = CrossReader(table, runner.dtype)
     backend.__class__ = type(f"Cross{stock.__name__}", (CrossAttention, stock), {})
     backend.cross_reader, backend.cross_max_context = model.reader, runner.req_to_token_pool.req_to_token.shape[1]
     return backend
