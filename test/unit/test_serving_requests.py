@@ -21,7 +21,8 @@ def _config(monkeypatch):
 def manager(**more):
     return SimpleNamespace(
         tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100),
-        allow_auto_truncate=False, context_len=32, num_reserved_tokens=0, **more,
+        allow_auto_truncate=False, context_len=32, num_reserved_tokens=0,
+        server_args=SimpleNamespace(dp_size=1), **more,
     )  # fmt: skip
 
 
