@@ -21,9 +21,6 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadsco
 test: $(READY) # in minutes
 	$(PYTEST) -m 'not slow'
 
-test-all: $(READY) $(SMG_READY)
-	$(PYTEST)
-
 # The router of docs/routing.md, which needs none of our packages.
 SMG := $(VENV)/smg
 SMG_READY := $(SMG)/.ready-$(shell sha256sum benchmark/routing/requirements.txt | cut -c1-12)
@@ -32,6 +29,9 @@ $(SMG_READY): $(READY)
 	$(PYTHON) -m venv --clear $(SMG)
 	$(SMG)/bin/python -m pip install --quiet -r benchmark/routing/requirements.txt
 	@touch $@
+
+test-all: $(READY) $(SMG_READY)
+	$(PYTEST)
 
 lint: $(READY)
 	$(BIN)/ruff check .
