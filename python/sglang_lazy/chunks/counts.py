@@ -95,6 +95,7 @@ class Occupancy(NamedTuple):
             host=host,
         )
 
+    # Share by share, where tuples in general are joined.
     def __add__(self, other: "Occupancy") -> "Occupancy":  # type: ignore[override]
         return Occupancy(*map(_sum, self, other))
 
