@@ -15,7 +15,12 @@ from sglang_lazy.testing.server import wait_for
 
 pytestmark = pytest.mark.slow  # a server of its own
 
-ALIVE = {"SGLANG_TIMEOUT_KEEP_ALIVE": "600"}  # a connection stays with its worker
+ENVIRONMENT = {
+    "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # a connection stays with its worker
+    # A worker that does not answer for so long is replaced, and one that starts does not: on two busy cores importing
+    # takes longer than the default of 10 s, and each new worker would be killed before it serves.
+    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120",
+}
 
 
 class Workers:
@@ -74,7 +79,7 @@ class Client(Server):
 def workers(tiny_model, tmp_path_factory):
     flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", "--enable-metrics", *device_flags()]
     flags += ["--tokenizer-worker-num", "2"]
-    with running_server(flags, tmp_path_factory.mktemp("workers") / "server.log", environment=ALIVE) as url:
+    with running_server(flags, tmp_path_factory.mktemp("workers") / "server.log", environment=ENVIRONMENT) as url:
         workers = Workers(url)
         assert wait_for(lambda: len(workers.all()) == 2, timeout=120)
         yield workers
