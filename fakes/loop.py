@@ -10,7 +10,7 @@ from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import fill_of, linked
-from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.scheduler import steps as hooks
 
 A, B, C, D = ((CHUNK, (i, i + 1, i + 2, i + 3)) for i in (1, 5, 9, 12))
 QUESTION = (TEXT, (15,))

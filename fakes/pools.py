@@ -23,14 +23,14 @@ from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.port import model_runner
-from sglang_lazy.port import scheduler as hooks
-from sglang_lazy.port.backends import TensorBackend
-from sglang_lazy.port.chunk_objects import ChunkObjects
-from sglang_lazy.port.host_pool import CpuHostPool
-from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.port.storage import StoredHiRadixCache
-from sglang_lazy.port.tier_report import StorageReport
+from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.host_pool import CpuHostPool
+from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.cache.storage import StoredHiRadixCache
+from sglang_lazy.port.cache.tier_report import StorageReport
+from sglang_lazy.port.model import model_runner
+from sglang_lazy.port.scheduler import steps as hooks
 
 NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""

@@ -22,7 +22,7 @@ from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 
 NOT_COMPUTED = "not computed"
 

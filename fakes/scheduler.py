@@ -17,9 +17,9 @@ from fakes.pools import Pools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
-from sglang_lazy.port import lora, schedule_policy
-from sglang_lazy.port import scheduler as hooks
-from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.scheduler import lora, schedule_policy
+from sglang_lazy.port.scheduler import steps as hooks
 
 
 def untimed(_step: str) -> AbstractContextManager:

@@ -12,7 +12,7 @@ from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes, Fill, linked
-from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.scheduler import steps as hooks
 
 ALL = 1 << 20
 

@@ -7,7 +7,7 @@ from sglang.srt.managers.schedule_batch import Req
 from fakes.loop import QUESTION, Loop
 from fakes.storage import Storage
 from sglang_lazy.core.state import linked
-from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.scheduler import steps as hooks
 
 
 def new_server(storage: Storage, **options: Any) -> Loop:

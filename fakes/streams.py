@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from sglang.srt.managers import cache_controller
 
-from sglang_lazy.port.host_pool import CpuHostPool
+from sglang_lazy.port.cache.host_pool import CpuHostPool
 
 
 class Stream:
@@ -110,7 +110,7 @@ def load() -> None:
     """As a plugin of SGLang's, in each of the processes that it starts: late transfers to the end."""
     if multiprocessing.parent_process() is None:
         return
-    from sglang_lazy.port import host_pool
+    from sglang_lazy.port.cache import host_pool
 
     host_pool.CpuHostPool = LatePool
     late_transfers().start()

@@ -16,8 +16,8 @@ from fakes.scheduler import Scheduler
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
-from sglang_lazy.port import scheduler as hooks
-from sglang_lazy.port.host_pool import CpuHostPool
+from sglang_lazy.port.cache.host_pool import CpuHostPool
+from sglang_lazy.port.scheduler import steps as hooks
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
 VOCAB_SIZE = 128256

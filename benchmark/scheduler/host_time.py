@@ -37,7 +37,7 @@ from benchmark.serving.environment import describe_environment
 from benchmark.serving.workloads import draw_distinct, zipf_weights
 from fakes.context import published
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.cache.radix import LazyRadixCache
 
 QUESTION_LEN = 32
 SEPARATOR = 11

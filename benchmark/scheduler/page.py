@@ -36,9 +36,9 @@ from fakes.context import published
 from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
-from sglang_lazy.port import chunk_calls, chunk_routes, page
-from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.port.scheduler import cached_tokens_details
+from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.scheduler.steps import cached_tokens_details
+from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving.results import chunk_report
 from sglang_lazy.serving.usage import usage_of
 from sglang_lazy.testing.server import free_ports, wait_for

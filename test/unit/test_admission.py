@@ -10,7 +10,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import fill_of
-from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.scheduler import steps as hooks
 from sglang_lazy.scheduler.producer import is_launched
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

@@ -18,14 +18,14 @@ from sglang_lazy.core.config import INFO_ROUTE, PREAMBLE, SALT_HEADER, LazyConfi
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import POLICIES, get_policy
-from sglang_lazy.port import tier_report
-from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
-from sglang_lazy.port.completions import CompletionsRequest
+from sglang_lazy.port.cache import tier_report
 from sglang_lazy.port.cpu import CPU_SETTINGS
-from sglang_lazy.port.http import GenerateRequest
-from sglang_lazy.port.messages import MessagesRequest
-from sglang_lazy.port.protocol import extend_protocol
-from sglang_lazy.port.responses import ResponsesRequest
+from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
+from sglang_lazy.port.serving.completions import CompletionsRequest
+from sglang_lazy.port.serving.http import GenerateRequest
+from sglang_lazy.port.serving.messages import MessagesRequest
+from sglang_lazy.port.serving.protocol import extend_protocol
+from sglang_lazy.port.serving.responses import ResponsesRequest
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.results import annotated

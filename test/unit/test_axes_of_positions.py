@@ -7,8 +7,8 @@ import torch
 
 from sglang_lazy.attention.rows import AttentionRow, LinkedBatch
 from sglang_lazy.core.prompt import Images
-from sglang_lazy.port.images import order_images
-from sglang_lazy.port.model_runner import init_new
+from sglang_lazy.port.model.images import order_images
+from sglang_lazy.port.model.model_runner import init_new
 
 
 def test_only_text_is_placed_by_its_row():

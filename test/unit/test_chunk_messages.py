@@ -7,7 +7,7 @@ import pytest
 from sglang.srt.managers.communicator import FanOutCommunicator
 from sglang.srt.managers.io_struct import unwrap_from_pickle, wrap_as_pickle
 
-from sglang_lazy.port import control
+from sglang_lazy.port.scheduler import control
 
 
 def test_a_caller_that_leaves_takes_its_answer_along():

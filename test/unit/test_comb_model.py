@@ -15,7 +15,7 @@ from sglang_lazy.attention.cross import Readers
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.core.model import LayerRope
-from sglang_lazy.port.comb_config import CombLlamaConfig
+from sglang_lazy.port.model.comb_config import CombLlamaConfig
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def one_rank(sglang_context, monkeypatch):
 
 
 def new_model(path):
-    from sglang_lazy.port.comb_llama import CombLlamaForConditionalGeneration
+    from sglang_lazy.port.model.comb_llama import CombLlamaForConditionalGeneration
 
     return CombLlamaForConditionalGeneration(CombLlamaConfig.from_pretrained(path))
 

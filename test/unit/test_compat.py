@@ -13,8 +13,9 @@ from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port import compat, plugin
-from sglang_lazy.port.layers import describe_layers
+from sglang_lazy.port import plugin
+from sglang_lazy.port.model import compat
+from sglang_lazy.port.model.layers import describe_layers
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -9,7 +9,7 @@ import torch
 from sgl_kernel_lazy import get_implementation, rope_cos_sin, rotate_queries
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.model import AttentionLayer, ServedModel
-from sglang_lazy.port.decode_rows import DecodeRows
+from sglang_lazy.port.model.decode_rows import DecodeRows
 
 HEADS, HEAD_DIM, CONTEXT, POOL = 2, 32, 400, 2000
 ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).double() / 16), 1024), is_neox=True)

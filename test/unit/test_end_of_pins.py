@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from sglang_lazy.port import pinning
+from sglang_lazy.port.scheduler import pinning
 from sglang_lazy.serving.chunk_lists import merged_deletion
 
 ONE = "1" * 16

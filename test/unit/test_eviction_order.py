@@ -14,7 +14,7 @@ from fakes.pools import Pools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.cache.radix import LazyRadixCache
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -9,7 +9,7 @@ from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem
 
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.images import keeping_tokens, name_apart
+from sglang_lazy.port.model.images import keeping_tokens, name_apart
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.serving.images import expand, image_ranges
 from sglang_lazy.serving.tokenization import TokenizedPrompt

@@ -20,7 +20,8 @@ from fakes.storage import Storage
 from sglang_lazy.core.keys import Namespace, chunk_id, tokens_digest
 from sglang_lazy.core.segments import Segment
 from sglang_lazy.core.state import linked
-from sglang_lazy.port import chunk_calls, chunk_routes, pinning
+from sglang_lazy.port.scheduler import pinning
+from sglang_lazy.port.serving import chunk_calls, chunk_routes
 from sglang_lazy.serving import surveys
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import layout_of

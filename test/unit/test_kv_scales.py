@@ -9,7 +9,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sglang_lazy.core.model import AttentionLayer
-from sglang_lazy.port.attention import LinkAttention
+from sglang_lazy.port.model.attention import LinkAttention
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

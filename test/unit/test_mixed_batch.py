@@ -23,7 +23,7 @@ from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.rows import FillRow
 from sglang_lazy.core.state import Fill, LinkedRequest
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.attention import LinkAttention
+from sglang_lazy.port.model.attention import LinkAttention
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

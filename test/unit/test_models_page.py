@@ -8,7 +8,7 @@ import pytest
 from oracle.models import MODELS
 from oracle.quantised import FORMATS
 from oracle.vision import VISION_MODELS
-from sglang_lazy.port.compat import TESTED
+from sglang_lazy.port.model.compat import TESTED
 
 COMB = "CombLlamaForConditionalGeneration"  # has tests of its own
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import Fill
-from sglang_lazy.port import model_runner as hooks
-from sglang_lazy.port.model_runner import can_run_prefill_graph
+from sglang_lazy.port.model import model_runner as hooks
+from sglang_lazy.port.model.model_runner import can_run_prefill_graph
 
 LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
 

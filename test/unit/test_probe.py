@@ -5,9 +5,9 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-from sglang_lazy.port.layers import describe_layers
-from sglang_lazy.port.probe import check_layers
-from sglang_lazy.port.rope import layer_rope
+from sglang_lazy.port.model.layers import describe_layers
+from sglang_lazy.port.model.probe import check_layers
+from sglang_lazy.port.model.rope import layer_rope
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -9,8 +9,8 @@ from sglang.srt import runtime_context
 from sglang.srt.models import bailing_moe, gemma3_causal, hunyuan, minimax_m2
 
 from oracle.models import MODELS
-from sglang_lazy.port.layers import describe_layers
-from sglang_lazy.port.probe import check_layers
+from sglang_lazy.port.model.layers import describe_layers
+from sglang_lazy.port.model.probe import check_layers
 
 HIDDEN = 128
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.ranks import choose_rank, learned
+from sglang_lazy.port.serving.ranks import choose_rank, learned
 
 A, B = [1, 2, 3, 4], [5, 6]
 

@@ -10,7 +10,7 @@ from fakes.requests import TEXT, contents_of, new_request
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import lazy_state, linked
-from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

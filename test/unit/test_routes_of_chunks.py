@@ -13,7 +13,7 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.port import chunk_calls, chunk_routes, page
+from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving.usage import usage_of
 
 ID = "1" * 16

@@ -9,7 +9,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from test_serving_tokenization import byte_level, metaspace
 
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.chat import ChatRequest, convert_request
+from sglang_lazy.port.serving.chat import ChatRequest, convert_request
 from sglang_lazy.serving.chat import ChunkParts
 
 TEMPLATES = {

@@ -7,7 +7,7 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.completions import CompletionsRequest, convert_request
+from sglang_lazy.port.serving.completions import CompletionsRequest, convert_request
 from sglang_lazy.serving.requests import layout_of
 
 TEXT, CHUNK = {"type": "text", "input_ids": [1]}, {"type": "chunk", "input_ids": [2, 3]}

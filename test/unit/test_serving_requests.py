@@ -7,8 +7,8 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.sampling import check_sampling_params
-from sglang_lazy.port.tokenizer_manager import prepare_request
+from sglang_lazy.port.serving.sampling import check_sampling_params
+from sglang_lazy.port.serving.tokenizer_manager import prepare_request
 from sglang_lazy.serving.requests import layout_of, refuse_salt, refuse_without_segments, to_generate_args, with_layout
 
 

@@ -12,8 +12,8 @@ from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.protocol import cached_tokens_details, extend_protocol, usage_details
-from sglang_lazy.port.tokenizer_manager import report_chunks
+from sglang_lazy.port.serving.protocol import cached_tokens_details, extend_protocol, usage_details
+from sglang_lazy.port.serving.tokenizer_manager import report_chunks
 from sglang_lazy.serving.results import CachedTokens, chunk_report
 from sglang_lazy.serving.usage import usage_of
 

@@ -13,9 +13,10 @@ from sglang_lazy import launch_server
 from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
-from sglang_lazy.port import plugin, start, workers
-from sglang_lazy.port.compat import Unfit
+from sglang_lazy.port import plugin, start
 from sglang_lazy.port.cpu import choose_backends
+from sglang_lazy.port.model.compat import Unfit
+from sglang_lazy.port.serving import workers
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
 CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from sglang_lazy.core.config import ENV_VAR
-from sglang_lazy.port.chat import ChatRequest
+from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import join_extra_key, salt_of

@@ -10,8 +10,8 @@ from sglang.srt.managers.io_struct import AbortReq
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.shadow import abort_with_all, attach_shadow, give_way, make_idle
-from sglang_lazy.port.tokenizer_manager import report_chunks
+from sglang_lazy.port.serving.shadow import abort_with_all, attach_shadow, give_way, make_idle
+from sglang_lazy.port.serving.tokenizer_manager import report_chunks
 from sglang_lazy.serving import agreement, shadow
 from sglang_lazy.serving.agreement import ENOUGH, GAUGES, WINDOW, RecentAgreement
 from sglang_lazy.serving.requests import layout_of

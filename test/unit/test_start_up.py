@@ -10,7 +10,8 @@ import torch
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
 from sglang_lazy.core.model import AttentionLayer
-from sglang_lazy.port import compat, hooks, model_runner, plugin
+from sglang_lazy.port import hooks, plugin
+from sglang_lazy.port.model import compat, model_runner
 
 TESTED = ["LlamaForCausalLM"]
 WITHOUT = "something is not as expected"

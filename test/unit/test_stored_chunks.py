@@ -12,8 +12,8 @@ from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.store import ChunkState
-from sglang_lazy.port import chunk_objects
-from sglang_lazy.port.identity import model_identity
+from sglang_lazy.port.cache import chunk_objects
+from sglang_lazy.port.model.identity import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -7,7 +7,7 @@ from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
 from fakes.requests import TEXT
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
-from sglang_lazy.port import scheduler as hooks
+from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

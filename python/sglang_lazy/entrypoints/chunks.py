@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from sglang_lazy.port import chunk_calls
-from sglang_lazy.port.pinning import pin_chunks
+from sglang_lazy.port.scheduler.pinning import pin_chunks
+from sglang_lazy.port.serving import chunk_calls
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.requests import check_cache_salt
 

@@ -10,7 +10,7 @@ from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
-from sglang_lazy.port.sampling import check_sampling_params
+from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
 from sglang_lazy.serving.requests import refuse_without_segments, to_generate_args

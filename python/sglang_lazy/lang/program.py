@@ -8,7 +8,7 @@ from sglang.lang.ir import SglConstantText, SglExpr
 from sglang_lazy.core.config import INFO_ROUTE
 from sglang_lazy.lang.marked_text import MarkedText, chunks_of, link_of
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.client import hook_http_request
+from sglang_lazy.port.serving.client import hook_http_request
 
 _known_servers: set[str] = set()
 

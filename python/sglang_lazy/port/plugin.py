@@ -45,22 +45,11 @@ def install() -> None:
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.mem_cache.registry import register_radix_cache_backend
 
-    from sglang_lazy.port import (
-        chunk_metrics,
-        comb,
-        comb_config,
-        compat,
-        control,
-        cpu,
-        host_pool,
-        lora,
-        malformed,
-        model_runner,
-        schedule_policy,
-        scheduler,
-        surfaces,
-        watchdog,
-    )
+    from sglang_lazy.port import cpu, watchdog
+    from sglang_lazy.port.cache import host_pool
+    from sglang_lazy.port.model import comb, comb_config, compat, model_runner
+    from sglang_lazy.port.scheduler import chunk_metrics, control, lora, schedule_policy, steps
+    from sglang_lazy.port.serving import malformed, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
@@ -69,7 +58,7 @@ def install() -> None:
     modules = (
         cpu,
         control,
-        scheduler,
+        steps,
         schedule_policy,
         lora,
         comb,
@@ -121,9 +110,9 @@ def create_cache(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
     from sglang_lazy.attention.table import table_of
-    from sglang_lazy.port.comb import chunk_pool_of
-    from sglang_lazy.port.radix import LazyRadixCache
-    from sglang_lazy.port.storage import StoredHiRadixCache, connect_storage
+    from sglang_lazy.port.cache.radix import LazyRadixCache
+    from sglang_lazy.port.cache.storage import StoredHiRadixCache, connect_storage
+    from sglang_lazy.port.model.comb import chunk_pool_of
 
     verify()
     if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:

@@ -9,7 +9,7 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.compat import Unfit, unfit_flags
+from sglang_lazy.port.model.compat import Unfit, unfit_flags
 
 
 def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:

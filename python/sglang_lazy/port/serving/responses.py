@@ -7,8 +7,8 @@ from pydantic import PrivateAttr
 from sglang.srt.entrypoints.openai.protocol import ResponsesRequest as StockRequest
 
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
-from sglang_lazy.port.malformed import reading
+from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_chunks, refuse_media, with_placeholders
+from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import check_cache_salt, with_layout
 

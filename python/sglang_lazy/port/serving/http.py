@@ -11,15 +11,15 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER, LazyConfig
-from sglang_lazy.port import page
-from sglang_lazy.port.chat import ChatRequest
-from sglang_lazy.port.chunk_routes import add_routes
-from sglang_lazy.port.completions import CompletionsRequest
-from sglang_lazy.port.messages import CountRequest, MessagesRequest, Refused
-from sglang_lazy.port.protocol import extend_protocol
-from sglang_lazy.port.responses import ResponsesRequest
-from sglang_lazy.port.sampling import check_sampling_params
-from sglang_lazy.port.streams import fail_before_stream
+from sglang_lazy.port.serving import page
+from sglang_lazy.port.serving.chat import ChatRequest
+from sglang_lazy.port.serving.chunk_routes import add_routes
+from sglang_lazy.port.serving.completions import CompletionsRequest
+from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused
+from sglang_lazy.port.serving.protocol import extend_protocol
+from sglang_lazy.port.serving.responses import ResponsesRequest
+from sglang_lazy.port.serving.sampling import check_sampling_params
+from sglang_lazy.port.serving.streams import fail_before_stream
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
 from sglang_lazy.serving.requests import (
     join_extra_key,

@@ -16,8 +16,8 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.control import ask
-from sglang_lazy.port.pinning import pin_chunks
+from sglang_lazy.port.scheduler.control import ask
+from sglang_lazy.port.scheduler.pinning import pin_chunks
 from sglang_lazy.serving.chunk_lists import (
     arguments_of_ranks,
     check_id,

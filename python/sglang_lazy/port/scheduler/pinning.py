@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from typing import Any
 
-from sglang_lazy.port.control import ask
+from sglang_lazy.port.scheduler.control import ask
 
 _ATTR = "_sglang_lazy_end_of_pins"
 

@@ -17,16 +17,16 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port import layer_range
-from sglang_lazy.port.attention import with_link_path
-from sglang_lazy.port.comb import ChunkPool, chunk_pool_of, num_cross_layers
-from sglang_lazy.port.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
-from sglang_lazy.port.cross_attention import with_cross_attention
 from sglang_lazy.port.hooks import Hook
-from sglang_lazy.port.images import place_rows
-from sglang_lazy.port.layers import attention_layers, describe_layers, window_of
-from sglang_lazy.port.probe import check_layers
-from sglang_lazy.port.probing import probing
+from sglang_lazy.port.model import layer_range
+from sglang_lazy.port.model.attention import with_link_path
+from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
+from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
+from sglang_lazy.port.model.cross_attention import with_cross_attention
+from sglang_lazy.port.model.images import place_rows
+from sglang_lazy.port.model.layers import attention_layers, describe_layers, window_of
+from sglang_lazy.port.model.probe import check_layers
+from sglang_lazy.port.model.probing import probing
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.images import keeping_tokens
-from sglang_lazy.port.malformed import check_one, reading
-from sglang_lazy.port.ranks import choose_rank, learned
-from sglang_lazy.port.shadow import shadow_of
-from sglang_lazy.port.streams import announce, with_logprobs
+from sglang_lazy.port.model.images import keeping_tokens
+from sglang_lazy.port.serving.malformed import check_one, reading
+from sglang_lazy.port.serving.ranks import choose_rank, learned
+from sglang_lazy.port.serving.shadow import shadow_of
+from sglang_lazy.port.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed

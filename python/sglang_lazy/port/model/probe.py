@@ -12,8 +12,8 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer
-from sglang_lazy.port.layers import attention_modules, shared_rotations
-from sglang_lazy.port.rope import on_axes
+from sglang_lazy.port.model.layers import attention_modules, shared_rotations
+from sglang_lazy.port.model.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
 """Where a layer is compared with itself at position 0; the last stands for the end of the context."""

@@ -9,7 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
-from sglang_lazy.port.malformed import reading
+from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
 from sglang_lazy.serving.requests import (

@@ -17,7 +17,7 @@ from sglang_lazy.attention.probes import (
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.state import as_linked, linked
-from sglang_lazy.port import layer_range
+from sglang_lazy.port.model import layer_range
 
 _MEASURES = {"deviation": measure_deviation, "key size": measure_key_size}
 """What is measured behind a pass; attention is summed up layer by layer."""

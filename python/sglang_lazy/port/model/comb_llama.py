@@ -21,7 +21,7 @@ from torch import nn
 
 from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.encoder import EncoderRows
-from sglang_lazy.port.comb_config import CombLlamaConfig
+from sglang_lazy.port.model.comb_config import CombLlamaConfig
 
 DECODER, CROSS, ENCODER = "language_model.", "language_model.model.cross_layers.", "chunk_model."
 """What the names of weights begin with; those of cross layers come before the decoder's others."""

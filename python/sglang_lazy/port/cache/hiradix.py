@@ -18,9 +18,9 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.port.copies import Copies
-from sglang_lazy.port.radix import LazyRadixCache
-from sglang_lazy.port.tier_report import HostReport
+from sglang_lazy.port.cache.copies import Copies
+from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.cache.tier_report import HostReport
 
 BLOCK_QUOTA = 4
 """Thread blocks of SGLang's transfer kernels. On an H200 they move 51 GB/s over PCIe; with SGLang's two, 40."""

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
-from sglang_lazy.port.malformed import reading
+from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.requests import refuse_salt, to_generate_args
 from sglang_lazy.serving.text import chosen_separator, segments_in
 

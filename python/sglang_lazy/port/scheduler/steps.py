@@ -15,11 +15,11 @@ from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port import chunk_metrics
-from sglang_lazy.port.comb import new_encoder
+from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
-from sglang_lazy.port.model_runner import server_traits
-from sglang_lazy.port.radix import LazyRadixCache
+from sglang_lazy.port.model.comb import new_encoder
+from sglang_lazy.port.model.model_runner import server_traits
+from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.encoder import EncoderProducer

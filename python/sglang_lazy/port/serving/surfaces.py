@@ -1,6 +1,7 @@
 """Hooks on SGLang's HTTP process: where requests with chunks come in, and where results leave."""
 
-from sglang_lazy.port import (
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.serving import (
     chat,
     completions,
     http,
@@ -12,7 +13,6 @@ from sglang_lazy.port import (
     tokenizer_manager,
     workers,
 )
-from sglang_lazy.port.hooks import Hook
 
 _OPENAI = "sglang.srt.entrypoints.openai"
 _RESPONSES = f"{_OPENAI}.serving_responses.OpenAIServingResponses"

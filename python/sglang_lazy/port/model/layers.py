@@ -7,7 +7,7 @@ import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sglang_lazy.core.model import AttentionLayer, LayerRope
-from sglang_lazy.port.rope import layer_rope
+from sglang_lazy.port.model.rope import layer_rope
 
 
 def attention_modules(model: torch.nn.Module) -> Iterator[Any]:

@@ -15,10 +15,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.port.compat import kv_scales
-from sglang_lazy.port.decode_rows import DecodeRows, PlannedRows, copy_slots
-from sglang_lazy.port.layers import attention_layers
-from sglang_lazy.port.stock_part import StockPart
+from sglang_lazy.port.model.compat import kv_scales
+from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, copy_slots
+from sglang_lazy.port.model.layers import attention_layers
+from sglang_lazy.port.model.stock_part import StockPart
 
 
 class LinkAttention(AttentionBackend):

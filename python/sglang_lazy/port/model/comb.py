@@ -16,8 +16,8 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
-from sglang_lazy.port.comb_config import ARCHITECTURE
 from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.model.comb_config import ARCHITECTURE
 from sglang_lazy.scheduler.producer import shares
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ModelRunner.initialize`: SGLang knows our models, as those of an external package."""
     from sglang.srt.models.registry import ModelRegistry
 
-    from sglang_lazy.port.comb_llama import EntryClass
+    from sglang_lazy.port.model.comb_llama import EntryClass
 
     ModelRegistry.models[ARCHITECTURE] = EntryClass
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 import xxhash
 
-from sglang_lazy.port.backends import TensorBackend
-from sglang_lazy.port.in_order import InOrder
+from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.in_order import InOrder
 
 logger = logging.getLogger(__name__)
 

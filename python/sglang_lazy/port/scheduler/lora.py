@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port.hooks import Hook
-from sglang_lazy.port.scheduler import admission_of
+from sglang_lazy.port.scheduler.steps import admission_of
 
 
 def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters: set[str | None]) -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, model_validator
 from sglang.srt.entrypoints.anthropic.protocol import AnthropicCountTokensRequest, AnthropicMessagesRequest
 
-from sglang_lazy.port.chat import ChatRequest, MessagesWithChunks
-from sglang_lazy.port.malformed import reading
+from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
+from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
 

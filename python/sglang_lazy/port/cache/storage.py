@@ -18,12 +18,12 @@ from sglang.srt.mem_cache.storage import StorageBackendFactory
 from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.backends import AddressBackend, TensorBackend
-from sglang_lazy.port.chunk_objects import ChunkObjects
-from sglang_lazy.port.hiradix import LazyHiRadixCache
-from sglang_lazy.port.identity import identity_of
-from sglang_lazy.port.in_order import Ended, InOrder
-from sglang_lazy.port.tier_report import StorageReport, measured
+from sglang_lazy.port.cache.backends import AddressBackend, TensorBackend
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
+from sglang_lazy.port.cache.in_order import Ended, InOrder
+from sglang_lazy.port.cache.tier_report import StorageReport, measured
+from sglang_lazy.port.model.identity import identity_of
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
-from sglang_lazy.port.images import order_images
-from sglang_lazy.port.kv_events import ChunkEvents
+from sglang_lazy.port.cache.kv_events import ChunkEvents
+from sglang_lazy.port.model.images import order_images
 
 
 class LazyRadixCache(ChunkEvents, RadixCache):

@@ -1,0 +1,1 @@
+"""Where the scheduler meets SGLang: its steps, its queue, its metrics, messages to it."""
