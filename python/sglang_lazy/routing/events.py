@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -67,7 +68,7 @@ class Listener:
         if sequence != self._next.get(batch.dp_rank, sequence):
             raise ValueError(f"message {self._next[batch.dp_rank]} was expected, {sequence} came")
         self._next[batch.dp_rank] = sequence + 1
-        for event, after in zip(batch.events, [*batch.events[1:], None], strict=True):
+        for event, after in itertools.pairwise([*batch.events, None]):
             self._tell(event, after, batch.dp_rank)
 
     def _tell(self, event: _Event, after: _Event | None, rank: int | None) -> None:
