@@ -56,6 +56,7 @@ class Middleware:
         self.workers: list[str] = []
         self.down: set[str] = set()
         self.in_flight: Counter[Hashable] = Counter()
+        self._changed = asyncio.Event()
         self._followers: dict[str, asyncio.Task[None]] = {}
         # To tokenize documents takes milliseconds, in which streams go on. One thread: its tokenizer remembers.
         self._reader = ThreadPoolExecutor(1)
@@ -80,9 +81,11 @@ class Middleware:
 
     async def _refresh_in_time(self) -> None:
         while True:
+            self._changed.clear()
             await self.refresh()
             self.down.clear()
-            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), REFRESH_S)
 
     async def refresh(self) -> None:
         """Ask the router for its workers. If it does not answer, they stay as they were."""
@@ -191,7 +194,8 @@ class Middleware:
                 line += rest
         if pick is not None and answer.ok:
             routed = answer.headers.get(ROUTED, pick.worker)
-            if routed != pick.worker:  # the list of workers has changed meanwhile
+            if routed != pick.worker:  # the list of workers has changed
+                self._changed.set()
                 pick = self.picker.pick(dict(chunks), {routed: 0})
             pick.answered(hits or hits_by_chunk(chunks, bytes(line)))
         await response.write_eof()
