@@ -1,5 +1,4 @@
-"""Two servers behind the router `smg`: asked directly, through it, and through two of our middlewares, of which one learns
-from KV events (docs/routing.md)."""
+"""Two servers behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What the picker learns from KV events: hand-made ones, those of a cache, and those of a worker that comes and goes."""
+"""What the picker learns from KV events: hand-made ones, a cache's, and those of a worker that comes and goes."""
 
 import asyncio
 import itertools
@@ -191,7 +191,8 @@ def test_a_message_that_says_nothing_changes_nothing(broken):
 
 def test_fields_that_a_later_sglang_adds_are_passed_over():
     told = Told()
-    told.listener.take([b"", bytes(8), msgspec.msgpack.encode([1.0, [["BlockStored", [5], None, [1], 1, None, "GPU", 7]]])])
+    event = ["BlockStored", [5], None, [1], 1, None, "GPU", "new"]
+    told.listener.take([b"", bytes(8), msgspec.msgpack.encode([1.0, [event], 0, "new"])])
     assert told.picker._caches[WORKER].has(5)
 
 
