@@ -332,8 +332,9 @@ class Letters:
         (lambda worker: setattr(worker, "described", None), "--kv-events-config"),
         (change(block_size=16), "16 tokens"),
         (lambda worker: setattr(worker, "tokenizer", Letters()), "tokenizer is another"),
+        (lambda worker: setattr(worker, "failures", [web.HTTPUnauthorized()]), "401"),
     ],
-    ids=["no events", "blocks", "tokenizer"],
+    ids=["no events", "blocks", "tokenizer", "key"],
 )
 def test_a_worker_that_nothing_can_be_learned_from(run, alter, reason, caplog):
     async def test(worker, picker, url, following):
@@ -349,7 +350,7 @@ def test_a_worker_that_does_not_answer_is_asked_again(run, caplog):
     """Meanwhile what answers have taught stays."""
 
     async def test(worker, picker, url, _following):
-        worker.failures = [web.HTTPServiceUnavailable(), web.HTTPUnauthorized()]
+        worker.failures = [web.HTTPServiceUnavailable(), web.HTTPInternalServerError()]
         picker.pick({"sent": 1}, {url: 0})
         await followed(worker, picker, url)
         assert picker._caches[url].has("sent") and caplog.text.count("does not say") == 2

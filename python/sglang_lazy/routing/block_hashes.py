@@ -11,6 +11,8 @@ from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.tokenization import SegmentTokenizer
 
 CAPACITY = 1 << 16
+SAMPLE = "In 1889, Ænima's café sold 10,240 naïve crêpes;\n\n\tprint('數據' + \"🙂\")  # déjà-vu?"
+"""Few tokenizers agree on it."""
 _TOKEN_BYTES = 4
 
 
@@ -31,10 +33,12 @@ class BlockHashes:
     """Tokenizes chunks as the workers do, and names them by the last of their tokens.
 
     tokenizer: a Hugging Face tokenizer, that of the workers' model.  capacity: how many names are remembered.
+    sample: its tokens of `SAMPLE`.
     """
 
     def __init__(self, tokenizer: Any, capacity: int = CAPACITY):
         self.tokenizer = SegmentTokenizer(tokenizer)
+        self.sample = tokenizer.encode(SAMPLE, add_special_tokens=False)
         self.capacity = capacity
         self._known: OrderedDict[bytes, int] = OrderedDict()
 

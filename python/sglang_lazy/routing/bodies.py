@@ -1,4 +1,4 @@
-"""What a picker needs of requests and answers, read from their JSON without a tokenizer."""
+"""What a picker needs of requests and answers, read from their JSON."""
 
 import hashlib
 import json
@@ -33,8 +33,7 @@ def chunks_in(body: Any, hashes: BlockHashes | None = None) -> list[tuple[Hashab
         for field in _PROMPTS
         for block in _blocks(body.get(field))
     ]
-    told_of = hashes is not None and not any(namespace)
-    names = hashes.of(dict(blocks)) if told_of else {}
+    names = {} if hashes is None or any(namespace) else hashes.of(dict(blocks))
     return [(names.get(digest, digest), _size(block)) for digest, block in blocks]
 
 

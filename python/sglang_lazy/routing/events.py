@@ -13,12 +13,10 @@ import zmq
 import zmq.asyncio
 from yarl import URL
 
-from sglang_lazy.routing.block_hashes import BlockHashes
+from sglang_lazy.routing.block_hashes import SAMPLE, BlockHashes
 from sglang_lazy.routing.picker import Picker
 
-RETRY_S = 1.0
-SAMPLE = "In 1889, Ænima's café sold 10,240 naïve crêpes;\n\n\tprint('數據' + \"🙂\")  # déjà-vu?"
-"""Few tokenizers agree on it."""
+RETRY_S = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class Listener:
         for event, after in itertools.pairwise([*batch.events, None]):
             self._tell(event, after, batch.dp_rank)
 
-    def _tell(self, event: _Event, after: _Event | None, rank: int | None) -> None:
+    def _tell(self, event: _Event | None, after: _Event | None, rank: int | None) -> None:
         """after: the next event. Of blocks stored one behind the other the last is told of: a chunk ends with it, if
         any does. All are removed by their names."""
         match event:
@@ -93,7 +91,7 @@ async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
     """Keep `picker` told what the server at the URL `worker` stores and removes, until cancelled.
 
     What it had before is not told. When it starts anew, or a message is lost, all that is known of it is forgotten.
-    Returns, with an error in the log, if it publishes no events, or has another tokenizer than `hashes`.
+    Returns, with an error in the log, if it publishes no events, does not let us know, or has another tokenizer.
     """
     while True:
         try:
@@ -101,7 +99,7 @@ async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
         except LookupError as error:
             logger.error("the KV events of %s are not followed: %s", worker, error)
             return
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
             logger.warning("%s does not say where it publishes KV events: %r", worker, error)
         else:
             reason = await _listen(publisher, Listener(worker, picker))
@@ -113,20 +111,26 @@ async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
 async def _publisher(worker: str, hashes: BlockHashes) -> _Publisher:
     """Where the worker publishes. Raises LookupError if nothing can be learned there."""
     timeout = aiohttp.ClientTimeout(total=60)  # it tokenizes while it is busy, too
-    async with aiohttp.ClientSession(timeout=timeout, raise_for_status=True) as session:
-        async with session.get(f"{worker}/server_info") as answer:
-            published = (await answer.json()).get("kv_events")
-        if published is None:
-            raise LookupError("it publishes none; start it with --kv-events-config")
-        if published["block_size"] != 1:
-            raise LookupError(f"its blocks have {published['block_size']} tokens")
+    async with aiohttp.ClientSession(timeout=timeout) as session:
+        published = (await _json(session.get(f"{worker}/server_info"))).get("kv_events")
         sample = {"prompt": SAMPLE, "add_special_tokens": False}
-        async with session.post(f"{worker}/tokenize", json=sample) as answer:
-            tokens = (await answer.json())["tokens"]
-    if tokens != hashes.tokenizer.tokenizer.encode(SAMPLE, add_special_tokens=False):
+        tokens = (await _json(session.post(f"{worker}/tokenize", json=sample)))["tokens"]
+    if published is None:
+        raise LookupError("it publishes none; start it with --kv-events-config")
+    if published["block_size"] != 1:
+        raise LookupError(f"its blocks have {published['block_size']} tokens")
+    if tokens != hashes.sample:
         raise LookupError("its tokenizer is another")
     host, port = URL(worker).host_subcomponent, published["endpoint_port_base"]
     return _Publisher([f"tcp://{host}:{port + rank}" for rank in range(published["dp_size"])], published["topic"])
+
+
+async def _json(request: contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]) -> Any:
+    async with request as answer:
+        if 400 <= answer.status < 500:
+            raise LookupError(f"it answers {answer.url.path} with {answer.status}")
+        answer.raise_for_status()
+        return await answer.json()
 
 
 async def _listen(publisher: _Publisher, listener: Listener) -> str:
