@@ -1,7 +1,10 @@
 """A server and an engine with two data-parallel ranks: prompts go where their chunks are, answers are right, and what
 manages chunks knows both."""
 
+import asyncio
+import copy
 import itertools
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +14,9 @@ from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
 
 from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
+from sglang_lazy.routing import BlockHashes, Picker, chunks_in, follow
 from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
+from sglang_lazy.testing.server import free_ports
 
 pytestmark = pytest.mark.slow  # a server and an engine of its own; without one: test/unit/test_ranks.py
 
@@ -23,6 +28,8 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def url(tiny_model, tmp_path_factory):
     flags = ["--model-path", tiny_model, "--dp-size", "2", "--max-total-tokens", "4000", *device_flags()]
+    (port,) = free_ports(1)  # the other rank publishes at the next one
+    flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     with running_server(flags, tmp_path_factory.mktemp("data-parallel") / "server.log") as url:
         yield url
 
@@ -150,6 +157,31 @@ def test_the_routes_of_chunks_reach_both_ranks(url):
     assert requests.delete(path, headers=headers, timeout=60).json()["affected"] == [{"id": name, "state": "deleted"}]
     assert requests.get(path, headers=headers, timeout=60).status_code == 404
     assert call_chunks(url, salt)["total"] == 2
+
+
+def test_the_events_of_both_ranks_are_followed(url, tiny_model):
+    """By a picker that knows the server as one worker."""
+    picker, hashes = Picker(), BlockHashes.load(tiny_model)
+
+    def known(document):
+        chunks = dict(chunks_in({"segments": prompt(document)}, hashes))
+        return copy.deepcopy(picker).pick(chunks, {url: 1, "another": 0}).worker == url
+
+    async def learn(rank):
+        """Until a document that this rank is sent is known; what it publishes before it is listened to is lost."""
+        for number in NEW:
+            document = f"This is town {number}."
+            await asyncio.to_thread(generate, url, prompt(document), routed_dp_rank=rank)
+            await asyncio.sleep(0.1)
+            if known(document):
+                return
+
+    async def run():
+        following = asyncio.create_task(follow(url, picker, hashes))
+        await asyncio.wait_for(asyncio.gather(learn(0), learn(1)), 60)
+        following.cancel()
+
+    asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
