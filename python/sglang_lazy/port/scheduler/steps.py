@@ -46,6 +46,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             new_encoder(runner, max_fill_tokens(scheduler)),
         )
         scheduler.tree_cache.forward_stream = scheduler.forward_stream
+        scheduler.tree_cache.admission.control.dp_rank = scheduler.ps.dp_rank or 0
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
