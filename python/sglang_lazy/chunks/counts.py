@@ -13,7 +13,7 @@ SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 HITS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The bounds of histograms."""
 PIECE = 2000
-"""Chunks that are counted together, which takes a millisecond."""
+"""Chunks that are counted together, which takes one or two milliseconds."""
 MODES = ("prefill", "decode")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.counts import Occupancy
 
-PIECE = 1000
+PIECE = 750
 """Chunks that are looked at together, which takes less than a millisecond."""
 TOP = 10
 """Chunks in a list."""

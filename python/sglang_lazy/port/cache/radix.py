@@ -75,7 +75,12 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         )
 
     def reset(self) -> None:
+        left = [self.root_node] if hasattr(self, "root_node") else []  # SGLang calls this for a new tree, too
         super().reset()
+        while left:  # nodes refer to one another, so they would wait for the garbage collector
+            children = left.pop().children
+            left += children.values()
+            children.clear()
         self.num_locks = 0
         self._nodes.reset()
         if self._chunks is not None:
