@@ -181,7 +181,7 @@ def rows(server: Server, args: argparse.Namespace) -> Iterator[dict]:
         "last_s": statistics.median(batches[-5:]),
     }
     for name, size in gained.items():
-        yield {"what": f"memory, {name} process", "bytes_per_chunk": round(size / args.chunks)}
+        yield {"what": f"{name} process", "bytes_per_chunk": round(size / args.chunks)}
     ids = all_ids(server)
     yield measured("POST /generate, 5 chunks by id", prompts(server, ids, args), None)
     stream = Stream(server.url, 1900)

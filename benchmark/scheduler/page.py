@@ -3,8 +3,8 @@
 SGLang's own classes and our hooks run without a model. Half of the chunks fit the device, all fit the host's memory;
 prompts of the last hour draw theirs from a Zipf distribution over a tenth more than there were at first. Prints
 milliseconds of CPU time of the thread: of what is done between two batches the 99th percentile and the longest, and all
-of it until one survey, page or set of gauges is complete. With `--screenshots` it serves the page and has a headless
-Chromium save it there as PNG files.
+of it until one survey, page or set of gauges is complete. With `--out` they go to a file as well, after a line with the
+environment. With `--screenshots` it serves the page and has a headless Chromium save it there as PNG files.
 
     python -m benchmark.scheduler.page --resident 10 50000 --screenshots docs/images
 """
@@ -12,6 +12,7 @@ Chromium save it there as PNG files.
 import argparse
 import contextlib
 import io
+import json
 import random
 import threading
 import time
@@ -32,6 +33,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
 from benchmark.serving.arguments import positive, typed
+from benchmark.serving.environment import describe_environment
 from benchmark.serving.workloads import draw_distinct, zipf_weights
 from fakes.context import published
 from sglang_lazy.chunks.counts import Census
@@ -178,6 +180,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=count, default=1000)
     parser.add_argument("--times", type=count, default=20, help="that each is done")
     parser.add_argument("--screenshots", type=Path, help="folder")
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--out", type=Path, help="JSON lines are written to this file")
     parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
     return parser.parse_args(argv)
 
@@ -185,6 +189,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
+    if args.out is not None:
+        environment = describe_environment(commit=args.commit, seed=0, server_flags=[])
+        args.out.write_text(json.dumps({"environment": environment}) + "\n", encoding="utf-8")
     with published("cpu"):
         for num_chunks in args.resident:
             served = Served(num_chunks, args.prompts)
@@ -198,11 +205,13 @@ def main() -> None:
             }.items():
                 times = [work() for _ in range(args.times)]
                 pieces = [piece for of in times for piece in of]
-                p99, total = np.percentile(pieces, 99), np.median([sum(of) for of in times])
-                print(
-                    f"{num_chunks:6} chunks, {what:17} p99 {p99:5.2f}, max {max(pieces):5.2f} ms; all {total:6.2f} ms",
-                    flush=True,
-                )
+                of_all = [np.percentile(pieces, 99), max(pieces), np.median([sum(of) for of in times])]
+                p99, longest, total = (round(float(ms), 2) for ms in of_all)
+                row = {"chunks": num_chunks, "what": what, "ms_p99": p99, "ms_max": longest, "ms_all": total}
+                print(row, flush=True)
+                if args.out is not None:
+                    with open(args.out, "a", encoding="utf-8") as out:
+                        print(json.dumps(row), file=out)
             if args.screenshots is None:
                 continue
             from playwright.sync_api import sync_playwright
