@@ -244,8 +244,8 @@ class ChunkAdmission:
         is locked but pins and what the head itself has, a pin ends.
         """
         held = [state.chunks.nodes for state in map(as_linked, self.holders) if state.chunks is not None]
-        own = [node for nodes in held for node in nodes if node is not None]
-        if len(self.pins) and len(self.holders) < 2 and self._num_locked() == self.pins.locked_size_with(own):
+        num_own = sum(node is not None for nodes in held for node in nodes)
+        if len(self.pins) and len(self.holders) < 2 and self.store.tree.num_locks == len(self.pins) + num_own:
             self.pins.give_up()
         else:
             self.revoke_newest()
@@ -263,9 +263,6 @@ class ChunkAdmission:
             if not self.revoke_newest():
                 self.pins.give_up()
 
-    def _num_locked(self) -> int:
-        return self.store.tree.protected_size()
-
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
         state = as_linked(req)
@@ -277,12 +274,12 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        num_locked, num_pending = self._num_locked() - self.pins.locked_size, len(self.store.pending)
+        num_locks, num_pending = self.store.tree.num_locks - len(self.pins), len(self.store.pending)
         if not self.rows.shares_pool:
-            num_locked += self.scheduler.tree_cache.protected_size()
-        if num_locked or num_pending or self.holders:
+            num_locks += self.rows.tree.num_locks
+        if num_locks or num_pending or self.holders:
             raise RuntimeError(
-                f"idle, but {len(self.holders)} requests hold chunks, {num_locked} tokens are locked and "
+                f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held and "
                 f"{num_pending} chunks pending"
             )
 

@@ -46,6 +46,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     store: of chunks. They are in this tree, unless `keep_chunks_in` has said otherwise.
     more: what a cache of SGLang's that stands behind this one takes besides.
+    num_locks: as in `Tree`.
     forward_stream: the stream of SGLang's forward passes, None where there are no streams.
     """
 
@@ -74,7 +75,13 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         )
 
     def reset(self) -> None:
+        left = [self.root_node] if hasattr(self, "root_node") else []  # SGLang calls this for a new tree, too
         super().reset()
+        while left:  # nodes refer to one another, so they would wait for the garbage collector
+            children = left.pop().children
+            left += children.values()
+            children.clear()
+        self.num_locks = 0
         self._nodes.reset()
         if self._chunks is not None:
             self._chunks.reset()
@@ -130,9 +137,11 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             node = node.parent
 
     def lock(self, node: TreeNode) -> int:
+        self.num_locks += node is not self.root_node
         return super().inc_lock_ref(node).delta
 
     def unlock(self, node: TreeNode) -> int:
+        self.num_locks -= node is not self.root_node
         return super().dec_lock_ref(node).delta
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
@@ -158,10 +167,6 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     @property
     def host_memory(self) -> dict[str, int] | None:
         return None
-
-    @property
-    def any_loading(self) -> bool:
-        return False
 
     def fetch(self, chunk: ChunkSlice) -> bool:
         return False
@@ -257,14 +262,10 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def inc_lock_ref(self, node: TreeNode | RowNodes) -> IncLockRefResult:
-        if isinstance(node, RowNodes):
-            return IncLockRefResult(delta=self.rows.lock(node))
-        return super().inc_lock_ref(node)
+        return IncLockRefResult(delta=self.rows.lock(node) if isinstance(node, RowNodes) else self.lock(node))
 
     def dec_lock_ref(self, node: TreeNode | RowNodes, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        if isinstance(node, RowNodes):
-            return DecLockRefResult(delta=self.rows.unlock(node))
-        return super().dec_lock_ref(node, params)
+        return DecLockRefResult(delta=self.rows.unlock(node) if isinstance(node, RowNodes) else self.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()
