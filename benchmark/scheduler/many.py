@@ -167,6 +167,7 @@ def pins(server: Server, ids: Iterable[str], ttl: float) -> Iterator[Callable[[]
 
 
 def rows(server: Server, args: argparse.Namespace) -> Iterator[dict]:
+    server.call("POST", "/freeze_gc")  # as docs/operations.md advises
     before, batches = server.memory(), []
     for call in registrations(server, args):
         batches.append(measured("", [call], None)["seconds"])
