@@ -143,10 +143,10 @@ def test_a_list_s_parameters(asked):
     page = http.get("/chunks", params=query).json()
     assert page == {"total": 1, "chunks": [{"id": ID, "dp_rank": 0, "lora_path": None}], "next": None}
     wanted = {"sort": "hits", "descending": False, "limit": 8, "after": None, "state": "host"}
-    assert asked.pop() == ("page", {"tenant": "a", "everybody": False, **wanted})
+    assert asked.pop() == ("page", {"tenant": "a", "everybody": False, "starts": None, **wanted})
     http.get("/chunks", headers={"X-Cache-Salt": "b"})
     wanted = {"sort": "last_use", "descending": True, "limit": 101, "after": None, "state": None}
-    assert asked.pop() == ("page", {"tenant": "b", "everybody": False, **wanted})
+    assert asked.pop() == ("page", {"tenant": "b", "everybody": False, "starts": None, **wanted})
     names = {one["name"] for one in http.get("/openapi.json").json()["paths"]["/chunks"]["get"]["parameters"]}
     assert names == {"sort", "order", "limit", "cursor", "state", "all", "cache_salt", "X-Cache-Salt"}
 
