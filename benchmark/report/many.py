@@ -6,13 +6,15 @@ from benchmark.report.cells import lines, number, table
 
 
 def calls(sources: list[Path]) -> str:
-    """What the routes of a server take, and the longest pause between two tokens of a request that decodes meanwhile."""
+    """What the routes of a server take, and pauses between two tokens of a request that decodes meanwhile."""
     columns = ("ms_p50", "ms_max", "seconds", "pause_ms_p50", "pause_ms_max")
     rows = [row for source in sources for row in lines(source) if "calls" in row]
     body = [
         [f"`{row['what']}`", str(row["calls"]), *(number(row[c]) if c in row else "" for c in columns)] for row in rows
     ]
-    return table(["call", "calls", "ms, median", "ms, longest", "s, all", "pause, ms, median", "pause, ms, longest"], body)
+    return table(
+        ["call", "calls", "ms, median", "ms, longest", "s, all", "pause, ms, median", "pause, ms, longest"], body
+    )
 
 
 def memory(sources: list[Path]) -> str:

@@ -145,7 +145,9 @@ def pages(server: Server, query: str, num_pages: int) -> Iterator[Callable[[], A
 def all_ids(server: Server) -> list[str]:
     found, cursor = [], ""
     while cursor is not None:
-        page = server.call("GET", f"/chunks?sort=created&order=asc&limit={BATCH}{cursor and '&cursor=' + cursor}").json()
+        page = server.call(
+            "GET", f"/chunks?sort=created&order=asc&limit={BATCH}{cursor and '&cursor=' + cursor}"
+        ).json()
         found += [chunk["id"] for chunk in page["chunks"]]
         cursor = page["next"]
     return found
@@ -167,6 +169,7 @@ def pins(server: Server, ids: Iterable[str], ttl: float) -> Iterator[Callable[[]
 
 
 def rows(server: Server, args: argparse.Namespace) -> Iterator[dict]:
+    server.call("POST", "/freeze_gc")  # as docs/operations.md advises
     before, batches = server.memory(), []
     for call in registrations(server, args):
         batches.append(measured("", [call], None)["seconds"])
@@ -193,7 +196,9 @@ def rows(server: Server, args: argparse.Namespace) -> Iterator[dict]:
     yield measured(f"GET /chunks?limit={BATCH}", pages(server, f"sort=created&limit={BATCH}", 20), stream)
     for state in ("resident", "host", "pending", "loading"):
         yield measured(f"GET /chunks?state={state}", pages(server, f"state={state}", 20), stream)
-    yield measured("GET /chunks/{id}", [lambda name=name: server.call("GET", f"/chunks/{name}") for name in ids[:200]], stream)
+    yield measured(
+        "GET /chunks/{id}", [lambda name=name: server.call("GET", f"/chunks/{name}") for name in ids[:200]], stream
+    )
     yield measured("GET /lazy_info", [lambda: server.call("GET", "/lazy_info")] * 20, stream)
     yield measured("GET /metrics", [lambda: server.call("GET", "/metrics")] * 20, stream)
     yield measured("GET /lazy/survey", [lambda: server.call("GET", "/lazy/survey")] * 3, stream)
@@ -233,7 +238,12 @@ def main() -> None:
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="of the server")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
     args = parser.parse_args()
-    flags = [*device_flags(), "--max-total-tokens", str(args.chunks * (args.chunk_len + 1) + 10_000), "--enable-metrics"]
+    flags = [
+        *device_flags(),
+        "--max-total-tokens",
+        str(args.chunks * (args.chunk_len + 1) + 10_000),
+        "--enable-metrics",
+    ]
     with tempfile.TemporaryDirectory() as folder, open(args.out, "w", encoding="utf-8") as out:
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=flags)
         print(json.dumps({"environment": environment}), file=out, flush=True)

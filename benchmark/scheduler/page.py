@@ -1,4 +1,4 @@
-"""What surveys, lists, gauges and deletions take of the scheduler's time over many chunks, and how the page `/lazy` looks.
+"""What surveys, lists, gauges, deletions and garbage take of the scheduler's time over many chunks; how `/lazy` looks.
 
 SGLang's own classes and our hooks run without a model. Half of the chunks fit the device, all fit the host's memory;
 prompts of the last hour draw theirs from a Zipf distribution over a tenth more than there were at first. Prints
@@ -11,6 +11,7 @@ environment. With `--screenshots` it serves the page and has a headless Chromium
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import random
@@ -18,7 +19,7 @@ import threading
 import time
 import types
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,7 @@ from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.scheduler import collector
 from sglang_lazy.port.scheduler.steps import cached_tokens_details
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving.chunk_lists import list_arguments
@@ -120,6 +122,16 @@ class Served:
             times.append((time.thread_time_ns() - start) / 1e6)
         return times
 
+    def collection(self, set_aside: bool) -> list[float]:
+        """One full collection of garbage.  set_aside: without what servers set aside from it."""
+        if set_aside:
+            collector.set_aside(None, self.host)
+        start = time.thread_time_ns()
+        gc.collect()
+        times = [(time.thread_time_ns() - start) / 1e6]
+        gc.unfreeze()
+        return times
+
     def delete(self) -> list[float]:
         """Of as many chunks as a message has at most."""
         chunks, _ = self.host.tree_cache.store.catalog.piece(None, False, 0, chunk_calls.MAX_DELETED)
@@ -130,6 +142,18 @@ class Served:
 
     async def ask(self, _manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
         return [self.control.handle(verb, arguments, time.time())]
+
+
+WORK: dict[str, Callable[[Served], list[float]]] = {
+    "survey": lambda served: served.pieces("survey", everybody=False),
+    "page of 100": lambda served: served.pieces("page", **list_arguments(limit=100), everybody=False),
+    "page of 1,000": lambda served: served.pieces("page", **list_arguments(limit=1000), everybody=False),
+    "those on the host": lambda served: served.pieces("page", **list_arguments(state="host"), everybody=False),
+    "gauges": Served.gauges,
+    "deletion": Served.delete,
+    "garbage": lambda served: served.collection(set_aside=False),
+    "garbage, as served": lambda served: served.collection(set_aside=True),
+}
 
 
 @contextlib.contextmanager
@@ -195,15 +219,8 @@ def main() -> None:
     with published("cpu"):
         for num_chunks in args.resident:
             served = Served(num_chunks, args.prompts)
-            for what, work in {
-                "survey": lambda: served.pieces("survey", everybody=False),
-                "page of 100": lambda: served.pieces("page", **list_arguments(limit=100), everybody=False),
-                "page of 1,000": lambda: served.pieces("page", **list_arguments(limit=1000), everybody=False),
-                "those on the host": lambda: served.pieces("page", **list_arguments(state="host"), everybody=False),
-                "gauges": served.gauges,
-                "deletion": served.delete,
-            }.items():
-                times = [work() for _ in range(args.times)]
+            for what, work in WORK.items():
+                times = [work(served) for _ in range(args.times)]
                 pieces = [piece for of in times for piece in of]
                 of_all = [np.percentile(pieces, 99), max(pieces), np.median([sum(of) for of in times])]
                 p99, longest, total = (round(float(ms), 2) for ms in of_all)

@@ -128,9 +128,7 @@ class Catalog:
     def __iter__(self) -> Iterator[CachedChunk]:
         return iter(self._chunks.values())
 
-    def piece(
-        self, tenant: Hashable, everybody: bool, start: int, size: int
-    ) -> tuple[list[CachedChunk], int | None]:
+    def piece(self, tenant: Hashable, everybody: bool, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
         """Some chunks of a tenant, or of all tenants, in the order in which they became known: see `Series.piece`."""
         series = self._everybody if everybody else self._tenants.get(tenant)
         return ([], None) if series is None else series.piece(start, size)

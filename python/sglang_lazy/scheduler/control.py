@@ -66,8 +66,8 @@ class ChunkControl:
         return {"chunks": [self._described(chunk) for chunk in chunks]}
 
     def survey(self, starts: Mapping[int, int] | None, tenant: str | None, everybody: bool) -> dict[str, Any]:
-        """A piece of a survey: see `surveyed`. The first one has `memory`, too: tokens that the device and the host hold
-        at most (`size`), and how many more (`free`); and among `chunks`, how many are `pending` and `fetching`.
+        """A piece of a survey: see `surveyed`. The first one has `memory`, too: tokens that the device and the host
+        hold at most (`size`), and how many more (`free`); and among `chunks`, how many are `pending` and `fetching`.
         """
         if (start := self._start(starts)) is None:
             return {}

@@ -1,7 +1,7 @@
 """Python's garbage collector, in the scheduler: a full collection looks at every object there is.
 
-Those of SGLang's modules and of cached chunks are many and live long: with 50,000 chunks it would stop the scheduler for
-a second. So they are set aside, where no collection sees them: they still go when nobody refers to them.
+Those of SGLang's modules and of cached chunks are many and live long: with 50,000 chunks it would stop the scheduler
+for a second. So they are set aside, where no collection sees them: they still go when nobody refers to them.
 """
 
 import gc
@@ -22,8 +22,8 @@ def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None
 
 
 def on_idle(scheduler: Any) -> None:
-    """Before `Scheduler.on_idle`, which may sleep until a request comes. Nothing runs or waits, so what is no garbage is
-    there to stay."""
+    """Before `Scheduler.on_idle`, which may sleep until a request comes. Nothing runs or waits, so what is no garbage
+    is there to stay."""
     if gc.get_count()[2] >= COLLECTIONS and scheduler.is_fully_idle() and admission_of(scheduler) is not None:
         gc.collect()
         gc.freeze()
