@@ -127,10 +127,11 @@ class CrossReader:
     metadata: of the batch; None if none of its requests reads chunks.
     """
 
-    def __init__(self, table: SegmentTable, dtype: torch.dtype):
-        """dtype: of queries."""
+    def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
+        """dtype: of queries.  kv_buffer: gives keys and values of a cross layer, once all that is to be read is there.
+        """
         self.metadata: LinkMetadata | None = None
-        self.table, self._ops = table, table.model.kernels
+        self.table, self._kv_buffer, self._ops = table, kv_buffer, table.model.kernels
         self._graph_metadata: LinkMetadata | None = None
         layer, device = table.model.layers[0], table.ends.device
         self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
@@ -191,7 +192,7 @@ class CrossReader:
         """
         metadata = self.metadata
         assert metadata is not None
-        rope, caches = self.table.model.layers[index].rope, self.table.model.kv_buffers[index]
+        rope, caches = self.table.model.layers[index].rope, self._kv_buffer(index)
         options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
         rows = (metadata.num_segments, metadata.segment_ends, metadata.segment_offsets, rope.cos_sin_cache)
         if metadata.qo_indptr is None:

@@ -63,8 +63,8 @@ class ChunkControl:
         if self._survey is None or not self._survey.step():
             return {}
         survey, self._survey = self._survey, None
-        device = self.rows.allocator
-        memory = {"device": {"size": device.size, "free": device.available_size()}, "host": self.rows.tree.host_memory}
+        device, host = self.rows.chunk_allocator, self.store.tree.host_memory
+        memory = {"device": {"size": device.size, "free": device.available_size()}, "host": host}
         return {**survey.result(self._described), "memory": memory}
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:

@@ -178,7 +178,6 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
 def _unfit_beside(args: ServerArgs) -> dict[str, bool]:
     """What does not fit a model that reads chunks through an encoder."""
     return {
-        "--enable-hierarchical-cache: the host tier copies the pool of text alone": args.enable_hierarchical_cache,
         "LoRA: adapters of the decoder would be put on the encoder's layers as well": (
             bool(args.enable_lora or args.lora_paths)
         ),
