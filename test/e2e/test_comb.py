@@ -88,6 +88,7 @@ def storage_hits(output):
 MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
 TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-storage-backend", "file"]
 WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS}
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as usual"]
 
 
 @contextlib.contextmanager
@@ -99,15 +100,15 @@ def started(path, log, way="as usual"):
         yield Served(path, url, way == "tiers")
 
 
-@pytest.fixture(scope="module", params=["as usual", *(pytest.param(way, marks=pytest.mark.slow) for way in [*WAYS][1:])])
+@pytest.fixture(scope="module", params=["as usual", *SLOW])
 def served(request, tmp_path_factory, with_plugin):
-    """With tiers, transfers are as late as a GPU allows, and what is on its way is NaN. In the mixed way the encoder looks
-    back alone."""
+    """With tiers, transfers are as late as a GPU allows, and what is on its way is NaN. In the mixed way the encoder
+    looks back alone."""
     way, folder = request.param, tmp_path_factory.mktemp("comb")
     path = build(folder / "model", causal=way == "mixed")
-    with with_plugin(streams.load) if way == "tiers" else contextlib.nullcontext():
-        with started(path, folder / "server.log", way) as served:
-            yield served
+    late = with_plugin(streams.load) if way == "tiers" else contextlib.nullcontext()
+    with late, started(path, folder / "server.log", way) as served:
+        yield served
     gc.collect()
 
 
@@ -224,7 +225,7 @@ def test_chunks_by_name_chats_and_metrics(served):
 
 @pytest.mark.slow
 def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
-    """A prompt whose chunks are on the host, one server's; then another server finds them, unless its encoder differs."""
+    """One server has a prompt's chunks on the host; then another one finds them, unless its encoder differs."""
     dice = Dice("tiers")
     docs = dice.chunks(4, 60, 90)
     prompt, size = [dice.text(4), *docs, dice.text(6)], sum(len(doc.ids) for doc in docs)

@@ -26,8 +26,8 @@ QUESTION = (TEXT, (15, 3))
 
 
 class RecordingPools(Pools):
-    """contents: of each token of a chunk that was encoded, the chunk's tokens and the place in it; its number is the key
-    that the pool of chunks has of it.  encoded: in this order.
+    """contents: of each token that was encoded, its chunk's tokens and its place there. Its number here is the key that
+    the pool of chunks has of it.  encoded: chunks, in this order.
     """
 
     host_pool_class = LatePool

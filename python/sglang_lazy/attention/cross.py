@@ -128,8 +128,7 @@ class CrossReader:
     """
 
     def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
-        """dtype: of queries.  kv_buffer: gives keys and values of a cross layer, once all that is to be read is there.
-        """
+        """dtype: of queries.  kv_buffer: gives keys and values of a cross layer, waiting for what is being loaded."""
         self.metadata: LinkMetadata | None = None
         self.table, self._kv_buffer, self._ops = table, kv_buffer, table.model.kernels
         self._graph_metadata: LinkMetadata | None = None

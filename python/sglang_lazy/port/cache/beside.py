@@ -1,5 +1,4 @@
-"""The cache of text where chunks have a tree and a pool of their own. SGLang knows this one alone, and is told of it alone.
-"""
+"""The cache of text where chunks have a tree and a pool of their own: the only one that SGLang knows."""
 
 from typing import Any
 
@@ -44,8 +43,8 @@ class TextHiRadixCache(TextRadixCache, LazyHiRadixCache):
         self.chunks.check_hicache_events()
 
     def ready_to_load_host_cache(self) -> int:
-        """Start what is queued for either tree. The passes that are launched from now on read chunks behind their loads;
-        what SGLang has them wait for is text."""
+        """Start what is queued for either tree. Passes that are launched from now on wait where they read chunks, and
+        for text where SGLang has them wait."""
         started = self.chunks.ready_to_load_host_cache()
         self.chunks.cache_controller.layer_done_counter.set_consumer(started)
         return super().ready_to_load_host_cache()

@@ -32,8 +32,8 @@ def new_cache(context: Any, runner: Any) -> LazyRadixCache:
 def _tier_flags(args: Any, share: float) -> Any:
     """SGLang's flags for a pool that gets this share of the memory of the host.
 
-    Without storage, which SGLang would use in its own way: ours comes next. By layers, since at page size 1 the scheduler
-    would copy to a host laid out by pages token by token, 7 us each.
+    Without storage, which SGLang would use in its own way: ours comes later. By layers, since at page size 1 the
+    scheduler would copy to a host laid out by pages token by token, 7 us each.
     """
     changed = {
         "hicache_storage_backend": None,
