@@ -10,7 +10,6 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.port.model.comb import chunk_pool_of
 
 
 class CrossAttention(AttentionBackend):
@@ -39,7 +38,7 @@ def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentT
     """`backend` itself, which tells the cross layers of the runner's model of each batch."""
     stock, model = type(backend), runner.model
     if model.reader is None:
-        model.reader = CrossReader(table, runner.dtype, chunk_pool_of(runner).kv.get_kv_buffer)
+        model.reader = CrossReader(table, runner.dtype, runner.req_to_token_pool.chunk_pool.kv.get_kv_buffer)
     backend.__class__ = type(f"Cross{stock.__name__}", (CrossAttention, stock), {})
     backend.cross_reader, backend.cross_max_context = model.reader, runner.req_to_token_pool.req_to_token.shape[1]
     return backend

@@ -45,8 +45,8 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             config.max_pinned,
             new_encoder(runner, max_fill_tokens(scheduler)),
         )
-        scheduler.tree_cache.forward_stream = scheduler.forward_stream
-        scheduler.tree_cache.store.tree.forward_stream = scheduler.forward_stream
+        chunks: Any = scheduler.tree_cache.store.tree
+        chunks.forward_stream = scheduler.tree_cache.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
