@@ -87,7 +87,8 @@ def storage_hits(output):
 
 MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
 TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-storage-backend", "file"]
-WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS}
+WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS, "two ranks": [*TIERS, "--tp-size", "2"]}
+RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL would ask for GPUs
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as usual"]
 
 
@@ -95,18 +96,22 @@ SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as 
 def started(path, log, way="as usual"):
     flags = ["--model-path", str(path), "--max-total-tokens", "2400", "--lazy-chunk-pool", str(CHUNK_POOL)]
     flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *WAYS[way]]
-    storage = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path.parent / "storage")}
-    with running_server(flags, log, environment=storage) as url:
-        yield Served(path, url, way == "tiers")
+    variables = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path.parent / "storage")}
+    if "--tp-size" in flags:
+        if 0 < torch.cuda.device_count() < 2:
+            pytest.skip("tensor parallelism needs as many GPUs")
+        variables |= {} if torch.cuda.is_available() else RANKS_ON_CPU
+    with running_server(flags, log, environment=variables) as url:
+        yield Served(path, url, "--enable-hierarchical-cache" in flags)
 
 
 @pytest.fixture(scope="module", params=["as usual", *SLOW])
 def served(request, tmp_path_factory, with_plugin):
-    """With tiers, transfers are as late as a GPU allows, and what is on its way is NaN. In the mixed way the encoder
-    looks back alone."""
+    """With tiers, which two ranks have, too, transfers are as late as a GPU allows, and what is on its way is NaN. In
+    the mixed way the encoder looks back alone."""
     way, folder = request.param, tmp_path_factory.mktemp("comb")
     path = build(folder / "model", causal=way == "mixed")
-    late = with_plugin(streams.load) if way == "tiers" else contextlib.nullcontext()
+    late = with_plugin(streams.load) if way in ("tiers", "two ranks") else contextlib.nullcontext()
     with late, started(path, folder / "server.log", way) as served:
         yield served
     gc.collect()

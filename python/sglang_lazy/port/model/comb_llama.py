@@ -16,6 +16,7 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.model_loader.auto_loader import STANDARD_GATE_UP_MAPPING, STANDARD_QKV_MAPPING
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
@@ -42,6 +43,13 @@ class ChunkAttention(nn.Module):
         return rows.attend(q, k, v, self.scaling).flatten(1)
 
 
+def _parted_by_heads(num_kv_heads: int) -> dict[str, int]:
+    """Which part of keys and values a tensor-parallel rank has: several have the same one if there are fewer heads."""
+    parallel = get_parallel()
+    num_parts = min(parallel.tp_size, num_kv_heads)
+    return {"tp_rank": parallel.tp_rank * num_parts // parallel.tp_size, "tp_size": num_parts}
+
+
 class ChunkModel(nn.Module):
     """The encoder, without the embedding, which is the decoder's."""
 
@@ -63,6 +71,7 @@ class ChunkModel(nn.Module):
                     bias=False,
                     quant_config=quant_config,
                     prefix=add_prefix(f"{name}.{i}", prefix),
+                    **_parted_by_heads(config.num_key_value_heads),
                 )
                 for i in range(count)
             )

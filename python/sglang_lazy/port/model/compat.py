@@ -181,7 +181,6 @@ def _unfit_beside(args: ServerArgs) -> dict[str, bool]:
         "LoRA: adapters of the decoder would be put on the encoder's layers as well": (
             bool(args.enable_lora or args.lora_paths)
         ),
-        "tensor parallelism: no test has split an encoder": args.tp_size > 1,
         "--enable-torch-compile: it would compile layers without what reads chunks before them": (
             args.enable_torch_compile
         ),
