@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fakes import streams
+from oracle.adapters import merged, random_adapter
 from oracle.comb import CombOracle, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from sglang_lazy.testing import device_flags, running_server
@@ -36,17 +37,18 @@ class Served:
         body = {"segments": segments, "link": link, "sampling_params": params, "return_logprob": True, **body}
         return self.call("POST", "/generate", status, **body).json()
 
-    def answer(self, *prompts, links=None):
-        """Serve the prompts as one batch, if there are several, and hold each answer against the oracle."""
+    def answer(self, *prompts, links=None, adapters=None):
+        """Serve the prompts as one batch, if there are several, and hold each answer against the oracle, or that of its
+        adapter."""
         links = links or ["block"] * len(prompts)
         params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
-        outputs = self.call(
-            "POST", "/generate", segments=segments, link=links, sampling_params=params, return_logprob=True
-        ).json()
-        for prompt, link, output in zip(prompts, links, outputs, strict=True):
+        body = {"segments": segments, "link": links, "sampling_params": params, "return_logprob": True}
+        outputs = self.call("POST", "/generate", **body, **({"lora_path": [*adapters]} if adapters else {})).json()
+        oracles = adapters.values() if adapters else [self.oracle] * len(prompts)
+        for prompt, link, oracle, output in zip(prompts, links, oracles, outputs, strict=True):
             tokens = output["output_ids"]
-            expected = self.oracle.logprobs(prompt, tokens[:-1], beside=link == "block")
+            expected = oracle.logprobs(prompt, tokens[:-1], beside=link == "block")
             chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             assert (chosen - torch.tensor(logprobs(output))).abs().max() <= TOLERANCE
             assert (expected.amax(-1) - chosen).max() <= TOLERANCE
@@ -93,9 +95,9 @@ SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as 
 
 
 @contextlib.contextmanager
-def started(path, log, way="as usual"):
+def started(path, log, way="as usual", more=()):
     flags = ["--model-path", str(path), "--max-total-tokens", "2400", "--lazy-chunk-pool", str(CHUNK_POOL)]
-    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *WAYS[way]]
+    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *WAYS[way], *more]
     variables = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path.parent / "storage")}
     if "--tp-size" in flags:
         if 0 < torch.cuda.device_count() < 2:
@@ -259,3 +261,21 @@ def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
     with started(path, tmp_path / "third.log", "tiers") as served:
         (output,) = served.answer(prompt)
         assert not any(hits(output)) and storage_hits(output) == 0
+
+
+@pytest.mark.slow
+def test_adapters_change_the_decoder_alone(tmp_path):
+    """In one batch with the plain model, cold and warm; an adapter of the encoder is refused."""
+    path = build(tmp_path / "model")
+    adapter = random_adapter(path, tmp_path / "a", seed=1, prefix="language_model.model.layers.")
+    adapters = {None: CombOracle(path), "a": CombOracle(merged(path, adapter, tmp_path / "merged"))}
+    dice = Dice("adapters")
+    prompt = [dice.text(5), *dice.chunks(3, 10, 30), dice.text(6)]
+    with started(path, tmp_path / "server.log", more=["--lora-paths", f"a={adapter}"]) as served:
+        for warm in (False, True):
+            plain, changed = served.answer(prompt, prompt, adapters=adapters)
+            assert [*hits(plain), *hits(changed)] == [warm] * 6 and plain["output_ids"] != changed["output_ids"]
+        foreign = random_adapter(path, tmp_path / "b", seed=2, prefix="chunk_model.layers.")
+        body = {"lora_name": "b", "lora_path": str(foreign)}
+        assert "change its decoder alone" in served.call("POST", "/load_lora_adapter", 400, **body).text
+        served.answer(prompt)

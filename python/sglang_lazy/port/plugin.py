@@ -47,7 +47,7 @@ def install() -> None:
 
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
-    from sglang_lazy.port.model import comb, comb_config, compat, model_runner
+    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, model_runner
     from sglang_lazy.port.scheduler import chunk_metrics, control, lora, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces
 
@@ -62,6 +62,7 @@ def install() -> None:
         schedule_policy,
         lora,
         comb,
+        comb_lora,
         model_runner,
         host_pool,
         surfaces,

@@ -22,10 +22,7 @@ from torch import nn
 
 from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.encoder import EncoderRows
-from sglang_lazy.port.model.comb_config import CombLlamaConfig
-
-DECODER, CROSS, ENCODER = "language_model.", "language_model.model.cross_layers.", "chunk_model."
-"""What the names of weights begin with; those of cross layers come before the decoder's others."""
+from sglang_lazy.port.model.comb_config import CROSS, DECODER, ENCODER, CombLlamaConfig
 
 
 class ChunkAttention(nn.Module):
