@@ -265,7 +265,7 @@ def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
 
 @pytest.mark.slow
 def test_adapters_change_the_decoder_alone(tmp_path):
-    """In one batch with the plain model, cold and warm; an adapter of the encoder is refused."""
+    """In one batch with the plain model, cold and warm, over the same chunks; an adapter of the encoder is refused."""
     path = build(tmp_path / "model")
     adapter = random_adapter(path, tmp_path / "a", seed=1, prefix="language_model.model.layers.")
     adapters = {None: CombOracle(path), "a": CombOracle(merged(path, adapter, tmp_path / "merged"))}
@@ -275,6 +275,12 @@ def test_adapters_change_the_decoder_alone(tmp_path):
         for warm in (False, True):
             plain, changed = served.answer(prompt, prompt, adapters=adapters)
             assert [*hits(plain), *hits(changed)] == [warm] * 6 and plain["output_ids"] != changed["output_ids"]
+        listed = served.call("GET", "/chunks").json()["chunks"]
+        assert [(chunk["lora_path"], chunk["hits"]) for chunk in listed] == [(None, 2)] * 3
+        body = {"chunks": [prompt[1].to_request()], "lora_path": "a", "wait": True, "pin": True}
+        (registered,) = served.call("POST", "/chunks", **body).json()["affected"]
+        (pinned,) = [chunk for chunk in served.call("GET", "/chunks").json()["chunks"] if chunk["pinned"]]
+        assert (pinned["id"], pinned["hits"]) == (registered, 3) and registered in [chunk["id"] for chunk in listed]
         foreign = random_adapter(path, tmp_path / "b", seed=2, prefix="chunk_model.layers.")
         body = {"lora_name": "b", "lora_path": str(foreign)}
         assert "change its decoder alone" in served.call("POST", "/load_lora_adapter", 400, **body).text

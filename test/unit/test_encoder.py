@@ -294,12 +294,12 @@ def test_a_queue_sorted_by_the_tree_of_text_loses_nobody():
 def test_identity():
     """A whole chunk begins like no other, and its prompt is one text under a multiset."""
 
-    def build(*parts):
+    def build(*parts, extra_key=None, adapter=None):
         ids = [token for _, tokens in parts for token in tokens]
         ends = [sum(len(tokens) for _, tokens in parts[: i + 1]) for i in range(len(parts))]
         chunks = [(end - len(t), end) for (is_chunk, t), end in zip(parts, ends, strict=True) if is_chunk]
 
-        return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), None)
+        return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), extra_key, adapter)
 
     one, text = build((CHUNK, (1, 2, 3)), (TEXT, (4, 5)), (CHUNK, (1, 2)), (TEXT, (6,)))
     other, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)))
@@ -310,6 +310,11 @@ def test_identity():
     assert sorted(chunk.index for chunk in one.chunks) == [0, 1]
     twice, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2, 3)))
     assert twice.spans[0].namespace != one.spans[0].namespace
+    adapted, _ = build((CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (TEXT, (4, 5, 6)), extra_key="x", adapter="x")
+    assert [chunk.key for chunk in adapted.chunks] == [chunk.key for chunk in one.chunks]
+    assert adapted.spans[0].namespace != one.spans[0].namespace
+    own, _ = build((CHUNK, (1, 2)), extra_key="mine x", adapter="x")
+    assert own.chunks[0].key.namespace.extra_key == "mine " and own.spans[0].namespace.extra_key == "mine x"
     alone, text = build((CHUNK, (1, 2)))
     assert text.tolist() == [2] and alone.chunks[0].num_tokens == 2
 

@@ -10,6 +10,7 @@ from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.reports import described, under_way
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.survey import Survey
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.refusal import Refusal
 
 
@@ -136,11 +137,8 @@ class ChunkControl:
 
     def _find(self, tenant: str | None, prefix: str, only: tuple[bool, str | None] | None = None) -> list[CachedChunk]:
         """The cached chunks with this id. Raises ValueError if there are none, or if it begins several digests."""
-        chunks = [
-            chunk
-            for chunk in self.store.catalog.find(tenant, prefix)
-            if only in (None, (chunk.key.namespace.has_preamble, chunk.key.namespace.adapter))
-        ]
+        found = self.store.catalog.find(tenant, prefix)
+        chunks = [chunk for chunk in found if only is None or _is_copy(chunk.key.namespace, *only)]
         if not chunks:
             raise ValueError("unknown")
         if len({chunk.key.tokens for chunk in chunks}) > 1:
@@ -154,3 +152,8 @@ class ChunkControl:
         if chunk.last_use:
             said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
         return said
+
+
+def _is_copy(namespace: Namespace, has_preamble: bool, adapter: str | None) -> bool:
+    """Whether a chunk is the one that was computed so. Whole ones are the same for all adapters."""
+    return namespace.kind == "whole" or (namespace.has_preamble, namespace.adapter) == (has_preamble, adapter)
