@@ -288,7 +288,7 @@ def test_comb_on_cuda(tmp_path, way):
     prompts += [[head, docs[0], question], [dice.text(60)], [docs[3]], [dice.text(700), docs[1], question]]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
-    others = [[segment.to_request() for segment in [*dice.chunks(3, 600, 650), question]] for _ in range(2)]
+    others = [[segment.to_request() for segment in [*dice.chunks(2, 600, 650), question]] for _ in range(2)]
     answers = []
     try:
         for _ in range(2):
