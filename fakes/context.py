@@ -20,7 +20,7 @@ def published(device: str = "cpu") -> Iterator[None]:
     backend = "torch_native" if device == "cpu" else "triton"
     flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)
     runtime_context.publish(flags, role="scheduler")
-    group = SimpleNamespace(all_reduce=lambda tensor: tensor)
+    group = SimpleNamespace(all_reduce=lambda tensor: tensor, world_size=1)
     try:
         with (
             mock.patch.object(parallel_state, "_TP", group),

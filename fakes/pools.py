@@ -24,6 +24,7 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.beside import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.host_pool import CpuHostPool
 from sglang_lazy.port.cache.radix import LazyRadixCache
@@ -36,10 +37,14 @@ NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
 
 
+def _new_kv(size: int, device: str) -> MHATokenToKVPool:
+    return MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
+
+
 class Pools:
     """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it.
 
-    host_size: slots of a host tier; without one if 0.
+    host_size: slots of a host tier, of each if there are two pools; without one if 0.
     storage: what stands for SGLang's storage backend behind it.
     chunk_size: slots of a pool for chunks alone, which an encoder computes; the other pool has them if 0.
     """
@@ -64,9 +69,9 @@ class Pools:
         storage: Any = None,
         chunk_size: int = 0,
     ):
-        kv = MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
+        kv = _new_kv(size, device)
         self.keys, self.values = kv.k_buffer[0], kv.v_buffer[0]
-        self.slots = self.new_slots(size, device, kv)
+        self.slots = self.chunk_slots = self.new_slots(size, device, kv)
         self.rows = ReqToTokenPool(num_rows, context_len, device, enable_memory_saver=False)
         params = CacheInitParams(
             disable=False,
@@ -75,22 +80,29 @@ class Pools:
             page_size=1,
             eviction_policy=eviction_policy,
         )
+        if chunk_size:
+            self.chunk_kv = _new_kv(chunk_size, device)
+            self.chunk_slots = self.new_slots(chunk_size, device, self.chunk_kv)
+        beside = CacheInitParams(**{**vars(params), "token_to_kv_pool_allocator": self.chunk_slots})
         self.has_tiers, self.slow = host_size > 0, False
-        if self.has_tiers:
+
+        def tier(size: int) -> Any:
             flags = copy.copy(get_server_args())
             flags.hicache_ratio, flags.hicache_write_policy = (host_size - 1) / size, write_policy  # SGLang adds one
+            return flags
+
+        if self.has_tiers:
             with mock.patch.object(hiradix_cache, "get_mha_host_pool_cls", lambda _pool: self.host_pool_class):
-                self.cache = StoredHiRadixCache(params, flags)
-            self.cache.objects_class = self.objects_class
+                self.cache = chunks = StoredHiRadixCache(beside, tier(chunk_size or size))
+                if chunk_size:
+                    self.cache = TextHiRadixCache(params, tier(size), chunks=chunks)
+            chunks.objects_class = self.objects_class
             if storage is not None:
                 self.connect(storage)
+        elif chunk_size:
+            self.cache = TextRadixCache(params, chunks=LazyRadixCache(beside))
         else:
             self.cache = cache_class(params)
-        self.chunk_slots = self.slots
-        if chunk_size:
-            self.chunk_slots = self.new_slots(chunk_size, device, kv)
-            changed = dict(token_to_kv_pool_allocator=self.chunk_slots)
-            self.cache.keep_chunks_in(LazyRadixCache(CacheInitParams(**{**vars(params), **changed})))
         if isinstance(self.cache, LazyRadixCache):
             num_rows = len(self.rows.req_to_token)
             batch_type = CrossBatch if chunk_size else LinkedBatch
@@ -115,7 +127,7 @@ class Pools:
     def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
         """Put storage behind the host.  model, adapters: what names their weights, the latter by id."""
         weights = {None: model, "x": b"adapter x", "y": b"adapter y", **adapters}
-        self.cache.connect(TensorBackend(storage), weights.get, StorageReport(token_size=1))
+        self.cache.store.tree.connect(TensorBackend(storage), weights.get, StorageReport(token_size=1))
 
     def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> TokenToKVPoolAllocator:
         return TokenToKVPoolAllocator(size, torch.float32, device, kv, need_sort=False)
@@ -137,8 +149,9 @@ class Pools:
     def take_acknowledgements(self) -> None:
         """What was copied or stored has arrived, unless storage is `slow`."""
         if self.has_tiers:
-            if self.cache.objects is not None and not self.slow:
-                assert self.cache.objects.settle(patience=60)
+            objects = self.cache.store.tree.objects
+            if objects is not None and not self.slow:
+                assert objects.settle(patience=60)
             self.cache.check_hicache_events()
 
     def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:

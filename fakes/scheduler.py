@@ -136,7 +136,8 @@ class Scheduler:
         last_done = self.last_batch is None or self.last_batch.is_empty()
         cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
         copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
-        return last_done and self.running_batch.is_empty() and idle and not copying
+        stock = last_done and self.running_batch.is_empty() and idle and not copying
+        return hooks.is_fully_idle(lambda *_: stock, self)
 
     def next_batch(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None

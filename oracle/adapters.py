@@ -31,13 +31,18 @@ def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tenso
     return path
 
 
-def random_adapter(model: str, path: Path, seed: int, rank: int = 4, modules: Sequence[str] = MODULES) -> Path:
-    """An adapter of the model in a folder that changes it about as much as other weights would."""
+def random_adapter(
+    model: str, path: Path, seed: int, rank: int = 4, modules: Sequence[str] = MODULES, prefix: str = ""
+) -> Path:
+    """An adapter of the model in a folder that changes it about as much as other weights would.
+
+    prefix: what the names of the weights begin with that it has.
+    """
     generator, alpha = torch.Generator().manual_seed(seed), 2 * rank
     weights = {}
     for name, weight in sorted(load_file(Path(model) / "model.safetensors").items()):
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in modules:
+        if name.startswith(prefix) and module.rpartition(".")[2] in modules:
             a = torch.randn(rank, weight.shape[1], generator=generator)
             b = torch.randn(weight.shape[0], rank, generator=generator)
             # alpha / rank is 2: a row of the product has the size of one of the weights

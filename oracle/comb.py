@@ -98,13 +98,14 @@ def _weights(head_dim: int) -> dict[str, torch.Tensor]:
 
 
 class CombOracle:
-    """Every call computes all anew, from the weights in the folder, in `dtype`."""
+    """Every call computes all anew, from the weights in the folder, in `dtype`; keys and values that a server caches
+    are rounded to `cache_dtype`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32):
+    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None):
         self.weights = {name: w.to(dtype) for name, w in load_file(folder / "model.safetensors").items()}
         config = json.loads((folder / "config.json").read_text())
         self.causal, self.head_dim = config.get("chunk_is_causal", False), config["text_config"]["head_dim"]
-        self.dtype = dtype
+        self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = (), beside: bool = True) -> torch.Tensor:
@@ -123,7 +124,7 @@ class CombOracle:
                 place = CROSS.index(i)
                 key, value = (torch.cat([layers[place][part] for layers in encoded], 1) for part in (0, 1))
                 x = self._cross(f"language_model.model.cross_layers.{place}", x, key, value)
-            x = self._layer(f"language_model.model.layers.{i}", x, before)
+            x = self._layer(f"language_model.model.layers.{i}", x, before, self._cached)
         states = rms_norm(x, [HIDDEN], self.weights["language_model.model.norm.weight"], EPS)
         logits = states[len(ids) - len(generated) - 1 :] @ self.weights["language_model.lm_head.weight"].T
         return logits.float().log_softmax(-1)
@@ -142,13 +143,17 @@ class CombOracle:
         for i in range(len(CROSS)):
             x = self._layer(f"chunk_model.layers.{i}", x, mask)
             key, value = (self._heads(f"chunk_model.{part}.{i}", x) for part in ("k_proj", "v_proj"))
-            found.append((self._norm(f"language_model.model.cross_layers.{i}.cross_attn.k_norm", key), value))
+            key = self._norm(f"language_model.model.cross_layers.{i}.cross_attn.k_norm", key)
+            found.append((self._cached(key), self._cached(value)))
         return found
 
-    def _layer(self, name: str, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _cached(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(self.cache_dtype).to(self.dtype)
+
+    def _layer(self, name: str, x: torch.Tensor, mask: torch.Tensor, cached=lambda kv: kv) -> torch.Tensor:
         h = self._norm(f"{name}.input_layernorm", x)
         q, k, v = (self._heads(f"{name}.self_attn.{part}", h) for part in ("q_proj", "k_proj", "v_proj"))
-        x = x + self._attend(f"{name}.self_attn.o_proj", _rotated(q), _rotated(k), v, mask)
+        x = x + self._attend(f"{name}.self_attn.o_proj", _rotated(q), cached(_rotated(k)), cached(v), mask)
         return x + self._mlp(name, x)
 
     def _cross(self, name: str, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,15 @@
 """A Comb model, whose chunks go through an encoder, against a plain PyTorch model: a checkpoint in public naming."""
 
+import contextlib
 import gc
 
 import pytest
 import requests
 import torch
+from safetensors.torch import load_file, save_file
 
+from fakes import streams
+from oracle.adapters import merged, random_adapter
 from oracle.comb import CombOracle, build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from sglang_lazy.testing import device_flags, running_server
@@ -17,10 +21,10 @@ CHUNK_POOL = 0.15  # of 2,400 tokens of KV: 600 tokens of chunks beside 2,040 of
 
 
 class Served:
-    """options: flags of the server."""
+    """has_tiers: whether chunks that leave the device go to the host, and to storage."""
 
-    def __init__(self, path, url):
-        self.oracle, self.url = CombOracle(path), url
+    def __init__(self, path, url, has_tiers=False):
+        self.oracle, self.url, self.has_tiers = CombOracle(path), url, has_tiers
 
     def call(self, method, route, status=200, **body):
         response = requests.request(method, f"{self.url}{route}", json=body or None, timeout=100)
@@ -33,17 +37,18 @@ class Served:
         body = {"segments": segments, "link": link, "sampling_params": params, "return_logprob": True, **body}
         return self.call("POST", "/generate", status, **body).json()
 
-    def answer(self, *prompts, links=None):
-        """Serve the prompts as one batch, if there are several, and hold each answer against the oracle."""
+    def answer(self, *prompts, links=None, adapters=None):
+        """Serve the prompts as one batch, if there are several, and hold each answer against the oracle, or that of its
+        adapter."""
         links = links or ["block"] * len(prompts)
         params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
         segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
-        outputs = self.call(
-            "POST", "/generate", segments=segments, link=links, sampling_params=params, return_logprob=True
-        ).json()
-        for prompt, link, output in zip(prompts, links, outputs, strict=True):
+        body = {"segments": segments, "link": links, "sampling_params": params, "return_logprob": True}
+        outputs = self.call("POST", "/generate", **body, **({"lora_path": [*adapters]} if adapters else {})).json()
+        oracles = adapters.values() if adapters else [self.oracle] * len(prompts)
+        for prompt, link, oracle, output in zip(prompts, links, oracles, outputs, strict=True):
             tokens = output["output_ids"]
-            expected = self.oracle.logprobs(prompt, tokens[:-1], beside=link == "block")
+            expected = oracle.logprobs(prompt, tokens[:-1], beside=link == "block")
             chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
             assert (chosen - torch.tensor(logprobs(output))).abs().max() <= TOLERANCE
             assert (expected.amax(-1) - chosen).max() <= TOLERANCE
@@ -78,18 +83,39 @@ def hits(output):
     return [entry["hit"] for entry in output["meta_info"].get("chunks", [])]
 
 
-# The other way of running has an encoder that looks back alone.
+def storage_hits(output):
+    return output["meta_info"]["cached_tokens_details"].get("storage", 0)
+
+
 MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
+TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-storage-backend", "file"]
+WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS, "two ranks": [*TIERS, "--tp-size", "2"]}
+RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL would ask for GPUs
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as usual"]
 
 
-@pytest.fixture(scope="module", params=["as usual", pytest.param("mixed", marks=pytest.mark.slow)])
-def served(request, tmp_path_factory):
-    folder, mixed = tmp_path_factory.mktemp("comb"), request.param == "mixed"
-    path = build(folder / "model", causal=mixed)
+@contextlib.contextmanager
+def started(path, log, way="as usual", more=()):
     flags = ["--model-path", str(path), "--max-total-tokens", "2400", "--lazy-chunk-pool", str(CHUNK_POOL)]
-    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *(MIXED if mixed else [])]
-    with running_server(flags, folder / "server.log") as url:
-        yield Served(path, url)
+    flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *WAYS[way], *more]
+    variables = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path.parent / "storage")}
+    if "--tp-size" in flags:
+        if 0 < torch.cuda.device_count() < 2:
+            pytest.skip("tensor parallelism needs as many GPUs")
+        variables |= {} if torch.cuda.is_available() else RANKS_ON_CPU
+    with running_server(flags, log, environment=variables) as url:
+        yield Served(path, url, "--enable-hierarchical-cache" in flags)
+
+
+@pytest.fixture(scope="module", params=["as usual", *SLOW])
+def served(request, tmp_path_factory, with_plugin):
+    """With tiers, which two ranks have, too, transfers are as late as a GPU allows, and what is on its way is NaN. In
+    the mixed way the encoder looks back alone."""
+    way, folder = request.param, tmp_path_factory.mktemp("comb")
+    path = build(folder / "model", causal=way == "mixed")
+    late = with_plugin(streams.load) if way in ("tiers", "two ranks") else contextlib.nullcontext()
+    with late, started(path, folder / "server.log", way) as served:
+        yield served
     gc.collect()
 
 
@@ -107,7 +133,7 @@ def test_scenarios(served, name):
 def test_eviction_within_batches(served):
     """All scenarios side by side, plain requests among them, in a pool that holds a fraction of their chunks."""
     asked_again = [hit for brought, hit in served.play(list(SCENARIOS)) if brought]
-    assert asked_again.count(False) > 5 and asked_again.count(True) > 5
+    assert asked_again.count(True) > 5 and (asked_again.count(False) > 5) == (not served.has_tiers)
 
 
 def test_the_order_of_chunks_changes_nothing(served):
@@ -202,3 +228,60 @@ def test_chunks_by_name_chats_and_metrics(served):
     assert wait_for(resident, timeout=20)
     served.call("DELETE", f"/chunks/{registered}")
     assert served.call("GET", "/chunks").json()["chunks"] == []
+
+
+@pytest.mark.slow
+def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
+    """One server has a prompt's chunks on the host; then another one finds them, unless its encoder differs."""
+    dice = Dice("tiers")
+    docs = dice.chunks(4, 60, 90)
+    prompt, size = [dice.text(4), *docs, dice.text(6)], sum(len(doc.ids) for doc in docs)
+    path = build(tmp_path / "model")
+    with with_plugin(streams.load), started(path, tmp_path / "first.log", "tiers") as served:
+        served.answer(prompt)
+        served.answer([*dice.chunks(2, 290, 300), dice.text(3)])  # the device holds no more
+        (output,) = served.answer([dice.text(5), *docs[::-1], dice.text(7)])
+        details = output["meta_info"]["cached_tokens_details"]
+        assert (details["host"], details["chunk"], details["device"]) == (size, size, 0)
+        plain = [dice.text(30)]
+        served.answer(plain)
+        for number in range(2):
+            served.answer([Dice(f"displace {number}").text(1990)])
+        (output,) = served.answer(plain)
+        assert output["meta_info"]["cached_tokens_details"]["host"] == 29, "text goes to the host, too"
+        (state,) = served.call("GET", "/server_info").json()["internal_states"]
+        assert wait_for(lambda: len(list((tmp_path / "storage").glob("*.bin"))) == 6, timeout=20)
+        assert state["lazy_storage"]["unstored"] == 0 and state["lazy_host"]["backup_tokens"] > size + 30
+    with started(path, tmp_path / "second.log", "tiers") as served:
+        (output,) = served.answer(prompt)
+        assert all(hits(output)) and storage_hits(output) == size
+    weights = load_file(path / "model.safetensors")
+    name = "chunk_model.layers.0.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name] * 1.01}, path / "model.safetensors")
+    with started(path, tmp_path / "third.log", "tiers") as served:
+        (output,) = served.answer(prompt)
+        assert not any(hits(output)) and storage_hits(output) == 0
+
+
+@pytest.mark.slow
+def test_adapters_change_the_decoder_alone(tmp_path):
+    """In one batch with the plain model, cold and warm, over the same chunks; an adapter of the encoder is refused."""
+    path = build(tmp_path / "model")
+    adapter = random_adapter(path, tmp_path / "a", seed=1, prefix="language_model.model.layers.")
+    adapters = {None: CombOracle(path), "a": CombOracle(merged(path, adapter, tmp_path / "merged"))}
+    dice = Dice("adapters")
+    prompt = [dice.text(5), *dice.chunks(3, 10, 30), dice.text(6)]
+    with started(path, tmp_path / "server.log", more=["--lora-paths", f"a={adapter}"]) as served:
+        for warm in (False, True):
+            plain, changed = served.answer(prompt, prompt, adapters=adapters)
+            assert [*hits(plain), *hits(changed)] == [warm] * 6 and plain["output_ids"] != changed["output_ids"]
+        listed = served.call("GET", "/chunks").json()["chunks"]
+        assert [(chunk["lora_path"], chunk["hits"]) for chunk in listed] == [(None, 2)] * 3
+        body = {"chunks": [prompt[1].to_request()], "lora_path": "a", "wait": True, "pin": True}
+        (registered,) = served.call("POST", "/chunks", **body).json()["affected"]
+        (pinned,) = [chunk for chunk in served.call("GET", "/chunks").json()["chunks"] if chunk["pinned"]]
+        assert (pinned["id"], pinned["hits"]) == (registered, 3) and registered in [chunk["id"] for chunk in listed]
+        foreign = random_adapter(path, tmp_path / "b", seed=2, prefix="chunk_model.layers.")
+        body = {"lora_name": "b", "lora_path": str(foreign)}
+        assert "change its decoder alone" in served.call("POST", "/load_lora_adapter", 400, **body).text
+        served.answer(prompt)

@@ -269,12 +269,15 @@ def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
     assert max(ours) <= 2 * max(plain), (ours, plain)
 
 
-@pytest.mark.parametrize("way", ["", "fa3", "triton"])
+@pytest.mark.parametrize("way", ["", "fa3", "triton", "fp8", "tiers", "tiers fp8", "on two GPUs"])
 def test_comb_on_cuda(tmp_path, way):
     """Chunks through an encoder, cold, warm and reordered, in batches with plain prompts, in decode graphs: no further
-    from fp32 than twice plain PyTorch in bf16."""
+    from fp32 than twice plain PyTorch in bf16 over a cache of the same type. With tiers, the second time they come from
+    the host."""
     from sglang_lazy import Engine
 
+    if torch.cuda.device_count() < WAYS[way].get("tp_size", 1):
+        pytest.skip("tensor parallelism needs as many GPUs")
     path = build_comb(tmp_path / "comb", head_dim=128)
     options = {"attention_backend": "triton", "max_total_tokens": 20000, **WAYS[way]}
     engine = Engine(model_path=str(path), **ENGINE, **options)
@@ -285,13 +288,21 @@ def test_comb_on_cuda(tmp_path, way):
     prompts += [[head, docs[0], question], [dice.text(60)], [docs[3]], [dice.text(700), docs[1], question]]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
+    others = [[segment.to_request() for segment in [*dice.chunks(2, 600, 650), question]] for _ in range(2)]
+    answers = []
     try:
-        answers = [engine.generate(segments=segments, sampling_params=params, return_logprob=True) for _ in range(2)]
+        for _ in range(2):
+            answers.append(engine.generate(segments=segments, sampling_params=params, return_logprob=True))
+            if "tiers" in way:  # the device holds some 2,300 tokens of chunks
+                engine.generate(segments=others, sampling_params=params)
     finally:
         engine.shutdown()
         gc.collect()
-    assert all(entry["hit"] for output in answers[1] for entry in output["meta_info"].get("chunks", ()))
-    exact, rough = (CombOracle(path, dtype) for dtype in (torch.float32, torch.bfloat16))
+    infos = [output["meta_info"] for output in answers[1] if "chunks" in output["meta_info"]]
+    assert all(entry["hit"] for info in infos for entry in info["chunks"])
+    assert ("tiers" in way) == any(info["cached_tokens_details"]["host"] for info in infos)
+    cache_dtype = torch.float8_e4m3fn if "fp8" in way else torch.bfloat16
+    exact, rough = CombOracle(path), CombOracle(path, torch.bfloat16, cache_dtype)
     ours, plain = [], []
     for outputs in answers:
         for prompt, output in zip(prompts, outputs, strict=True):

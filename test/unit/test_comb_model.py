@@ -55,6 +55,27 @@ def test_the_encoder(tmp_path, causal):
             assert (values - wanted).abs().max() < 1e-5
 
 
+def test_each_rank_has_the_heads_that_its_queries_read(tmp_path):
+    """Of four ranks, for two heads of keys and values: with all of them, every rank's part of each weight, by heads."""
+    path = build(tmp_path / "model")
+    weights = load_file(path / "model.safetensors")
+    for rank in range(4):
+        with runtime_context.get_parallel().override(tp_rank=rank, tp_size=4, attn_tp_rank=rank, attn_tp_size=4):
+            model = new_model(path)
+            model.load_weights(weights.items())
+        parts, group = dict(model.named_parameters()), rank * KV_HEADS // 4
+        for i in range(len(CROSS)):
+            for name in (f"chunk_model.k_proj.{i}.weight", f"chunk_model.v_proj.{i}.weight"):
+                assert torch.equal(parts[name], weights[name].unflatten(0, (KV_HEADS, 32))[group])
+            name = f"language_model.model.cross_layers.{i}.cross_attn"
+            own = slice(rank * 32, rank * 32 + 32)  # one of HEADS heads
+            assert torch.equal(parts[f"{name}.q_proj.weight"], weights[f"{name}.q_proj.weight"][own])
+            assert torch.equal(parts[f"{name}.o_proj.weight"], weights[f"{name}.o_proj.weight"][:, own])
+            assert torch.equal(parts[f"{name}.k_norm.weight"], weights[f"{name}.k_norm.weight"])
+            attention = model.chunk_model.layers[i].self_attn.attn
+            assert (attention.num_heads, attention.num_kv_heads) == (1, 1)
+
+
 def test_public_configurations_count_both_kinds_of_layers(tmp_path):
     config = CombLlamaConfig.from_pretrained(build(tmp_path / "model"))
     assert (config.num_hidden_layers, config.cross_attention_layers) == (LAYERS, list(CROSS))

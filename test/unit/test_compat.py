@@ -313,10 +313,7 @@ def test_another_sglang_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
-        ("enable_hierarchical_cache", True, "host tier"),
-        ("enable_lora", True, "LoRA"),
-        ("lora_paths", ["a"], "LoRA"),
-        ("tp_size", 2, "tensor parallelism"),
+        ("enable_lora", True, "LoRA of embed_tokens"),
         ("enable_torch_compile", True, "torch-compile"),
     ],
 )
@@ -325,11 +322,10 @@ def test_what_does_not_fit_an_encoder_of_chunks(flag, value, reason):
     architecture = "CombLlamaForConditionalGeneration"
     comb, other = runner(Layer(plain_rope()), architecture=architecture), runner(Layer(plain_rope()))
     comb.model_config.hf_config.cross_attention_layers = [0]
-    unset = dict(
-        enable_hierarchical_cache=False, enable_lora=None, lora_paths=None, tp_size=1, enable_torch_compile=False
-    )
+    unset = dict(enable_lora=None, enable_torch_compile=False)
     for given in (comb, other):
         vars(given.server_args).update(unset)
+        given.lora_manager = SimpleNamespace(target_modules={"qkv_proj", "embed_tokens"})
     assert compat.unfit_model(comb) == []
     setattr(comb.server_args, flag, value)
     setattr(other.server_args, flag, value)

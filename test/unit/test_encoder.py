@@ -5,14 +5,19 @@ from array import array
 
 import pytest
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.pools import Pools
 from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
+from fakes.storage import Storage
+from fakes.streams import LatePool
+from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.core.state import ChunkNodes, RowNodes, linked
+from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -21,18 +26,24 @@ QUESTION = (TEXT, (15, 3))
 
 
 class RecordingPools(Pools):
-    """contents: of each slot of the pool of chunks, the chunk's tokens and the place in it.  encoded: in this order."""
+    """contents: of each token that was encoded, its chunk's tokens and its place there. Its number here is the key that
+    the pool of chunks has of it.  encoded: chunks, in this order.
+    """
+
+    host_pool_class = LatePool
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.contents, self.encoded, self.read, self.batches = {}, [], {}, []
+        self.contents, self.encoded, self.read, self.batches = [], [], {}, []
 
     def encode(self, encodings: list[Encoding]) -> None:
         self.batches.append(sum(encoding.chunk.num_tokens for encoding in encodings))
         for encoding in encodings:
             tokens = tuple(encoding.chunk.tokens)
             self.encoded.append(tokens)
-            self.contents |= {slot: (tokens, i) for i, slot in enumerate(encoding.slots.tolist())}
+            numbers = torch.arange(len(tokens)) + len(self.contents)
+            self.chunk_kv.k_buffer[0][encoding.slots] = numbers.float()[:, None, None]
+            self.contents += [(tokens, i) for i in range(len(tokens))]
 
     def forward(self, batch) -> None:
         """What each request reads now is what it asked for, in an order that is the same for the same chunks."""
@@ -40,13 +51,15 @@ class RecordingPools(Pools):
         linked_reqs = [req if req.layout.link == "block" else None for req in batch.reqs]
         wanted = [sorted(t for is_chunk, t in req.parts if is_chunk) if req else [] for req in linked_reqs]
         assert (current is not None) == any(wanted)
+        # Decode steps wait for no load, as in a graph.
+        keys = self.chunk_kv.k_buffer[0] if batch.forward_mode.is_decode() else self.chunk_kv.get_kv_buffer(0)[0]
         for i, (req, chunks) in enumerate(zip(batch.reqs, wanted, strict=True)):
             row = req.req_pool_idx
             if not chunks:
                 assert not int(table.num_segments[row])
                 assert current is None or current.slots[i] is None
                 continue
-            contents = [self.contents[slot] for slot in current.slots[i].tolist()]
+            contents = [self.contents[int(number)] for number in keys[current.slots[i].long(), 0, 0]]
             ends = table.ends[row, : len(chunks)].tolist()
             starts = [0, *ends[:-1]]
             found = [contents[start:end] for start, end in zip(starts, ends, strict=True)]
@@ -57,15 +70,17 @@ class RecordingPools(Pools):
 
 
 class Loop(Scheduler):
-    def __init__(self, pool_size=100, chunk_size=60, **options):
-        super().__init__(RecordingPools(pool_size, chunk_size=chunk_size), **options)
+    def __init__(self, pool_size=100, chunk_size=60, host_size=0, storage=None, **options):
+        pools = RecordingPools(pool_size, chunk_size=chunk_size, host_size=host_size, storage=storage)
+        super().__init__(pools, **options)
         self.store = self.tree_cache.store
 
     def step(self):
         super().step()
         chunk_tree, text_tree = self.store.tree, self.tree_cache
         own = [encoding.slots for encoding in self.store.pending.values()]
-        held = [piece for chunk in self.store.catalog for piece in chunk_tree.slots_to(chunk.node)]
+        resident = [chunk.node for chunk in self.store.catalog if not chunk.node.evicted]
+        held = [piece for node in resident for piece in chunk_tree.slots_to(node)]
         places = torch.cat([self.pools.chunk_slots.free_pages, *own, *held])
         assert sorted(places.tolist()) == list(range(1, self.pools.chunk_slots.size + 1)), (
             "every slot is somewhere once"
@@ -177,11 +192,13 @@ def test_a_flush_empties_both_pools():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("host_size", [0, 24])
 @pytest.mark.parametrize("seed", range(8))
-def test_random_traffic(seed, overlap):
-    """Both pools are short: waiting, eviction, retraction, prompts in pieces, aborts, plain prompts beside."""
+def test_random_traffic(seed, host_size, overlap):
+    """Both pools are short: waiting, eviction, retraction, prompts in pieces, aborts, plain prompts beside. With a host
+    tier, which has not room for all either, they are read from where it has put them."""
     dice = random.Random(seed)
-    loop = Loop(pool_size=40, chunk_size=22, overlap=overlap, chunked_prefill_size=dice.choice([4, 9, 64]))
+    loop = Loop(40, 22, host_size, overlap=overlap, chunked_prefill_size=dice.choice([4, 9, 64]))
     loop.new_token_ratio_tracker.current = dice.choice([0.0, 1.0])
     reqs = []
     for number in range(60):
@@ -196,17 +213,93 @@ def test_random_traffic(seed, overlap):
     loop.run(1000)
     assert all(req.finished() for req in reqs)
     assert len(loop.pools.encoded) > len(set(loop.pools.encoded)), "something was evicted and came back"
+    assert any(linked(req) and any(linked(req).loaded) for req in reqs) == (host_size > 0)
+
+
+def demote(loop):
+    """Evict all that is on the device, of both pools."""
+    for tree in (loop.tree_cache, loop.store.tree):
+        tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
+    """And so is text, but for that behind chunks: each to its own pool, in one pass."""
+    loop = Loop(host_size=80, overlap=overlap)
+    plain = (TEXT, tuple(range(1, 9)))
+    loop.submit(DOCS[4], DOCS[5])
+    loop.submit(text=plain)
+    loop.run()
+    demote(loop)
+    req, other = loop.submit(DOCS[5], DOCS[2], DOCS[4]), loop.submit(text=plain)
+    assert [loop.store.state(chunk) for chunk in linked(req).prompt.chunks].count(ChunkState.HOST) == 2
+    loop.run()
+    assert sorted(loop.pools.encoded) == sorted([DOCS[4], DOCS[5], DOCS[2]])
+    loaded = len(DOCS[4]) + len(DOCS[5])
+    details = hooks.cached_tokens_details(req, linked(req))
+    assert (req.cached_tokens, details["host"], details["device"], details["chunk"]) == (loaded, loaded, 0, loaded)
+    assert other.cached_tokens_host == 7
+
+
+def test_a_full_host_keeps_what_the_device_has_lost():
+    """It gives up copies of chunks that the device has as well."""
+    docs = [(i, 1, 2, 3) for i in range(4, 8)]
+    loop = Loop(chunk_size=12, host_size=12)
+    for doc in (*docs, docs[0]):
+        loop.submit(doc, max_new_tokens=1)
+        loop.run()
+    assert loop.pools.encoded == docs
+
+
+def test_nothing_is_idle_while_chunks_are_copied():
+    loop = Loop(host_size=80)
+    loop.submit(DOCS[4])
+    loop.run()
+    demote(loop)
+    req = loop.submit(DOCS[4])
+    loop.admission.visible_queue(loop.running_batch)
+    loop.abort(req)
+    assert not loop.is_fully_idle()
+    loop.run()
+    loop.pools.flush()
+    for pool in (loop.store.tree.token_to_kv_pool_host, loop.tree_cache.token_to_kv_pool_host):
+        assert pool.available_size() == pool.size
+
+
+def test_a_server_finds_what_another_has_stored():
+    storage = Storage()
+    first = Loop(host_size=80, storage=storage)
+    first.submit(DOCS[4], DOCS[5])
+    first.run()
+    first.step()
+    first.pools.flush()
+    assert len(storage.objects) == 2, "chunks, and no text"
+    second = Loop(host_size=80, storage=storage)
+    second.pools.contents = first.pools.contents
+    req = second.submit(DOCS[5], DOCS[4])
+    second.run()
+    details = hooks.cached_tokens_details(req, linked(req))
+    assert not second.pools.encoded and details["storage"] == req.cached_tokens == len(DOCS[4]) + len(DOCS[5])
+
+
+def test_a_queue_sorted_by_the_tree_of_text_loses_nobody():
+    loop = Loop(policy="dfs-weight")
+    loop.submit(DOCS[4])
+    loop.run()
+    reqs = [loop.submit(DOCS[4], text=(TEXT, (i,))) for i in range(1, 4)]
+    loop.run()
+    assert all(req.finished() for req in reqs)
 
 
 def test_identity():
     """A whole chunk begins like no other, and its prompt is one text under a multiset."""
 
-    def build(*parts):
+    def build(*parts, extra_key=None, adapter=None):
         ids = [token for _, tokens in parts for token in tokens]
         ends = [sum(len(tokens) for _, tokens in parts[: i + 1]) for i in range(len(parts))]
         chunks = [(end - len(t), end) for (is_chunk, t), end in zip(parts, ends, strict=True) if is_chunk]
 
-        return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), None)
+        return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), extra_key, adapter)
 
     one, text = build((CHUNK, (1, 2, 3)), (TEXT, (4, 5)), (CHUNK, (1, 2)), (TEXT, (6,)))
     other, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)))
@@ -217,6 +310,11 @@ def test_identity():
     assert sorted(chunk.index for chunk in one.chunks) == [0, 1]
     twice, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2, 3)))
     assert twice.spans[0].namespace != one.spans[0].namespace
+    adapted, _ = build((CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (TEXT, (4, 5, 6)), extra_key="x", adapter="x")
+    assert [chunk.key for chunk in adapted.chunks] == [chunk.key for chunk in one.chunks]
+    assert adapted.spans[0].namespace != one.spans[0].namespace
+    own, _ = build((CHUNK, (1, 2)), extra_key="mine x", adapter="x")
+    assert own.chunks[0].key.namespace.extra_key == "mine " and own.spans[0].namespace.extra_key == "mine x"
     alone, text = build((CHUNK, (1, 2)))
     assert text.tolist() == [2] and alone.chunks[0].num_tokens == 2
 

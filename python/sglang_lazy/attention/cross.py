@@ -11,7 +11,7 @@ import torch
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
-from sglang_lazy.core.device import ints_to_device, to_device
+from sglang_lazy.core.device import ints_to_device, read_here, to_device
 from sglang_lazy.core.state import LinkedRequest, lazy_state
 
 BEHIND_ALL = 2**30
@@ -41,8 +41,8 @@ class CrossBatch:
         if all(part is None for part in slots):
             return None
         for part in slots:
-            if part is not None and part.is_cuda:  # made beside the passes, and gone once its request has ended
-                part.record_stream(torch.cuda.current_stream(part.device))
+            if part is not None:  # gone once its request has ended
+                read_here(part)
         return cls(slots, None if batch.forward_mode.is_decode_or_idle() else batch.extend_lens)
 
     def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:
@@ -127,18 +127,19 @@ class CrossReader:
     metadata: of the batch; None if none of its requests reads chunks.
     """
 
-    def __init__(self, table: SegmentTable, dtype: torch.dtype):
-        """dtype: of queries."""
+    def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
+        """dtype: of queries.  kv_buffer: gives keys and values of a cross layer, waiting for what is being loaded."""
         self.metadata: LinkMetadata | None = None
-        self.table, self._ops = table, table.model.kernels
+        self.table, self._kv_buffer, self._ops = table, kv_buffer, table.model.kernels
         self._graph_metadata: LinkMetadata | None = None
         layer, device = table.model.layers[0], table.ends.device
         self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
         # One token attends, as in the encoder and in a cross layer, so that no request waits for compilers.
-        q = torch.zeros(1, layer.num_qo_heads, layer.head_dim, dtype=dtype, device=device)
-        k = torch.zeros(1, layer.num_kv_heads, layer.head_dim, dtype=dtype, device=device)
-        EncoderRows([1], False, self._ops, layer.rope).attend(q, k, k, 1.0)
+        heads = [layer.num_qo_heads, layer.num_kv_heads, layer.num_kv_heads]
+        # Parts of one tensor, as in the encoder: kernels are compiled for the distance between tokens.
+        q, k, v = torch.zeros(1, sum(heads), layer.head_dim, dtype=dtype, device=device).split(heads, dim=1)
+        EncoderRows([1], False, self._ops, layer.rope).attend(q, k, v, 1.0)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
         self.metadata = CrossBatch([slot], [1]).prefill(table)
         self.attend(0, q)
@@ -191,7 +192,7 @@ class CrossReader:
         """
         metadata = self.metadata
         assert metadata is not None
-        rope, caches = self.table.model.layers[index].rope, self.table.model.kv_buffers[index]
+        rope, caches = self.table.model.layers[index].rope, self._kv_buffer(index)
         options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
         rows = (metadata.num_segments, metadata.segment_ends, metadata.segment_offsets, rope.cos_sin_cache)
         if metadata.qo_indptr is None:

@@ -1,4 +1,4 @@
-"""Copies from host to device."""
+"""Copies from host to device, and memory that several streams use."""
 
 from collections.abc import Sequence
 
@@ -22,3 +22,10 @@ def ints_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
         buffer[begin - size :][: len(array)] = array
     parts = to_device(buffer, device).split(sizes)
     return [part[: len(array)] for part, array in zip(parts, arrays, strict=True)]
+
+
+def read_here(tensor: torch.Tensor) -> None:
+    """What is launched on the current stream reads a tensor made on another one, which may be gone before it has run:
+    until then nobody else gets its memory."""
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -262,7 +262,8 @@ class LinkedPrompt(NamedTuple):
         without text has its last token as such, too, for the answer to follow. Arguments and errors: `build`.
         """
         ids, chunks, text, position = np.asarray(as_int32(input_ids)), [], array("q"), 0
-        namespace = Namespace("whole", extra_key, layout.cache_salt, None, adapter)
+        text_namespace = Namespace("text", extra_key, layout.cache_salt, adapter=adapter)
+        namespace = Namespace("whole", text_namespace.own_key, layout.cache_salt)  # the encoder takes no adapters
         for index, (start, end) in enumerate(layout.chunks):
             own = ids[start:end].data
             key = chunk_key(own, namespace._replace(variant=hashlib.sha256(own).digest()))
@@ -275,6 +276,5 @@ class LinkedPrompt(NamedTuple):
         for chunk in chunks:
             path.update(chunk.key.tokens + chunk.key.check)
         text = text or input_ids[-1:]
-        own_namespace = namespace._replace(kind="text", variant=path.digest())
-        span = TextSpan(own_namespace, np.arange(len(text), dtype=np.int32))
+        span = TextSpan(text_namespace._replace(variant=path.digest()), np.arange(len(text), dtype=np.int32))
         return cls(tuple(chunks), (span,), num_chunk_tokens=0, beside=True), text

@@ -47,7 +47,7 @@ def install() -> None:
 
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
-    from sglang_lazy.port.model import comb, comb_config, compat, model_runner
+    from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, model_runner
     from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces
 
@@ -62,6 +62,7 @@ def install() -> None:
         schedule_policy,
         lora,
         comb,
+        comb_lora,
         model_runner,
         host_pool,
         surfaces,
@@ -111,26 +112,12 @@ def create_cache(context: Any) -> Any:
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
     from sglang_lazy.attention.table import table_of
-    from sglang_lazy.port.cache.radix import LazyRadixCache
-    from sglang_lazy.port.cache.storage import StoredHiRadixCache, connect_storage
-    from sglang_lazy.port.model.comb import chunk_pool_of
+    from sglang_lazy.port.cache.create import new_cache
 
     verify()
-    if table_of(context.tp_worker.model_runner.req_to_token_pool) is not None:
-        if not context.enable_hierarchical_cache:
-            cache = LazyRadixCache(context.params)
-            if (pool := chunk_pool_of(context.tp_worker.model_runner)) is not None:
-                cache.keep_chunks_in(LazyRadixCache(pool.tree_params(context.params)))
-            return cache
-        # Without storage, which SGLang would use in its own way: ours comes next. By layers, since at page size 1 the
-        # scheduler would copy to a host laid out by pages token by token, 7 us each.
-        changed = {"hicache_storage_backend": None, "hicache_mem_layout": "layer_first"}
-        args = types.SimpleNamespace(**{**vars(context.server_args), **changed})
-        cache = StoredHiRadixCache(context.params, args)
-        if context.server_args.hicache_storage_backend is not None:
-            connect_storage(cache, context.server_args, context.tp_worker.model_runner)
-        context.tp_worker.register_hicache_layer_transfer_counter(cache.cache_controller.layer_done_counter)
-        return cache
+    runner = context.tp_worker.model_runner
+    if table_of(runner.req_to_token_pool) is not None:
+        return new_cache(context, runner)
     if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
     raise RuntimeError("sglang-lazy: the attention backend has no link path; was it created before the plugin was?")

@@ -10,6 +10,7 @@ from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.reports import described, state_of, under_way
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.survey import PIECE, surveyed
+from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.refusal import Refusal
 
 
@@ -80,7 +81,7 @@ class ChunkControl:
                 if everybody or tenant_of(chunk.key.namespace) == tenant
             ]
             found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
-            device, host = self.rows.allocator, self.rows.tree.host_memory
+            device, host = self.rows.chunk_allocator, self.store.tree.host_memory
             found["memory"] = {"device": {"size": device.size, "free": device.available_size()}, "host": host}
         return found
 
@@ -153,11 +154,8 @@ class ChunkControl:
 
     def _find(self, tenant: str | None, prefix: str, only: tuple[bool, str | None] | None = None) -> list[CachedChunk]:
         """The cached chunks with this id. Raises ValueError if there are none, or if it begins several digests."""
-        chunks = [
-            chunk
-            for chunk in self.store.catalog.find(tenant, prefix)
-            if only in (None, (chunk.key.namespace.has_preamble, chunk.key.namespace.adapter))
-        ]
+        found = self.store.catalog.find(tenant, prefix)
+        chunks = [chunk for chunk in found if only is None or _is_copy(chunk.key.namespace, *only)]
         if not chunks:
             raise ValueError("unknown")
         if len({chunk.key.tokens for chunk in chunks}) > 1:
@@ -171,3 +169,8 @@ class ChunkControl:
         if chunk.last_use:
             said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
         return said
+
+
+def _is_copy(namespace: Namespace, has_preamble: bool, adapter: str | None) -> bool:
+    """Whether a chunk is the one that was computed so. Whole ones are the same for all adapters."""
+    return namespace.kind == "whole" or (namespace.has_preamble, namespace.adapter) == (has_preamble, adapter)

@@ -34,7 +34,7 @@ class Copies:
     def came(self, node: Any) -> None:
         """`node` is on the device, and its copy is complete."""
         namespace = node.key.extra_key
-        if not node.evicted and node.backuped and isinstance(namespace, Namespace) and namespace.kind == "chunk":
+        if not node.evicted and node.backuped and isinstance(namespace, Namespace) and namespace.is_chunk:
             self._redundant.pop(node.id, None)
             self._redundant[node.id] = node
 

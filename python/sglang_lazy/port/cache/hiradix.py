@@ -51,7 +51,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def reset(self) -> None:
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
-        self._copies = Copies(self.store.next_leaves, self.token_to_kv_pool_allocator.size)
+        self._copies = Copies(self._nodes.next_leaves, self.token_to_kv_pool_allocator.size)
         self._queued: set[int] = set()  # nodes whose load no batch has started yet
         self._num_children_on_device: dict[int, int] = {}
         num_nodes = TreeNode.counter
@@ -143,7 +143,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         self.evictable_host_leaves.remove(leaf)
         del leaf.parent.children[leaf.key.child_key(self.page_size)]
         self._update_host_leaf_status(leaf.parent)
-        self.store.forget(leaf)
+        self._nodes.forget(leaf)
         return num_tokens
 
     def discard(self, node: TreeNode) -> list[torch.Tensor]:
@@ -261,6 +261,10 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def host_memory(self) -> dict[str, int] | None:
         pool = self.token_to_kv_pool_host
         return {"size": pool.size, "free": pool.available_size()}
+
+    @property
+    def is_copying(self) -> bool:
+        return bool(self.ongoing_write_through or self.ongoing_load_back)
 
     def ready_to_load_host_cache(self) -> int:
         """Start what is queued, with the batch that SGLang forms."""

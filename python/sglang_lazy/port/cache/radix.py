@@ -44,7 +44,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     Recency is counted, not clocked, so that every tensor-parallel rank evicts in the same order.
 
-    store: of chunks. They are in this tree, unless `keep_chunks_in` has said otherwise.
+    store: of chunks. They are in this tree; see `TextRadixCache` for one that they are not in.
     more: what a cache of SGLang's that stands behind this one takes besides.
     num_locks: as in `Tree`.
     forward_stream: the stream of SGLang's forward passes, None where there are no streams.
@@ -53,25 +53,12 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     def __init__(self, params: CacheInitParams, *more: Any):
         self._ticks = itertools.count(1)
         self.store = self._nodes = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
-        self._chunks: LazyRadixCache | None = None
         self.admission: Any = None  # attached, like the next one, when SGLang's scheduler is complete
         self.forward_stream: Any = None
         self._ranks = False
         super().__init__(params, *more)
         self.rows = RowCache(
             self.store, self.req_to_token_pool, self.token_to_kv_pool_allocator, lambda n: alloc_token_slots(self, n)
-        )
-
-    def keep_chunks_in(self, chunks: "LazyRadixCache") -> None:
-        """Chunks are in the tree `chunks`, over a pool of its own; text that depends on them stays in this one."""
-        self.store, self._chunks = chunks.store, chunks
-        self.rows = RowCache(
-            self.store,
-            self.req_to_token_pool,
-            self.token_to_kv_pool_allocator,
-            self.rows.allocate,
-            tree=self,
-            chunk_allocator=chunks.token_to_kv_pool_allocator,
         )
 
     def reset(self) -> None:
@@ -83,9 +70,6 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             children.clear()
         self.num_locks = 0
         self._nodes.reset()
-        if self._chunks is not None:
-            self._chunks.reset()
-            self._chunks.token_to_kv_pool_allocator.clear()
         if self.admission is not None:
             self.admission.reset()
 
@@ -168,6 +152,11 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     def host_memory(self) -> dict[str, int] | None:
         return None
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is on the way to the host or from there."""
+        return False
+
     def fetch(self, chunk: ChunkSlice) -> bool:
         return False
 
@@ -220,7 +209,8 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     def _rank(self, req: Any, state: LinkedRequest) -> MatchResult:
         slots, on_host, longest = self.rows.rank(req, state, self.admission.cached(state))
-        node = self.root_node if longest is None else longest
+        # A queue that is sorted by the tree of text must lose nobody to another one.
+        node = self.root_node if longest is None or self.store.tree is not self else longest
         return MatchResult(slots, node, node, node, host_hit_length=on_host)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

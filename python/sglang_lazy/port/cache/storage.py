@@ -248,7 +248,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return digest.digest()
 
 
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
+def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
     """Put the storage that SGLang's flags ask for behind a cache that was made without."""
     name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
@@ -261,7 +261,7 @@ def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any) -> None:
         backend.register_mem_pool_host(pool)
         objects = TensorBackend(backend)
     report = StorageReport(pool.get_size_per_token())
-    if cache.metrics_collector is not None:
+    if has_metrics:
         ranks = ("tp_rank", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
         labels = {"storage_backend": name, "dp_rank": cache.cache_controller.dp_rank}
         labels |= {rank: getattr(config, rank) for rank in ranks} | (args.extra_metric_labels or {})

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang_lazy.attention.encoder import EncoderRows
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.core.device import to_device
+from sglang_lazy.core.device import read_here, to_device
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.hooks import Hook
@@ -89,10 +89,13 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
         for chunks in shares([encoding.chunk for encoding in encodings], max_tokens):
             rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, model.kernels, model.layers[0].rope)
             ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
-            place = KVWriteLoc(torch.cat([slots[chunk.key] for chunk in chunks]))
+            places = [slots[chunk.key] for chunk in chunks]
+            for place in places:  # a request may end, and its tensors go, while this is still to run
+                read_here(place)
+            location = KVWriteLoc(torch.cat(places))
             kv = runner.model.encode(to_device(ids, rows.positions.device), rows)
             for layer, (keys, values) in enumerate(kv):
-                pool.kv.set_kv_buffer(None, place, keys, values, layer_id_override=layer)
+                pool.kv.set_kv_buffer(None, location, keys, values, layer_id_override=layer)
 
     return encode
 

@@ -5,6 +5,8 @@ from typing import Any
 from transformers import AutoConfig, LlamaConfig
 
 ARCHITECTURE = "CombLlamaForConditionalGeneration"
+DECODER, CROSS, ENCODER = "language_model.", "language_model.model.cross_layers.", "chunk_model."
+"""What the names of weights begin with; those of cross layers come before the decoder's others."""
 
 
 class CombLlamaConfig(LlamaConfig):

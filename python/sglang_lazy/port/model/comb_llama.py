@@ -16,15 +16,13 @@ from sglang.srt.layers.quantization.base_config import QuantizationConfig
 from sglang.srt.model_loader.auto_loader import STANDARD_GATE_UP_MAPPING, STANDARD_QKV_MAPPING
 from sglang.srt.model_loader.weight_utils import default_weight_loader
 from sglang.srt.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
 from sglang_lazy.attention.cross import CrossReader
 from sglang_lazy.attention.encoder import EncoderRows
-from sglang_lazy.port.model.comb_config import CombLlamaConfig
-
-DECODER, CROSS, ENCODER = "language_model.", "language_model.model.cross_layers.", "chunk_model."
-"""What the names of weights begin with; those of cross layers come before the decoder's others."""
+from sglang_lazy.port.model.comb_config import CROSS, DECODER, ENCODER, CombLlamaConfig
 
 
 class ChunkAttention(nn.Module):
@@ -40,6 +38,13 @@ class ChunkAttention(nn.Module):
         q = q.view(-1, self.num_heads, self.head_dim)
         k, v = (x.view(-1, self.num_kv_heads, self.head_dim) for x in (k, v))
         return rows.attend(q, k, v, self.scaling).flatten(1)
+
+
+def _parted_by_heads(num_kv_heads: int) -> dict[str, int]:
+    """Which part of keys and values a tensor-parallel rank has: several have the same one if there are fewer heads."""
+    parallel = get_parallel()
+    num_parts = min(parallel.tp_size, num_kv_heads)
+    return {"tp_rank": parallel.tp_rank * num_parts // parallel.tp_size, "tp_size": num_parts}
 
 
 class ChunkModel(nn.Module):
@@ -63,6 +68,7 @@ class ChunkModel(nn.Module):
                     bias=False,
                     quant_config=quant_config,
                     prefix=add_prefix(f"{name}.{i}", prefix),
+                    **_parted_by_heads(config.num_key_value_heads),
                 )
                 for i in range(count)
             )

@@ -171,18 +171,17 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
-        reasons += [reason for reason, applies in _unfit_beside(args).items() if applies]
+        reasons += [reason for reason, applies in _unfit_beside(runner).items() if applies]
     return [*reasons, *_unfit_layers(runner.model)]
 
 
-def _unfit_beside(args: ServerArgs) -> dict[str, bool]:
+def _unfit_beside(runner: Any) -> dict[str, bool]:
     """What does not fit a model that reads chunks through an encoder."""
+    args = runner.server_args
     return {
-        "--enable-hierarchical-cache: the host tier copies the pool of text alone": args.enable_hierarchical_cache,
-        "LoRA: adapters of the decoder would be put on the encoder's layers as well": (
-            bool(args.enable_lora or args.lora_paths)
+        "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
+            bool(args.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
         ),
-        "tensor parallelism: no test has split an encoder": args.tp_size > 1,
         "--enable-torch-compile: it would compile layers without what reads chunks before them": (
             args.enable_torch_compile
         ),

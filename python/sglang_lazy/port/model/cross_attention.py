@@ -38,7 +38,7 @@ def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentT
     """`backend` itself, which tells the cross layers of the runner's model of each batch."""
     stock, model = type(backend), runner.model
     if model.reader is None:
-        model.reader = CrossReader(table, runner.dtype)
+        model.reader = CrossReader(table, runner.dtype, runner.req_to_token_pool.chunk_pool.kv.get_kv_buffer)
     backend.__class__ = type(f"Cross{stock.__name__}", (CrossAttention, stock), {})
     backend.cross_reader, backend.cross_max_context = model.reader, runner.req_to_token_pool.req_to_token.shape[1]
     return backend

@@ -144,7 +144,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     if batch.forward_mode.is_decode():
         # Decode steps wait for no load. Their rows began with an extend, which did: they run behind it.
         nodes = (node for req in batch.reqs if linked(req) is not None for node in req.last_node.chunks.nodes)
-        assert batch.tree_cache.started(nodes), "a decode step would read what is loading"
+        assert batch.tree_cache.store.tree.started(nodes), "a decode step would read what is loading"
     if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
         wait_for_loads(batch, runner)
     for policy, reqs in by_policy(batch.reqs).items():

@@ -46,7 +46,8 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
             config.max_pinned,
             new_encoder(runner, max_fill_tokens(scheduler)),
         )
-        scheduler.tree_cache.forward_stream = scheduler.forward_stream
+        chunks: Any = scheduler.tree_cache.store.tree
+        chunks.forward_stream = scheduler.tree_cache.forward_stream = scheduler.forward_stream
         scheduler.tree_cache.admission.control.dp_rank = scheduler.ps.dp_rank or 0
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
@@ -223,6 +224,14 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     )
 
 
+def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False) -> bool:
+    """Around `Scheduler.is_fully_idle`, which asks the one tree that it knows whether anything is being copied."""
+    idle = original(scheduler, for_health_check)
+    if for_health_check or admission_of(scheduler) is None:
+        return idle
+    return idle and not scheduler.tree_cache.store.tree.is_copying
+
+
 def on_idle(_result: Any, scheduler: Any) -> None:
     """After `Scheduler.on_idle`: nothing may be locked when nothing runs."""
     admission = admission_of(scheduler)
@@ -242,7 +251,7 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
             return get_cached_tokens_details(req)
         reported = cached_tokens_details(req, state)
         if "storage" in reported:  # SGLang's metrics have the name in a label
-            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.storage_name
+            reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.store.tree.storage_name
         return reported
 
     return (accumulator,), {**kwargs, "get_cached_tokens_details": details}
@@ -264,9 +273,11 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
     """After `Scheduler.get_internal_state`: what the host tier and storage have done."""
-    for name, report in (("lazy_host", "host_report"), ("lazy_storage", "report")):
-        if hasattr(scheduler.tree_cache, report):
-            result.internal_state[name] = getattr(scheduler.tree_cache, report).numbers()
+    if admission_of(scheduler) is not None:
+        tree = scheduler.tree_cache.store.tree
+        for name, report in (("lazy_host", "host_report"), ("lazy_storage", "report")):
+            if hasattr(tree, report):
+                result.internal_state[name] = getattr(tree, report).numbers()
     return result
 
 
@@ -278,6 +289,7 @@ HOOKS = (
     Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
+    Hook(f"{_SCHEDULER}.is_fully_idle", is_fully_idle, "AROUND"),
     Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),
     Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, "AFTER"),
     Hook(

@@ -1,0 +1,58 @@
+"""The cache of text where chunks have a tree and a pool of their own: the only one that SGLang knows."""
+
+from typing import Any
+
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
+from sglang_lazy.port.cache.radix import LazyRadixCache
+
+
+class TextRadixCache(LazyRadixCache):
+    """Text, that which depends on chunks too.  chunks: the tree that these are in."""
+
+    def __init__(self, *params: Any, chunks: LazyRadixCache):
+        self.chunks = chunks
+        super().__init__(*params)
+        self.store = chunks.store
+        self.rows = RowCache(
+            self.store,
+            self.req_to_token_pool,
+            self.token_to_kv_pool_allocator,
+            self.rows.allocate,
+            tree=self,
+            chunk_allocator=chunks.token_to_kv_pool_allocator,
+        )
+
+    def reset(self) -> None:
+        self.chunks.reset()
+        self.chunks.token_to_kv_pool_allocator.clear()
+        super().reset()
+
+
+class TextHiRadixCache(TextRadixCache, LazyHiRadixCache):
+    """The same with a host tier behind both pools."""
+
+    chunks: LazyHiRadixCache
+
+    def __init__(self, *params: Any, chunks: LazyHiRadixCache):
+        super().__init__(*params, chunks=chunks)
+        chunks.host_report = self.host_report  # which counts for both
+
+    def check_hicache_events(self) -> None:
+        super().check_hicache_events()
+        self.chunks.check_hicache_events()
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start what is queued for either tree. Passes that are launched from now on wait where they read chunks, and
+        for text where SGLang has them wait."""
+        started = self.chunks.ready_to_load_host_cache()
+        self.chunks.cache_controller.layer_done_counter.set_consumer(started)
+        return super().ready_to_load_host_cache()
+
+    @property
+    def has_queued_loads(self) -> bool:
+        return super().has_queued_loads or self.chunks.has_queued_loads
+
+    def finish_loads(self) -> None:
+        self.chunks.finish_loads()
+        super().finish_loads()

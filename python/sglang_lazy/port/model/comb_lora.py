@@ -1,0 +1,30 @@
+"""LoRA adapters of Comb models: those of the decoder, as if there were no other layers."""
+
+from typing import Any
+
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.model.comb_config import ARCHITECTURE, CROSS, ENCODER
+
+
+def keep_to_the_decoder(_result: Any, manager: Any) -> None:
+    """After `LoRAManager.init_lora_modules`, which goes by the ends of names: layers beside the decoder's are as they
+    were."""
+    from sglang.srt.utils import replace_submodule
+
+    for modules in manager.lora_modules:
+        for name in [name for name in modules if name.startswith((CROSS, ENCODER))]:
+            replace_submodule(manager.base_model, name, modules.pop(name).base_layer)
+
+
+def check_weight(adapter: Any, name: str, *_args: Any) -> None:
+    """Before `LoRAAdapter._process_weight`, which goes by the number of a layer. Raises ValueError for a weight of one
+    beside the decoder's."""
+    is_comb = ARCHITECTURE in (adapter.base_hf_config.architectures or ())
+    if is_comb and any(part in name for part in (".cross_layers.", ENCODER)):
+        raise ValueError(f"adapters of a Comb model change its decoder alone; this one has {name!r}")
+
+
+HOOKS = (
+    Hook("sglang.srt.lora.lora_manager.LoRAManager.init_lora_modules", keep_to_the_decoder, "AFTER"),
+    Hook("sglang.srt.lora.lora.LoRAAdapter._process_weight", check_weight, "BEFORE"),
+)
