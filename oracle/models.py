@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from .tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build_tokenizer
 
@@ -29,6 +30,7 @@ class ModelSpec:
     needs: str | None = None  # what to serve it, where a CPU does not do
     seed: int = 0  # of the weights, such that no two tokens of the tests are equally likely
     chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
+    released: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of weights where ours begin so
     architecture: str | None = None  # in config.json, where SGLang's class is not the one that transformers has
     cpu_options: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of the engine, where it needs some
     core: bool = True  # False: its attention resembles that of a core model, so tests may try less
@@ -68,6 +70,7 @@ def _llama(name: str, rope: dict, **spec) -> ModelSpec:
 
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
+_SMALL_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 
 _SPECS = [
@@ -157,6 +160,28 @@ _SPECS = [
             "rope_parameters": {"full_attention": _rope(), "sliding_attention": {**_rope(), "rope_theta": 100.0}},
         },
         seed=1,
+        core=False,
+    ),
+    # The same behind a part that sees images; one rotation is scaled
+    ModelSpec(
+        "gemma3-vision",
+        "Gemma3Config",
+        dict(
+            text_config={
+                **_shape(128, 3, 4, 2, head_dim=32, query_pre_attn_scalar=64),
+                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION, sliding_window=24),
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": _rope("linear", factor=8.0),
+                    "sliding_attention": {**_rope(), "rope_theta": 100.0},
+                },
+            },
+            vision_config=dict(_SMALL_VISION, image_size=56, patch_size=14, vision_use_head=False),
+            mm_tokens_per_image=4,
+            tie_word_embeddings=True,
+        ),
+        released={"vision_tower.": "vision_tower.vision_model."},
+        seed=2,
         core=False,
     ),
     # GPT-J pairing over the whole head
@@ -253,6 +278,10 @@ def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
     work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=path.parent))
     try:
         random_model(spec).save_pretrained(work)
+        for ours, released in spec.released.items():
+            file = work / "model.safetensors"
+            weights = {name.replace(ours, released, 1): weight for name, weight in load_file(file).items()}
+            save_file(weights, file, {"format": "pt"})
         if spec.architecture:
             file = work / "config.json"
             file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [spec.architecture]}))
@@ -266,9 +295,15 @@ def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
     return str(path)
 
 
+def model_class(config: transformers.PretrainedConfig) -> type:
+    """What makes a model that generates text of this configuration."""
+    sees = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
     """The model in fp32 with seeded weights under which the next token depends strongly on the far context."""
-    model = transformers.AutoModelForCausalLM.from_config(spec.config(), dtype=torch.float32)
+    model = model_class(config := spec.config()).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):

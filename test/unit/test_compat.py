@@ -165,7 +165,6 @@ def test_a_plain_model_fits():
         ({"use_mla_backend": True}, "rotary part of keys"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"attention_chunk_size": 8192}, "attention within blocks"),
-        ({"is_multimodal": True}, "multimodal"),
         ({"is_generation": False}, "embedding"),
         ({"architecture": "HunYuanDenseV1ForCausalLM"}, "HunYuanDenseV1ForCausalLM"),
         ({"kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "bf16", "dtype": torch.float16}, "dtype bf16"),

@@ -31,6 +31,7 @@ TESTED = frozenset(
         "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
@@ -150,8 +151,6 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons.append("encoder-decoder: cross attention has no chunks")
     if config.attention_chunk_size is not None:
         reasons.append("attention within blocks of positions: a block would begin elsewhere for every chunk")
-    if config.is_multimodal and not config.model_is_mrope:
-        reasons.append("multimodal model without M-RoPE: none has been tested")
     if not config.is_generation:
         reasons.append("embedding or reward model: nothing is generated")
     if architecture(runner) not in TESTED and not untested:

@@ -102,13 +102,14 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
 
 
 def server_traits(runner: Any) -> ServerTraits:
-    """What policies have to know of the server that a `ModelRunner` belongs to."""
+    """What policies and admission have to know of the server that a `ModelRunner` belongs to."""
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
         # A batch that mixes prefill and decode would cut the layers of both.
         first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         reads_beside=num_cross_layers(runner.model_config) > 0,
+        masks_images=hasattr(runner.model, "prepare_attn_masks"),
     )
 
 

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer
-from sglang_lazy.port.model.layers import attention_modules, shared_rotations
+from sglang_lazy.port.model.layers import attention_modules, given_rotations
 from sglang_lazy.port.model.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
@@ -82,18 +82,12 @@ def check_layers(
     Raises ValueError if something stands between the rotation and attention in one of them.
     """
     checked = {}
-    rotations = shared_rotations(model)
+    rotations = given_rotations(model)
     for module in attention_modules(model):
         layer_id = module.attn.layer_id
         name = f"{type(module).__name__} of layer {layer_id}"
-        takes_angles = "position_embeddings" in inspect.signature(module.forward).parameters
         try:
-            # Which of the model's rotations a layer is given, only its caller knows: one of them must be the layer's.
-            probed = [
-                probe_layer(module, layers[layer_id], hidden_size, dtype, rotation)
-                for rotation in (rotations if takes_angles else [None])
-            ]
-            errors, sinks = min(probed, key=lambda result: max(off for _, off in result[0]))
+            errors, sinks = probe_layer(module, layers[layer_id], hidden_size, dtype, rotations.get(layer_id))
         except Exception as error:
             raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
         for position, off in errors:
