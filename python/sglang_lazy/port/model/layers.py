@@ -36,7 +36,7 @@ def given_rotations(model: torch.nn.Module) -> dict[int, Any]:
 
     Which is given to whom only the code around the layers knows: it is run, without attention.
     """
-    rotations = [module for module in model.modules() if hasattr(module, "inv_freq") and hasattr(module, "rope_init_fn")]
+    rotations = [each for each in model.modules() if hasattr(each, "inv_freq") and hasattr(each, "rope_init_fn")]
     if not rotations:
         return {}
     around = next(module for module in model.modules() if any(child in rotations for child in module.children()))
