@@ -256,6 +256,12 @@ def test_unfit_layers(attention, reason):
     assert reason in given
 
 
+def test_layers_of_two_shapes():
+    """As Gemma 4's, whose keys and values SGLang keeps in two pools."""
+    (given,) = compat.unfit_model(runner(Layer(plain_rope()), Layer(plain_rope(), num_kv_heads=4)))
+    assert given.startswith("layers of different head counts or dimensions")
+
+
 def test_a_query_scale_that_depends_on_the_position():
     """As models set it on their layers."""
     layer = Layer(plain_rope())

@@ -95,13 +95,25 @@ def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refus
 
 
 @pytest.mark.parametrize(
-    "architectures, untested, expected",
-    [(["GptOssForCausalLM"], False, True), (["Llama4ForCausalLM"], False, False), (["Llama4ForCausalLM"], True, True)],
+    "architectures, untested, head_dim, expected",
+    [
+        (["GptOssForCausalLM"], False, 64, True),
+        (["Llama4ForCausalLM"], False, 64, False),
+        (["Llama4ForCausalLM"], True, 64, True),
+        (["Gemma4ForCausalLM"], True, 512, False),
+    ],
 )
-def test_layers_with_windows_keep_all_tokens(monkeypatch, architectures, untested, expected):
-    """But SGLang's own pools remain those of a model that it serves without chunk reuse."""
+def test_layers_with_windows_keep_all_tokens(monkeypatch, architectures, untested, head_dim, expected):
+    """But SGLang's own pools remain those of a model that it serves without chunk reuse, or of two head shapes."""
     monkeypatch.setenv(ENV_VAR, json.dumps({"untested_model": untested}))
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=architectures), disable_hybrid_swa_memory=False)
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=architectures),
+        disable_hybrid_swa_memory=False,
+        head_dim=head_dim,
+        swa_head_dim=64,
+        get_num_kv_heads=lambda _: 2,
+        get_swa_num_kv_heads=lambda _: 2,
+    )
     model_runner.keep_all_tokens(config)
     assert config.disable_hybrid_swa_memory is expected
 

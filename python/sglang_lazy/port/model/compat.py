@@ -235,5 +235,5 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
         }
         reasons |= {reason: None for reason, applies in properties.items() if applies}
     if len(shapes) > 1:
-        reasons["layers of different head counts or dimensions"] = None
+        reasons["layers of different head counts or dimensions: the pool for such drops what has left a window"] = None
     return list(reasons)

@@ -40,7 +40,8 @@ def given_rotations(model: torch.nn.Module) -> dict[int, Any]:
     if not rotations:
         return {}
     around = next(module for module in model.modules() if any(child in rotations for child in module.children()))
-    computed, given = {}, {}
+    computed: dict[int, tuple[Any, Any]] = {}
+    given: dict[int, Any] = {}
 
     def record(layer_id: int) -> Callable:
         def forward(hidden_states: torch.Tensor, position_embeddings: Any = None, **_: Any) -> torch.Tensor:

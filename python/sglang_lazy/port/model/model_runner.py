@@ -39,8 +39,10 @@ def link_variant(stock: str | None) -> str:
 
 def keep_all_tokens(config: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ModelConfig._derive_hybrid_model`: where chunk reuse may fit, layers with windows keep KV of all
-    tokens, in one pool with the others."""
-    if LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ()):
+    tokens, in one pool with the others, which has one shape of heads."""
+    wanted = LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ())
+    shapes = (config.head_dim, config.get_num_kv_heads(1)), (config.swa_head_dim, config.get_swa_num_kv_heads(1))
+    if wanted and shapes[0] == shapes[1]:
         config.disable_hybrid_swa_memory = True
 
 
