@@ -150,6 +150,18 @@ _SPECS = [
         needs="a GPU: SGLang's norm of queries and keys is a Triton kernel",
         core=False,
     ),
+    # Windows in every second layer, logit caps in all
+    ModelSpec(
+        "gemma2",
+        "Gemma2Config",
+        {
+            **_shape(128, 4, 4, 2, head_dim=48, rope_parameters=_rope(), tie_word_embeddings=True),
+            **dict(sliding_window=32, attn_logit_softcapping=2.0, query_pre_attn_scalar=32),
+            "hidden_act": "gelu_pytorch_tanh",  # as in released models; transformers reads `hidden_activation`
+        },
+        seed=3,
+        core=False,
+    ),
     # Windows in most layers, whose rotation is another than that of the others, both computed once for all layers
     ModelSpec(
         "gemma3",

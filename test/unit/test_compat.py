@@ -243,7 +243,7 @@ def test_unfit_attention_backends(which):
 @pytest.mark.parametrize(
     ("attention", "reason"),
     [
-        ({"logit_cap": 30.0}, "logit cap"),
+        ({"logit_cap": 30.0, "logit_capping_method": "clip"}, "logit cap by clip"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
         ({"v_head_dim": 64}, "head dimensions 32 and 64"),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
@@ -128,12 +129,21 @@ def test_sinks_that_the_stock_backend_does_not_take(fits, monkeypatch, sinks):
     assert table_of(fits.req_to_token_pool).stock_attends is not sinks
 
 
+def test_logit_caps_that_the_stock_backend_does_not_know():
+    """PyTorch's own attention has none."""
+    layers = {i: AttentionLayer(1, 1, 32, None, logit_cap=cap) for i, cap in enumerate([None, 30.0])}
+    native = object.__new__(TorchNativeAttnBackend)
+    assert model_runner.stock_attends(Stock(), layers)
+    assert not model_runner.stock_attends(native, layers)
+    assert model_runner.stock_attends(native, {0: layers[0]})
+
+
 @pytest.fixture
 def cuda_takes(monkeypatch):
     """cuda_takes(n): the CUDA kernels take n segments a row at most."""
 
     def limit(num_segments):
-        def unsupported(*_args, max_segments, windowed, sinks):
+        def unsupported(*_args, max_segments, windowed, sinks, capped):
             assert windowed and not sinks
             return f"at most {num_segments} segments a row" if max_segments > num_segments else None
 

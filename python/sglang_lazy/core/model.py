@@ -37,6 +37,7 @@ class AttentionLayer:
     rope: layers with the same rotary embedding share one object.
     window: how many positions a token sees, its own included; None: all before it.
     sinks: whether each head has a sink: a score without a value, which takes part in its softmax.
+    logit_cap: c where scores are c tanh(score / c).
     """
 
     num_qo_heads: int
@@ -45,6 +46,7 @@ class AttentionLayer:
     rope: LayerRope
     window: int | None = None
     sinks: bool = False
+    logit_cap: float | None = None
 
 
 @dataclasses.dataclass

@@ -30,6 +30,7 @@ TESTED = frozenset(
         "CohereForCausalLM",
         "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
+        "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "GemmaForCausalLM",
@@ -202,6 +203,7 @@ def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], 
         max_segments=max_chunks,
         windowed=any(each.window is not None for each in layers.values()),
         sinks=any(each.sinks for each in layers.values()),
+        capped=any(each.logit_cap is not None for each in layers.values()),
     )
 
 
@@ -227,7 +229,9 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
             f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: keys and values must have the same": (
                 attn.qk_head_dim != attn.v_head_dim
             ),
-            f"logit cap {attn.logit_cap}: linked attention has none": attn.logit_cap > 0,
+            f"logit cap by {attn.logit_capping_method}: linked attention knows tanh": (
+                bool(attn.logit_cap) and attn.logit_capping_method != "tanh"
+            ),
             "cross attention layers": attn.is_cross_attention,
             f"attention of type {attn.attn_type}": attn.attn_type != AttentionType.DECODER,
             "query scale that depends on position": attn.xai_temperature_len > 0,

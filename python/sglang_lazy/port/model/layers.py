@@ -77,5 +77,6 @@ def describe_layers(model: torch.nn.Module, max_position: int, device: str | tor
         if id(rope) not in shared:
             shared[id(rope)] = layer_rope(rope, max_position, device)
         shape = attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim
-        layers[attn.layer_id] = AttentionLayer(*shape, shared[id(rope)], window_of(attn))
+        cap = attn.logit_cap or None
+        layers[attn.layer_id] = AttentionLayer(*shape, shared[id(rope)], window_of(attn), logit_cap=cap)
     return layers

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
@@ -98,9 +99,14 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     get_policy(config.default_link).warm_up(model)
     if model.windows:
         logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
+    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers))
+
+
+def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer]) -> bool:
+    """Whether SGLang's own attention is right for these layers: that for CPUs knows neither sinks nor logit caps."""
     takes_sinks = "sinks" in inspect.signature(backend.forward_extend).parameters
-    stock_attends = takes_sinks or not any(layer.sinks for layer in layers.values())
-    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends)
+    caps = not isinstance(backend, TorchNativeAttnBackend)
+    return all((takes_sinks or not layer.sinks) and (caps or layer.logit_cap is None) for layer in layers.values())
 
 
 def server_traits(runner: Any) -> ServerTraits:
