@@ -158,6 +158,7 @@ _SPECS = [
             **_shape(128, 4, 4, 2, head_dim=48, rope_parameters=_rope(), tie_word_embeddings=True),
             **dict(sliding_window=32, attn_logit_softcapping=2.0, query_pre_attn_scalar=32),
             "hidden_act": "gelu_pytorch_tanh",  # as in released models; transformers reads `hidden_activation`
+            "final_logit_softcapping": None,  # for which SGLang has a Triton kernel alone
         },
         seed=3,
         core=False,
