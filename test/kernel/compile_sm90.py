@@ -96,8 +96,8 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
 def compile_attention(dtype, group, head_dim, rotary_dim, is_neox, extend_len, logit_cap=None):
     blocks, launch = attention._tiles(extend_len * group, head_dim, DTYPES[dtype])
     shared = dict(
-        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, **score_scales(head_dim**-0.5, logit_cap),
-        ACC=accumulator(DTYPES[dtype])[0], BLOCK_SEGMENTS=16, **blocks,
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, ACC=accumulator(DTYPES[dtype])[0],
+        BLOCK_SEGMENTS=16, **blocks, **score_scales(head_dim**-0.5, logit_cap),
     )  # fmt: skip
     lse = compile_kernel(attention._lse_kernel, dtype, *launch.values(), **shared)
     return lse, compile_kernel(attention._sum_kernel, dtype, *launch.values(), **shared, NUM_KV_HEADS=8)

@@ -28,6 +28,12 @@ class LayerRope:
         self.cos_sin_cache = rope_cos_sin(inv_freq, max_position, MAX_PREAMBLE_LEN).to(device)
         self.is_neox = is_neox
 
+    def still(self) -> "LayerRope":
+        """Of layers that do not rotate: the same shape, and angles of 0."""
+        num_rows, rotary_dim = self.cos_sin_cache.shape
+        device = self.cos_sin_cache.device
+        return LayerRope(torch.zeros(rotary_dim // 2), num_rows - MAX_PREAMBLE_LEN, self.is_neox, device)
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
