@@ -103,7 +103,7 @@ class ChunkAdmission:
         self.reconcile()
         waiting = self.scheduler.waiting_queue
         self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
-        if not self.linked_waiting and not _recomputes(self.scheduler.chunked_req):
+        if not self.linked_waiting and lazy_state(self.scheduler.chunked_req) is None:
             return waiting
         budget = self.budget.for_waiting(running_batch)
         for_answers = self.budget.num_free() - self.budget.num_left() - budget
@@ -153,9 +153,14 @@ class ChunkAdmission:
                 break
             budget -= need
             visible[req] = None
-        # Probes of the deviation run the first layers only, so whatever shares their batch must be such a probe, too.
         first = self.scheduler.chunked_req or next(iter(visible), None)
-        return [req for req in visible if _recomputes(req) == _recomputes(first)]
+        return [req for req in visible if self._kind(req) == self._kind(first)]
+
+    def _kind(self, req: Any) -> tuple[bool, bool]:
+        """Requests of a batch have the same. Probes of the deviation run the first layers only; a mask that lets image
+        tokens see what follows is SGLang's, and fits no rows but its own."""
+        state, images = linked(req), req.multimodal_inputs is not None
+        return state is not None and state.recomputes, images and self.arrival.limits.traits.masks_images
 
     def _awaits_storage(self, state: LinkedRequest) -> bool:
         return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
@@ -282,8 +287,3 @@ class ChunkAdmission:
                 f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held and "
                 f"{num_pending} chunks pending"
             )
-
-
-def _recomputes(req: Any | None) -> bool:
-    state = None if req is None else linked(req)
-    return state is not None and state.recomputes
