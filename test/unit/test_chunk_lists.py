@@ -157,6 +157,18 @@ def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(piece, order, limit
     assert pages == (expected if order == "asc" else expected[::-1])
 
 
+def test_what_is_computed_is_in_one_piece_only(piece):
+    loop = Loop(chunked_prefill_size=4)
+    others = [(True, (i, 9, 9)) for i in range(1, 9)]
+    loop.warm(*others)
+    loop.submit([A, B, QUESTION], "running", max_new_tokens=3)
+    loop.step()
+    page = listed(loop, sort="created", order="asc")
+    expected = {id_of(chunk): "resident" for chunk in (*others, A)} | {id_of(B): "pending"}
+    assert page["total"] == len(page["chunks"]) == len(expected)
+    assert {chunk["id"]: chunk["state"] for chunk in page["chunks"]} == expected
+
+
 def test_an_id_finds_its_chunks():
     loop = Loop()
     loop.warm(A, B)
