@@ -278,12 +278,15 @@ class ChunkAdmission:
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
         num_locked, num_pending = self._num_locked() - self.pins.locked_size, len(self.store.pending)
+        num_lost = 0
         if not self.rows.shares_pool:
             num_locked += self.scheduler.tree_cache.protected_size()
-        if num_locked or num_pending or self.holders:
+            tree, pool = self.store.tree, self.rows.chunk_allocator
+            num_lost = pool.size - pool.available_size() - tree.evictable_size() - tree.protected_size()
+        if num_locked or num_pending or num_lost or self.holders:
             raise RuntimeError(
-                f"idle, but {len(self.holders)} requests hold chunks, {num_locked} tokens are locked and "
-                f"{num_pending} chunks pending"
+                f"idle, but {len(self.holders)} requests hold chunks, {num_locked} tokens are locked, {num_pending} "
+                f"chunks pending and {num_lost} slots of chunks lost"
             )
 
 
