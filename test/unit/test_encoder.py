@@ -282,6 +282,15 @@ def test_a_server_finds_what_another_has_stored():
     assert not second.pools.encoded and details["storage"] == req.cached_tokens == len(DOCS[4]) + len(DOCS[5])
 
 
+def test_lost_slots_are_reported():
+    loop = Loop()
+    loop.submit(DOCS[4])
+    loop.run()
+    loop.pools.chunk_slots.alloc(2)
+    with pytest.raises(RuntimeError, match="2 slots of chunks lost"):
+        loop.step()
+
+
 def test_a_queue_sorted_by_the_tree_of_text_loses_nobody():
     loop = Loop(policy="dfs-weight")
     loop.submit(DOCS[4])

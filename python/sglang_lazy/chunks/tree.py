@@ -37,6 +37,9 @@ class Tree(Protocol):
     def evictable_size(self) -> int:
         """How many tokens nobody has locked."""
 
+    def protected_size(self) -> int:
+        """How many tokens somebody has locked."""
+
     @property
     def num_locks(self) -> int:
         """How many locks are held, of all nodes together: each counts where it was taken, and not above."""

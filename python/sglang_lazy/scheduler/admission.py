@@ -279,11 +279,13 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        num_locks, num_pending = self.store.tree.num_locks - len(self.pins), len(self.store.pending)
+        num_locks, num_pending, num_lost = self.store.tree.num_locks - len(self.pins), len(self.store.pending), 0
         if not self.rows.shares_pool:
             num_locks += self.rows.tree.num_locks
-        if num_locks or num_pending or self.holders:
+            tree, pool = self.store.tree, self.rows.chunk_allocator
+            num_lost = pool.size - pool.available_size() - tree.evictable_size() - tree.protected_size()
+        if num_locks or num_pending or num_lost or self.holders:
             raise RuntimeError(
-                f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held and "
-                f"{num_pending} chunks pending"
+                f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held, {num_pending} chunks "
+                f"pending and {num_lost} slots of chunks lost"
             )
