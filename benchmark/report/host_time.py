@@ -38,6 +38,22 @@ def references(sources: list[Path]) -> str:
     return table([*header, "stock, warm"], body)
 
 
+def loaded(sources: list[Path]) -> str:
+    """Microseconds that one more chunk adds to a request where there is a host tier, and where there is none."""
+    found = values(sources)
+    columns = (
+        ("lazy", "evicting", "us_on_average"),
+        ("lazy-tiers", "warm", "us_per_further_chunk"),
+        ("lazy-tiers", "evicting", "us_on_average"),
+    )
+    body = []
+    for chunk_len, resident in sorted({(key[1], key[3]) for key in found if isinstance(key[1], int)}):
+        cells = [spread(found[name, chunk_len, mode, resident][column]) for name, mode, column in columns]
+        body.append([f"{chunk_len:,}", f"{resident:,}", *cells])
+    header = ["chunk", "resident", "no host tier, full pool", "host tier, resident", "host tier, of all it has"]
+    return table(header, body)
+
+
 def requests(sources: list[Path]) -> str:
     """Milliseconds of a request's host time, and microseconds of an evicted leaf."""
     found = values(sources)
