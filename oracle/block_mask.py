@@ -144,10 +144,12 @@ def greedy(logprobs: torch.Tensor) -> list[int]:
 
 
 def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
-    """The model for masks of any kind, with the rotary frequencies that SGLang serves it with."""
+    """The model for masks of any kind, with the rotary frequencies and windows that SGLang serves it with."""
     kind = model_class(transformers.AutoConfig.from_pretrained(model_path))
     model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
     _fix_dynamic_ntk(model)
+    if model.config.model_type == "cohere2":
+        model.config.sliding_window += 1  # of which SGLang does not count the token itself
     return model.to(device).eval()
 
 

@@ -4,11 +4,11 @@ import functools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from oracle.block_mask import Oracle, RoundingOracle, attention_mask, visibility
-from oracle.models import MAX_POSITION, MODELS, build, random_model
+from oracle.models import MAX_POSITION, MODELS, build, model_class, random_model
 from oracle.scenarios import SCENARIOS, Dice, build_scenario
 from oracle.segments import chunk, text, token_ids
 from oracle.tokenizer import BOS, FIRST_ORDINARY_ID, VOCAB_SIZE
@@ -167,7 +167,7 @@ def test_build_is_reproducible(load, name):
     path = oracle.model.config._name_or_path
     assert build(name, path.rsplit("/", 1)[0]) == path
     expected = random_model(MODELS[name]).state_dict()
-    saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    saved = model_class(oracle.model.config).from_pretrained(path).state_dict()
     assert saved.keys() == expected.keys()
     for key, weight in saved.items():
         assert weight.dtype == torch.float32 and torch.equal(weight, expected[key]), key

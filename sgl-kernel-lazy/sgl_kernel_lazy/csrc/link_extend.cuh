@@ -504,7 +504,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       if (alternate && (warpgroup == 0 || n + 1 < num_tiles)) named_arrive(2 - warpgroup, 256);
       mma_wait<1>();
       pin(s);
-        if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
+      if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
       release(smem.k_empty(k_ring.stage));
       k_ring.advance();
       softmax();

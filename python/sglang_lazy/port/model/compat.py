@@ -27,10 +27,10 @@ STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
 TESTED = frozenset(
     {
         "ArceeForCausalLM",
+        "Cohere2ForCausalLM",
         "CohereForCausalLM",
         "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
-        "Exaone4ForCausalLM",
         "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
