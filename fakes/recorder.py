@@ -276,8 +276,10 @@ class RecordingPools(Pools):
             held += self.cache.ongoing_load_back.values()
             held += [node for node, _, _ in self.cache.ongoing_write_through.values()]
         if self.cache.admission is not None:
-            held += self.cache.admission.pins.nodes
-        for node in held + self.waiting_locks:
+            held += [chunk.node for chunk in self.cache.admission.pins._chunks.values()]
+        held += self.waiting_locks
+        assert self.cache.num_locks == sum(node is not self.cache.root_node for node in held)
+        for node in held:
             while node is not self.cache.root_node:
                 users[node] += 1
                 node = node.parent

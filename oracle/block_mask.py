@@ -4,6 +4,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from .models import model_class
 from .segments import Segment, token_ids
 
 MIN_GAP = 1e-3  # between the best two log-probabilities: ten times what an implementation may be off
@@ -43,10 +44,11 @@ def attention_mask(
         mask = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device)
         return mask.masked_fill(~seen, torch.finfo(model.dtype).min)[None, None]
 
-    kinds = set(getattr(model.config, "layer_types", None) or ())
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
     if "sliding_attention" not in kinds:
         return additive(visible)
-    near = queries[:, None] - keys[None, :] < model.config.sliding_window
+    near = queries[:, None] - keys[None, :] < config.sliding_window
     masks = {"full_attention": additive(visible), "sliding_attention": additive(visible & near)}
     return {kind: masks[kind] for kind in kinds}
 
@@ -143,9 +145,7 @@ def greedy(logprobs: torch.Tensor) -> list[int]:
 
 def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
     """The model for masks of any kind, with the rotary frequencies that SGLang serves it with."""
-    config = transformers.AutoConfig.from_pretrained(model_path)
-    sees = hasattr(config, "vision_config")
-    kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+    kind = model_class(transformers.AutoConfig.from_pretrained(model_path))
     model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
     _fix_dynamic_ntk(model)
     return model.to(device).eval()

@@ -6,11 +6,12 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 from .tokenizer import BOS, EOS, PAD, VOCAB_SIZE, build_tokenizer
 
@@ -29,6 +30,10 @@ class ModelSpec:
     needs: str | None = None  # what to serve it, where a CPU does not do
     seed: int = 0  # of the weights, such that no two tokens of the tests are equally likely
     chat_parts: bool = True  # the chat template loops over content parts; otherwise it takes a string
+    # A weight, as transformers saves it, by the name and in the layout of released checkpoints
+    released: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]] | None = dataclasses.field(
+        default=None, repr=False
+    )
     architecture: str | None = None  # in config.json, where SGLang's class is not the one that transformers has
     cpu_options: Mapping[str, object] = dataclasses.field(default_factory=dict)  # of the engine, where it needs some
     core: bool = True  # False: its attention resembles that of a core model, so tests may try less
@@ -68,6 +73,7 @@ def _llama(name: str, rope: dict, **spec) -> ModelSpec:
 
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
+_SMALL_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 _EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 
 _SPECS = [
@@ -147,6 +153,19 @@ _SPECS = [
         needs="a GPU: SGLang's norm of queries and keys is a Triton kernel",
         core=False,
     ),
+    # Windows in every second layer, logit caps in all
+    ModelSpec(
+        "gemma2",
+        "Gemma2Config",
+        {
+            **_shape(128, 4, 4, 2, head_dim=48, rope_parameters=_rope(), tie_word_embeddings=True),
+            **dict(sliding_window=32, attn_logit_softcapping=2.0, query_pre_attn_scalar=32),
+            "hidden_act": "gelu_pytorch_tanh",  # as in released models; transformers reads `hidden_activation`
+            "final_logit_softcapping": None,  # for which SGLang has a Triton kernel alone
+        },
+        seed=3,
+        core=False,
+    ),
     # Windows in most layers, whose rotation is another than that of the others, both computed once for all layers
     ModelSpec(
         "gemma3",
@@ -157,6 +176,28 @@ _SPECS = [
             "rope_parameters": {"full_attention": _rope(), "sliding_attention": {**_rope(), "rope_theta": 100.0}},
         },
         seed=1,
+        core=False,
+    ),
+    # The same behind a part that sees images; one rotation is scaled
+    ModelSpec(
+        "gemma3-vision",
+        "Gemma3Config",
+        dict(
+            text_config={
+                **_shape(128, 3, 4, 2, head_dim=32, query_pre_attn_scalar=64),
+                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION, sliding_window=24),
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+                "rope_parameters": {
+                    "full_attention": _rope("linear", factor=8.0),
+                    "sliding_attention": {**_rope(), "rope_theta": 100.0},
+                },
+            },
+            vision_config=dict(_SMALL_VISION, image_size=56, patch_size=14, vision_use_head=False),
+            mm_tokens_per_image=4,
+            tie_word_embeddings=True,
+        ),
+        released=lambda name, weight: (name.replace("vision_tower.", "vision_tower.vision_model."), weight),
+        seed=2,
         core=False,
     ),
     # GPT-J pairing over the whole head
@@ -223,6 +264,84 @@ _SPECS = [
         seed=1,
         core=False,
     ),
+    # Behind parts that see images
+    ModelSpec(
+        "mistral3",
+        "Mistral3Config",
+        dict(
+            text_config=dict(
+                model_type="mistral",
+                **_shape(128, 2, 4, 2, head_dim=48, rope_parameters=_rope(), sliding_window=None),
+                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION),
+            ),
+            vision_config=dict(model_type="pixtral", **_SMALL_VISION, image_size=56, patch_size=14, head_dim=16),
+        ),
+        cpu_options=dict(enable_multimodal=False),
+        core=False,
+    ),
+    ModelSpec(
+        "qwen3-vl-moe",
+        "Qwen3VLMoeConfig",
+        dict(
+            text_config=dict(
+                **_shape(
+                    128, 2, 4, 2, head_dim=32, rope_parameters=_rope(mrope_section=[6, 5, 5], mrope_interleaved=True)
+                ),
+                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION, **_EXPERTS),
+            ),
+            vision_config=dict(
+                **dict(depth=1, hidden_size=64, num_heads=2, intermediate_size=64, patch_size=14, out_hidden_size=128),
+                **dict(deepstack_visual_indexes=[0], num_position_embeddings=64),
+            ),
+        ),
+        cpu_options=dict(enable_multimodal=False),
+        released=lambda name, weight: (name, weight.mT.contiguous() if ".experts." in name else weight),
+        core=False,
+    ),
+    ModelSpec(
+        "qwen2-vl",
+        "Qwen2VLConfig",
+        dict(
+            text_config=dict(
+                **_shape(128, 2, 4, 2, rope_parameters=_rope(mrope_section=[4, 6, 6])),
+                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION),
+            ),
+            # As in released models; transformers reads `in_channels`.
+            vision_config=dict(depth=1, embed_dim=64, hidden_size=128, num_heads=2, mlp_ratio=1, in_chans=3),
+        ),
+        cpu_options=dict(enable_multimodal=False),
+        core=False,
+    ),
+    # Windows in most layers, whose queries and keys are rotated; those of the others are not
+    ModelSpec(
+        "exaone4",
+        "Exaone4Config",
+        {
+            **_shape(128, 4, 4, 2, head_dim=32, rope_parameters={**_rope(), "rope_theta": 1e6}),
+            **dict(sliding_window=24, sliding_window_pattern=4),
+        },
+        seed=3,
+        core=False,
+    ),
+    ModelSpec(
+        "granite-moe",
+        "GraniteMoeConfig",
+        {
+            **_shape(128, 2, 4, 2, rope_parameters=_rope(), attention_multiplier=0.2),
+            **dict(num_local_experts=4, num_experts_per_tok=2),
+            **dict(residual_multiplier=0.7, embedding_multiplier=2.0, logits_scaling=0.5),
+        },
+        core=False,
+    ),
+    # qk-norm over all heads
+    ModelSpec("olmoe", "OlmoeConfig", _shape(128, 2, 4, 4, rope_parameters=_rope(), **_EXPERTS), seed=1, core=False),
+    ModelSpec(
+        "starcoder2",
+        "Starcoder2Config",
+        _shape(128, 2, 4, 2, rope_parameters=_rope(), sliding_window=None),
+        seed=2,
+        core=False,
+    ),
     # A class of SGLang's over a Llama's configuration; transformers has none.
     ModelSpec(
         "internlm3",
@@ -253,6 +372,10 @@ def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
     work = Path(tempfile.mkdtemp(prefix=f".{spec.name}-", dir=path.parent))
     try:
         random_model(spec).save_pretrained(work)
+        if spec.released:
+            file = work / "model.safetensors"
+            weights = dict(spec.released(name, weight) for name, weight in load_file(file).items())
+            save_file(weights, file, {"format": "pt"})
         if spec.architecture:
             file = work / "config.json"
             file.write_text(json.dumps({**json.loads(file.read_text()), "architectures": [spec.architecture]}))
@@ -266,9 +389,15 @@ def build_model(spec: ModelSpec, cache_dir: str | Path) -> str:
     return str(path)
 
 
+def model_class(config: transformers.PretrainedConfig) -> type:
+    """What makes a model that generates text of this configuration."""
+    sees = hasattr(config, "vision_config")
+    return transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
+
+
 def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
     """The model in fp32 with seeded weights under which the next token depends strongly on the far context."""
-    model = transformers.AutoModelForCausalLM.from_config(spec.config(), dtype=torch.float32)
+    model = model_class(config := spec.config()).from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(spec.seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):

@@ -17,6 +17,7 @@ from pathlib import Path
 from benchmark.report.answers import answers
 from benchmark.report.host_time import references, requests
 from benchmark.report.kernels import kernels
+from benchmark.report.many import calls, memory, pieces
 from benchmark.report.policies import (
     STUDIES,
     policies,
@@ -37,7 +38,7 @@ MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTAL
 FAMILIES = ("decode", "shared", "extend", "spans", "ragged")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
-    **{kind.__name__: kind for kind in (tiers, loads, transfers, backups, routing)},
+    **{kind.__name__: kind for kind in (tiers, loads, transfers, backups, routing, calls, memory, pieces)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

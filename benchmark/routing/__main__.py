@@ -8,6 +8,7 @@ which ones. Before each row all caches are emptied; its first prompts, which fil
 
 import argparse
 import hashlib
+import itertools
 import json
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ from benchmark.serving.environment import describe_environment
 from oracle.models import build
 from sglang_lazy.testing import Client, device_flags, running_server
 from sglang_lazy.testing.router import running_middleware, running_smg
+from sglang_lazy.testing.server import free_ports
 
 SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
 
@@ -40,11 +42,15 @@ SHARE = 8
 
 
 class Policy(NamedTuple):
-    """flags: of the router.  key: the `X-SMG-Routing-Key` for a prompt.  middleware: whether ours stands before it."""
+    """flags: of the router.  key: the `X-SMG-Routing-Key` for a prompt.
+
+    middlewares: how many of ours stand before it, which get prompts by turns.  events: whether they follow KV events.
+    """
 
     flags: Sequence[str] = ()
     key: Callable[[int, Sequence[int]], str] | None = None
-    middleware: bool = False
+    middlewares: int = 0
+    events: bool = False
 
 
 POLICIES = {
@@ -54,7 +60,10 @@ POLICIES = {
         key=lambda _, documents: hashlib.sha256(repr(sorted(documents)).encode()).hexdigest()
     ),
     "key of the application": Policy(key=lambda collection, _: f"collection-{collection}"),
-    "picker": Policy(middleware=True),
+    "picker": Policy(middlewares=1),
+    "picker, KV events": Policy(middlewares=1, events=True),
+    "two pickers": Policy(middlewares=2),
+    "two pickers, KV events": Policy(middlewares=2, events=True),
 }
 
 
@@ -74,15 +83,15 @@ def ask(url: str, policy: Policy, collection: int, documents: Sequence[int], loc
     return {"hits": hits, "seconds": seconds, "worker": answer.headers["X-SMG-Routed-Worker-Id"]}
 
 
-def measure(url: str, policy: Policy, traffic: Traffic, args: argparse.Namespace) -> dict:
-    """A row of results: the measured prompts of one traffic under one policy."""
-    drawn = traffic.prompts(args.seed)
-    prompts = [next(drawn) for _ in range(args.warm_up + args.requests)]
+def measure(urls: Sequence[str], policy: Policy, traffic: Traffic, args: argparse.Namespace) -> dict:
+    """A row of results: the measured prompts of one traffic under one policy.  urls: asked by turns."""
+    drawn = itertools.islice(traffic.prompts(args.seed), args.warm_up + args.requests)
+    prompts = list(zip(itertools.cycle(urls), drawn))
     local = threading.local()
     with ThreadPoolExecutor(args.concurrency) as pool:
 
-        def send(some: Sequence[tuple[int, list[int]]]) -> list[dict]:
-            return list(pool.map(lambda prompt: ask(url, policy, *prompt, local), some))
+        def send(some: Sequence[tuple[str, tuple[int, list[int]]]]) -> list[dict]:
+            return list(pool.map(lambda one: ask(one[0], policy, *one[1], local), some))
 
         send(prompts[: args.warm_up])
         start = time.perf_counter()
@@ -102,20 +111,26 @@ def measure(url: str, policy: Policy, traffic: Traffic, args: argparse.Namespace
 def rows(args: argparse.Namespace, logs: Path) -> Iterator[dict]:
     documents = max(traffic.collections * traffic.size for traffic in TRAFFIC.values())
     pool = documents // SHARE * DOCUMENT_TOKENS + 32 * args.concurrency  # text and answers of running requests
-    flags = ["--model-path", build("llama", args.models), "--max-total-tokens", str(pool), *device_flags()]
+    model = build("llama", args.models)
+    flags = ["--model-path", model, "--max-total-tokens", str(pool), *device_flags()]
     with ExitStack() as stack:
-        workers = [
-            stack.enter_context(running_server(flags, logs / f"worker-{index}.log")) for index in range(args.workers)
-        ]
+        workers = []
+        for index, port in enumerate(free_ports(args.workers)):
+            events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})
+            server = running_server([*flags, "--kv-events-config", events], logs / f"worker-{index}.log")
+            workers.append(stack.enter_context(server))
         for name, policy in POLICIES.items():
             for traffic_name, traffic in TRAFFIC.items():
                 for worker in workers:
                     Client(worker).flush_cache()
                 with ExitStack() as front:
-                    url = front.enter_context(running_smg(args.smg, workers, logs / "smg.log", policy.flags))
-                    if policy.middleware:
-                        url = front.enter_context(running_middleware(url, logs / "middleware.log"))
-                    yield {"traffic": traffic_name, "policy": name, **measure(url, policy, traffic, args)}
+                    smg = front.enter_context(running_smg(args.smg, workers, logs / "smg.log", policy.flags))
+                    learning = ["--kv-events", model] if policy.events else []
+                    urls = [
+                        front.enter_context(running_middleware(smg, logs / f"middleware-{index}.log", learning))
+                        for index in range(policy.middlewares)
+                    ]
+                    yield {"traffic": traffic_name, "policy": name, **measure(urls or [smg], policy, traffic, args)}
 
 
 def main() -> None:
@@ -123,8 +138,8 @@ def main() -> None:
     count = typed(positive)
     parser.add_argument("--smg", type=Path, default=SMG, help="the router's command; default: that of `make test-all`")
     parser.add_argument("--workers", type=count, default=4)
-    parser.add_argument("--requests", type=count, default=400, help="measured for each row")
-    parser.add_argument("--warm-up", type=count, default=200, help="requests before these")
+    parser.add_argument("--requests", type=count, default=800, help="measured for each row")
+    parser.add_argument("--warm-up", type=count, default=400, help="requests before these")
     parser.add_argument("--concurrency", type=count, default=16, help="requests in flight")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")

@@ -1,22 +1,25 @@
-"""The page `/lazy` over many chunks: what its surveys take of the scheduler's time, and how it looks.
+"""What surveys, lists, gauges, deletions and garbage take of the scheduler's time over many chunks; how `/lazy` looks.
 
 SGLang's own classes and our hooks run without a model. Half of the chunks fit the device, all fit the host's memory;
 prompts of the last hour draw theirs from a Zipf distribution over a tenth more than there were at first. Prints
-milliseconds of CPU time of the thread: the 99th percentile of a survey's steps, the longest one, and all steps of a
-survey. With `--screenshots` it serves the page and has a headless Chromium save it there as PNG files.
+milliseconds of CPU time of the thread: of what is done between two batches the 99th percentile and the longest, and all
+of it until one survey, page or set of gauges is complete. With `--out` they go to a file as well, after a line with the
+environment. With `--screenshots` it serves the page and has a headless Chromium save it there as PNG files.
 
     python -m benchmark.scheduler.page --resident 10 50000 --screenshots docs/images
 """
 
 import argparse
 import contextlib
+import gc
 import io
+import json
 import random
 import threading
 import time
 import types
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,14 +34,18 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from benchmark.scheduler.host import VOCAB_SIZE, Host
 from benchmark.serving.arguments import positive, typed
+from benchmark.serving.environment import describe_environment
 from benchmark.serving.workloads import draw_distinct, zipf_weights
 from fakes.context import published
+from sglang_lazy.chunks.counts import Census
 from sglang_lazy.core.keys import Namespace, chunk_id
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.scheduler import collector
 from sglang_lazy.port.scheduler.steps import cached_tokens_details
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
+from sglang_lazy.serving.chunk_lists import list_arguments
 from sglang_lazy.serving.results import chunk_report
 from sglang_lazy.serving.usage import usage_of
 from sglang_lazy.testing.server import free_ports, wait_for
@@ -96,18 +103,57 @@ class Served:
         report = chunk_report(layout, ids.tolist(), int(details["chunk_hits"], 16))
         usage_of(self.manager).add(Namespace("chunk", None, None), "block", report, details["chunk"], answered)
 
-    def survey(self) -> list[float]:
-        """One survey; the milliseconds of each of its steps."""
-        times, found = [], {}
-        while not found:
+    def pieces(self, verb: str, **arguments: Any) -> list[float]:
+        """All of one survey, or one page of a list; the milliseconds of each piece."""
+        times, starts = [], None
+        while starts is None or starts[0] is not None:
             start = time.thread_time_ns()
-            arguments = {"tenant": None, "everybody": False, "begin": not times}
-            found = self.control.handle("survey", arguments, time.time())
+            found = self.control.handle(verb, {"tenant": None, "starts": starts, **arguments}, time.time())
+            times.append((time.thread_time_ns() - start) / 1e6)
+            starts = {0: found["next"]}
+        return times
+
+    def gauges(self) -> list[float]:
+        """What all gauges are set to."""
+        times, census, found = [], Census(self.host.tree_cache.store), None
+        while found is None:
+            start = time.thread_time_ns()
+            found = census.step()
             times.append((time.thread_time_ns() - start) / 1e6)
         return times
 
+    def collection(self, set_aside: bool) -> list[float]:
+        """One full collection of garbage.  set_aside: without what servers set aside from it."""
+        if set_aside:
+            collector.set_aside(None, self.host)
+        start = time.thread_time_ns()
+        gc.collect()
+        times = [(time.thread_time_ns() - start) / 1e6]
+        gc.unfreeze()
+        return times
+
+    def delete(self) -> list[float]:
+        """Of as many chunks as a message has at most."""
+        chunks, _ = self.host.tree_cache.store.catalog.piece(None, False, 0, chunk_calls.MAX_DELETED)
+        ids = [chunk_id(chunk.key.tokens) for chunk in chunks[: chunk_calls.MAX_DELETED]]
+        start = time.thread_time_ns()
+        self.control.handle("delete", {"tenant": None, "ids": ids}, time.time())
+        return [(time.thread_time_ns() - start) / 1e6]
+
     async def ask(self, _manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
         return [self.control.handle(verb, arguments, time.time())]
+
+
+WORK: dict[str, Callable[[Served], list[float]]] = {
+    "survey": lambda served: served.pieces("survey", everybody=False),
+    "page of 100": lambda served: served.pieces("page", **list_arguments(limit=100), everybody=False),
+    "page of 1,000": lambda served: served.pieces("page", **list_arguments(limit=1000), everybody=False),
+    "those on the host": lambda served: served.pieces("page", **list_arguments(state="host"), everybody=False),
+    "gauges": Served.gauges,
+    "deletion": Served.delete,
+    "garbage": lambda served: served.collection(set_aside=False),
+    "garbage, as served": lambda served: served.collection(set_aside=True),
+}
 
 
 @contextlib.contextmanager
@@ -156,8 +202,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     count = typed(positive)
     parser.add_argument("--resident", type=count, nargs="+", default=[10, 1000, 10_000, 50_000], help="chunks")
     parser.add_argument("--prompts", type=count, default=1000)
-    parser.add_argument("--surveys", type=count, default=20)
+    parser.add_argument("--times", type=count, default=20, help="that each is done")
     parser.add_argument("--screenshots", type=Path, help="folder")
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--out", type=Path, help="JSON lines are written to this file")
     parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
     return parser.parse_args(argv)
 
@@ -165,16 +213,22 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
+    if args.out is not None:
+        environment = describe_environment(commit=args.commit, seed=0, server_flags=[])
+        args.out.write_text(json.dumps({"environment": environment}) + "\n", encoding="utf-8")
     with published("cpu"):
         for num_chunks in args.resident:
             served = Served(num_chunks, args.prompts)
-            surveys = [served.survey() for _ in range(args.surveys)]
-            steps = [step for survey in surveys for step in survey]
-            longest, p99 = max(steps), float(np.percentile(steps, 99))
-            total = float(np.median([sum(survey) for survey in surveys]))
-            print(
-                f"{num_chunks:6} chunks: steps p99 {p99:.2f}, max {longest:.2f} ms; survey {total:.2f} ms", flush=True
-            )
+            for what, work in WORK.items():
+                times = [work(served) for _ in range(args.times)]
+                pieces = [piece for of in times for piece in of]
+                of_all = [np.percentile(pieces, 99), max(pieces), np.median([sum(of) for of in times])]
+                p99, longest, total = (round(float(ms), 2) for ms in of_all)
+                row = {"chunks": num_chunks, "what": what, "ms_p99": p99, "ms_max": longest, "ms_all": total}
+                print(row, flush=True)
+                if args.out is not None:
+                    with open(args.out, "a", encoding="utf-8") as out:
+                        print(json.dumps(row), file=out)
             if args.screenshots is None:
                 continue
             from playwright.sync_api import sync_playwright

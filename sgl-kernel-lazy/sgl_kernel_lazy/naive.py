@@ -25,8 +25,10 @@ def _scores(
     sm_scale: float,
     dtype: torch.dtype,
     window: int | None = None,
+    logit_cap: float | None = None,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each query row that sees anything: its index, the KV tokens j that it sees, and sm_scale < R(-p_j) q, k_j >.
+    """For each query row that sees anything: its index, the KV tokens j that it sees, and sm_scale < R(-p_j) q, k_j >,
+    of which a logit cap c makes c tanh(score / c).
 
     The KV tokens are given as indices into kv_indices [n] and as slots [n]; scores are [num_qo_heads, n], in `dtype`.
     p_j is the offset of the chunk segment that KV token j belongs to, and 0 for text.
@@ -51,6 +53,8 @@ def _scores(
             wide = q[row].to(torch.promote_types(dtype, torch.float32)).expand(int(visible.sum()), -1, -1)
             queries = rotate_queries(wide, offsets[visible], cos_sin_cache, is_neox=is_neox, inverse=True).to(dtype)
             scores = torch.einsum("nhd,nhd->hn", queries, keys[visible]) * sm_scale
+            if logit_cap is not None:
+                scores = logit_cap * torch.tanh(scores / logit_cap)
             yield row, begin + visible.nonzero().squeeze(1), slots[visible], scores
 
 

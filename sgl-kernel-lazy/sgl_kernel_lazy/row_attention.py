@@ -54,12 +54,21 @@ def rows_of(
 
 
 def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, sm_scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    visible: torch.Tensor,
+    sm_scale: float,
+    logit_cap: float | None,
 ) -> torch.Tensor:
     """Attention of q [n_q, num_qo_heads, head_dim] over keys and values of a `Row`; zero where nothing is visible.
 
     visible: bool [n_q, n].  Returns [n_q, num_qo_heads, head_dim] fp32.
     """
+    if logit_cap is not None:
+        weights = masked_scores(q, keys, visible, sm_scale, logit_cap).softmax(-1)
+        weights = weights.masked_fill(~visible[:, None], 0.0)  # NaN where nothing is visible
+        return torch.einsum("qhgn,hnd->qhgd", weights.unflatten(1, (len(keys), -1)), values).flatten(1, 2)
     by_head = q.float().transpose(0, 1)
     out = scaled_dot_product_attention(
         by_head[None], keys[None], values[None], attn_mask=visible, scale=sm_scale, enable_gqa=True
@@ -67,8 +76,13 @@ def attend(
     return out[0].transpose(0, 1)
 
 
-def masked_scores(q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, sm_scale: float) -> torch.Tensor:
-    """sm_scale < q, k >, and -inf where k is not visible: [n_q, num_qo_heads, n] fp32; arguments as for `attend`."""
+def masked_scores(
+    q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, sm_scale: float, logit_cap: float | None
+) -> torch.Tensor:
+    """sm_scale < q, k >, capped, and -inf where k is not visible: [n_q, num_qo_heads, n] fp32; arguments as for
+    `attend`."""
     by_kv_head = q.float().unflatten(1, (len(keys), -1))
     scores = torch.einsum("qhgd,hnd->qhgn", by_kv_head, keys).flatten(1, 2) * sm_scale
+    if logit_cap is not None:
+        scores = logit_cap * torch.tanh(scores / logit_cap)
     return scores.masked_fill(~visible[:, None], float("-inf"))

@@ -30,12 +30,13 @@ def unsupported(
     max_segments: int,
     windowed: bool,
     sinks: bool,
+    capped: bool,
 ) -> str | None:
     """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
     max_segments: of a request, the width of the segment tables.
-    windowed, sinks: whether some layer has a window, or sinks.
+    windowed, sinks, capped: whether some layer has a window, sinks, or a logit cap.
     """
     return None
 
@@ -94,6 +95,7 @@ def link_decode(
     sm_scale: float,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -119,6 +121,7 @@ def link_decode(
     v_scale: what fp8 values were divided by when they were stored; out is multiplied by it. For keys that were divided
         by a scale, multiply sm_scale by it.
     sinks: [num_qo_heads], fp32, fp16 or bf16: a score of each head that takes part in its softmax, without a value.
+    logit_cap: a positive bound c on scores, each of which is c tanh(score / c); not on sinks.
     segment_ids: as for `plan_decode`; used only where workspace is None.
     workspace: from `decode_workspace`, with this batch planned by `plan_decode`; None: made here.
     out, lse: written when given; lse is [bs, num_qo_heads] fp32, natural log, of the KV tokens without the sink.
@@ -127,14 +130,14 @@ def link_decode(
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids,
     )  # fmt: skip
     # An extend of one query row per request, which sees all of it.
     nowhere = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
     return link_extend(
         q, k_cache, v_cache, torch.arange(len(q) + 1), nowhere, kv_indptr, kv_indices, nowhere, num_segments,
         segment_ends, segment_offsets, cos_sin_cache, max_extend_len=1, is_neox=is_neox, sm_scale=sm_scale,
-        v_scale=v_scale, sinks=sinks, out=out, lse=lse, validate=False,
+        v_scale=v_scale, sinks=sinks, logit_cap=logit_cap, out=out, lse=lse, validate=False,
     )  # fmt: skip
 
 
@@ -158,6 +161,7 @@ def link_extend(
     v_scale: float = 1.0,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -182,7 +186,7 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks,
+            v_scale, window, sinks, logit_cap,
         )  # fmt: skip
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo = qo_indptr.tolist()
@@ -192,9 +196,9 @@ def link_extend(
             visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
             if window is not None:
                 visible &= kv_positions[row.begin : row.end] > q_positions[rows, None] - window
-            result = attend(q[rows], keys, values, visible, sm_scale) * v_scale
+            result = attend(q[rows], keys, values, visible, sm_scale, logit_cap) * v_scale
             if lse is not None or sinks is not None:
-                sums = masked_scores(q[rows], keys, visible, sm_scale).logsumexp(-1)
+                sums = masked_scores(q[rows], keys, visible, sm_scale, logit_cap).logsumexp(-1)
             if sinks is not None:
                 result *= torch.sigmoid(sums - sinks)[..., None]
             out[rows] = result
@@ -221,6 +225,7 @@ def accumulate_attention(
     is_neox: bool,
     sm_scale: float,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     validate: bool = True,
 ) -> None:
     """sums[j] += sum over the query rows i and heads h of request b of softmax_j(sm_scale < R(-p_j) q[i, h], k_j >),
@@ -235,7 +240,7 @@ def accumulate_attention(
     if validate:
         check_accumulate_inputs(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
-            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks,
+            num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks, logit_cap,
         )  # fmt: skip
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
@@ -243,7 +248,7 @@ def accumulate_attention(
         for rows in _steps(qo[b], qo[b + 1], q.shape[1] * len(row.slots)):
             visible = kv_positions[row.begin : row.end] <= q_positions[rows, None]
             sees = visible.any(1)
-            scores = masked_scores(q[rows][sees], keys, visible[sees], sm_scale)
+            scores = masked_scores(q[rows][sees], keys, visible[sees], sm_scale, logit_cap)
             totals = scores.logsumexp(-1, keepdim=True)
             if sinks is not None:
                 totals = totals.logaddexp(sinks[:, None].float())

@@ -74,6 +74,7 @@ def check_link_inputs(
     sm_scale: float,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
     segment_ids: torch.Tensor | None = None,
 ) -> None:
@@ -98,6 +99,8 @@ def check_link_inputs(
     check_cos_sin(cos_sin_cache, head_dim, device)
     if not sm_scale > 0:
         raise ValueError(f"sm_scale: expected a positive number, got {sm_scale}")
+    if logit_cap is not None and not logit_cap > 0:
+        raise ValueError(f"logit_cap: expected a positive number or None, got {logit_cap}")
     if v_scale != 1.0 and k_cache.dtype not in FP8:
         raise ValueError(f"v_scale: expected 1 for caches that are not fp8, got {v_scale}")
     if sinks is not None:
@@ -123,13 +126,14 @@ def check_decode_inputs(
     sm_scale: float,
     v_scale: float,
     sinks: torch.Tensor | None,
+    logit_cap: float | None,
     segment_ids: torch.Tensor | None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
     """Check the arguments of `link_decode`."""
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, kv_dtypes, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, logit_cap, kv_dtypes, segment_ids,
     )  # fmt: skip
     if q.shape[0] != num_segments.shape[0]:
         raise ValueError(f"q: expected {num_segments.shape[0]} rows, one per request, got {q.shape[0]}")
@@ -155,12 +159,13 @@ def check_extend_inputs(
     v_scale: float = 1.0,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
     """Check the arguments of `link_extend`."""
     check_link_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, kv_dtypes,
+        out, lse, sm_scale, v_scale, sinks, logit_cap, kv_dtypes,
     )  # fmt: skip
     check_tensor("qo_indptr", qo_indptr, (num_segments.shape[0] + 1,), (torch.int32,), q.device)
     check_tensor("q_positions", q_positions, (q.shape[0],), INTEGERS, q.device)
@@ -187,12 +192,14 @@ def check_accumulate_inputs(
     max_extend_len: int,
     sm_scale: float,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
     """Check the arguments of `accumulate_attention`: those of `link_extend` with keys alone, and sums."""
     check_extend_inputs(
         q, k_cache, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, sinks=sinks, kv_dtypes=kv_dtypes,
+        segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, sinks=sinks, logit_cap=logit_cap,
+        kv_dtypes=kv_dtypes,
     )  # fmt: skip
     check_tensor("sums", sums, (None,), (torch.float32,), q.device)
 

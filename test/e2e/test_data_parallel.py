@@ -1,6 +1,10 @@
-"""A server with two data-parallel ranks: prompts go where their chunks are, answers are right, and routes know both."""
+"""A server and an engine with two data-parallel ranks: prompts go where their chunks are, answers are right, and what
+manages chunks knows both."""
 
+import asyncio
+import copy
 import itertools
+import json
 import random
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +14,11 @@ from http_prompts import LIBRARY, RAILWAY, RIVER, call, chunk, text
 
 from oracle import segments as oracle_segments
 from oracle.block_mask import MIN_GAP, Oracle
-from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.routing import BlockHashes, Picker, chunks_in, follow
+from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
+from sglang_lazy.testing.server import free_ports
 
-pytestmark = pytest.mark.slow  # a server of its own; without one: test/unit/test_ranks.py
+pytestmark = pytest.mark.slow  # a server and an engine of its own; without one: test/unit/test_ranks.py
 
 NEW = itertools.count()
 NUM_TOKENS = 6
@@ -22,6 +28,8 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def url(tiny_model, tmp_path_factory):
     flags = ["--model-path", tiny_model, "--dp-size", "2", "--max-total-tokens", "4000", *device_flags()]
+    (port,) = free_ports(1)  # the other rank publishes at the next one
+    flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     with running_server(flags, tmp_path_factory.mktemp("data-parallel") / "server.log") as url:
         yield url
 
@@ -50,12 +58,14 @@ def even_out(url):
     raise AssertionError("all went to one rank")
 
 
-def test_answers_at_either_rank_are_the_oracle_s_and_chunks_are_computed_once(url, tiny_model):
+@pytest.fixture(scope="module")
+def prompts(tiny_model):
+    """Prompts of two chunks, which recur in both orders, each with the oracle's answer."""
     rng, oracle = random.Random(0), Oracle(tiny_model)
     documents = [tuple(rng.randrange(10, 500) for _ in range(rng.randint(5, 40))) for _ in range(12)]
     pairs = [documents[index : index + 2] for index in range(0, 12, 2)]
     prompts = []
-    while len(prompts) < 24:  # a pair that recurs in both orders
+    while len(prompts) < 24:
         first, second = rng.sample(rng.choice(pairs), 2)
         question = [rng.randrange(10, 500) for _ in range(8)]
         segments = [oracle_segments.chunk(first), oracle_segments.chunk(second), oracle_segments.text(question)]
@@ -63,13 +73,22 @@ def test_answers_at_either_rank_are_the_oracle_s_and_chunks_are_computed_once(ur
         best = oracle.logprobs(segments, tokens[:-1]).topk(2).values
         if (best[:, 0] - best[:, 1]).min() >= MIN_GAP:
             prompts.append(([segment.to_request() for segment in segments], tokens))
-    with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda one: generate(url, one[0], cache_salt="oracle"), prompts))
+    return prompts
+
+
+def check_oracle_s(prompts, answers, listed):
+    """The answers are right, both ranks have given some, and of all chunks that are listed each is there once."""
     assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in prompts]
     assert {where(answer)[0] for answer in answers} == {0, 1}
-    listed = call_chunks(url, "oracle", limit=1000)["chunks"]
     used = {tuple(segment["input_ids"]) for segments, _ in prompts for segment in segments[:2]}
     assert len(listed) == len({chunk["id"] for chunk in listed}) == len(used)
+    assert {chunk["dp_rank"] for chunk in listed} == {0, 1}
+
+
+def test_answers_at_either_rank_are_the_oracle_s_and_chunks_are_computed_once(url, prompts):
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda one: generate(url, one[0], cache_salt="oracle"), prompts))
+    check_oracle_s(prompts, answers, call_chunks(url, "oracle", limit=1000)["chunks"])
 
 
 def call_chunks(url, salt, path="", **query):
@@ -138,3 +157,75 @@ def test_the_routes_of_chunks_reach_both_ranks(url):
     assert requests.delete(path, headers=headers, timeout=60).json()["affected"] == [{"id": name, "state": "deleted"}]
     assert requests.get(path, headers=headers, timeout=60).status_code == 404
     assert call_chunks(url, salt)["total"] == 2
+
+
+def test_the_events_of_both_ranks_are_followed(url, tiny_model):
+    """By a picker that knows the server as one worker."""
+    picker, hashes = Picker(), BlockHashes.load(tiny_model)
+
+    def known(document):
+        chunks = dict(chunks_in({"segments": prompt(document)}, hashes))
+        return copy.deepcopy(picker).pick(chunks, {url: 1, "another": 0}).worker == url
+
+    async def learn(rank):
+        """Until a document that this rank is sent is known; what it publishes before it is listened to is lost."""
+        for number in NEW:
+            document = f"This is town {number}."
+            await asyncio.to_thread(generate, url, prompt(document), routed_dp_rank=rank)
+            await asyncio.sleep(0.1)
+            if known(document):
+                return
+
+    async def run():
+        following = asyncio.create_task(follow(url, picker, hashes))
+        await asyncio.wait_for(asyncio.gather(learn(0), learn(1)), 60)
+        following.cancel()
+
+    asyncio.run(run())
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model):
+    engine = EngineProcess(model_path=tiny_model, dp_size=2, max_total_tokens=4000, **device_options())
+    yield engine
+    engine.shutdown()
+
+
+def test_an_engine_s_answers_are_the_oracle_s_and_its_prompts_follow_their_chunks(engine, prompts):
+    def ask(some):
+        segments = [segments for segments, _ in some]
+        return engine.generate(segments=segments, cache_salt="oracle", sampling_params=GREEDY)
+
+    answers = [answer for start in range(0, len(prompts), 4) for answer in ask(prompts[start : start + 4])]
+    listed = engine.call("list_chunks", cache_salt="oracle", limit=1000)["chunks"]
+    check_oracle_s(prompts, answers, listed)
+    homes = {one["id"]: one["dp_rank"] for one in listed}
+    for answer, (_, tokens) in zip([answer for prompt in prompts for answer in ask([prompt])], prompts, strict=True):
+        rank, hits = where(answer)
+        assert {homes[one["id"]] for one in answer["meta_info"]["chunks"]} == {rank} and hits == [True, True]
+        assert answer["output_ids"] == tokens
+
+
+def test_an_engine_s_methods_for_chunks_reach_both_ranks(engine):
+    def call(name, **arguments):
+        return engine.call(name, **arguments, cache_salt="methods")
+
+    registered = call("register_chunks", chunks=[RIVER, RAILWAY, LIBRARY], pin=True)
+    assert registered["skipped"] == [] and len(registered["affected"]) == 3
+    listed = call("list_chunks")["chunks"]
+    assert {one["dp_rank"] for one in listed} == {0, 1} and all(one["pinned"] for one in listed)
+    name = registered["affected"][0]
+    (home,) = [one["dp_rank"] for one in listed if one["id"] == name]
+    for rank, hits in ((None, [True]), (1 - home, [False])):
+        segments = [{"type": "chunk", "id": name}, text(" Which town?")]
+        answer = engine.generate(segments=segments, cache_salt="methods", sampling_params=GREEDY, routed_dp_rank=rank)
+        assert where(answer) == (home if rank is None else rank, hits)
+    both = call("get_chunk", chunk_id=name)["chunks"]
+    assert [(one["dp_rank"], one["pinned"]) for one in both] == [(0, home == 0), (1, home == 1)]
+    assert call("pin_chunks", ids=[name])["skipped"] == []
+    assert all(one["pinned"] for one in call("get_chunk", chunk_id=name)["chunks"])
+    assert call("delete_chunks", ids=[name])["affected"] == [{"id": name, "state": "deleted"}]
+    assert call("list_chunks")["total"] == 2
+    call("pin_chunks", ids=registered["affected"][1:], pin=False)
+    engine.flush_cache()
+    assert call("list_chunks")["total"] == 0

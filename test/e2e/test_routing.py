@@ -1,5 +1,6 @@
 """Two servers behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
 
+import itertools
 import json
 import re
 import signal
@@ -13,9 +14,9 @@ import pytest
 import requests
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
 
-from sglang_lazy.testing import device_flags, running_server
+from sglang_lazy.testing import Client, device_flags, running_server
 from sglang_lazy.testing.router import running_middleware, running_smg
-from sglang_lazy.testing.server import wait_for
+from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = pytest.mark.slow  # servers of its own
 
@@ -56,15 +57,27 @@ CHANGING = [  # from request to request, also on one server
 ]
 
 
+POOL = 4000
+
+
 @pytest.fixture(scope="module")
-def workers(tiny_model, tmp_path_factory):
-    flags = ["--model-path", tiny_model, "--served-model-name", "tiny", "--max-total-tokens", "4000", *device_flags()]
+def start_worker(tiny_model, tmp_path_factory):
+    """Starts a server that publishes KV events, on a free port or on this one, and gives its URL."""
+    flags = ["--model-path", tiny_model, "--served-model-name", "tiny", "--max-total-tokens", str(POOL)]
+    flags += ["--enable-cache-report", *device_flags()]
+
+    def start(port=None):
+        events = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{free_ports(1)[0]}"})
+        log = tmp_path_factory.mktemp("worker") / "server.log"
+        return stack.enter_context(running_server([*flags, "--kv-events-config", events], log, port=port))
+
     with ExitStack() as stack:
-        logs = tmp_path_factory.mktemp("workers")
-        yield [
-            stack.enter_context(running_server([*flags, "--enable-cache-report"], logs / f"{index}.log"))
-            for index in range(2)
-        ]
+        yield start
+
+
+@pytest.fixture(scope="module")
+def workers(start_worker):
+    return [start_worker() for _ in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +91,31 @@ def router(workers, tmp_path_factory):
 def middleware(router, tmp_path_factory):
     with running_middleware(router, tmp_path_factory.mktemp("middleware") / "middleware.log") as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def following(workers, router, tiny_model, tmp_path_factory):
+    """A middleware that learns from events."""
+    log = tmp_path_factory.mktemp("following") / "middleware.log"
+    with running_middleware(router, log, ["--kv-events", tiny_model]) as url:
+        settle(url, workers)
+        yield url
+
+
+NEW = itertools.count()
+
+
+def settle(middleware, workers):
+    """Wait until a middleware knows what others have had these two compute until now."""
+
+    def known(worker):
+        document = f"This is town {next(NEW)}."
+        generate(worker, document)
+        return where(generate(middleware, document)) == (worker, [True])
+
+    # Without events it would send new documents to both by turns, or a few to one that has had fewer.
+    turns = [worker for worker in (*workers, *workers) for _ in range(3)]
+    assert wait_for(lambda: all(map(known, turns)), timeout=60)
 
 
 def post(url, path, body, **headers):
@@ -127,6 +165,44 @@ def test_a_prompt_follows_its_chunks(workers, middleware):
         assert [one["hit"] for one in answer.json()["choices"][0]["meta_info"]["chunks"]] == [True]
 
 
+def test_what_others_had_computed_is_known(workers, following):
+    """Documents that this middleware has never seen, sent to one worker in one form and asked for in another."""
+    source = {"type": "text", "media_type": "text/plain", "data": RIVER}
+    homes = {f"Town {index}": worker for index, worker in enumerate([*workers, *workers[::-1]])}
+    for title, worker in homes.items():
+        told = {"type": "document", "title": title, "source": source}
+        content = [{"role": "user", "content": [told, text("Who?")]}]
+        assert post(worker, "/v1/messages", {**MESSAGES, "messages": content}).status_code == 200
+    settle(following, workers)
+    for title, worker in homes.items():
+        assert where(generate(following, f"Title: {title}\nContent: {RIVER}")) == (worker, [True])
+
+
+def test_what_is_evicted_or_emptied_is_known(workers, following):
+    """The other worker gets the documents meanwhile, so that it is the one to ask."""
+    documents = [f"{number} {LIBRARY}" for number in range(6)]
+
+    def flush(worker):
+        Client(worker).flush_cache()
+
+    def evict(worker):
+        for number in range(3):
+            fill = {"type": "chunk", "input_ids": [number + 3] * (POOL // 2 - 50)}
+            body = {"segments": [fill, text("Who?")], "sampling_params": GREEDY}
+            assert post(worker, "/generate", body).status_code == 200
+
+    for forget in (evict, flush):
+        for left, other in (workers, workers[::-1]):
+            for document in documents:
+                generate(left, document)
+            forget(left)
+            for document in documents:
+                generate(other, document)
+            settle(following, workers)
+            assert [where(generate(following, document)) for document in documents] == [(other, [True])] * 6
+            forget(other)
+
+
 def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router, middleware):
     for worker in workers:
         generate(worker, RAILWAY)
@@ -140,8 +216,8 @@ def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router,
     assert refused.status_code == 400 and "put cache_salt into the body" in refused.text
 
 
-def test_a_worker_dies_and_the_rest_goes_on(workers, middleware):
-    """The last test: it leaves one worker."""
+def test_a_worker_dies_the_rest_goes_on_and_it_comes_back(workers, middleware, following, start_worker):
+    """The last test: it leaves no worker as it was."""
     documents = [f"{number} {RIVER}" for number in range(8)]
     homes = {document: where(generate(middleware, document, cache_salt="dies"))[0] for document in documents}
     assert set(homes.values()) == set(workers)
@@ -175,11 +251,21 @@ def test_a_worker_dies_and_the_rest_goes_on(workers, middleware):
     again = [where(generate(middleware, document, cache_salt="dies")) for document in documents]
     assert again == [(alive, [True])] * len(documents)
     assert post(middleware, *BODIES["a plain prompt"]).status_code == 200
+    for document in documents:
+        generate(alive, document)
+    start_worker(port_of(dead))
+    settle(following, workers)
+    assert wait_for(lambda: where(generate(middleware, f"Town {next(NEW)}"))[0] == dead, timeout=60)
+    assert [where(generate(following, document)) for document in documents] == [(alive, [True])] * len(documents)
+
+
+def port_of(url):
+    return int(url.rpartition(":")[2])
 
 
 def kill(url):
     """SIGKILL for all processes of a server."""
-    port = int(url.rpartition(":")[2])
+    port = port_of(url)
     (pid,) = {
         one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port
     }

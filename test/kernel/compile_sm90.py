@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgl_kernel_lazy.triton.common import LOG2E, accumulator, block_sizes, operand_size
+from sgl_kernel_lazy.triton.common import accumulator, block_sizes, operand_size, score_scales
 
 attention = importlib.import_module("sgl_kernel_lazy.triton.accumulate_attention")
 decode = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
@@ -58,13 +58,13 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
     return compiled
 
 
-def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
+def compile_decode(dtype, group, head_dim, rotary_dim, is_neox, logit_cap=None):
     shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
     shared |= block_sizes(head_dim, DTYPES[dtype], decode.TILE_BYTES)
     block_h, _ = decode._plan(8 * group, 8, torch.device("cpu"))
     main = compile_kernel(
         decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared, GROUP=group,
-        ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E, BLOCK_H=block_h,
+        ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, **score_scales(head_dim**-0.5, logit_cap), BLOCK_H=block_h,
         BLOCK_BS=128, BLOCK_SEGMENTS=16,
     )  # fmt: skip
     return main, *(
@@ -73,7 +73,7 @@ def compile_decode(dtype, group, head_dim, rotary_dim, is_neox):
     )
 
 
-def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split, window=0):
+def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split, window=0, logit_cap=None):
     """With sinks where there is a window."""
     shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
     options = {"WINDOW": window, **({} if window else {"sinks": None}), **({} if split else {"lse": None})}
@@ -84,7 +84,7 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
     main = compile_kernel(
         extend._link_extend_kernel, dtype, *extend._launch(block_m, head_dim, "cuda").values(),
         **options, **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,
-        STRIDE_K_SLOT=8 * head_dim, STRIDE_V_SLOT=8 * head_dim, SCALE_LOG2=head_dim**-0.5 * LOG2E, SPLIT=split,
+        STRIDE_K_SLOT=8 * head_dim, STRIDE_V_SLOT=8 * head_dim, **score_scales(head_dim**-0.5, logit_cap), SPLIT=split,
         BLOCK_M=block_m, BLOCK_SEGMENTS=16,
     )  # fmt: skip
     merge = compile_kernel(
@@ -93,11 +93,11 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
     return (main, merge) if split else (main,)
 
 
-def compile_attention(dtype, group, head_dim, rotary_dim, is_neox, extend_len):
+def compile_attention(dtype, group, head_dim, rotary_dim, is_neox, extend_len, logit_cap=None):
     blocks, launch = attention._tiles(extend_len * group, head_dim, DTYPES[dtype])
     shared = dict(
-        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, SCALE_LOG2=head_dim**-0.5 * LOG2E,
-        ACC=accumulator(DTYPES[dtype])[0], BLOCK_SEGMENTS=16, **blocks,
+        GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, ACC=accumulator(DTYPES[dtype])[0],
+        BLOCK_SEGMENTS=16, **blocks, **score_scales(head_dim**-0.5, logit_cap),
     )  # fmt: skip
     lse = compile_kernel(attention._lse_kernel, dtype, *launch.values(), **shared)
     return lse, compile_kernel(attention._sum_kernel, dtype, *launch.values(), **shared, NUM_KV_HEADS=8)
@@ -134,6 +134,6 @@ if __name__ == "__main__":
         print(max_tail, kernel.metadata.name, kernel.metadata.shared, flush=True)
     for heads in QUICK if "--quick" in sys.argv else HEADS:
         links = (*compile_decode(*heads), *compile_extend(*heads, 512, False), *compile_extend(*heads, 2, True))
-        links += compile_extend(*heads, 512, False, 128)
+        links += (*compile_extend(*heads, 512, False, 128, 50.0), *compile_decode(*heads, 50.0))
         for kernel in (*links, *compile_attention(*heads, 64), *compile_copy(*heads)):
             print(*heads, kernel.metadata.name, kernel.metadata.shared, flush=True)

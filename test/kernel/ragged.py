@@ -193,6 +193,12 @@ def add_sinks(batch: Batch) -> Batch:
     return batch
 
 
+def cap(batch: Batch) -> Batch:
+    """The batch with a logit cap that most of its scores feel, and larger scores."""
+    batch.options |= dict(logit_cap=1.5, sm_scale=3 * batch.options["sm_scale"])
+    return batch
+
+
 def quantise(batch: Batch, fp8: torch.dtype, k_scale: float = 1.0, v_scale: float = 1.0) -> dict:
     """Arguments of an op that put fp8 caches in place of the batch's, which get the values that those stand for.
 

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Batch, Shape, add_sinks, quantise, random_batch, relative_error
+from ragged import DEVICE, NAN, Batch, Shape, add_sinks, cap, quantise, random_batch, relative_error
 
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.naive import naive_accumulate_attention
@@ -117,6 +117,13 @@ def test_accumulate_attention(name, dtype, case):
 def test_sinks(name, case):
     seed, shape, layout = CASES[case]
     check(name, add_sinks(random_batch(seed, shape, layout)))
+
+
+@implementations
+@pytest.mark.parametrize("case", ["ragged", "group of 8, interleaved", "plain requests"])
+def test_logit_caps(name, case):
+    seed, shape, layout = CASES[case]
+    check(name, cap(add_sinks(random_batch(seed, shape, layout))))
 
 
 @implementations

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, add_sinks, check, naive, quantise, random_batch, relative_error, run, sizes
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, naive, quantise, random_batch, relative_error, run, sizes
 
 if DEVICE != "cuda" or torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs a Hopper GPU", allow_module_level=True)
@@ -50,6 +50,15 @@ def test_sinks(configuration, heads, dtype):
     batch = add_sinks(random_batch(0, shape, layout))
     batch.options["sinks"] = batch.options["sinks"].to(dtype or shape.dtype)
     check("decode", module, batch)
+
+
+@all_configurations
+@all_cases
+def test_logit_caps(configuration, case):
+    """Beside sinks, which they leave alone."""
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)
+    check_or_refuse(cap(add_sinks(batch)))
 
 
 @sharing

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, Shape, add_sinks, check, quantise, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, quantise, random_batch, relative_error, run
 
 from sgl_kernel_lazy.naive import naive_link_extend
 
@@ -76,6 +76,17 @@ def test_sinks(configuration, case, dtype):
     seed, shape, layout = CASES[case]
     batch = add_sinks(random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout))
     batch.options["sinks"] = batch.options["sinks"].to(dtype or batch.shape.dtype)
+    check("extend", module, batch)
+
+
+@all_configurations
+@all_cases
+@pytest.mark.parametrize("window", [None, 30])
+def test_logit_caps(configuration, case, window):
+    """Beside sinks, which they leave alone, and under windows."""
+    seed, shape, layout = CASES[case]
+    batch = cap(add_sinks(random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)))
+    batch.options["window"] = window
     check("extend", module, batch)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases import CASES, all_cases
-from ragged import DEVICE, NAN, add_sinks, check, naive, random_batch, relative_error, run
+from ragged import DEVICE, NAN, add_sinks, cap, check, naive, random_batch, relative_error, run
 
 pytest.importorskip("flashinfer")
 
@@ -134,7 +134,8 @@ def test_an_unsupported_type_is_named(op):
 
 
 @ops
-def test_sinks_are_refused(op):
-    batch = add_sinks(random_batch(0, dataclasses.replace(CASES["ragged"][1], dtype=torch.bfloat16)))
-    with pytest.raises(ValueError, match=f"^link_{op}: expected neither windows nor sinks"):
+@pytest.mark.parametrize("change", [add_sinks, cap])
+def test_sinks_and_caps_are_refused(op, change):
+    batch = change(random_batch(0, dataclasses.replace(CASES["ragged"][1], dtype=torch.bfloat16)))
+    with pytest.raises(ValueError, match=f"^link_{op}: expected neither windows nor sinks nor logit caps"):
         run(op, flashinfer_impl, batch)

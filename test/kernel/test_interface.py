@@ -63,7 +63,7 @@ def test_all_implementations_have_one_interface(name, op):
 
 HOPPER = dict(
     dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_qo_heads=32, num_kv_heads=8, head_dim=128, rotary_dim=128,
-    max_segments=256, windowed=False, sinks=False,
+    max_segments=256, windowed=False, sinks=False, capped=False,
 )  # fmt: skip
 REFUSED = {
     "queries in torch.float16 or torch.bfloat16, got torch.float32": dict(dtype=torch.float32, kv_dtype=torch.float32),
@@ -118,6 +118,16 @@ MISTAKES = {
     "q_positions": lambda t: t[1:],
     "kv_positions": lambda t: t.long(),
 }
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@pytest.mark.parametrize("op", ["decode", "extend"])
+@pytest.mark.parametrize("cap", [0, -1.0, float("nan")])
+def test_a_logit_cap_is_positive(op, cap, name):
+    batch = random_batch(0)
+    batch.options["logit_cap"] = cap
+    with pytest.raises(ValueError, match="^logit_cap: expected a positive number or None, got "):
+        run(op, get_implementation(name), batch)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

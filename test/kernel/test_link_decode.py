@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases, all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Shape, add_sinks, check, naive, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, naive, random_batch, relative_error, run
 
 from sgl_kernel_lazy import get_implementation
 
@@ -30,6 +30,17 @@ def test_sinks(name, dtype, case):
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
     check("decode", get_implementation(name), add_sinks(batch))
+
+
+@implementations
+@all_dtypes
+@pytest.mark.parametrize("case", ["ragged", "group of 7, interleaved", "empty rows", "plain beside linked"])
+def test_logit_caps(name, dtype, case):
+    """Beside sinks, which they leave alone."""
+    skip_unless_supported(name, dtype, case)
+    seed, shape, layout = CASES[case]
+    batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
+    check("decode", get_implementation(name), cap(add_sinks(batch)))
 
 
 @implementations

@@ -6,7 +6,7 @@ import importlib
 import pytest
 import torch
 from cases import CASES, all_cases, all_dtypes, skip_unless_supported
-from ragged import DEVICE, NAN, Shape, add_sinks, check, random_batch, relative_error, run
+from ragged import DEVICE, NAN, Shape, add_sinks, cap, check, random_batch, relative_error, run
 
 from sgl_kernel_lazy import get_implementation
 
@@ -49,6 +49,21 @@ def test_sinks(name, dtype, case):
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
     check("extend", get_implementation(name), add_sinks(batch))
+
+
+@implementations
+@all_dtypes
+@pytest.mark.parametrize(
+    ("case", "window"),
+    [("ragged", None), ("group of 7, interleaved", 9), ("empty rows", None), ("plain beside linked", 30)],
+)
+def test_logit_caps(name, dtype, case, window):
+    """Beside sinks, which they leave alone, and under windows."""
+    skip_unless_supported(name, dtype, case)
+    seed, shape, layout = CASES[case]
+    batch = cap(add_sinks(random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)))
+    batch.options["window"] = window
+    check("extend", get_implementation(name), batch)
 
 
 def test_keys_outside_of_a_window_are_not_read():

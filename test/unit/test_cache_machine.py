@@ -74,6 +74,11 @@ picks = st.integers(0, 7)
 pieces = st.sampled_from([1, 2, 5, ALL])
 
 
+def path(node):
+    """A node and those above it, but for the root."""
+    return [] if node.parent is None else [node, *path(node.parent)]
+
+
 def pick_from(sequence, pick):
     return sequence[pick % len(sequence)]
 
@@ -326,7 +331,10 @@ class CacheHistories(RuleBasedStateMachine):
     def check(self):
         self.pools.check()
         if not self.pools.running and not self.pools.waiting_locks and not self.pools.copying:
-            assert self.pools.cache.protected_size() == self.pools.cache.admission.pins.locked_size
+            pins = self.pools.cache.admission.pins
+            assert self.pools.cache.num_locks == len(pins)
+            locked = {above for chunk in pins._chunks.values() for above in path(chunk.node)}
+            assert self.pools.cache.protected_size() == sum(len(node.key) for node in locked)
         for chunk in self.pools.cache.admission.pins._chunks.values():
             assert not chunk.node.evicted and self.pools.store._cached[chunk.key] is chunk
 

@@ -9,7 +9,8 @@ from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.chunks.counts import Histogram, Occupancy
+from sglang_lazy.chunks import catalog, counts
+from sglang_lazy.chunks.counts import Census, Histogram, Occupancy
 
 BUDGET = "no more than 10 tokens can be pinned (--lazy-max-pinned)"
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -24,6 +25,23 @@ def ask(loop, *chunks, rid="r", **options):
 def reuse(loop):
     counts = loop.store.counts
     return counts.num_references, counts.num_hits, counts.num_reused_tokens, counts.num_filled_tokens
+
+
+def test_a_census_counts_each_chunk_once(monkeypatch):
+    """Whatever comes and goes between two steps; what is there all the time is counted."""
+    monkeypatch.setattr(counts, "PIECE", 2)
+    monkeypatch.setattr(catalog, "_SHARE", 1)
+    loop = Loop()
+    loop.warm(A, B, C)
+    census = Census(loop.store)
+    assert census.step() is None
+    deleted(loop, id_of(A))
+    loop.warm(A)  # again, as the last one
+    assert census.step().resident == (4, 16)
+    assert census.step() is None
+    loop.pools.flush()
+    assert census.step().resident == (2, 8)
+    assert census.step().resident == (0, 0)
 
 
 def occupancy(loop):

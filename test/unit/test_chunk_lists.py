@@ -6,8 +6,10 @@ from array import array
 import pytest
 
 from fakes.loop import QUESTION, A, B, C, Loop
+from sglang_lazy.chunks import catalog
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.chunk_lists import arguments_of_ranks, check_id, list_arguments, merged_page
+from sglang_lazy.serving.pieces import all_pieces
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -20,10 +22,27 @@ def listed(loop, tenant=None, everybody=False, **query):
     return listed_of_ranks([loop], tenant, everybody, **query)
 
 
+def pieces_of_ranks(loops, verb, between=lambda: None, **arguments):
+    """All that data-parallel ranks answer.  between: what happens between two pieces."""
+
+    async def ask(starts):
+        if starts is not None:
+            between()
+        return [loop.admission.control.handle(verb, {**arguments, "starts": starts}, 0.0) for loop in loops]
+
+    for rank, loop in enumerate(loops):
+        loop.admission.control.dp_rank = rank
+    try:
+        all_pieces(ask).send(None)  # not in an event loop, in which one could not be within another
+    except StopIteration as end:
+        return end.value
+    raise AssertionError("it waits for something")
+
+
 def listed_of_ranks(loops, tenant=None, everybody=False, **query):
     wanted = list_arguments(**query)
     asked = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(wanted)}
-    return merged_page([loop.admission.control.handle("page", asked, 0.0) for loop in loops], wanted)
+    return merged_page(pieces_of_ranks(loops, "page", **asked), wanted)
 
 
 def test_what_a_list_says():
@@ -86,9 +105,16 @@ def test_a_tenant_sees_its_own():
     assert listed(loop, everybody=True)["total"] == 4
 
 
+@pytest.fixture(params=[catalog.PIECE, 3], ids=["one piece", "many pieces"])
+def piece(request, monkeypatch):
+    """How many chunks are looked at together."""
+    monkeypatch.setattr(catalog, "PIECE", request.param)
+    monkeypatch.setattr(catalog, "_SHARE", min(catalog._SHARE, request.param - 1))
+
+
 @pytest.mark.parametrize("sort", ["last_use", "hits", "tokens", "created"])
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_pages_are_the_whole_list_in_order(sort, order):
+def test_pages_are_the_whole_list_in_order(piece, sort, order):
     rng = random.Random(0)
     loop = Loop(pool_size=400)
     chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(3))) for i in range(25)]
@@ -114,7 +140,7 @@ def test_pages_are_the_whole_list_in_order(sort, order):
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(order, limit):
+def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(piece, order, limit):
     """Each rank counts its chunks from 0, so those of several ranks have the same places."""
     loops = [Loop(), Loop(), Loop()]
     for loop in loops:
@@ -129,6 +155,18 @@ def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(order, limit):
     assert page["total"] == 9
     expected = [(id_of(chunk), rank) for chunk in (A, B, C) for rank in range(3)]
     assert pages == (expected if order == "asc" else expected[::-1])
+
+
+def test_what_is_computed_is_in_one_piece_only(piece):
+    loop = Loop(chunked_prefill_size=4)
+    others = [(True, (i, 9, 9)) for i in range(1, 9)]
+    loop.warm(*others)
+    loop.submit([A, B, QUESTION], "running", max_new_tokens=3)
+    loop.step()
+    page = listed(loop, sort="created", order="asc")
+    expected = {id_of(chunk): "resident" for chunk in (*others, A)} | {id_of(B): "pending"}
+    assert page["total"] == len(page["chunks"]) == len(expected)
+    assert {chunk["id"]: chunk["state"] for chunk in page["chunks"]} == expected
 
 
 def test_an_id_finds_its_chunks():

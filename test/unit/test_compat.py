@@ -165,7 +165,6 @@ def test_a_plain_model_fits():
         ({"use_mla_backend": True}, "rotary part of keys"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"attention_chunk_size": 8192}, "attention within blocks"),
-        ({"is_multimodal": True}, "multimodal"),
         ({"is_generation": False}, "embedding"),
         ({"architecture": "HunYuanDenseV1ForCausalLM"}, "HunYuanDenseV1ForCausalLM"),
         ({"kv_cache_dtype": torch.bfloat16, "kv_cache_dtype_str": "bf16", "dtype": torch.float16}, "dtype bf16"),
@@ -244,7 +243,7 @@ def test_unfit_attention_backends(which):
 @pytest.mark.parametrize(
     ("attention", "reason"),
     [
-        ({"logit_cap": 30.0}, "logit cap"),
+        ({"logit_cap": 30.0, "logit_capping_method": "clip"}, "logit cap by clip"),
         ({"is_cross_attention": True}, "cross attention"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention of type"),
         ({"v_head_dim": 64}, "head dimensions 32 and 64"),
@@ -255,6 +254,12 @@ def test_unfit_layers(attention, reason):
     """One unfit property of a layer gives one reason, which names it."""
     (given,) = compat.unfit_model(runner(Layer(plain_rope(), **attention)))
     assert reason in given
+
+
+def test_layers_of_two_shapes():
+    """As Gemma 4's, whose keys and values SGLang keeps in two pools."""
+    (given,) = compat.unfit_model(runner(Layer(plain_rope()), Layer(plain_rope(), num_kv_heads=4)))
+    assert given.startswith("layers of different head counts or dimensions")
 
 
 def test_a_query_scale_that_depends_on_the_position():

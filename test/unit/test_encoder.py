@@ -258,7 +258,7 @@ def test_a_load_that_a_plain_batch_has_started_is_waited_for():
     req = loop.submit(DOCS[5], DOCS[6])
     with asking_nobody(loop):
         loop.step()
-        assert loop.store.tree.any_loading and linked(req).ready and req in loop.waiting_queue
+        assert loop.store.tree.is_copying and linked(req).ready and req in loop.waiting_queue
         loop.step()
         assert req not in loop.waiting_queue
     loop.run()

@@ -23,7 +23,8 @@ def architecture_of(name):
     if name in VISION_MODELS:
         return VISION_MODELS[name].config.replace("Config", "ForConditionalGeneration")
     spec = MODELS[name]
-    return spec.architecture or spec.config_class.replace("TextConfig", "Config").replace("Config", "ForCausalLM")
+    kind = "ForConditionalGeneration" if "vision_config" in spec.settings else "ForCausalLM"
+    return spec.architecture or spec.config_class.replace("TextConfig", "Config").replace("Config", kind)
 
 
 def test_each_architecture_has_a_row():

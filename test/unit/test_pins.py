@@ -60,6 +60,18 @@ def test_the_budget():
     assert pin(loop, C)[1] == []
 
 
+def test_of_many_times_the_last_one_holds():
+    loop = Loop(pool_size=40)
+    loop.warm(A, B)
+    pin(loop, A, B, ttl=5.0)
+    for i in range(20):
+        pin(loop, A, ttl=80.0 + i, now=1.0)
+    assert len(loop.admission.pins._ends) < 8, "ends that are none any more are kept"
+    assert expire(loop, 50.0) == 50.0 and listed_pins(loop) == {id_of(A): 100.0}
+    pin(loop, A, now=51.0)
+    assert expire(loop, 1e9) is None and listed_pins(loop) == {id_of(A): None}
+
+
 def warm_for(loop, tenant, *chunks):
     for chunk in chunks:
         loop.submit([chunk, QUESTION], f"{tenant}-{chunk}", max_new_tokens=1, cache_salt=tenant, extra_key=tenant)

@@ -79,15 +79,27 @@ def test_a_scale_that_changes_far_away():
         check(lambda x, positions: x * (1 + 0.1 * (positions[:, None] > 2000)))
 
 
+class Unrotated(Attention):
+    def forward(self, positions, hidden_states, forward_batch):
+        return super().forward(positions * 0, hidden_states, forward_batch)
+
+
+@pytest.mark.parametrize("rotary_dim", [HEAD_DIM, HEAD_DIM // 2])
+def test_layers_that_leave_the_rotation_out(rotary_dim):
+    """As some models' in every fourth: nothing is to be undone there."""
+    kinds = Attention, Unrotated
+    layers = check_all(*(kind(True, rotary_dim, unchanged, layer_id=i) for i, kind in enumerate(kinds)))
+    rotated, still = (layer.rope.cos_sin_cache for layer in layers.values())
+    cos, sin = still.chunk(2, dim=1)
+    assert (cos == 1).all() and (sin == 0).all()
+    assert rotated.shape == still.shape and not torch.equal(rotated, still)
+
+
 def test_every_layer_is_looked_at():
-    """One that leaves the rotation out, as some models do in every fourth."""
-
-    class Unrotated(Attention):
-        def forward(self, positions, hidden_states, forward_batch):
-            return super().forward(positions * 0, hidden_states, forward_batch)
-
+    """One whose queries grow with their position, though it leaves the rotation out."""
+    grown = Unrotated(True, HEAD_DIM, lambda x, positions: x * torch.arange(1, len(x) + 1)[:, None], layer_id=1)
     with pytest.raises(ValueError, match="Unrotated of layer 1"):
-        check_all(Attention(True, HEAD_DIM, unchanged), Unrotated(True, HEAD_DIM, unchanged, layer_id=1))
+        check_all(Attention(True, HEAD_DIM, unchanged), grown)
 
 
 def test_other_names_of_arguments():

@@ -1,7 +1,5 @@
 """The start-up probe on attention layers of SGLang's own, of models that no CPU can serve."""
 
-import contextlib
-
 import pytest
 import torch
 import transformers
@@ -32,11 +30,11 @@ def check(layer):
     check_layers(model, describe_layers(model, 2048, "cpu"), HIDDEN, torch.float32)
 
 
-@pytest.mark.parametrize("rope", [{}, {"rope_type": "linear", "factor": 8.0}])
-def test_gemma3(rope):
-    """Its layers are given angles; those of larger models are not the ones that the layers' own embeddings have."""
+@pytest.mark.parametrize("factor", [1.0, 8.0])
+def test_gemma3(factor):
+    """Its layers are given angles; in larger models those of layers without a window are scaled."""
     config = MODELS["gemma3"].config()
-    config.rope_parameters["full_attention"] |= rope
+    config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": factor}
     model = gemma3_causal.Gemma3TextModel(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -44,8 +42,13 @@ def test_gemma3(rope):
             weight.normal_(generator=generator)
     layers = describe_layers(model, 2048, "cpu")
     assert [layer.window for layer in layers.values()] == [32, 32, None, 32]
-    refused = pytest.raises(ValueError, match="Gemma3Attention of layer 2: rotating a query or key back")
-    with refused if rope else contextlib.nullcontext():
+    check_layers(model, layers, HIDDEN, torch.float32)
+    for layer, (base, scale) in zip(layers.values(), [(100, 1), (100, 1), (10000, factor), (100, 1)], strict=True):
+        angles = 7 * base ** (-torch.arange(0, 48, 2) / 48) / scale
+        assert torch.allclose(layer.rope.cos_sin_cache[7], torch.cat([angles.cos(), angles.sin()]), atol=1e-5)
+    # The rotation of one kind of layer is found wrong in the other.
+    layers[0], layers[2] = layers[2], layers[0]
+    with pytest.raises(ValueError, match="Gemma3Attention of layer 0: rotating a query or key back"):
         check_layers(model, layers, HIDDEN, torch.float32)
 
 

@@ -1,5 +1,6 @@
 """The routes about chunks without a server: who may, what their parameters are, what is refused."""
 
+import asyncio
 import base64
 import hashlib
 import re
@@ -34,8 +35,8 @@ def asked(monkeypatch):
     async def ask(_manager, verb, **arguments):
         asked.append((verb, arguments))
         if verb == "survey":
-            return [SURVEY]
-        return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1}]
+            return [{**SURVEY, "next": None}]
+        return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1, "next": None}]
 
     monkeypatch.setattr(chunk_calls, "ask", ask)
     args = types.SimpleNamespace(admin_api_key=None)
@@ -125,7 +126,7 @@ def test_a_survey_s_parts(asked):
         report = [{"id": ID, "tokens": 5, "hit": salt is None}]
         used.add(Namespace("chunk", salt, salt), "block", report, 0, time.time())
     found = http.get("/lazy/survey").json()
-    assert asked == [("survey", {"tenant": None, "everybody": False, "begin": True})]
+    assert asked == [("survey", {"tenant": None, "everybody": False, "starts": None})]
     assert found["hottest"] == [{"id": ID, "hits": 2, "tokens": 5, "lora_path": None, "dp_rank": 0}]
     assert (found["chunks"], found["memory"]) == (SURVEY["chunks"], SURVEY["memory"])
     assert [row[1:] for row in found["history"]] == [[1, 1, 1, 5, 0]] and abs(found["time"] - time.time()) < 60
@@ -142,10 +143,10 @@ def test_a_list_s_parameters(asked):
     page = http.get("/chunks", params=query).json()
     assert page == {"total": 1, "chunks": [{"id": ID, "dp_rank": 0, "lora_path": None}], "next": None}
     wanted = {"sort": "hits", "descending": False, "limit": 8, "after": None, "state": "host"}
-    assert asked.pop() == ("page", {"tenant": "a", "everybody": False, **wanted})
+    assert asked.pop() == ("page", {"tenant": "a", "everybody": False, "starts": None, **wanted})
     http.get("/chunks", headers={"X-Cache-Salt": "b"})
     wanted = {"sort": "last_use", "descending": True, "limit": 101, "after": None, "state": None}
-    assert asked.pop() == ("page", {"tenant": "b", "everybody": False, **wanted})
+    assert asked.pop() == ("page", {"tenant": "b", "everybody": False, "starts": None, **wanted})
     names = {one["name"] for one in http.get("/openapi.json").json()["paths"]["/chunks"]["get"]["parameters"]}
     assert names == {"sort", "order", "limit", "cursor", "state", "all", "cache_salt", "X-Cache-Salt"}
 
@@ -170,3 +171,20 @@ def test_what_is_refused(asked, path, headers, status, reason):
     answer = client().get(path, headers=headers)
     assert answer.status_code == status and reason in answer.json()["detail"]
     assert not asked
+
+
+def test_the_scheduler_deletes_some_at_a_time(monkeypatch):
+    """Each share is a message of its own, between which batches go on; one that fails to be known is skipped."""
+    asked, ids = [], [f"{i:016x}" for i in range(2 * chunk_calls.MAX_DELETED + 1)]
+
+    async def ask(_manager, verb, tenant, ids):
+        asked.append(len(ids))
+        unknown = [{"id": name, "reason": "unknown"} for name in ids[:1]]
+        return [{"affected": [{"id": name, "state": "deleted"} for name in ids[1:]], "skipped": unknown}]
+
+    monkeypatch.setattr(chunk_calls, "ask", ask)
+    answer = asyncio.run(chunk_calls.delete_chunks(types.SimpleNamespace(), None, [*ids, ids[0]]))
+    assert asked == [chunk_calls.MAX_DELETED] * 2 + [1]
+    first = [ids[i] for i in (0, chunk_calls.MAX_DELETED, 2 * chunk_calls.MAX_DELETED)]
+    assert [one["id"] for one in answer["skipped"]] == first and answer["requested"] == len(ids)
+    assert [one["id"] for one in answer["affected"]] == [name for name in ids if name not in first]

@@ -37,7 +37,9 @@ def test_chunks_of_other_kv_have_other_names():
     plain = {"segments": [CHUNK]}
     others = [
         {"cache_salt": "tenant"},
+        {"extra_key": "key"},
         {"lora_path": "legal"},
+        {"link": "packet"},
         {"link": "base"},
         {"link": "base:preamble=lead"},
         {"segments": [{**CHUNK, "text": "another"}]},

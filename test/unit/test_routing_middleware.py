@@ -69,11 +69,11 @@ class Router:
         return web.json_response({"meta_info": {"chunks": report}}, headers=headers)
 
 
-def run(test, *workers):
+def run(test, *workers, hashes=None):
     async def running():
         router = Router(*workers)
         async with TestServer(router.app()) as behind:
-            middleware = Middleware(str(behind.make_url("")), Picker())
+            middleware = Middleware(str(behind.make_url("")), Picker(), hashes)
             runner = web.AppRunner(middleware.app(), handler_cancellation=True)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -167,7 +167,8 @@ def test_a_change_that_the_router_has_not_told_yet():
         assert home == "w0"
         router.health["w0"] = False
         assert await worker_for(client) == "w1"
-        await middleware.refresh()
+        while middleware.workers != ["w1", "w2"]:  # it asks at once
+            await asyncio.sleep(0.01)
         new = {"segments": [{"type": "chunk", "text": "nobody's"}]}
         assert await worker_for(client, new) == "w2"  # which was sent less than w1
         assert await worker_for(client) == "w1"
@@ -230,6 +231,29 @@ def test_the_salt_s_header_is_refused_since_the_router_drops_it():
         assert not router.asked
 
     run(test, "w0")
+
+
+def test_workers_are_followed_while_the_router_lists_them(monkeypatch):
+    following, known = [], object()
+
+    async def follow(worker, picker, hashes):
+        assert hashes is known
+        following.append(worker)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            following.remove(worker)
+
+    async def test(router, middleware, client):
+        for healthy in (True, False, True):
+            router.health["w1"] = healthy
+            await middleware.refresh()
+            await asyncio.sleep(0)
+            assert sorted(following) == (["w0", "w1"] if healthy else ["w0"])
+
+    monkeypatch.setattr("sglang_lazy.routing.middleware.follow", follow)
+    run(test, "w0", "w1", hashes=known)
+    assert not following
 
 
 def test_a_router_that_is_not_there():

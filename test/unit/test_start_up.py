@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sglang_lazy.attention.table import table_of
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
@@ -95,13 +96,25 @@ def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refus
 
 
 @pytest.mark.parametrize(
-    "architectures, untested, expected",
-    [(["GptOssForCausalLM"], False, True), (["Llama4ForCausalLM"], False, False), (["Llama4ForCausalLM"], True, True)],
+    "architectures, untested, head_dim, expected",
+    [
+        (["GptOssForCausalLM"], False, 64, True),
+        (["Llama4ForCausalLM"], False, 64, False),
+        (["Llama4ForCausalLM"], True, 64, True),
+        (["Gemma4ForCausalLM"], True, 512, False),
+    ],
 )
-def test_layers_with_windows_keep_all_tokens(monkeypatch, architectures, untested, expected):
-    """But SGLang's own pools remain those of a model that it serves without chunk reuse."""
+def test_layers_with_windows_keep_all_tokens(monkeypatch, architectures, untested, head_dim, expected):
+    """But SGLang's own pools remain those of a model that it serves without chunk reuse, or of two head shapes."""
     monkeypatch.setenv(ENV_VAR, json.dumps({"untested_model": untested}))
-    config = SimpleNamespace(hf_config=SimpleNamespace(architectures=architectures), disable_hybrid_swa_memory=False)
+    config = SimpleNamespace(
+        hf_config=SimpleNamespace(architectures=architectures),
+        disable_hybrid_swa_memory=False,
+        head_dim=head_dim,
+        swa_head_dim=64,
+        get_num_kv_heads=lambda _: 2,
+        get_swa_num_kv_heads=lambda _: 2,
+    )
     model_runner.keep_all_tokens(config)
     assert config.disable_hybrid_swa_memory is expected
 
@@ -116,12 +129,21 @@ def test_sinks_that_the_stock_backend_does_not_take(fits, monkeypatch, sinks):
     assert table_of(fits.req_to_token_pool).stock_attends is not sinks
 
 
+def test_logit_caps_that_the_stock_backend_does_not_know():
+    """PyTorch's own attention has none."""
+    layers = {i: AttentionLayer(1, 1, 32, None, logit_cap=cap) for i, cap in enumerate([None, 30.0])}
+    native = object.__new__(TorchNativeAttnBackend)
+    assert model_runner.stock_attends(Stock(), layers)
+    assert not model_runner.stock_attends(native, layers)
+    assert model_runner.stock_attends(native, {0: layers[0]})
+
+
 @pytest.fixture
 def cuda_takes(monkeypatch):
     """cuda_takes(n): the CUDA kernels take n segments a row at most."""
 
     def limit(num_segments):
-        def unsupported(*_args, max_segments, windowed, sinks):
+        def unsupported(*_args, max_segments, windowed, sinks, capped):
             assert windowed and not sinks
             return f"at most {num_segments} segments a row" if max_segments > num_segments else None
 

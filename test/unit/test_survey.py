@@ -6,11 +6,12 @@ import random
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-from test_chunk_lists import deleted, id_of, listed
+from test_chunk_lists import deleted, id_of, listed, pieces_of_ranks
 from test_pins import pin
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
-from sglang_lazy.chunks import survey
+from sglang_lazy.chunks import catalog, survey
+from sglang_lazy.scheduler import control
 from sglang_lazy.serving import surveys
 from sglang_lazy.serving.surveys import Surveys, merged
 
@@ -19,18 +20,15 @@ LISTS = {"hottest": ("hits", lambda chunk: chunk["hits"]), "largest": ("tokens",
 LISTS["pinned"] = ("tokens", lambda chunk: chunk["pinned"])
 
 
-def step(loop, begin, tenant=None, everybody=False):
-    arguments = {"tenant": tenant, "everybody": everybody, "begin": begin}
-    return loop.admission.control.handle("survey", arguments, 0.0)
+def surveyed(*loops, between=lambda: None, tenant=None, everybody=False):
+    """A whole survey.  between: what happens between two pieces."""
+    return merged(pieces_of_ranks(loops, "survey", between, tenant=tenant, everybody=everybody))
 
 
-def surveyed(loop, between=lambda: None, **whose):
-    """A whole survey.  between: what happens between two steps."""
-    answer = step(loop, True, **whose)
-    while not answer:
-        between()
-        answer = step(loop, False, **whose)
-    return answer
+def in_pieces_of(monkeypatch, size):
+    monkeypatch.setattr(survey, "PIECE", size)
+    monkeypatch.setattr(control, "PIECE", size)
+    monkeypatch.setattr(catalog, "_SHARE", 1)
 
 
 def share(chunks):
@@ -60,7 +58,7 @@ def check(found, chunks):
 @pytest.mark.parametrize("size", [1, 7, 30, 500])
 @pytest.mark.parametrize("host_size", [0, 150])
 def test_a_survey_is_what_lists_say(monkeypatch, size, host_size):
-    monkeypatch.setattr(survey, "STEP", size)
+    in_pieces_of(monkeypatch, size)
     rng = random.Random(size)
     loop = Loop(pool_size=120, host_size=host_size)
     chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(4))) for i in range(30)]
@@ -92,26 +90,36 @@ def test_what_is_computed_is_counted():
     assert surveyed(loop, tenant="other")["chunks"]["pending"] == 0
 
 
-def test_what_leaves_between_two_steps_is_left_out(monkeypatch):
-    """It may have been counted before; it is in no list. What comes is for the next survey."""
-    monkeypatch.setattr(survey, "STEP", 2)
+def test_what_comes_and_leaves_between_two_pieces(monkeypatch):
+    """Each chunk is counted once, as it is when its turn comes; what has gone by then is left out."""
+    in_pieces_of(monkeypatch, 2)
     loop = Loop()
     loop.warm(A, B, C)
-    moments = iter([lambda: loop.warm(D), lambda: deleted(loop, id_of(A), id_of(C))])  # the last two come first
-    found = surveyed(loop, between=lambda: next(moments)())
+    found = surveyed(loop, between=lambda: deleted(loop, id_of(A), id_of(C)))
     assert found["chunks"]["resident"] == {"chunks": 2, "tokens": 8}
-    assert [chunk["id"] for chunk in found["largest"]] == [id_of(B)]
+    assert {chunk["id"] for chunk in found["largest"]} == {id_of(A), id_of(B)}
+    loop.warm(C, D)
+    found = surveyed(loop, between=lambda: loop.warm(A))
+    assert {chunk["id"] for chunk in found["largest"]} == {id_of(chunk) for chunk in (A, B, C, D)}
     check(surveyed(loop), listed(loop)["chunks"])
 
 
-def test_a_flush_between_two_steps(monkeypatch):
-    monkeypatch.setattr(survey, "STEP", 2)
+def test_a_flush_between_two_pieces(monkeypatch):
+    in_pieces_of(monkeypatch, 2)
     loop = Loop()
     loop.warm(A, B, C)
-    moments = iter([lambda: None, loop.pools.flush])
-    found = surveyed(loop, between=lambda: next(moments)())
-    assert (found["chunks"]["resident"]["chunks"], found["largest"]) == (2, [])
+    assert surveyed(loop, between=loop.pools.flush)["chunks"]["resident"]["chunks"] == 2
     check(surveyed(loop), [])
+
+
+def test_ranks_come_to_an_end_by_themselves(monkeypatch):
+    in_pieces_of(monkeypatch, 1)
+    loops = [Loop(), Loop(), Loop()]
+    loops[0].warm(A)
+    loops[1].warm(A, B, C)
+    found = surveyed(*loops)
+    assert found["chunks"]["resident"] == {"chunks": 4, "tokens": 16}
+    assert [chunk["dp_rank"] for chunk in found["largest"]] == [0, 1, 1, 1]
 
 
 def test_a_tenant_s_survey_is_of_its_own():
@@ -127,14 +135,12 @@ def test_a_tenant_s_survey_is_of_its_own():
     assert {chunk["cache_salt"] for chunk in found["largest"]} == {None, "a", "b"}
 
 
-def test_another_survey_takes_the_place_of_one_that_is_under_way(monkeypatch):
-    monkeypatch.setattr(survey, "STEP", 2)
+def test_surveys_of_several_processes_do_not_disturb_one_another(monkeypatch):
+    """Tokenizer workers know nothing of one another's."""
+    in_pieces_of(monkeypatch, 1)
     loop = Loop()
     loop.warm(A, B, C)
-    assert step(loop, False) == {}
-    assert step(loop, True) == {}
-    assert surveyed(loop, tenant="other")["chunks"]["resident"]["chunks"] == 0
-    assert step(loop, False) == {}
+    check(surveyed(loop, between=lambda: check(surveyed(loop), listed(loop)["chunks"])), listed(loop)["chunks"])
 
 
 def test_a_pin_ends_with_its_time_though_surveys_do_not_end_it():
@@ -182,26 +188,28 @@ def answer(num_chunks, sizes=()):
 
 
 class Asked:
-    """What a scheduler of `num_chunks` chunks is asked, with the times.  steps: of each survey."""
+    """What a scheduler of `num_chunks` chunks is asked, with the times.  pieces: of each survey."""
 
-    def __init__(self, num_chunks=3, steps=1):
-        self.num_chunks, self.steps, self.begun, self.left = num_chunks, steps, [], 0
+    def __init__(self, num_chunks=3, pieces=1):
+        self.num_chunks, self.pieces, self.begun, self.left = num_chunks, pieces, [], 0
 
-    async def __call__(self, begin):
+    async def __call__(self, starts):
         await asyncio.sleep(0)
-        if begin:
+        if starts is None:
             assert not self.left, "two surveys at a time"
             self.begun.append(asyncio.get_running_loop().time())
-            self.left = self.steps
+            self.left = self.pieces
+        else:
+            assert starts == {0: 7}
         self.left -= 1
-        return [answer(self.num_chunks) if not self.left else {}]
+        return [{**answer(self.num_chunks if not self.left else 0), "next": 7 if self.left else None}]
 
 
 def test_all_who_look_share_one_survey():
     async def look():
-        kept, asked = Surveys(), Asked(steps=5)
+        kept, asked = Surveys(), Asked(pieces=5)
         found = await asyncio.gather(*(kept.get("a", asked) for _ in range(9)))
-        assert asked.begun == [0.0] and found == [answer(3)] * 9
+        assert asked.begun == [0.0] and [one["chunks"]["resident"]["chunks"] for one in found] == [3] * 9
 
     run(look())
 
@@ -212,7 +220,7 @@ def test_surveys_take_a_hundredth_of_the_scheduler_s_time(num_chunks, num_tenant
     """However many look, and whoever they are: a chunk takes a microsecond. Nor is one survey made twice a second."""
 
     async def look():
-        kept, asked, clock = Surveys(), Asked(num_chunks, steps=3), asyncio.get_running_loop()
+        kept, asked, clock = Surveys(), Asked(num_chunks, pieces=3), asyncio.get_running_loop()
 
         async def watch(whose):
             while clock.time() < 100:
@@ -231,12 +239,12 @@ def test_a_survey_that_fails_or_is_left_keeps_nobody_waiting():
     async def look():
         kept, asked = Surveys(), Asked()
 
-        async def fails(_begin):
+        async def fails(_starts):
             raise ValueError("no chunks")
 
         with pytest.raises(ValueError, match="no chunks"):
             await kept.get("a", fails)
-        left = asyncio.ensure_future(kept.get("a", Asked(steps=9)))
+        left = asyncio.ensure_future(kept.get("a", Asked(pieces=9)))
         await asyncio.sleep(0)
         left.cancel()
         await asyncio.gather(left, return_exceptions=True)
@@ -257,30 +265,19 @@ def test_only_so_many_surveys_are_kept(monkeypatch):
     run(look())
 
 
-def test_ranks_are_added_up():
-    """Each has its chunks, and takes as many steps as it needs."""
-
-    async def look():
-        turns = iter([[answer(1, [5, 1]), {}], [{}, {}], [{}, answer(2, [7, 3])]])
-
-        async def asked(_begin):
-            return next(turns)
-
-        return await Surveys().get("a", asked)
-
-    found = run(look())
+def test_pieces_of_ranks_are_added_up():
+    found = merged([(0, answer(1, [5, 1])), (1, answer(2, [7, 3]))])
     assert found["chunks"]["resident"] == {"chunks": 3, "tokens": 12} and found["chunks"]["pending"] == 2
     assert [(chunk["tokens"], chunk["dp_rank"]) for chunk in found["largest"]] == [(7, 1), (5, 0), (3, 1), (1, 0)]
     assert found["memory"] == {"device": {"size": 200, "free": 20}, "host": None}
-    many = merged([answer(9, range(1, 9)), answer(9, range(9, 16))])
+    many = merged([(0, answer(9, range(1, 9))), (0, answer(9, range(9, 16)))])
     assert [chunk["hits"] for chunk in many["hottest"]] == list(range(15, 5, -1))
 
 
-def test_an_eviction_between_two_steps(monkeypatch):
+def test_an_eviction_between_two_pieces(monkeypatch):
     """Chunks that have gone to the host are counted where they are when they are looked at."""
-    monkeypatch.setattr(survey, "STEP", 1)
+    in_pieces_of(monkeypatch, 1)
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A, B)
-    moments = iter([lambda: None, lambda: loop.tree_cache.evict(EvictParams(num_tokens=40)), lambda: None])
-    found = surveyed(loop, between=lambda: next(moments)())
+    found = surveyed(loop, between=lambda: loop.tree_cache.evict(EvictParams(num_tokens=40)))
     assert (found["chunks"]["resident"]["chunks"], found["chunks"]["host"]["chunks"]) == (1, 1)

@@ -1,4 +1,4 @@
-"""The catalogue of chunks: which ones a tenant has, page by page, without looking at those of others."""
+"""The catalogue of chunks: which ones a tenant has, without looking at those of others, nor at all of them at once."""
 
 import bisect
 import dataclasses
@@ -18,6 +18,10 @@ SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "create
 STATES = ("pending", "fetching", "host", "loading", "resident")
 MAX_LIMIT = 1000
 MIN_DIGITS = 16
+PIECE = 4000
+"""Chunks that are looked at for a page at once, which takes a few milliseconds."""
+_SHARE = 256
+"""Serial numbers that are kept together."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -52,24 +56,51 @@ def tenant_of(namespace: Namespace) -> Hashable:
     return salt if namespace.own_key == salt else (namespace.own_key, salt)
 
 
+class Series:
+    """Chunks by serial number, ascending, to be walked in pieces while chunks come and go."""
+
+    def __init__(self) -> None:
+        self._shares: dict[int, dict[int, CachedChunk]] = {}
+
+    def add(self, serial: int, chunk: CachedChunk) -> None:
+        """`serial` is greater than all before it."""
+        self._shares.setdefault(serial // _SHARE, {})[serial] = chunk
+
+    def remove(self, serial: int) -> None:
+        share = self._shares[serial // _SHARE]
+        del share[serial]
+        if not share:
+            del self._shares[serial // _SHARE]
+
+    def __bool__(self) -> bool:
+        return bool(self._shares)
+
+    def piece(self, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
+        """The chunks from `start` on, `size` of them or a few more, and where the next piece starts; None at the end.
+
+        start: 0, or what a piece before gave.
+        """
+        chunks: list[CachedChunk] = []
+        numbers = list(self._shares)
+        for number in numbers[bisect.bisect_left(numbers, start) :]:
+            if len(chunks) >= size:
+                return chunks, number
+            chunks += self._shares[number].values()
+        return chunks, None
+
+
 class Catalog:
     """The cached chunks by tenant.
 
-    chunks: all of them, in the order in which they became known; kept by the store.
-    state_of: says in which state a chunk is, by its name in `STATES`.  any_loading: whether any is on the way from the
-        host.
+    chunks: all of them; kept by the store.
+    state_of: says in which state a chunk is, by its name in `STATES`.
     """
 
-    def __init__(
-        self,
-        chunks: Mapping[ChunkKey, CachedChunk],
-        state_of: Callable[[CachedChunk], str],
-        any_loading: Callable[[], bool],
-    ):
-        self._chunks, self._state_of, self._any_loading = chunks, state_of, any_loading
+    def __init__(self, chunks: Mapping[ChunkKey, CachedChunk], state_of: Callable[[CachedChunk], str]):
+        self._chunks, self._state_of = chunks, state_of
         self._serials = itertools.count()
         self._own_serials: defaultdict[Hashable, Iterator[int]] = defaultdict(itertools.count)
-        self._tenants: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
+        self._everybody, self._tenants = Series(), defaultdict[Hashable, Series](Series)
         self._by_id: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
 
     def new(self, key: ChunkKey, node: Node | None, num_tokens: int, now: float) -> CachedChunk:
@@ -79,25 +110,28 @@ class Catalog:
 
     def add(self, chunk: CachedChunk) -> None:
         tenant = self._owner(chunk)
-        self._tenants.setdefault(tenant, {})[chunk.key] = chunk
+        self._everybody.add(chunk.serial, chunk)
+        self._tenants[tenant].add(chunk.own_serial, chunk)
         self._by_id.setdefault((tenant, chunk_id(chunk.key.tokens)), {})[chunk.key] = chunk
 
     def remove(self, chunk: CachedChunk) -> None:
         tenant = self._owner(chunk)
-        for index, name in ((self._tenants, tenant), (self._by_id, (tenant, chunk_id(chunk.key.tokens)))):
-            chunks = index[name]
-            del chunks[chunk.key]
-            if not chunks:
-                del index[name]
-        if tenant not in self._tenants:
-            del self._own_serials[tenant]
+        self._everybody.remove(chunk.serial)
+        self._tenants[tenant].remove(chunk.own_serial)
+        if not self._tenants[tenant]:
+            del self._tenants[tenant], self._own_serials[tenant]
+        same = self._by_id[tenant, chunk_id(chunk.key.tokens)]
+        del same[chunk.key]
+        if not same:
+            del self._by_id[tenant, chunk_id(chunk.key.tokens)]
 
     def __iter__(self) -> Iterator[CachedChunk]:
         return iter(self._chunks.values())
 
-    def of(self, tenant: Hashable, everybody: bool) -> list[CachedChunk]:
-        """The chunks of a tenant, or of all tenants, in the order in which they became known."""
-        return list((self._chunks if everybody else self._tenants.get(tenant, {})).values())
+    def piece(self, tenant: Hashable, everybody: bool, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
+        """Some chunks of a tenant, or of all tenants, in the order in which they became known: see `Series.piece`."""
+        series = self._everybody if everybody else self._tenants.get(tenant)
+        return ([], None) if series is None else series.piece(start, size)
 
     @staticmethod
     def _owner(chunk: CachedChunk) -> Hashable:
@@ -119,26 +153,24 @@ class Catalog:
         limit: int,
         after: tuple[float, int] | None,
         state: str | None,
+        start: int = 0,
         more: Iterable[CachedChunk] = (),
-    ) -> tuple[int, list[CachedChunk], list[tuple[float, int]]]:
-        """How many chunks there are, those of one page, in order, and their places: what each is sorted by, and its
-        serial number.
+    ) -> tuple[int, list[CachedChunk], list[tuple[float, int]], int | None]:
+        """Of one piece of the chunks: how many there are, those that are on the page if no other piece has better ones,
+        in order, and their places: what each is sorted by, and its serial number. Last, where the next piece starts.
 
         everybody: those of all tenants.  sort: one of `SORTS`.  limit: of the page.
         after: the place of the last chunk of the page before.
-        state: one of `STATES`, if only those in it are wanted.  more: chunks that are known, but not cached.
-
-        Numbers are gathered in NumPy and only the page is looked at: all else would take longer than a batch may wait.
+        state: one of `STATES`, if only those in it are wanted.  start: as in `piece`.
+        more: chunks that are known, but not cached; they belong to the first piece.
         """
         serial_name = "serial" if everybody else "own_serial"
         serial = attrgetter(serial_name)
-        extra = sorted((c for c in more if everybody or self._owner(c) == tenant), key=serial)
-        chunks = extra + self.of(tenant, everybody)  # by serial: a dictionary keeps the order of insertion
+        chunks, following = self.piece(tenant, everybody, start, PIECE)
+        if not start:
+            chunks = sorted((c for c in more if everybody or self._owner(c) == tenant), key=serial) + chunks
         if state is not None:
-            if state in ("host", "resident", "loading"):  # most need no closer look
-                chunks = [c for c in chunks if c.node is not None and (c.node.value is None) == (state == "host")]
-            if state not in ("host", "resident") or (state == "resident" and self._any_loading()):
-                chunks = [chunk for chunk in chunks if self._state_of(chunk) == state]
+            chunks = [chunk for chunk in chunks if self._state_of(chunk) == state]
         total = len(chunks)
         sign = -1 if descending else 1
         field = attrgetter(SORTS[sort] or serial_name)
@@ -153,8 +185,5 @@ class Catalog:
             rest = rest[values[rest] <= last]
         order = rest[np.lexsort((sign * rest, values[rest]))][:limit]
         page = [chunks[i] for i in order.tolist()]
-        return (
-            total,
-            page,
-            [(value, serial(chunk)) for value, chunk in zip((sign * values[order]).tolist(), page, strict=True)],
-        )
+        places = [(value, serial(chunk)) for value, chunk in zip((sign * values[order]).tolist(), page, strict=True)]
+        return total, page, places, following

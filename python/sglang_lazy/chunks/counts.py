@@ -3,7 +3,7 @@
 import itertools
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.tree import Node
@@ -12,6 +12,8 @@ from sglang_lazy.core.refusal import REASONS
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 HITS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """The bounds of histograms."""
+PIECE = 2000
+"""Chunks that are counted together, which takes one or two milliseconds."""
 MODES = ("prefill", "decode")
 
 
@@ -74,7 +76,7 @@ class Occupancy(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Iterable[CachedChunk]) -> "Occupancy":
-        """Looks at every chunk, which takes 0.2 ms for a thousand."""
+        """Looks at every chunk, which takes half a millisecond for a thousand."""
         counts, tokens = [0] * 5, [0] * 5
         for chunk in chunks:
             node: Node = chunk.node
@@ -98,6 +100,20 @@ class Occupancy(NamedTuple):
     # Share by share, where tuples in general are joined.
     def __add__(self, other: "Occupancy") -> "Occupancy":  # type: ignore[override]
         return Occupancy(*map(_sum, self, other))
+
+
+class Census:
+    """Counts all chunks of a `ChunkStore`, some at a time, over and over."""
+
+    def __init__(self, store: Any):
+        self._store, self._start, self._found = store, 0, Occupancy.of(())
+
+    def step(self) -> Occupancy | None:
+        """Count some more. All of them once they have been counted, None before; then it begins anew."""
+        chunks, following = self._store.catalog.piece(None, True, self._start, PIECE)
+        found, self._start = self._found + Occupancy.of(chunks), following or 0
+        self._found = found if following else Occupancy.of(())
+        return None if following else found
 
 
 def _sum(*shares: Share) -> Share:

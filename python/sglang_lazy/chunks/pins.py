@@ -1,9 +1,11 @@
 """Pinned chunks, whose KV stays on the device until the pin ends."""
 
 import dataclasses
+import heapq
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.chunks.tree import Node, Tree
@@ -41,21 +43,18 @@ class Pins:
 
     def __init__(self, tree: Tree, budget: int):
         self.tree, self.budget = tree, budget
+        self._numbers = itertools.count()  # of pins that end at the same time
         self.reset()
 
     def reset(self) -> None:
         """The tree has been emptied, and no chunk is pinned any more."""
         self.num_tokens: Counter[Hashable] = Counter()
-        self._locked_size: int | None = 0  # None where it has to be counted anew
-        self._chunks: dict[ChunkKey, CachedChunk] = {}  # the one that was pinned or used longest ago comes first
+        self._chunks: dict[ChunkKey, CachedChunk] = {}  # the one whose pin was set or renewed longest ago comes first
+        self._ends: list[tuple[float, int, CachedChunk, Pin]] = []  # a heap, also of pins that have been replaced
 
     def __len__(self) -> int:
+        """How many chunks are pinned, each of them one lock on the tree."""
         return len(self._chunks)
-
-    @property
-    def nodes(self) -> list[Node]:
-        """Where the pinned chunks end."""
-        return [chunk.node for chunk in self._chunks.values()]
 
     def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
         """Pin all of these cached chunks of one tenant, from now on for `ttl` seconds; Refusal says why none is."""
@@ -70,8 +69,6 @@ class Pins:
                 raise Refusal("pin_room", "the device has no room for it now")
             self.tree.lock(node)
             locked.append(node)
-        if new:
-            self._locked_size = None
         for chunk in chunks:
             if chunk.pin is None:
                 self.num_tokens[_tenant(chunk)] += chunk.num_tokens
@@ -98,27 +95,36 @@ class Pins:
         chunk.pin = Pin(ttl, None if ttl is None else now + ttl, chunk.hits)
         self._chunks.pop(chunk.key, None)
         self._chunks[chunk.key] = chunk
+        if chunk.pin.until is not None:
+            if len(self._ends) > 2 * len(self._chunks):
+                self._ends = [end for end in self._ends if end[2].pin is end[3]]
+                heapq.heapify(self._ends)
+            heapq.heappush(self._ends, (chunk.pin.until, next(self._numbers), chunk, chunk.pin))
 
     def remove(self, chunk: CachedChunk) -> None:
         """End the pin of a chunk, if it has one."""
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
             self.num_tokens -= Counter({_tenant(chunk): chunk.num_tokens})  # who has none left is dropped
-            self._locked_size = None
             self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:
         """End the pins whose time is over; returns in how many seconds the next one may be, None if none will.
 
-        The time of a chunk that has had hits since its pin was looked at last begins anew.
+        The time of a chunk that has had hits meanwhile begins anew.
         """
-        for chunk in [chunk for chunk in self._chunks.values() if chunk.pin.ttl is not None]:
-            if chunk.hits > chunk.pin.hits:
-                self._set(chunk, chunk.pin.ttl, now)
-            elif chunk.pin.until <= now:
+        while self._ends:
+            until, _, chunk, pin = self._ends[0]
+            if chunk.pin is pin and until > now:
+                return until - now
+            heapq.heappop(self._ends)
+            if chunk.pin is not pin:
+                continue
+            if chunk.hits > pin.hits:
+                self._set(chunk, pin.ttl, now)
+            else:
                 self.remove(chunk)
-        ends = [chunk.pin.until for chunk in self._chunks.values() if chunk.pin.until is not None]
-        return min(ends) - now if ends else None
+        return None
 
     def give_up(self) -> None:
         """End the pin, of the tenant that has most pinned, that was set or used longest ago."""
@@ -131,22 +137,6 @@ class Pins:
     def _end(self, chunk: CachedChunk, reason: str) -> None:
         logger.warning("sglang-lazy: chunk %s is pinned no longer: %s", chunk_id(chunk.key.tokens), reason)
         self.remove(chunk)
-
-    @property
-    def locked_size(self) -> int:
-        """How many tokens are locked if nothing is but what is pinned. An idle scheduler asks over and over."""
-        if self._locked_size is None:
-            self._locked_size = self.locked_size_with(())
-        return self._locked_size
-
-    def locked_size_with(self, others: Iterable[Node]) -> int:
-        """The same if `others` are locked as well."""
-        counted: set[Node] = set()
-        for node in (*self.nodes, *others):
-            while node.parent is not None and node not in counted:
-                counted.add(node)
-                node = node.parent
-        return sum(len(node.key) for node in counted)
 
 
 def _tenant(chunk: CachedChunk) -> Hashable:

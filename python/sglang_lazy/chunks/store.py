@@ -68,7 +68,7 @@ class ChunkStore:
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
         self._keys_by_node: dict[int, ChunkKey] = {}
-        self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk), lambda: self.tree.any_loading)
+        self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk))
         self.deletions = Deletions(self)
 
     # Chunks

@@ -37,8 +37,9 @@ class Tree(Protocol):
     def evictable_size(self) -> int:
         """How many tokens nobody has locked."""
 
-    def protected_size(self) -> int:
-        """How many tokens somebody has locked."""
+    @property
+    def num_locks(self) -> int:
+        """How many locks are held, of all nodes together: each counts where it was taken, and not above."""
 
     def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, Node]:
         """The longest beginning on the device: its slots (int64), and the node where it ends, split off if need be."""
@@ -94,10 +95,6 @@ class Tree(Protocol):
     @property
     def host_memory(self) -> dict[str, int] | None:
         """How many tokens the host can hold (`size`), and how many more (`free`); None if there is no such tier."""
-
-    @property
-    def any_loading(self) -> bool:
-        """Whether any node's is."""
 
     def fetch(self, chunk: ChunkSlice) -> bool:
         """Ask storage, if there is one, for a chunk that is not cached. Whether it is on its way to the host, where it

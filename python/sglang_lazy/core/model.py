@@ -28,6 +28,12 @@ class LayerRope:
         self.cos_sin_cache = rope_cos_sin(inv_freq, max_position, MAX_PREAMBLE_LEN).to(device)
         self.is_neox = is_neox
 
+    def still(self) -> "LayerRope":
+        """Of layers that do not rotate: the same shape, and angles of 0."""
+        num_rows, rotary_dim = self.cos_sin_cache.shape
+        device = self.cos_sin_cache.device
+        return LayerRope(torch.zeros(rotary_dim // 2), num_rows - MAX_PREAMBLE_LEN, self.is_neox, device)
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
@@ -37,6 +43,7 @@ class AttentionLayer:
     rope: layers with the same rotary embedding share one object.
     window: how many positions a token sees, its own included; None: all before it.
     sinks: whether each head has a sink: a score without a value, which takes part in its softmax.
+    logit_cap: c where scores are c tanh(score / c).
     """
 
     num_qo_heads: int
@@ -45,6 +52,7 @@ class AttentionLayer:
     rope: LayerRope
     window: int | None = None
     sinks: bool = False
+    logit_cap: float | None = None
 
 
 @dataclasses.dataclass

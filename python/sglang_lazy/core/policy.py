@@ -14,18 +14,20 @@ Preamble = Literal["none", "neutral", "lead"]
 
 
 class ServerTraits(NamedTuple):
-    """What policies have to know of a server.
+    """What policies and admission have to know of a server.
 
     fp8_cache: whether keys and values are rounded to fp8.
     first_layers: whether a batch can be run through the model's first layers alone.
     whole_layers: whether there are layers that see all of a prompt, rather than a window.
     reads_beside: whether the model reads chunks through an encoder, beside the text.
+    masks_images: whether tokens of an image may see those that follow them in it.
     """
 
     fp8_cache: bool = False
     first_layers: bool = True
     whole_layers: bool = True
     reads_beside: bool = False
+    masks_images: bool = False
 
 
 class TrainedTokens(NamedTuple):

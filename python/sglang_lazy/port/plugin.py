@@ -48,7 +48,7 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, model_runner
-    from sglang_lazy.port.scheduler import chunk_metrics, control, lora, schedule_policy, steps
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
@@ -68,6 +68,7 @@ def install() -> None:
         surfaces,
         malformed,
         chunk_metrics,
+        collector,
         watchdog,
     )
     _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))

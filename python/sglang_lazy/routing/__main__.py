@@ -8,6 +8,7 @@ import logging
 
 from aiohttp import web
 
+from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.middleware import Middleware
 from sglang_lazy.routing.picker import CAPACITY, IMBALANCE, Picker
 
@@ -24,14 +25,21 @@ def main() -> None:
         help="How many times the mean of the requests in flight a worker may have.",
     )
     parser.add_argument("--capacity", type=int, default=CAPACITY, help="Chunks to remember of each worker.")
+    parser.add_argument(
+        "--kv-events",
+        metavar="TOKENIZER",
+        help="Learn also from the KV events that workers publish, by their tokenizer's path or name.",
+    )
     args = parser.parse_args()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s")
     try:
         picker = Picker(args.imbalance, args.capacity)
-    except ValueError as error:
+        hashes = BlockHashes.load(args.kv_events) if args.kv_events else None
+    except (OSError, ValueError) as error:
         parser.error(str(error))
+    app = Middleware(args.router, picker, hashes).app()
     # A request whose client has gone is taken back from its worker.
-    web.run_app(Middleware(args.router, picker).app(), host=args.host, port=args.port, handler_cancellation=True)
+    web.run_app(app, host=args.host, port=args.port, handler_cancellation=True)
 
 
 if __name__ == "__main__":

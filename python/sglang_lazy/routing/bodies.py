@@ -1,35 +1,49 @@
-"""What a picker needs of requests and answers, read from their JSON without a tokenizer."""
+"""What a picker needs of requests and answers, read from their JSON."""
 
 import hashlib
 import json
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+from sglang_lazy.routing.block_hashes import BlockHashes
+from sglang_lazy.serving.blocks import BLOCKS
+
 _PROMPTS = ("segments", "system", "messages", "input")
 """Fields of bodies in which chunks stand."""
-_CHUNKS = ("chunk", "document", "search_result")
+_CHUNKS = ("chunk", *BLOCKS)
+TOKENS_INSIDE = "packet"
+"""The policy that puts tokens of the model's own into chunks."""
 NAMED_SIZE = 4000
 """What a chunk that is named by its id counts, whose length nobody here knows: as so many characters."""
 
 
-def chunks_in(body: Any) -> list[tuple[Hashable, int]]:
+def chunks_in(body: Any, hashes: BlockHashes | None = None) -> list[tuple[Hashable, int]]:
     """The chunks of a request in the order of its prompt, each with its size in characters.
 
     body: the JSON of `/generate` or of an OpenAI or Anthropic route. Equal chunks, of one tenant and adapter, have
     equal names. Chunks made of plain text (`chunk_separator`, `chunk_roles`) are not seen, and whatever is malformed is
     left to the server to refuse.
+    hashes: names those that KV events tell of as these do.
     """
     if not isinstance(body, Mapping) or body.get("link") == "full":
         return []
-    adapter = body.get("lora_path") or str(body.get("model")).partition(":")[2]
-    preamble, plus, _ = str(body.get("link")).partition("+")
-    behind = preamble if plus or preamble.startswith("base") else None
-    namespace = _text((body.get("cache_salt"), adapter, behind))
-    return [
-        (hashlib.blake2b(_text((namespace, block)).encode(), digest_size=16).digest(), _size(block))
+    namespace = _namespace(body)
+    blocks = [
+        (hashlib.blake2b(_text((namespace, block)).encode(), digest_size=16).digest(), block)
         for field in _PROMPTS
         for block in _blocks(body.get(field))
     ]
+    names = {} if hashes is None or any(namespace) else hashes.of(dict(blocks))
+    return [(names.get(digest, digest), _size(block)) for digest, block in blocks]
+
+
+def _namespace(body: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What beside its tokens a chunk's KV depends on. All are false for one that is anybody's and computed alone."""
+    adapter = body.get("lora_path") or str(body.get("model")).partition(":")[2]
+    first, _, rest = str(body.get("link")).partition("+")
+    preamble = first if first.startswith("base") else None
+    with_tokens_inside = (rest or first).partition(":")[0] == TOKENS_INSIDE
+    return (body.get("cache_salt"), body.get("extra_key"), adapter, preamble, with_tokens_inside)
 
 
 def _blocks(value: Any) -> Iterator[Mapping[str, Any]]:

@@ -10,13 +10,16 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Hashable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import aiohttp
 from aiohttp import web
 from yarl import URL
 
 from sglang_lazy.core.config import SALT_HEADER
+from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.routing.bodies import chunks_in, hits_by_chunk
+from sglang_lazy.routing.events import follow
 from sglang_lazy.routing.picker import Pick, Picker
 
 TARGET = "X-SMG-Target-Worker"
@@ -42,16 +45,21 @@ class Middleware:
     """What the middleware knows.
 
     router: the router's URL.
+    hashes: of chunks, where workers' KV events are followed.
     workers: the URLs of those that it calls healthy, in its order.
     down: those that it could not reach since its list was last asked for in time.
     in_flight: requests by worker.
     """
 
-    def __init__(self, router: str, picker: Picker):
-        self.router, self.picker = router.rstrip("/"), picker
+    def __init__(self, router: str, picker: Picker, hashes: BlockHashes | None = None):
+        self.router, self.picker, self.hashes = router.rstrip("/"), picker, hashes
         self.workers: list[str] = []
         self.down: set[str] = set()
         self.in_flight: Counter[Hashable] = Counter()
+        self._changed = asyncio.Event()
+        self._followers: dict[str, asyncio.Task[None]] = {}
+        # To tokenize documents takes milliseconds, in which streams go on. One thread: its tokenizer remembers.
+        self._reader = ThreadPoolExecutor(1)
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=0)  # the router has a limit of its own
@@ -65,15 +73,19 @@ class Middleware:
         async with aiohttp.ClientSession(auto_decompress=False, connector=limits, timeout=timeout) as self.session:
             task = asyncio.create_task(self._refresh_in_time())
             yield
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            tasks = [task, *self._followers.values()]
+            for one in tasks:
+                one.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        self._reader.shutdown()
 
     async def _refresh_in_time(self) -> None:
         while True:
+            self._changed.clear()
             await self.refresh()
             self.down.clear()
-            await asyncio.sleep(REFRESH_S)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), REFRESH_S)
 
     async def refresh(self) -> None:
         """Ask the router for its workers. If it does not answer, they stay as they were."""
@@ -86,12 +98,17 @@ class Middleware:
             return
         for worker in set(self.workers) - set(workers):
             self.picker.forget(worker)
+            if worker in self._followers:
+                self._followers.pop(worker).cancel()
         self.workers = workers
+        if self.hashes is not None:
+            for worker in set(workers) - self._followers.keys():
+                self._followers[worker] = asyncio.create_task(follow(worker, self.picker, self.hashes))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Pass a request on, to a worker that has its chunks."""
         data = await request.read()
-        chunks = _chunks(data)
+        chunks = await asyncio.get_running_loop().run_in_executor(self._reader, self._chunks, data)
         if SALT_HEADER in request.headers:
             message = f"the router does not pass on {SALT_HEADER}: put cache_salt into the body"
             return web.json_response({"error": {"message": message}}, status=400)
@@ -114,6 +131,12 @@ class Middleware:
             self.down.add(str(pick.worker))
             self.picker.forget(pick.worker)
             await self.refresh()
+
+    def _chunks(self, data: bytes) -> list[tuple[Hashable, int]]:
+        try:
+            return chunks_in(json.loads(data), self.hashes) if data else []
+        except (ValueError, RecursionError):
+            return []
 
     def _pick(self, chunks: Sequence[tuple[Hashable, int]]) -> Pick | None:
         """None if no worker is known, so that the router may say what is wrong."""
@@ -171,15 +194,9 @@ class Middleware:
                 line += rest
         if pick is not None and answer.ok:
             routed = answer.headers.get(ROUTED, pick.worker)
-            if routed != pick.worker:  # the list of workers has changed meanwhile
+            if routed != pick.worker:  # the list of workers has changed
+                self._changed.set()
                 pick = self.picker.pick(dict(chunks), {routed: 0})
             pick.answered(hits or hits_by_chunk(chunks, bytes(line)))
         await response.write_eof()
         return response
-
-
-def _chunks(data: bytes) -> list[tuple[Hashable, int]]:
-    try:
-        return chunks_in(json.loads(data)) if data else []
-    except (ValueError, RecursionError):
-        return []

@@ -3,11 +3,13 @@
 Nothing is asked of the workers. A chunk that was sent to one is there, until an answer says that it was not. Caches
 evict what was used longest ago, so whatever was last used before such a chunk is taken for gone with it: the index
 shrinks to what a worker's cache holds, of whatever size that is, and empties when one starts anew.
+
+Where a worker publishes what it stores and removes (`follow`), that is known of it, whoever asked for it.
 """
 
 import dataclasses
 from collections import OrderedDict, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 IMBALANCE, SLACK = 1.25, 2
@@ -23,12 +25,33 @@ class _Use:
     answered: int | None = None
 
 
+@dataclasses.dataclass(slots=True)
+class _Cache:
+    """What is known of a worker's cache.
+
+    sent: the chunks that were sent to it, the last one last.
+    stored: by place, what it has said to be there, the last one last.
+    """
+
+    sent: OrderedDict[Hashable, _Use] = dataclasses.field(default_factory=OrderedDict)
+    stored: defaultdict[Hashable, OrderedDict[Hashable, None]] = dataclasses.field(
+        default_factory=lambda: defaultdict(OrderedDict)
+    )
+
+    def is_stored(self, chunk: Hashable) -> bool:
+        return any(chunk in stored for stored in self.stored.values())
+
+    def has(self, chunk: Hashable) -> bool:
+        return chunk in self.sent or self.is_stored(chunk)
+
+
 class Picker:
     """Picks the worker that has most of a prompt's chunks, of those whose load allows it.
 
     imbalance: with the new request, none may have more than so many times the mean of the requests in flight (as in
         consistent hashing with bounded loads, arXiv 1608.01350), and `SLACK` more, since a few are no load; at least 1.
-    capacity: the chunks remembered of each worker, those sent to it last.
+    capacity: the chunks remembered of each worker, those sent to it last; and of each of its places, those stored there
+        last.
 
     Raises ValueError for values below 1. Not for several threads at once.
     """
@@ -37,7 +60,7 @@ class Picker:
         if not (imbalance >= 1 and capacity >= 1):
             raise ValueError(f"imbalance and capacity must be at least 1, got {imbalance} and {capacity}")
         self.imbalance, self.capacity = imbalance, capacity
-        self._sent: defaultdict[Hashable, OrderedDict[Hashable, _Use]] = defaultdict(OrderedDict)  # oldest first
+        self._caches: defaultdict[Hashable, _Cache] = defaultdict(_Cache)
         self._now = 0
 
     def pick(self, chunks: Mapping[Any, int], loads: Mapping[Any, int]) -> "Pick":
@@ -51,9 +74,9 @@ class Picker:
         limit = self.imbalance * (sum(loads.values()) + 1) / len(loads) + SLACK
 
         def rank(worker: Hashable) -> tuple[int, int, int]:
-            sent = self._sent[worker]
-            present = sum(size for chunk, size in chunks.items() if chunk in sent)
-            return present, -loads[worker], -len(sent)
+            cache = self._caches[worker]
+            present = sum(size for chunk, size in chunks.items() if cache.has(chunk))
+            return present, -loads[worker], -len(cache.sent)
 
         worker = max((worker for worker, load in loads.items() if load + 1 <= limit), key=rank)
         return Pick(worker, self._send(chunks, worker), self)
@@ -61,22 +84,39 @@ class Picker:
     def _send(self, chunks: Mapping[Hashable, int], worker: Hashable) -> dict[Hashable, int | None]:
         """Note that these are sent there; when each was answered for before."""
         self._now += 1
-        sent, before = self._sent[worker], {}
+        sent, before = self._caches[worker].sent, {}
         for chunk in chunks:
             use = sent.setdefault(chunk, _Use(self._now))
             use.sent = self._now
             before[chunk] = use.answered
             sent.move_to_end(chunk)
-        while len(sent) > self.capacity:
-            sent.popitem(last=False)
+        self._limit(sent)
         return before
+
+    def _limit(self, known: OrderedDict[Hashable, Any]) -> None:
+        while len(known) > self.capacity:
+            known.popitem(last=False)
+
+    def stored(self, worker: Hashable, place: Hashable, chunk: Hashable) -> None:
+        """The worker says that it has a chunk.  place: which of its caches, of several."""
+        stored = self._caches[worker].stored[place]
+        stored[chunk] = None
+        self._limit(stored)
+
+    def removed(self, worker: Hashable, place: Hashable, chunks: Iterable[Hashable]) -> None:
+        """The worker says that a place has these no longer. Some may be nothing that prompts ask for."""
+        cache = self._caches[worker]
+        for chunk in chunks:
+            cache.stored[place].pop(chunk, None)
+            if chunk in cache.sent and not cache.is_stored(chunk):
+                del cache.sent[chunk]
 
     def forget(self, worker: Hashable) -> None:
         """This worker's cache is empty, or nobody will ask for it again."""
-        self._sent.pop(worker, None)
+        self._caches.pop(worker, None)
 
     def _learn(self, pick: "Pick", hits: Mapping[Hashable, bool]) -> None:
-        sent = self._sent[pick.worker]
+        sent = self._caches[pick.worker].sent
         for chunk in pick._before.keys() & sent.keys():
             sent[chunk].answered = sent[chunk].sent
         missed = [before for chunk, before in pick._before.items() if before and not hits.get(chunk, True)]

@@ -103,7 +103,7 @@ class ChunkAdmission:
         self.reconcile()
         waiting = self.scheduler.waiting_queue
         self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
-        if not self.linked_waiting and not _recomputes(self.scheduler.chunked_req):
+        if not self.linked_waiting and lazy_state(self.scheduler.chunked_req) is None:
             return waiting
         budget = self.budget.for_waiting(running_batch)
         for_answers = self.budget.num_free() - self.budget.num_left() - budget
@@ -153,9 +153,14 @@ class ChunkAdmission:
                 break
             budget -= need
             visible[req] = None
-        # Probes of the deviation run the first layers only, so whatever shares their batch must be such a probe, too.
         first = self.scheduler.chunked_req or next(iter(visible), None)
-        return [req for req in visible if _recomputes(req) == _recomputes(first)]
+        return [req for req in visible if self._kind(req) == self._kind(first)]
+
+    def _kind(self, req: Any) -> tuple[bool, bool]:
+        """Requests of a batch have the same. Probes of the deviation run the first layers only; a mask that lets image
+        tokens see what follows is SGLang's, and fits no rows but its own."""
+        state, images = linked(req), req.multimodal_inputs is not None
+        return state is not None and state.recomputes, images and self.arrival.limits.traits.masks_images
 
     def _awaits_storage(self, state: LinkedRequest) -> bool:
         return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
@@ -244,8 +249,8 @@ class ChunkAdmission:
         is locked but pins and what the head itself has, a pin ends.
         """
         held = [state.chunks.nodes for state in map(as_linked, self.holders) if state.chunks is not None]
-        own = [node for nodes in held for node in nodes if node is not None]
-        if len(self.pins) and len(self.holders) < 2 and self._num_locked() == self.pins.locked_size_with(own):
+        num_own = sum(node is not None for nodes in held for node in nodes)
+        if len(self.pins) and len(self.holders) < 2 and self.store.tree.num_locks == len(self.pins) + num_own:
             self.pins.give_up()
         else:
             self.revoke_newest()
@@ -263,9 +268,6 @@ class ChunkAdmission:
             if not self.revoke_newest():
                 self.pins.give_up()
 
-    def _num_locked(self) -> int:
-        return self.store.tree.protected_size()
-
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
         state = as_linked(req)
@@ -277,19 +279,14 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        num_locked, num_pending = self._num_locked() - self.pins.locked_size, len(self.store.pending)
+        num_locks, num_pending = self.store.tree.num_locks - len(self.pins), len(self.store.pending)
         num_lost = 0
         if not self.rows.shares_pool:
-            num_locked += self.scheduler.tree_cache.protected_size()
+            num_locks += self.rows.tree.num_locks
             tree, pool = self.store.tree, self.rows.chunk_allocator
             num_lost = pool.size - pool.available_size() - tree.evictable_size() - tree.protected_size()
-        if num_locked or num_pending or num_lost or self.holders:
+        if num_locks or num_pending or num_lost or self.holders:
             raise RuntimeError(
-                f"idle, but {len(self.holders)} requests hold chunks, {num_locked} tokens are locked, {num_pending} "
-                f"chunks pending and {num_lost} slots of chunks lost"
+                f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held, {num_pending} chunks "
+                f"are pending and {num_lost} slots of chunks lost"
             )
-
-
-def _recomputes(req: Any | None) -> bool:
-    state = None if req is None else linked(req)
-    return state is not None and state.recomputes

@@ -5,21 +5,28 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sglang_lazy.chunks.catalog import CachedChunk
+from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.chunks.pins import Pins
-from sglang_lazy.chunks.reports import described, under_way
+from sglang_lazy.chunks.reports import described, state_of, under_way
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.survey import Survey
+from sglang_lazy.chunks.survey import PIECE, surveyed
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.refusal import Refusal
 
 
 class ChunkControl:
-    """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message."""
+    """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message.
+
+    What looks at all chunks does so in pieces, each with a message of its own, so that batches go on in between:
+    `starts` says at which one each data-parallel rank goes on, None for all of them at the first; the answer's `next`
+    where the next one starts, None at the end.
+
+    dp_rank: of the scheduler; the port sets it.
+    """
 
     def __init__(self, rows: RowCache, pins: Pins):
         self.rows, self.store, self.pins = rows, rows.store, pins
-        self._survey: Survey | None = None
+        self.dp_rank = 0
 
     def handle(self, verb: str, arguments: Mapping[str, Any], now: float) -> dict[str, Any]:
         """The answer to one message. Pins whose time is over end first, unless it is one of the many of a survey.
@@ -38,35 +45,45 @@ class ChunkControl:
         }
         return verbs[verb](**arguments)
 
-    def page(self, **wanted: Any) -> dict[str, Any]:
-        """One page of chunks, each with its place, and the number of all of them.
+    def page(self, starts: Mapping[int, int] | None = None, **wanted: Any) -> dict[str, Any]:
+        """One page of a piece of the chunks, each with its place, and the number of all of them.
 
         wanted: the arguments of `Catalog.page`, but for the chunks that it does not know.
         """
-        total, chunks, places = self.store.catalog.page(**wanted, more=under_way(self.store))
-        return {"total": total, "chunks": [self._described(chunk) for chunk in chunks], "places": places}
+        if (start := self._start(starts)) is None:
+            return {}
+        more = under_way(self.store)
+        total, chunks, places, following = self.store.catalog.page(**wanted, start=start, more=more)
+        described = [self._described(chunk) for chunk in chunks]
+        return {"total": total, "chunks": described, "places": places, "next": following}
+
+    def _start(self, starts: Mapping[int, int] | None) -> int | None:
+        """Where this rank goes on, None if it is done."""
+        return 0 if starts is None else starts.get(self.dp_rank)
 
     def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
         """The chunks of a tenant with this id."""
         chunks = self.store.catalog.find(tenant, prefix, under_way(self.store))
         return {"chunks": [self._described(chunk) for chunk in chunks]}
 
-    def survey(self, tenant: str | None, everybody: bool, begin: bool) -> dict[str, Any]:
-        """One step of a survey. `{}` until the last one, then what `Survey.result` gives, and `memory`: tokens that the
-        device and the host hold at most (`size`), and how many more (`free`).
-
-        begin: a new one, in place of one that has not been taken to its end. That is a step of its own: to note which
-            chunks there are takes as long as to look at some of them.
+    def survey(self, starts: Mapping[int, int] | None, tenant: str | None, everybody: bool) -> dict[str, Any]:
+        """A piece of a survey: see `surveyed`. The first one has `memory`, too: tokens that the device and the host
+        hold at most (`size`), and how many more (`free`); and among `chunks`, how many are `pending` and `fetching`.
         """
-        if begin:
-            self._survey = Survey(self.store, tenant, everybody)
+        if (start := self._start(starts)) is None:
             return {}
-        if self._survey is None or not self._survey.step():
-            return {}
-        survey, self._survey = self._survey, None
-        device, host = self.rows.chunk_allocator, self.store.tree.host_memory
-        memory = {"device": {"size": device.size, "free": device.available_size()}, "host": host}
-        return {**survey.result(self._described), "memory": memory}
+        chunks, following = self.store.catalog.piece(tenant, everybody, start, PIECE)
+        found = {**surveyed(chunks, self._described), "next": following}
+        if starts is None:
+            coming = [
+                state_of(self.store, chunk)
+                for chunk in under_way(self.store)
+                if everybody or tenant_of(chunk.key.namespace) == tenant
+            ]
+            found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
+            device, host = self.rows.chunk_allocator, self.store.tree.host_memory
+            found["memory"] = {"device": {"size": device.size, "free": device.available_size()}, "host": host}
+        return found
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
         """Take chunks out of the cache, those that requests hold when they are released.

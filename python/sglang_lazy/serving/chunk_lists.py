@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS, SORTS, STATES
+from sglang_lazy.serving.pieces import Pieces
 
 DEFAULT_LIMIT = 100
 MAX_TTL = 10**9
@@ -49,18 +50,18 @@ def arguments_of_ranks(wanted: Mapping[str, Any]) -> dict[str, Any]:
     return {**wanted, "after": (value, before), "limit": wanted["limit"] + 2}
 
 
-def merged_page(answers: Sequence[dict[str, Any]], wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """One page of the answers of all data-parallel ranks to `arguments_of_ranks`.  wanted: as there."""
+def merged_page(pieces: Pieces, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """One page of what all data-parallel ranks answered to `arguments_of_ranks`.  wanted: as there."""
     sort, descending, limit, after = (wanted[name] for name in ("sort", "descending", "limit", "after"))
     rows = [
         ((*place, rank), {**chunk, "dp_rank": rank})
-        for rank, answer in enumerate(answers)
-        for place, chunk in zip(answer["places"], answer["chunks"], strict=True)
+        for rank, piece in pieces
+        for place, chunk in zip(piece["places"], piece["chunks"], strict=True)
     ]
     if after is not None:
         rows = [row for row in rows if (row[0] < after if descending else row[0] > after)]
     rows.sort(key=lambda row: row[0], reverse=descending)
-    total = sum(answer["total"] for answer in answers)
+    total = sum(piece["total"] for _, piece in pieces)
     page = rows[:limit]
     cursor = _pack(sort, "desc" if descending else "asc", page[-1][0]) if len(rows) > limit else None
     return {"total": total, "chunks": [chunk for _, chunk in page], "next": cursor}

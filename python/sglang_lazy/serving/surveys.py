@@ -2,19 +2,17 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
-from sglang_lazy.chunks.survey import TOP
+from sglang_lazy.chunks.survey import SORTED_BY, TOP
+from sglang_lazy.serving.pieces import AskPiece, Pieces, all_pieces
 
 MIN_AGE, PAUSE_PER_CHUNK = 1.0, 1e-4
 """Seconds for which a survey is good enough, and until the next one may begin: a chunk takes the scheduler less than a
 microsecond, so surveys take less than a hundredth of its time."""
 _KEPT = 16
 _ATTR = "_sglang_lazy_surveys"
-
-Step = Callable[[bool], Awaitable[Sequence[dict[str, Any]]]]
-"""Has the scheduler take one step of a survey, of a new one if True; one answer of each data-parallel rank."""
 
 
 class Surveys:
@@ -25,7 +23,7 @@ class Surveys:
         self._kept: OrderedDict[Hashable, tuple[float, dict[str, Any]]] = OrderedDict()
         self._free = 0.0  # when the scheduler has had its rest from the last one
 
-    async def get(self, whose: Hashable, step: Step) -> dict[str, Any]:
+    async def get(self, whose: Hashable, ask: AskPiece) -> dict[str, Any]:
         """A survey that is no older than it has to be."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
@@ -33,7 +31,7 @@ class Surveys:
             if clock() < until:
                 return survey
             await asyncio.sleep(self._free - clock())
-            survey = await _survey(step)
+            survey = merged(await all_pieces(ask))
             num_chunks = sum(survey["chunks"][tier]["chunks"] for tier in ("resident", "host"))
             self._free = clock() + num_chunks * PAUSE_PER_CHUNK
             self._kept[whose] = max(self._free, clock() + MIN_AGE), survey
@@ -43,33 +41,23 @@ class Surveys:
             return survey
 
 
-async def _survey(step: Step) -> dict[str, Any]:
-    found = dict(enumerate(await step(True)))
-    while not all(found.values()):
-        found |= {rank: answer for rank, answer in enumerate(await step(False)) if answer}
-    return merged([found[rank] for rank in sorted(found)])
-
-
-def merged(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One survey of those of all data-parallel ranks."""
+def merged(pieces: Pieces) -> dict[str, Any]:
+    """One survey of all pieces."""
     lists = {
         name: sorted(
-            ({**chunk, "dp_rank": rank} for rank, answer in enumerate(answers) for chunk in answer[name]),
+            ({**chunk, "dp_rank": rank} for rank, piece in pieces for chunk in piece[name]),
             key=lambda chunk: -chunk[field],
         )[:TOP]
-        for name, field in (("hottest", "hits"), ("largest", "tokens"), ("pinned", "tokens"))
+        for name, field in SORTED_BY.items()
     }
-    return {
-        "chunks": _sum([answer["chunks"] for answer in answers]),
-        "memory": _sum([a["memory"] for a in answers]),
-        **lists,
-    }
+    sums = {name: _sum([piece[name] for _, piece in pieces if name in piece]) for name in ("chunks", "memory")}
+    return {**sums, **lists}
 
 
-def _sum(values: Sequence[Any]) -> Any:
-    """Of numbers, or of objects of numbers, name by name; None where there are none."""
+def _sum(values: list[Any]) -> Any:
+    """Of numbers, or of objects of numbers, name by name, where they have it; None where there are none."""
     if isinstance(values[0], dict):
-        return {name: _sum([value[name] for value in values]) for name in values[0]}
+        return {name: _sum([value[name] for value in values if name in value]) for name in values[0]}
     return None if values[0] is None else sum(values)
 
 

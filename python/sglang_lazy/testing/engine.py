@@ -29,6 +29,10 @@ class EngineProcess:
         """`Engine.generate`, without streams."""
         return self._call("generate", prompt)
 
+    def call(self, name: str, **arguments: Any) -> Any:
+        """Another method of `Engine`."""
+        return self._call(name, arguments)
+
     def flush_cache(self) -> None:
         """Empty the cache, as soon as the last batch has wound up."""
         self._call("flush_cache", {})

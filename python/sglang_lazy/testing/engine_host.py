@@ -30,8 +30,8 @@ def main() -> None:
                 case "flush_cache":
                     flush_cache(engine)
                     result = None
-                case "generate":
-                    result = engine.generate(**arguments)
+                case _:
+                    result = getattr(engine, name)(**arguments)
         except Exception as error:
             result = error
         calls.send(result)

@@ -62,21 +62,24 @@ def running_server(
     flags: list[str],
     log: Path,
     *,
+    port: int | None = None,
     module: str = "sglang_lazy.launch_server",
     timeout: float = 300,
     usual: float = 30,
     environment: Mapping[str, str] | None = None,
     as_command: bool = False,
 ) -> Iterator[str]:
-    """Start a server on a free loopback port, yield its URL once it is healthy, stop it on the way out.
+    """Start a server on a loopback port, yield its URL once it is healthy, stop it on the way out.
 
     log: file for the server's output.
+    port: a free one if none is given.
     timeout, usual: seconds to wait at most, and seconds the progress bar expects.
     environment: variables for the server, over those of this process.
     as_command: start it as a user would. Off GPUs it is otherwise forked, for speed, from a process that has imported
         SGLang.
     """
-    port, nccl_port = free_ports(2)
+    free_port, nccl_port = free_ports(2)
+    port = port or free_port
     arguments = ["--host", "127.0.0.1", "--port", str(port), *flags]
     if "--dp-size" not in flags:  # SGLang would have all of its ranks listen on this one
         arguments += ["--nccl-port", str(nccl_port)]

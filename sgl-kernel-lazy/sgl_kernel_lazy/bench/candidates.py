@@ -28,6 +28,7 @@ def takes(name: str, problem: Problem) -> bool:
             max_segments=problem.tables["segment_ends"].shape[1],
             windowed=shape.window is not None,
             sinks=shape.sinks,
+            capped=False,
         )
         is None
     )

@@ -150,6 +150,9 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// tanh(x ln(2) / 2); tanh.approx.f32 has eleven bits only.
+__device__ __forceinline__ float tanh_exp2(float x) { return 1.f - __fdividef(2.f, 1.f + exp2_approx(x)); }
+
 template <typename T>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   uint32_t packed;

@@ -40,7 +40,7 @@ CUtensorMap tensor_map(const char* name, TensorView cache, int heads_at_once) {
 
 void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorView kv_indices, int64_t max_segments,
                  TensorView cos_sin_cache, TensorView workspace, Optional<TensorView> sinks, TensorView out,
-                 Optional<TensorView> lse, double sm_scale, double v_scale, int64_t num_sms) {
+                 Optional<TensorView> lse, double sm_scale, double v_scale, double logit_cap, int64_t num_sms) {
   check_aligned("q", q, 4);
   check_aligned("cos_sin_cache", cos_sin_cache, 8);
   check_aligned("out", out, 16);
@@ -66,7 +66,8 @@ void link_decode(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   args.stride_out_head = out.stride(1);
   args.stride_lse_row = lse ? (*lse).stride(0) : 0;
   args.stride_position = cos_sin_cache.stride(0);
-  args.scale_log2 = sm_scale * 1.4426950408889634;
+  args.scale_log2 = (lazy::CAPPED ? logit_cap : sm_scale) * 1.4426950408889634;
+  args.cap_scale = lazy::CAPPED ? sm_scale / logit_cap * 2.8853900817779268 : 0.0;
   args.v_scale = v_scale;
   auto layout =
       lazy::PlanLayout::make(args.bs, max_segments, args.num_qo_heads, args.num_kv_heads, lazy::HEAD_DIM, num_sms);

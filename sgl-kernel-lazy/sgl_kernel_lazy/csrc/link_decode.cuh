@@ -15,7 +15,7 @@
 // (loading and rotating queries) or ends (writing results).
 //
 // Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2, 0: as q), LAZY_HEAD_DIM,
-// LAZY_ROTARY_DIM, LAZY_IS_NEOX.
+// LAZY_ROTARY_DIM, LAZY_IS_NEOX, LAZY_CAPPED (whether there is a logit cap).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,9 +50,10 @@ struct DecodeArgs {
   int bs, num_qo_heads, num_kv_heads;
   int64_t stride_q_row, stride_q_head;
   int64_t stride_out_row, stride_out_head, stride_lse_row, stride_position;
-  float scale_log2;  // sm_scale (times the keys' scale) in base 2
+  float scale_log2;  // sm_scale (times the keys' scale) in base 2; of capped scores the cap
   float v_scale;
   bool wide_sinks;  // fp32 instead of q's type
+  float cap_scale;  // what scores are multiplied by before `tanh_exp2`
 };
 
 __device__ inline uint32_t transpose_matrix(uint32_t x) {
@@ -80,7 +81,7 @@ constexpr bool FP8 = LAZY_KV_FP8 != 0;
 using MmaType = std::conditional_t<FP8, __half, QType>;
 constexpr auto FP8_FORMAT = LAZY_KV_FP8 == 2 ? __NV_E5M2 : __NV_E4M3;
 constexpr int HEAD_DIM = LAZY_HEAD_DIM, ROTARY_DIM = LAZY_ROTARY_DIM;
-constexpr bool IS_NEOX = LAZY_IS_NEOX;
+constexpr bool IS_NEOX = LAZY_IS_NEOX, CAPPED = LAZY_CAPPED;
 constexpr int DEPTH = HEAD_DIM / 16;                 // 16-wide steps along a head
 constexpr int ROW_BYTES = HEAD_DIM * (FP8 ? 1 : 2);  // of one head of a key
 constexpr int LINE = 128, LINES = ROW_BYTES > LINE ? ROW_BYTES / LINE : 1;
@@ -165,7 +166,8 @@ struct State {
 
   // Adds the first `count` (at least 1) of the 16 H keys and values that begin at `key` in their tiles and at `byte` in
   // their rows. Values behind the last are weighted with zero, but must be numbers.
-  __device__ void see(uint32_t keys, uint32_t values, int key_lines, int key, int byte, int count, float scale_log2) {
+  __device__ void see(uint32_t keys, uint32_t values, int key_lines, int key, int byte, int count, float scale_log2,
+                      float cap_scale) {
     const int lane = threadIdx.x % 32;
     uint32_t blocks[H][LINES];  // this thread's first block in each line of the row
     float s[H][N][4] = {};
@@ -196,6 +198,14 @@ struct State {
           multiply(i, loaded);
         }
       }
+    }
+    if constexpr (CAPPED) {
+#pragma unroll
+      for (int h = 0; h < H; ++h)
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[h][n][i] = tanh_exp2(s[h][n][i] * cap_scale);
     }
     if (count < 16 * H) {
 #pragma unroll
@@ -482,7 +492,8 @@ __device__ void attend(const DecodeArgs& a, const Plan& plan, const Mode& mode, 
     }
     const int count = tile.count - 16 * H * key_group;
     if (count > 0 && first_row < num_rows) {
-      state.see(ring.keys(), ring.values(), mode.key_lines, 16 * H * key_group, head * ROW_BYTES, count, a.scale_log2);
+      state.see(ring.keys(), ring.values(), mode.key_lines, 16 * H * key_group, head * ROW_BYTES, count, a.scale_log2,
+                a.cap_scale);
     }
     ring.release();
     ring.step();

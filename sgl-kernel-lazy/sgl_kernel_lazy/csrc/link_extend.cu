@@ -1,5 +1,5 @@
 // Binding of link_extend.cuh. Configured by macros: LAZY_DTYPE (of q and out), LAZY_KV_FP8 (1: e4m3 caches, 2: e5m2,
-// 0: as q), LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX, LAZY_WINDOWED.
+// 0: as q), LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX, LAZY_WINDOWED, LAZY_CAPPED.
 #include "link_extend.cuh"
 
 #include "binding.h"
@@ -15,7 +15,7 @@ using KV = std::conditional_t<LAZY_KV_FP8 == 0, LAZY_DTYPE,
                               std::conditional_t<LAZY_KV_FP8 == 1, __nv_fp8_e4m3, __nv_fp8_e5m2>>;
 template <int NUM_CONSUMERS>
 using Traits = lazy::extend::LinkExtendTraits<LAZY_DTYPE, KV, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0,
-                                              LAZY_WINDOWED != 0, NUM_CONSUMERS>;
+                                              LAZY_WINDOWED != 0, LAZY_CAPPED != 0, NUM_CONSUMERS>;
 using Large = Traits<2>;
 using Small = Traits<LAZY_HEAD_DIM <= 128 ? 1 : 2>;  // one consumer has no room for all columns of a wider head
 
@@ -27,7 +27,7 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
                  TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache,
                  Optional<TensorView> sinks, TensorView out, Optional<TensorView> lse, Optional<TensorView> partial_out,
                  Optional<TensorView> partial_lse, int64_t block_m, int64_t max_items, int64_t num_sms, double sm_scale,
-                 double v_scale, int64_t window) {
+                 double v_scale, int64_t window, double logit_cap) {
   check_aligned("q", q, 16);
   check_aligned("k_cache", k_cache, 16);
   check_aligned("v_cache", v_cache, 16);
@@ -74,7 +74,8 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.wide_indices = is_wide(kv_indices);
   params.wide_positions = is_wide(q_positions);
   params.wide_sinks = sinks && (*sinks).dtype().bits == 32;
-  params.scale_log2 = sm_scale * 1.4426950408889634;
+  params.scale_log2 = (LAZY_CAPPED ? logit_cap : sm_scale) * 1.4426950408889634;
+  params.cap_scale = LAZY_CAPPED ? sm_scale / logit_cap * 2.8853900817779268 : 0.0;
   params.v_scale = v_scale;
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const cudaStream_t stream = get_stream(q.device());

@@ -41,12 +41,15 @@ struct LinkExtendParams : ExtendRows {
   int64_t stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head;
   int64_t stride_out_row, stride_out_head, stride_lse_row, stride_position;
   bool wide_indices, wide_sinks;  // sinks: fp32 instead of T
-  float scale_log2;               // sm_scale * log2(e), positive
+  float scale_log2;               // sm_scale * log2(e), positive; of capped scores the cap's
   float v_scale;                  // of fp8 values
+  float cap_scale;                // what scores are multiplied by before `tanh_exp2`
 };
 
-// T: of q and out.  KV: of the caches, T or fp8.  WINDOWED: whether rows see a window only.
-template <typename T_, typename KV_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, bool WINDOWED_, int NUM_CONSUMERS_>
+// T: of q and out.  KV: of the caches, T or fp8.  WINDOWED: whether rows see a window only.  CAPPED: whether there is a
+// logit cap.
+template <typename T_, typename KV_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, bool WINDOWED_, bool CAPPED_,
+          int NUM_CONSUMERS_>
 struct LinkExtendTraits {
   using T = T_;
   using KV = KV_;
@@ -55,7 +58,7 @@ struct LinkExtendTraits {
   // fp8 is widened to fp16, which holds it exactly, and multiplied as such; so queries are rounded to fp16.
   using MmaType = std::conditional_t<FP8, __half, T>;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROTARY_DIM = ROTARY_DIM_, NUM_CONSUMERS = NUM_CONSUMERS_;
-  static constexpr bool IS_NEOX = IS_NEOX_, WINDOWED = WINDOWED_;
+  static constexpr bool IS_NEOX = IS_NEOX_, WINDOWED = WINDOWED_, CAPPED = CAPPED_;
   // A run that a window enters is listed in two: the tiles that only some rows see at its beginning, and the rest.
   static constexpr int RUN_PARTS = WINDOWED ? 2 : 1;
   static_assert(HEAD_DIM == 64 || HEAD_DIM == 128 || HEAD_DIM == 256);
@@ -402,6 +405,11 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       }
     }
   };
+  // Maxima are capped, scores where their weights are computed: before, wgmma would have to wait for it.
+  auto capped = [&](float score) {
+    if constexpr (Traits::CAPPED) return score == -INFINITY ? score : tanh_exp2(score * p.cap_scale);
+    return score;
+  };
   // Scores to unnormalised weights; correction is the factor for everything summed so far. Maxima and sums are kept in
   // four parts, since only one warp of a scheduler does this at a time and would wait for its own results.
   auto softmax = [&] {
@@ -422,7 +430,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
     for (int r = 0; r < 2; ++r) {
       float all = fmaxf(fmaxf(highest[r][0], highest[r][1]), fmaxf(highest[r][2], highest[r][3]));
       all = fmaxf(all, __shfl_xor_sync(~0u, all, 1));
-      all = fmaxf(row_max[r], fmaxf(all, __shfl_xor_sync(~0u, all, 2)));
+      all = fmaxf(row_max[r], capped(fmaxf(all, __shfl_xor_sync(~0u, all, 2))));
       // A row that has seen nothing yet keeps weights of exp2(-inf) = 0.
       zero[r] = all == -INFINITY ? 0.0f : all * p.scale_log2;
       correction[r] = exp2_approx(row_max[r] * p.scale_log2 - zero[r]);
@@ -433,7 +441,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& x = s[4 * j + i];
-        x = exp2_approx(x * p.scale_log2 - zero[i / 2]);
+        x = exp2_approx(capped(x) * p.scale_log2 - zero[i / 2]);
         sum[i / 2][j % 2 * 2 + i % 2] += x;
       }
     }
@@ -496,7 +504,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       if (alternate && (warpgroup == 0 || n + 1 < num_tiles)) named_arrive(2 - warpgroup, 256);
       mma_wait<1>();
       pin(s);
-      if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
+        if (tile.masked<BLOCK_N>()) mask(k_ring.stage, tile.run.end - tile.run.begin);
       release(smem.k_empty(k_ring.stage));
       k_ring.advance();
       softmax();

@@ -34,6 +34,7 @@ def unsupported(
     max_segments: int,
     windowed: bool,
     sinks: bool,
+    capped: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     # The submodules' names are those of the ops.

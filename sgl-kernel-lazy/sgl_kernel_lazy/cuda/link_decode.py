@@ -103,6 +103,7 @@ def link_decode(
     sm_scale: float,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -117,7 +118,7 @@ def link_decode(
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, segment_ids,
+        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids,
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
@@ -138,10 +139,10 @@ def link_decode(
     module = load_module(
         "link_decode",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox),
+        is_neox=int(is_neox), capped=int(logit_cap is not None),
     )  # fmt: skip
     module.link_decode(
         q, k_cache, v_cache, kv_indices, max_segments, cos_sin_cache, workspace, sinks, out, lse,
-        sm_scale, v_scale, num_sms(q.device),
+        sm_scale, v_scale, logit_cap or 0.0, num_sms(q.device),
     )  # fmt: skip
     return out

@@ -78,6 +78,7 @@ def link_extend(
     v_scale: float = 1.0,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -91,7 +92,7 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks,
+            v_scale, window, sinks, logit_cap,
         )  # fmt: skip
         rotary_dim, max_segments = cos_sin_cache.shape[1], segment_ends.shape[1]
         if reason := refusal(q.dtype, k_cache.dtype, q.shape[2], rotary_dim, max_segments, window is not None):
@@ -116,11 +117,11 @@ def link_extend(
     module = load_module(
         "link_extend",
         dtype=CTYPES[q.dtype], kv_fp8=KV_FP8.get(k_cache.dtype, 0), head_dim=head_dim, rotary_dim=rotary_dim,
-        is_neox=int(is_neox), windowed=int(window is not None),
+        is_neox=int(is_neox), windowed=int(window is not None), capped=int(logit_cap is not None),
     )  # fmt: skip
     module.link_extend(
         q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
         segment_offsets, cos_sin_cache, sinks, out, lse, partial_out, partial_lse, block_m, max_items, sms, sm_scale,
-        v_scale, window or NO_WINDOW,
+        v_scale, window or NO_WINDOW, logit_cap or 0.0,
     )  # fmt: skip
     return out

@@ -33,8 +33,9 @@ def unsupported(
     max_segments: int,
     windowed: bool,
     sinks: bool,
+    capped: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if device.type != "cuda":
         return "FlashInfer's kernels need a GPU"
-    return refusal(dtype, kv_dtype, head_dim, windowed, sinks)
+    return refusal(dtype, kv_dtype, head_dim, windowed, sinks, capped)

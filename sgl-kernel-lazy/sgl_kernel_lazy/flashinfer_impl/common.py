@@ -22,7 +22,9 @@ ROTATED_HEADS, ROTATE_WARPS = 16, 4
 NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 
 
-def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool) -> str | None:
+def refusal(
+    dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool, capped: bool
+) -> str | None:
     """What FlashInfer's kernels, as they are used here, expect and do not get, or None."""
     if dtype not in DTYPES:
         return f"expected queries in {' or '.join(map(str, DTYPES))}, got {dtype}"
@@ -30,16 +32,22 @@ def refusal(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: 
         return f"expected caches in the queries' {dtype}, got {kv_dtype}"
     if head_dim not in HEAD_DIMS:
         return f"expected head_dim to be one of {HEAD_DIMS}, got {head_dim}"
-    if windowed or sinks:
-        return "expected neither windows nor sinks"
+    if windowed or sinks or capped:
+        return "expected neither windows nor sinks nor logit caps"
     return None
 
 
 def check_supported(
-    op: str, q: torch.Tensor, k_cache: torch.Tensor, window: int | None, sinks: torch.Tensor | None
+    op: str,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    window: int | None,
+    sinks: torch.Tensor | None,
+    logit_cap: float | None,
 ) -> None:
     """Raise ValueError on what `refusal` names."""
-    if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1], window is not None, sinks is not None):
+    asked = window is not None, sinks is not None, logit_cap is not None
+    if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1], *asked):
         raise ValueError(f"{op}: {reason}")
 
 

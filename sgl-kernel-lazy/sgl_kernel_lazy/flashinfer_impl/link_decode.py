@@ -154,6 +154,7 @@ def link_decode(
     sm_scale: float,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: Workspace | None = None,
     out: torch.Tensor | None = None,
@@ -166,9 +167,9 @@ def link_decode(
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, segment_ids, kv_dtypes=(),
+        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids, kv_dtypes=(),
     )  # fmt: skip
-    check_supported("link_decode", q, k_cache, None, sinks)
+    check_supported("link_decode", q, k_cache, None, sinks, logit_cap)
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if bs == 0:

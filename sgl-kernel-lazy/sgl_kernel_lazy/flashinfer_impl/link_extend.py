@@ -121,6 +121,7 @@ def link_extend(
     v_scale: float = 1.0,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     plan: Plan | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -134,9 +135,9 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks, kv_dtypes=(),
+            v_scale, window, sinks, logit_cap, kv_dtypes=(),
         )  # fmt: skip
-        check_supported("link_extend", q, k_cache, window, sinks)
+        check_supported("link_extend", q, k_cache, window, sinks, logit_cap)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     if len(q) == 0:
         return out

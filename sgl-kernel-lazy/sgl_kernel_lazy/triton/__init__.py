@@ -32,6 +32,7 @@ def unsupported(
     max_segments: int,
     windowed: bool,
     sinks: bool,
+    capped: bool,
 ) -> str | None:
     """As `sgl_kernel_lazy.torch_impl.unsupported`."""
     if kv_dtype not in (dtype, *kv_dtypes(dtype)):

@@ -10,14 +10,15 @@ import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms
 from sgl_kernel_lazy.triton.common import (
-    LOG2E,
     accumulator,
     block_sizes,
+    capped,
     jit,
     kv_dtypes,
     partner_dim,
     place_in_pairs,
     rotate_back,
+    score_scales,
     softmax_step,
     table_block,
 )
@@ -58,7 +59,7 @@ def _lse_kernel(
     nnz_qo, num_splits,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M packed rows (token, query head) of one request and one kv head, over one split of the request's row.
@@ -107,6 +108,7 @@ def _lse_kernel(
             kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
             k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=kv_mask, other=0.0)
             scores = tl.dot(q_tile, tl.trans(k.to(q_tile.dtype)), input_precision="ieee", out_dtype=ACC)
+            scores = capped(scores, CAP_SCALE)
             scores = tl.where(kv_position[None, :] <= q_position[:, None], scores, float("-inf"))
             weights, decay, row_max = softmax_step(scores, row_max, SCALE_LOG2)
             row_sum = row_sum * decay + tl.sum(weights, 1)
@@ -124,7 +126,7 @@ def _sum_kernel(
     num_segments, segment_ends, segment_offsets, cos_sin_cache,
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_ends, stride_offsets, stride_position,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
-    IS_NEOX: tl.constexpr, SCALE_LOG2: tl.constexpr, ACC: tl.constexpr,
+    IS_NEOX: tl.constexpr, SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr, ACC: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
     """sums += the weights of BLOCK_N KV tokens of one request, summed over all of its query rows and heads.
@@ -171,6 +173,7 @@ def _sum_kernel(
             q_tile = tl.load(q_rows + dim[None, :], mask=known[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
             row_lse = tl.load(lse + token * (NUM_KV_HEADS * GROUP) + head, mask=known, other=0.0)
             scores = tl.dot(k, tl.trans(q_tile.to(k.dtype)), input_precision="ieee", out_dtype=ACC)
+            scores = capped(scores, CAP_SCALE)
             visible = kv_position[:, None] <= q_position[None, :]
             total += tl.where(visible, tl.exp2(scores * SCALE_LOG2 - row_lse[None, :] * LOG2E), 0.0)
     target = sums + row_begin + place
@@ -213,6 +216,7 @@ def accumulate_attention(
     is_neox: bool,
     sm_scale: float,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     validate: bool = True,
 ) -> None:
     """Same contract as `sgl_kernel_lazy.torch_impl.accumulate_attention`, fp8 caches with fp16 and bf16 queries; never
@@ -224,7 +228,7 @@ def accumulate_attention(
         check_accumulate_inputs(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks,
-            kv_dtypes(q.dtype),
+            logit_cap, kv_dtypes(q.dtype),
         )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     nnz_kv = kv_indices.shape[0]
@@ -248,7 +252,7 @@ def accumulate_attention(
     )  # fmt: skip
     constants = dict(
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
+        **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         **blocks, **launch,
     )  # fmt: skip
     partial_lse = torch.empty(num_splits, nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)

@@ -98,6 +98,22 @@ def rotate_back(
     return rotated if q.dtype == tl.float32 else rotated.to(q.dtype)
 
 
+def score_scales(sm_scale: float, logit_cap: float | None) -> dict[str, float]:
+    """CAP_SCALE, what scores are multiplied by before tanh, 0 for none; SCALE_LOG2, what is left to multiply by."""
+    if logit_cap is None:
+        return dict(CAP_SCALE=0.0, SCALE_LOG2=sm_scale * LOG2E)
+    return dict(CAP_SCALE=sm_scale / logit_cap, SCALE_LOG2=logit_cap * LOG2E)
+
+
+@triton.jit
+def capped(scores, CAP_SCALE: tl.constexpr):
+    """tanh(scores CAP_SCALE), of which tl has no function that is as exact as sums are."""
+    if CAP_SCALE > 0:
+        TWICE_LOG2E: tl.constexpr = 2.8853900817779268
+        scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (CAP_SCALE * TWICE_LOG2E)))
+    return scores
+
+
 @triton.jit
 def softmax_step(scores, row_max, SCALE_LOG2: tl.constexpr):
     """One online-softmax step, in base 2: the weights of scores [rows, keys], -inf where a row does not see a key.
@@ -111,12 +127,12 @@ def softmax_step(scores, row_max, SCALE_LOG2: tl.constexpr):
 
 
 @triton.jit
-def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr):
+def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr):
     """The softmax state (acc, row_max, row_sum), in base 2, after also seeing keys k and values v.
 
     visible: bool, broadcastable to [rows, keys], or None where every row sees every key.
     """
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype)
+    scores = capped(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", out_dtype=acc.dtype), CAP_SCALE)
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
     weights, decay, new_max = softmax_step(scores, row_max, SCALE_LOG2)

@@ -6,7 +6,6 @@ import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms
 from sgl_kernel_lazy.triton.common import (
-    LOG2E,
     accumulate,
     accumulator,
     block_sizes,
@@ -16,6 +15,7 @@ from sgl_kernel_lazy.triton.common import (
     merge_splits,
     partner_dim,
     rotate_back,
+    score_scales,
     share_beside_sink,
     table_block,
 )
@@ -42,7 +42,7 @@ def _link_decode_kernel(
     stride_q_row, stride_q_head, stride_k_slot, stride_k_head, stride_v_slot, stride_v_head,
     stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    SCALE_LOG2: tl.constexpr, ACC: tl.constexpr,
+    SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr, ACC: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_BS: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,9 @@ def _link_decode_kernel(
                 kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
                 k = tl.load(k_rows + slot[:, None] * stride_k_slot + dim[None, :], mask=kv_mask, other=0.0)
                 v = tl.load(v_rows + slot[:, None] * stride_v_slot + dim[None, :], mask=kv_mask, other=0.0)
-                acc, row_max, row_sum = accumulate(q_tile, k, v, within[None, :], acc, row_max, row_sum, SCALE_LOG2)
+                acc, row_max, row_sum = accumulate(
+                    q_tile, k, v, within[None, :], acc, row_max, row_sum, SCALE_LOG2, CAP_SCALE
+                )
             begin = segment_end
 
         out, lse = finish(acc, row_max, row_sum)
@@ -192,6 +194,7 @@ def link_decode(
     sm_scale: float,
     v_scale: float = 1.0,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     segment_ids: torch.Tensor | None = None,
     workspace: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
@@ -204,7 +207,7 @@ def link_decode(
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
-        out, lse, sm_scale, v_scale, sinks, segment_ids, kv_dtypes(q.dtype),
+        out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids, kv_dtypes(q.dtype),
     )  # fmt: skip
     bs, num_qo_heads, head_dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
@@ -232,7 +235,7 @@ def link_decode(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), v_cache.stride(0), v_cache.stride(1),
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        SCALE_LOG2=sm_scale * LOG2E, ACC=acc, BLOCK_H=block_h, **blocks,
+        **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_H=block_h, **blocks,
         BLOCK_BS=table_block(bs, least=128), BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip

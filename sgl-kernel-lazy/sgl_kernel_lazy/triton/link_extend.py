@@ -8,7 +8,6 @@ import triton.language as tl
 
 from sgl_kernel_lazy.device import num_sms, shared_memory
 from sgl_kernel_lazy.triton.common import (
-    LOG2E,
     accumulate,
     accumulator,
     block_sizes,
@@ -19,6 +18,7 @@ from sgl_kernel_lazy.triton.common import (
     operand_size,
     partner_dim,
     rotate_back,
+    score_scales,
     share_beside_sink,
     table_block,
 )
@@ -84,7 +84,7 @@ def _load_rows(rows, slot, dim, within, STRIDE_SLOT: tl.constexpr, HEAD_DIM: tl.
 @triton.jit
 def _attend_seen(
     q_tile, k_rows, v_rows, kv_indices, begin, end, dim, acc, row_max, row_sum,
-    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The softmax state after the KV tokens [begin, end), whole blocks that every row sees."""
@@ -97,14 +97,14 @@ def _attend_seen(
         ahead = tl.load(kv_indices + start + BLOCK_N + column, mask=start + BLOCK_N < end, other=0).to(tl.int32)
         k = _load_rows(k_rows, slot, dim, None, STRIDE_K_SLOT, HEAD_DIM)
         v = _load_rows(v_rows, slot, dim, None, STRIDE_V_SLOT, HEAD_DIM)
-        acc, row_max, row_sum = accumulate(q_tile, k, v, None, acc, row_max, row_sum, SCALE_LOG2)
+        acc, row_max, row_sum = accumulate(q_tile, k, v, None, acc, row_max, row_sum, SCALE_LOG2, CAP_SCALE)
     return acc, row_max, row_sum
 
 
 @triton.jit
 def _attend_masked(
     q_tile, k_rows, v_rows, kv_indices, kv_positions, begin, end, q_position, dim, acc, row_max, row_sum,
-    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The softmax state after what each row sees of the KV tokens [begin, end): few blocks, which are not pipelined.
@@ -121,7 +121,7 @@ def _attend_masked(
             visible = visible & (kv_position[None, :] > q_position[:, None] - WINDOW)
         k = _load_rows(k_rows, slot, dim, within, STRIDE_K_SLOT, HEAD_DIM)
         v = _load_rows(v_rows, slot, dim, within, STRIDE_V_SLOT, HEAD_DIM)
-        acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, SCALE_LOG2)
+        acc, row_max, row_sum = accumulate(q_tile, k, v, visible, acc, row_max, row_sum, SCALE_LOG2, CAP_SCALE)
     return acc, row_max, row_sum
 
 
@@ -134,7 +134,7 @@ def _link_extend_kernel(
     stride_q_row, stride_q_head, stride_k_head, stride_v_head,
     stride_out_row, stride_out_head, stride_lse_row, stride_ends, stride_offsets, stride_position,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr,
-    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    STRIDE_K_SLOT: tl.constexpr, STRIDE_V_SLOT: tl.constexpr, SCALE_LOG2: tl.constexpr, CAP_SCALE: tl.constexpr,
     WINDOW: tl.constexpr, ACC: tl.constexpr, SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SEGMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -209,17 +209,17 @@ def _link_extend_kernel(
                 acc, row_max, row_sum = _attend_masked(
                     q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, begin, blocks_begin,
                     q_position, dim, acc, row_max, row_sum,
-                    STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N, WINDOW,
+                    STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, CAP_SCALE, HEAD_DIM, BLOCK_N, WINDOW,
                 )  # fmt: skip
             blocks_end = blocks_begin + (full - blocks_begin) // BLOCK_N * BLOCK_N
             acc, row_max, row_sum = _attend_seen(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, blocks_begin, blocks_end,
-                dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N,
+                dim, acc, row_max, row_sum, STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, CAP_SCALE, HEAD_DIM, BLOCK_N,
             )  # fmt: skip
             acc, row_max, row_sum = _attend_masked(
                 q_tile, k_rows, v_rows, kv_indices + row_begin, kv_positions + row_begin, blocks_end, end,
                 q_position, dim, acc, row_max, row_sum,
-                STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, HEAD_DIM, BLOCK_N, 0,
+                STRIDE_K_SLOT, STRIDE_V_SLOT, SCALE_LOG2, CAP_SCALE, HEAD_DIM, BLOCK_N, 0,
             )  # fmt: skip
         run_begin = run_end
         # Under an `if` the result could be the present tile, which would then hold registers all through the run. The
@@ -325,6 +325,7 @@ def link_extend(
     v_scale: float = 1.0,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    logit_cap: float | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     validate: bool = True,
@@ -336,7 +337,7 @@ def link_extend(
         check_extend_inputs(
             q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
-            v_scale, window, sinks, kv_dtypes(q.dtype),
+            v_scale, window, sinks, logit_cap, kv_dtypes(q.dtype),
         )  # fmt: skip
     nnz_qo, num_qo_heads, head_dim = q.shape
     bs = num_segments.shape[0]
@@ -366,7 +367,7 @@ def link_extend(
         target.stride(0), target.stride(1), target_lse.stride(0) if target_lse is not None else 0,
         segment_ends.stride(0), segment_offsets.stride(0), cos_sin_cache.stride(0),
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
-        STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0), SCALE_LOG2=sm_scale * LOG2E,
+        STRIDE_K_SLOT=k_cache.stride(0), STRIDE_V_SLOT=v_cache.stride(0), **score_scales(sm_scale, logit_cap),
         WINDOW=window or 0, ACC=acc, SPLIT=num_splits > 1,
         BLOCK_M=block_m, **blocks, BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
         **_launch(block_m, head_dim, q.device),

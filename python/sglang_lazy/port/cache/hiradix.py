@@ -248,6 +248,8 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
                 self._copies.came(node)
 
     def loading(self, node: TreeNode) -> bool:
+        if not node.lock_ref:  # SGLang locks what it loads; lists ask this of every chunk
+            return False
         for end in self.ongoing_load_back.values():
             while end is not node and end is not self.root_node:
                 end = end.parent
@@ -259,10 +261,6 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     def host_memory(self) -> dict[str, int] | None:
         pool = self.token_to_kv_pool_host
         return {"size": pool.size, "free": pool.available_size()}
-
-    @property
-    def any_loading(self) -> bool:
-        return bool(self.ongoing_load_back)
 
     @property
     def is_copying(self) -> bool:

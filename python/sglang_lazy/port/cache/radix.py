@@ -46,6 +46,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     store: of chunks. They are in this tree; see `TextRadixCache` for one that they are not in.
     more: what a cache of SGLang's that stands behind this one takes besides.
+    num_locks: as in `Tree`.
     forward_stream: the stream of SGLang's forward passes, None where there are no streams.
     """
 
@@ -61,7 +62,13 @@ class LazyRadixCache(ChunkEvents, RadixCache):
         )
 
     def reset(self) -> None:
+        left = [self.root_node] if hasattr(self, "root_node") else []  # SGLang calls this for a new tree, too
         super().reset()
+        while left:  # nodes refer to one another, so they would wait for the garbage collector
+            children = left.pop().children
+            left += children.values()
+            children.clear()
+        self.num_locks = 0
         self._nodes.reset()
         if self.admission is not None:
             self.admission.reset()
@@ -114,9 +121,11 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             node = node.parent
 
     def lock(self, node: TreeNode) -> int:
+        self.num_locks += node is not self.root_node
         return super().inc_lock_ref(node).delta
 
     def unlock(self, node: TreeNode) -> int:
+        self.num_locks -= node is not self.root_node
         return super().dec_lock_ref(node).delta
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
@@ -142,10 +151,6 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     @property
     def host_memory(self) -> dict[str, int] | None:
         return None
-
-    @property
-    def any_loading(self) -> bool:
-        return False
 
     @property
     def is_copying(self) -> bool:
@@ -247,14 +252,10 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def inc_lock_ref(self, node: TreeNode | RowNodes) -> IncLockRefResult:
-        if isinstance(node, RowNodes):
-            return IncLockRefResult(delta=self.rows.lock(node))
-        return super().inc_lock_ref(node)
+        return IncLockRefResult(delta=self.rows.lock(node) if isinstance(node, RowNodes) else self.lock(node))
 
     def dec_lock_ref(self, node: TreeNode | RowNodes, params: DecLockRefParams | None = None) -> DecLockRefResult:
-        if isinstance(node, RowNodes):
-            return DecLockRefResult(delta=self.rows.unlock(node))
-        return super().dec_lock_ref(node, params)
+        return DecLockRefResult(delta=self.rows.unlock(node) if isinstance(node, RowNodes) else self.unlock(node))
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()

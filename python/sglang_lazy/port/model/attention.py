@@ -40,7 +40,9 @@ class LinkAttention(AttentionBackend):
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
         self.link_decode = DecodeRows(table, runner.req_to_token_pool)
-        layers = {(id(layer.rope), layer.window): layer_id for layer_id, layer in self.link_model.layers.items()}
+        layers = {
+            (id(layer.rope), layer.window, layer.logit_cap): layer_id for layer_id, layer in table.model.layers.items()
+        }
         for attn, _ in attention_layers(runner.model):
             if attn.layer_id in layers.values():
                 self._compile_extend(attn, runner)
@@ -197,6 +199,7 @@ class LinkAttention(AttentionBackend):
             "is_neox": rope.is_neox,
             "sm_scale": layer.scaling * k_scale,
             "sinks": sinks,
+            "logit_cap": self.link_model.layers[layer.layer_id].logit_cap,
         }
 
     def _v_scale(self, layer: Any) -> float:

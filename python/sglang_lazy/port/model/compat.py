@@ -30,28 +30,37 @@ TESTED = frozenset(
         "CohereForCausalLM",
         "CombLlamaForConditionalGeneration",
         "Ernie4_5_ForCausalLM",
+        "Exaone4ForCausalLM",
+        "Gemma2ForCausalLM",
         "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
         "GptOssForCausalLM",
         "GraniteForCausalLM",
+        "GraniteMoeForCausalLM",
         "InternLM3ForCausalLM",
         "LlamaForCausalLM",
         "MellumForCausalLM",
         "MiniMaxM2ForCausalLM",
+        "Mistral3ForConditionalGeneration",
         "MistralForCausalLM",
         "MixtralForCausalLM",
         "Olmo2ForCausalLM",
+        "OlmoeForCausalLM",
         "Phi3ForCausalLM",
         "PhiForCausalLM",
         "Qwen2ForCausalLM",
         "Qwen2_5_VLForConditionalGeneration",
         "Qwen2MoeForCausalLM",
+        "Qwen2VLForConditionalGeneration",
         "Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM",
         "Qwen3VLForConditionalGeneration",
+        "Qwen3VLMoeForConditionalGeneration",
         "StableLmForCausalLM",
+        "Starcoder2ForCausalLM",
     }
 )
 """Models tested against the oracle. Whether another one fits is for the probe to say, if the user wants to try."""
@@ -150,8 +159,6 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons.append("encoder-decoder: cross attention has no chunks")
     if config.attention_chunk_size is not None:
         reasons.append("attention within blocks of positions: a block would begin elsewhere for every chunk")
-    if config.is_multimodal and not config.model_is_mrope:
-        reasons.append("multimodal model without M-RoPE: none has been tested")
     if not config.is_generation:
         reasons.append("embedding or reward model: nothing is generated")
     if architecture(runner) not in TESTED and not untested:
@@ -202,6 +209,7 @@ def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], 
         max_segments=max_chunks,
         windowed=any(each.window is not None for each in layers.values()),
         sinks=any(each.sinks for each in layers.values()),
+        capped=any(each.logit_cap is not None for each in layers.values()),
     )
 
 
@@ -227,7 +235,9 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
             f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: keys and values must have the same": (
                 attn.qk_head_dim != attn.v_head_dim
             ),
-            f"logit cap {attn.logit_cap}: linked attention has none": attn.logit_cap > 0,
+            f"logit cap by {attn.logit_capping_method}: linked attention knows tanh": (
+                bool(attn.logit_cap) and attn.logit_capping_method != "tanh"
+            ),
             "cross attention layers": attn.is_cross_attention,
             f"attention of type {attn.attn_type}": attn.attn_type != AttentionType.DECODER,
             "query scale that depends on position": attn.xai_temperature_len > 0,
@@ -235,5 +245,5 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
         }
         reasons |= {reason: None for reason, applies in properties.items() if applies}
     if len(shapes) > 1:
-        reasons["layers of different head counts or dimensions"] = None
+        reasons["layers of different head counts or dimensions: the pool for such drops what has left a window"] = None
     return list(reasons)

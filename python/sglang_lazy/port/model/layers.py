@@ -1,10 +1,13 @@
 """The attention layers of a served model, read from SGLang's own modules."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sglang_lazy.core.model import AttentionLayer, LayerRope
 from sglang_lazy.port.model.rope import layer_rope
@@ -26,10 +29,38 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, t
             yield module, None
 
 
-def shared_rotations(model: torch.nn.Module) -> list[Any]:
-    """Modules that compute cos and sin for several layers at once, which are given them: Hugging Face's, and SGLang's
-    like them."""
-    return [module for module in model.modules() if hasattr(module, "inv_freq") and hasattr(module, "rope_init_fn")]
+@torch.inference_mode()
+def given_rotations(model: torch.nn.Module) -> dict[int, Any]:
+    """By layer id, the module whose cos and sin an attention layer is given, where its own rotary embedding is idle:
+    Hugging Face's modules, and SGLang's like them, compute them once for several layers.
+
+    Which is given to whom only the code around the layers knows: it is run, without attention.
+    """
+    rotations = [each for each in model.modules() if hasattr(each, "inv_freq") and hasattr(each, "rope_init_fn")]
+    if not rotations:
+        return {}
+    around = next(module for module in model.modules() if any(child in rotations for child in module.children()))
+    computed: dict[int, tuple[Any, Any]] = {}
+    given: dict[int, Any] = {}
+
+    def record(layer_id: int) -> Callable:
+        def forward(hidden_states: torch.Tensor, position_embeddings: Any = None, **_: Any) -> torch.Tensor:
+            if position_embeddings is not None:
+                given[layer_id] = computed[id(position_embeddings)][0]
+            return hidden_states
+
+        return forward
+
+    with contextlib.ExitStack() as undo:
+        for rotation in rotations:
+            keep = rotation.register_forward_hook(lambda module, _, out: computed.update({id(out): (module, out)}))
+            undo.callback(keep.remove)
+        for module in attention_modules(around):
+            module.forward = record(module.attn.layer_id)
+            undo.callback(delattr, module, "forward")
+        zero = torch.zeros(1, dtype=torch.int64, device=rotations[0].inv_freq.device)
+        around(input_ids=zero, positions=zero, forward_batch=SimpleNamespace(forward_mode=ForwardMode.EXTEND))
+    return given
 
 
 def window_of(attn: RadixAttention) -> int | None:
@@ -40,10 +71,12 @@ def window_of(attn: RadixAttention) -> int | None:
 def describe_layers(model: torch.nn.Module, max_position: int, device: str | torch.device) -> dict[int, AttentionLayer]:
     """Each attention layer by id, but for sinks, which only a run of it shows: see `check_layers`."""
     shared: dict[int, LayerRope] = {}
-    layers = {}
+    layers, given = {}, given_rotations(model)
     for attn, rope in attention_layers(model):
+        rope = given.get(attn.layer_id, rope)
         if id(rope) not in shared:
             shared[id(rope)] = layer_rope(rope, max_position, device)
         shape = attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim
-        layers[attn.layer_id] = AttentionLayer(*shape, shared[id(rope)], window_of(attn))
+        cap = attn.logit_cap or None
+        layers[attn.layer_id] = AttentionLayer(*shape, shared[id(rope)], window_of(attn), logit_cap=cap)
     return layers

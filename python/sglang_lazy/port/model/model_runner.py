@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
@@ -39,8 +40,10 @@ def link_variant(stock: str | None) -> str:
 
 def keep_all_tokens(config: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `ModelConfig._derive_hybrid_model`: where chunk reuse may fit, layers with windows keep KV of all
-    tokens, in one pool with the others."""
-    if LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ()):
+    tokens, in one pool with the others, which has one shape of heads."""
+    wanted = LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ())
+    shapes = (config.head_dim, config.get_num_kv_heads(1)), (config.swa_head_dim, config.get_swa_num_kv_heads(1))
+    if wanted and shapes[0] == shapes[1]:
         config.disable_hybrid_swa_memory = True
 
 
@@ -96,19 +99,25 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     get_policy(config.default_link).warm_up(model)
     if model.windows:
         logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
+    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers))
+
+
+def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer]) -> bool:
+    """Whether SGLang's own attention is right for these layers: that for CPUs knows neither sinks nor logit caps."""
     takes_sinks = "sinks" in inspect.signature(backend.forward_extend).parameters
-    stock_attends = takes_sinks or not any(layer.sinks for layer in layers.values())
-    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends)
+    caps = not isinstance(backend, TorchNativeAttnBackend)
+    return all((takes_sinks or not layer.sinks) and (caps or layer.logit_cap is None) for layer in layers.values())
 
 
 def server_traits(runner: Any) -> ServerTraits:
-    """What policies have to know of the server that a `ModelRunner` belongs to."""
+    """What policies and admission have to know of the server that a `ModelRunner` belongs to."""
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
         # A batch that mixes prefill and decode would cut the layers of both.
         first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         reads_beside=num_cross_layers(runner.model_config) > 0,
+        masks_images=hasattr(runner.model, "prepare_attn_masks"),
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +11,8 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 
 from sgl_kernel_lazy import rotate_queries
-from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer
-from sglang_lazy.port.model.layers import attention_modules, shared_rotations
+from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer, LayerRope
+from sglang_lazy.port.model.layers import attention_modules, given_rotations
 from sglang_lazy.port.model.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
@@ -20,22 +20,22 @@ POSITIONS = (1, 1000, 1 << 62)
 
 
 @torch.inference_mode()
-def probe_layer(
+def run_layer(
     module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype, rotation: Any = None
-) -> tuple[list[tuple[int, float]], bool]:
-    """How far R(-m) is from taking q and k at a position m back to position 0: m, and the worse relative error. And
-    whether attention is given sinks.
+) -> tuple[list[int], list[torch.Tensor], bool]:
+    """Positions, q and k at position 0 and at these, each [1 + number of positions, heads, head_dim], and whether
+    attention is given sinks.
 
     module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
         its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
     rotation: what computes cos and sin, if it is given them.
     Raises ValueError if more than q, k, v and sinks is given to attention.
     """
-    attn, rope = module.attn, layer.rope
-    device = rope.cos_sin_cache.device
-    seen = {}
+    attn, cos_sin_cache = module.attn, layer.rope.cos_sin_cache
+    device = cos_sin_cache.device
+    seen: dict[str, torch.Tensor] = {}
     sinks = False
-    last = min(len(rope.cos_sin_cache) - MAX_PREAMBLE_LEN, len(module.rotary_emb.cos_sin_cache)) - 1
+    last = min(len(cos_sin_cache) - MAX_PREAMBLE_LEN, len(module.rotary_emb.cos_sin_cache)) - 1
     places = sorted({min(position, last) for position in POSITIONS})
 
     def capture(q, k, v, forward_batch, save_kv_cache=True, **more):
@@ -63,46 +63,53 @@ def probe_layer(
             module(**{name: value for name, value in arguments.items() if name in names})
     finally:
         del attn.forward
-    errors = []
+    return places, [seen["q"], seen["k"]], sinks
+
+
+def first_misfit(rope: LayerRope, places: Sequence[int], seen: Sequence[torch.Tensor]) -> str | None:
+    """Where R(-m) does not take q and k at a position m back to position 0, or None.
+
+    places, seen: of `run_layer`.
+    """
     for row, position in enumerate(places, 1):
-        worst = 0.0
-        for rotated in seen.values():
+        off = 0.0
+        for rotated in seen:
             back = rotate_queries(rotated[row], position, rope.cos_sin_cache, is_neox=rope.is_neox, inverse=True)
             reference = rotated[0].double()
-            worst = max(worst, ((back.double() - reference).norm() / reference.norm()).item())
-        errors.append((position, worst))
-    return errors, sinks
+            off = max(off, ((back.double() - reference).norm() / reference.norm()).item())
+        # The model's angles are products in fp32.
+        bound = 4 * torch.finfo(seen[0].dtype).eps + 1e-4 + position * torch.finfo(torch.float32).eps
+        if not off <= bound:
+            return (
+                f"rotating a query or key back from position {position} does not give that of position 0 "
+                f"(relative error {off:.2g}, at most {bound:.2g} expected)"
+            )
+    return None
 
 
 def check_layers(
     model: torch.nn.Module, layers: Mapping[int, AttentionLayer], hidden_size: int, dtype: torch.dtype
 ) -> dict[int, AttentionLayer]:
-    """`layers` of `model`, and which of them have sinks.
+    """`layers` of `model`, and which of them have sinks, and which do not rotate: those have angles of 0.
 
     Raises ValueError if something stands between the rotation and attention in one of them.
     """
     checked = {}
-    rotations = shared_rotations(model)
+    still: dict[LayerRope, LayerRope] = {}
+    rotations = given_rotations(model)
     for module in attention_modules(model):
         layer_id = module.attn.layer_id
         name = f"{type(module).__name__} of layer {layer_id}"
-        takes_angles = "position_embeddings" in inspect.signature(module.forward).parameters
         try:
-            # Which of the model's rotations a layer is given, only its caller knows: one of them must be the layer's.
-            probed = [
-                probe_layer(module, layers[layer_id], hidden_size, dtype, rotation)
-                for rotation in (rotations if takes_angles else [None])
-            ]
-            errors, sinks = min(probed, key=lambda result: max(off for _, off in result[0]))
+            places, seen, sinks = run_layer(module, layers[layer_id], hidden_size, dtype, rotations.get(layer_id))
         except Exception as error:
             raise ValueError(f"{name} cannot be probed: {error or repr(error)}") from error
-        for position, off in errors:
-            # The model's angles are products in fp32.
-            bound = 4 * torch.finfo(dtype).eps + 1e-4 + position * torch.finfo(torch.float32).eps
-            if not off <= bound:
-                raise ValueError(
-                    f"{name}: rotating a query or key back from position {position} does not give that of position 0 "
-                    f"(relative error {off:.2g}, at most {bound:.2g} expected)"
-                )
-        checked[layer_id] = dataclasses.replace(layers[layer_id], sinks=sinks)
+        rope = layers[layer_id].rope
+        if misfit := first_misfit(rope, places, seen):
+            if rope not in still:
+                still[rope] = rope.still()
+            rope = still[rope]
+            if first_misfit(rope, places, seen):
+                raise ValueError(f"{name}: {misfit}")
+        checked[layer_id] = dataclasses.replace(layers[layer_id], rope=rope, sinks=sinks)
     return checked

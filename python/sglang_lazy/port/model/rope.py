@@ -50,10 +50,12 @@ def on_axes(positions: torch.Tensor, rope: Any) -> torch.Tensor:
 
 
 def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:
-    """The rotation that SGLang's module `rope` applies.
+    """The rotation that SGLang's module `rope` applies, or one of those that Hugging Face's models have.
 
     Raises ValueError unless our angles are the module's own, up to its float32 rounding and a magnitude.
     """
+    if type(rope) not in INV_FREQ:
+        return LayerRope(rope.inv_freq, max_position, True, device)
     ours = LayerRope(INV_FREQ[type(rope)](rope), max_position, rope.is_neox_style, device)
     theirs = rope._compute_cos_sin_cache()[: min(max_position, 1024)].float().cpu()
     known = ours.cos_sin_cache[: len(theirs)].cpu()

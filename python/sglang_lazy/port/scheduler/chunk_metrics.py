@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from sglang_lazy.chunks.counts import Occupancy
+from sglang_lazy.chunks.counts import Census
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.port.hooks import Hook
 
@@ -65,7 +65,8 @@ class ChunkMetrics:
     def __init__(self, store: ChunkStore, labels: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter):
         import prometheus_client as prometheus  # not before SGLang has set up its directory of metrics
 
-        self._store, self._clock, self._due = store, clock, 0.0
+        self._clock, self._due = clock, 0.0
+        self._census = Census(store)
         self._followed: list[Followed] = []
         counts, names = store.counts, list(labels)
 
@@ -99,15 +100,15 @@ class ChunkMetrics:
         self._followed.append(Followed(read, add))
 
     def publish(self) -> None:
-        """Unless that was done a moment ago: all chunks are looked at."""
+        """Unless that was done a moment ago. Chunks are counted some at a time, and gauges set when all have been."""
         start = self._clock()
         if start < self._due:
             return
         for followed in self._followed:
             followed.publish()
-        shares = Occupancy.of(self._store.catalog)
-        for set_gauge, number in zip(self._gauges, [number for share in shares for number in share], strict=True):
-            set_gauge(number)
+        if (shares := self._census.step()) is not None:
+            for set_gauge, number in zip(self._gauges, [number for share in shares for number in share], strict=True):
+                set_gauge(number)
         end = self._clock()
         self._due = end + TIME_SHARE * (end - start)
 

@@ -13,6 +13,7 @@ from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
+from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cache.radix import LazyRadixCache
@@ -47,6 +48,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
         )
         chunks: Any = scheduler.tree_cache.store.tree
         chunks.forward_stream = scheduler.tree_cache.forward_stream = scheduler.forward_stream
+        scheduler.tree_cache.admission.control.dp_rank = scheduler.ps.dp_rank or 0
         scheduler.tree_cache.admission.advice.speaks = scheduler.metrics_reporter.is_stats_logging_rank
         chunk_metrics.attach(scheduler)
 
@@ -140,7 +142,16 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         admission.arrival.receive(req)
         if lazy_state(req) is not None:
             admission.linked_waiting = True
+            _drop_layout(req)
     return original(scheduler, req, *args, **kwargs)
+
+
+def _drop_layout(req: Req) -> None:
+    """What `req.lazy` says now is not kept in the request's parameters, where SGLang has put the request itself: all
+    that it holds would wait for the garbage collector."""
+    params = req.sampling_params
+    if isinstance(params.custom_params, dict) and params.custom_params.keys() <= {LAYOUT_PARAM, "__req__"}:
+        params.custom_params = None
 
 
 def _refuse_chunks(req: Req) -> None:

@@ -27,28 +27,31 @@ from sglang_lazy.serving.chunk_lists import (
     with_adapter_names,
 )
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks
+from sglang_lazy.serving.pieces import all_pieces
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations
 from sglang_lazy.serving.requests import with_layout
 from sglang_lazy.serving.surveys import surveys_of
 from sglang_lazy.serving.usage import usage_of
+
+MAX_DELETED = 100
+"""Chunks that the scheduler deletes between two batches, which takes a few milliseconds."""
 
 logger = logging.getLogger(__name__)
 
 
 async def list_chunks(manager: Any, tenant: str | None, everybody: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     """One page of a tenant's chunks, or of everybody's.  arguments: what `list_arguments` gave."""
-    answers = await ask(manager, "page", tenant=tenant, everybody=everybody, **arguments_of_ranks(arguments))
-    page = merged_page(answers, arguments)
+    wanted = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(arguments)}
+    pieces = await all_pieces(lambda starts: ask(manager, "page", starts=starts, **wanted))
+    page = merged_page(pieces, arguments)
     return {**page, "chunks": with_adapter_names(page["chunks"], _adapters(manager))}
 
 
 async def survey(manager: Any, tenant: str | None, everybody: bool) -> dict[str, Any]:
     """What the page shows of a tenant, or of everybody."""
-
-    async def step(begin: bool) -> list[dict[str, Any]]:
-        return await ask(manager, "survey", tenant=tenant, everybody=everybody, begin=begin)
-
-    found = await surveys_of(manager).get((tenant, everybody), step)
+    found = await surveys_of(manager).get(
+        (tenant, everybody), lambda starts: ask(manager, "survey", starts=starts, tenant=tenant, everybody=everybody)
+    )
     adapters, usage, now = _adapters(manager), usage_of(manager), time.time()
     lists = {name: with_adapter_names(found[name], adapters) for name in ("hottest", "largest", "pinned")}
     return {
@@ -73,7 +76,9 @@ async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, An
 async def delete_chunks(manager: Any, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:
     """Take the KV of chunks out of the cache, and forget their ids."""
     ids = list(dict.fromkeys(map(check_id, ids)))
-    answers = await ask(manager, "delete", tenant=tenant, ids=ids)
+    answers = []
+    for first in range(0, len(ids), MAX_DELETED):
+        answers += await ask(manager, "delete", tenant=tenant, ids=ids[first : first + MAX_DELETED])
 
     def forget(name: str) -> bool:
         failed = registrations(manager).forget(tenant, name)

@@ -1,0 +1,66 @@
+"""The garbage collector: requests are none of its work, and what stays is looked at once."""
+
+import gc
+import weakref
+
+import pytest
+
+from fakes.loop import QUESTION, A, B, C, Loop
+from sglang_lazy.port.scheduler import collector
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+@pytest.fixture
+def by_hand():
+    """The collector works when it is told to."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.unfreeze()
+    gc.enable()
+
+
+@pytest.mark.parametrize("link", ["block", "base", "copy", "epic:tokens=1", "query:ratio=0.5", "blend:ratio=0.5"])
+def test_a_request_goes_when_it_has_ended(by_hand, link):
+    loop = Loop()
+    for i in range(2):  # its chunks are computed, and found
+        req = weakref.ref(loop.submit([A, B, QUESTION], f"r{i}", link=link, max_new_tokens=2))
+        loop.run()
+        loop.submit([C, QUESTION], f"another-{i}")  # the last batch is kept
+        loop.run()
+        assert req() is None
+
+
+def in_sight(loop):
+    """How many of its chunks the collector looks at."""
+    return len({id(chunk) for chunk in loop.store.catalog} & {id(one) for one in gc.get_objects()})
+
+
+def test_chunks_are_set_aside_when_nothing_runs(by_hand):
+    loop = Loop()
+    loop.warm(A, B, C)
+    nodes = [weakref.ref(chunk.node) for chunk in loop.store.catalog]
+    for _ in range(collector.COLLECTIONS):
+        collector.on_idle(loop)
+        assert in_sight(loop) == 3
+        gc.collect(1)
+    loop.submit([A, QUESTION], "r")
+    collector.on_idle(loop)
+    assert in_sight(loop) == 3
+    loop.run()
+    collector.on_idle(loop)
+    assert in_sight(loop) == 0
+    loop.pools.flush()
+    assert [node() for node in nodes[1:]] == [None] * 2  # the last batch keeps the first
+
+
+def test_a_scheduler_without_chunks_is_left_alone(by_hand):
+    loop = Loop()
+    loop.warm(A)
+    gc.collect(1)
+    gc.collect(1)
+    loop.tree_cache.admission = None
+    collector.on_idle(loop)
+    collector.set_aside(None, loop)
+    assert in_sight(loop) == 1
