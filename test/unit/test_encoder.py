@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from unittest import mock
 
 import pytest
 import torch
@@ -51,8 +52,9 @@ class RecordingPools(Pools):
         linked_reqs = [req if req.layout.link == "block" else None for req in batch.reqs]
         wanted = [sorted(t for is_chunk, t in req.parts if is_chunk) if req else [] for req in linked_reqs]
         assert (current is not None) == any(wanted)
-        # Decode steps wait for no load, as in a graph.
-        keys = self.chunk_kv.k_buffer[0] if batch.forward_mode.is_decode() else self.chunk_kv.get_kv_buffer(0)[0]
+        keys = self.chunk_kv.k_buffer[0]
+        if current is not None and not batch.forward_mode.is_decode():  # decode waits for no load, as in a graph
+            keys, _ = self.chunk_kv.get_kv_buffer(0)
         for i, (req, chunks) in enumerate(zip(batch.reqs, wanted, strict=True)):
             row = req.req_pool_idx
             if not chunks:
@@ -222,6 +224,11 @@ def demote(loop):
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
 
 
+def asking_nobody(loop):
+    """Within this, transfers go on only where somebody waits for them."""
+    return mock.patch.object(loop.pools, "take_acknowledgements", lambda: None)
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
     """And so is text, but for that behind chunks: each to its own pool, in one pass."""
@@ -239,6 +246,38 @@ def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
     details = hooks.cached_tokens_details(req, linked(req))
     assert (req.cached_tokens, details["host"], details["device"], details["chunk"]) == (loaded, loaded, 0, loaded)
     assert other.cached_tokens_host == 7
+
+
+def test_a_load_that_a_plain_batch_has_started_is_waited_for():
+    """A prompt goes first that leaves no room in the batch: its pass reads no chunks, and waits for none."""
+    loop = Loop(host_size=80, chunked_prefill_size=8)
+    loop.submit(DOCS[6], DOCS[5])
+    loop.run()
+    demote(loop)
+    loop.submit(text=(TEXT, tuple(range(1, 9))), max_new_tokens=1)
+    req = loop.submit(DOCS[5], DOCS[6])
+    with asking_nobody(loop):
+        loop.step()
+        assert loop.store.tree.is_copying and linked(req).ready and req in loop.waiting_queue
+        loop.step()
+        assert req not in loop.waiting_queue
+    loop.run()
+
+
+def test_pins_load_while_passes_read_no_chunks():
+    """More loads than SGLang expects to be under way."""
+    loop = Loop(host_size=80)
+    for doc in DOCS[:6]:
+        loop.submit(doc)
+        loop.run()
+    demote(loop)
+    loop.admission.pins.budget = 60
+    with asking_nobody(loop):
+        for chunk in list(loop.store.catalog):
+            loop.admission.pins.add([chunk], None, 0.0)
+            loop.submit(max_new_tokens=1)
+            loop.step()
+    loop.run()
 
 
 def test_a_full_host_keeps_what_the_device_has_lost():

@@ -279,7 +279,8 @@ class ChunkAdmission:
 
     def check_idle(self) -> None:
         """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
-        num_locks, num_pending, num_lost = self.store.tree.num_locks - len(self.pins), len(self.store.pending), 0
+        num_locks, num_pending = self.store.tree.num_locks - len(self.pins), len(self.store.pending)
+        num_lost = 0
         if not self.rows.shares_pool:
             num_locks += self.rows.tree.num_locks
             tree, pool = self.store.tree, self.rows.chunk_allocator
@@ -287,5 +288,5 @@ class ChunkAdmission:
         if num_locks or num_pending or num_lost or self.holders:
             raise RuntimeError(
                 f"idle, but {len(self.holders)} requests hold chunks, {num_locks} locks are held, {num_pending} chunks "
-                f"pending and {num_lost} slots of chunks lost"
+                f"are pending and {num_lost} slots of chunks lost"
             )

@@ -43,10 +43,11 @@ class TextHiRadixCache(TextRadixCache, LazyHiRadixCache):
         self.chunks.check_hicache_events()
 
     def ready_to_load_host_cache(self) -> int:
-        """Start what is queued for either tree. Passes that are launched from now on wait where they read chunks, and
-        for text where SGLang has them wait."""
-        started = self.chunks.ready_to_load_host_cache()
-        self.chunks.cache_controller.layer_done_counter.set_consumer(started)
+        """Start what is queued for either tree. All passes that are launched from now on wait where they read chunks:
+        that of the batch formed now may read none. For text, SGLang has them wait."""
+        if self.chunks.has_queued_loads:
+            started = self.chunks.ready_to_load_host_cache()
+            self.chunks.cache_controller.layer_done_counter.set_consumer(started)
         return super().ready_to_load_host_cache()
 
     @property

@@ -270,6 +270,9 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         """Start what is queued, with the batch that SGLang forms."""
         if self.has_queued_loads:
             self._after_passes(self.cache_controller.load_stream)
+            # SGLang has a few events in turn, and takes it that passes have waited for those of the oldest load.
+            counter = self.cache_controller.layer_done_counter
+            counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event.synchronize()
         self._queued.clear()
         return super().ready_to_load_host_cache()
 
