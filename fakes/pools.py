@@ -1,6 +1,7 @@
 """SGLang's pools and a cache over them, on the CPU unless asked for; and forward passes that compute nothing."""
 
 import copy
+import dataclasses
 import inspect
 import types
 from collections.abc import Sequence
@@ -10,10 +11,12 @@ from unittest import mock
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache import hiradix_cache
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -27,6 +30,7 @@ from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.beside import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.host_pool import CpuHostPool
+from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.cache.storage import StoredHiRadixCache
 from sglang_lazy.port.cache.tier_report import StorageReport
@@ -37,16 +41,14 @@ NUM_ROTATIONS = 1 << 20
 """Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
 
 
-def _new_kv(size: int, device: str) -> MHATokenToKVPool:
-    return MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
-
-
 class Pools:
     """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it.
 
     host_size: slots of a host tier, of each if there are two pools; without one if 0.
     storage: what stands for SGLang's storage backend behind it.
     chunk_size: slots of a pool for chunks alone, which an encoder computes; the other pool has them if 0.
+    window: how many tokens before its own a query sees in the first layer; all if 0. Otherwise that layer is in a pool
+        of `window_size` slots.
     """
 
     objects_class = ChunkObjects
@@ -68,10 +70,14 @@ class Pools:
         write_policy: str = "write_through",
         storage: Any = None,
         chunk_size: int = 0,
+        window: int = 0,
+        window_size: int = 0,
     ):
-        kv = _new_kv(size, device)
-        self.keys, self.values = kv.k_buffer[0], kv.v_buffer[0]
-        self.slots = self.chunk_slots = self.new_slots(size, device, kv)
+        self.window = window
+        self.kv = kv = new_kv(size, window_size, device)
+        whole = kv.full_kv_pool if window else kv
+        self.keys, self.values = whole.k_buffer[0], whole.v_buffer[0]
+        self.slots = self.chunk_slots = self.new_slots(size, window_size, device, kv)
         self.rows = ReqToTokenPool(num_rows, context_len, device, enable_memory_saver=False)
         params = CacheInitParams(
             disable=False,
@@ -79,10 +85,11 @@ class Pools:
             token_to_kv_pool_allocator=self.slots,
             page_size=1,
             eviction_policy=eviction_policy,
+            sliding_window_size=window or None,
         )
         if chunk_size:
-            self.chunk_kv = _new_kv(chunk_size, device)
-            self.chunk_slots = self.new_slots(chunk_size, device, self.chunk_kv)
+            self.chunk_kv = new_kv(chunk_size, 0, device)
+            self.chunk_slots = self.new_slots(chunk_size, 0, device, self.chunk_kv)
         beside = CacheInitParams(**{**vars(params), "token_to_kv_pool_allocator": self.chunk_slots})
         self.has_tiers, self.slow = host_size > 0, False
 
@@ -102,7 +109,7 @@ class Pools:
         elif chunk_size:
             self.cache = TextRadixCache(params, chunks=LazyRadixCache(beside))
         else:
-            self.cache = cache_class(params)
+            self.cache = LazyHybridCache(params) if window else cache_class(params)
         if isinstance(self.cache, LazyRadixCache):
             num_rows = len(self.rows.req_to_token)
             batch_type = CrossBatch if chunk_size else LinkedBatch
@@ -129,8 +136,15 @@ class Pools:
         weights = {None: model, "x": b"adapter x", "y": b"adapter y", **adapters}
         self.cache.store.tree.connect(TensorBackend(storage), weights.get, StorageReport(token_size=1))
 
-    def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> TokenToKVPoolAllocator:
+    def new_slots(self, size: int, window_size: int, device: str, kv: Any) -> BaseTokenToKVPoolAllocator:
+        if window_size:
+            return SWATokenToKVPoolAllocator(size, window_size, 1, torch.float32, device, kv, need_sort=False)
         return TokenToKVPoolAllocator(size, torch.float32, device, kv, need_sort=False)
+
+    @property
+    def num_free(self) -> int:
+        """Slots of all layers but those with windows."""
+        return self.slots.full_available_size() if self.window else self.slots.available_size()
 
     def new_model(self, device: str) -> ServedModel:
         """A model of two layers, whose keys are numbers that no rotation changes; no values are kept."""
@@ -138,7 +152,11 @@ class Pools:
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
         kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
         layer = AttentionLayer(1, 1, 2, rope)
-        return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer}, kernels)
+        if not self.window:
+            return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer}, kernels)
+        layers = {0: dataclasses.replace(layer, window=self.window + 1), 1: layer}
+        window_keys, window_slots = self.kv.swa_kv_pool.k_buffer[0], self.kv.translate_loc_from_full_to_swa
+        return ServedModel({0: (window_keys, None), 1: (self.keys, None)}, layers, kernels, window_slots)
 
     def flush(self) -> None:
         """What SGLang does when its cache is flushed."""
@@ -195,3 +213,10 @@ class Pools:
 
     def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
         """The kernel of that name."""
+
+
+def new_kv(size: int, window_size: int, device: str) -> MHATokenToKVPool | SWAKVPool:
+    """SGLang's pool for two layers, of which the first one has a window if there is a size for it."""
+    if not window_size:
+        return MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
+    return SWAKVPool(size, window_size, 1, torch.float32, 1, 2, [0], [1], device, enable_alt_stream=False)

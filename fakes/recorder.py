@@ -10,49 +10,19 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from fakes import windows
 from fakes.attention import attend
 from fakes.pools import NUM_ROTATIONS, Pools
 from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
+from fakes.slots import NOT_COMPUTED, HybridSlots, Slots
 from fakes.streams import LatePool, current_stream
 from sglang_lazy.chunks.store import PRIVATE_SEGMENT
 from sglang_lazy.core.keys import Namespace, tokens_digest
 from sglang_lazy.core.state import RowNodes, fill_of, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-
-NOT_COMPUTED = "not computed"
-
-
-class Slots(TokenToKVPoolAllocator):
-    """SGLang's allocator, with what was computed into each slot since it was allocated."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        self.contents: dict[int, Any] = {}
-        super().__init__(*args, **kwargs)
-        self._kvcache.slots = self
-
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        slots = super().alloc(need_size)
-        if slots is not None:
-            self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
-        return slots
-
-    def free(self, free_index: torch.Tensor) -> None:
-        for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} is freed, but was not in use"
-        super().free(free_index)
-
-    def clear(self) -> None:
-        super().clear()
-        self.contents.clear()
-
-    def compute(self, slot: int, content: Any) -> None:
-        assert self.contents[slot] == NOT_COMPUTED
-        self.contents[slot] = content
 
 
 class HostSlots(LatePool):
@@ -138,7 +108,9 @@ class RecordingPools(Pools):
 
     host_pool_class, objects_class = HostSlots, RecordingObjects
 
-    def new_slots(self, size: int, device: str, kv: MHATokenToKVPool) -> Slots:
+    def new_slots(self, size: int, window_size: int, device: str, kv: Any) -> Slots | HybridSlots:
+        if window_size:
+            return HybridSlots(size, window_size, 1, torch.float32, device, kv, need_sort=False)
         return Slots(size, torch.float32, device, kv, need_sort=False)
 
     @property
@@ -163,6 +135,8 @@ class RecordingPools(Pools):
         if batch.forward_mode.is_extend():
             attend(batch, self.rows.segment_table)
         self.check_row_contents()
+        if self.window:
+            windows.check_seen(self, batch)
 
     def _tell_contents(self, req: Req) -> None:
         """What is known of internal requests, and of those that wait for a probe, when they run."""
@@ -218,14 +192,18 @@ class RecordingPools(Pools):
     def check(self, holders: Iterable[Req] = ()) -> None:
         """holders: waiting requests that have chunks locked."""
         self.check_slots()
-        self.check_locks(holders)
+        held = self.check_locks(holders)
+        if self.window:
+            windows.check_slots(self)
+            windows.check_locks(self, held)
         self.check_tree_contents()
         self.check_row_contents()
         self.check_segments()
 
     def check_slots(self) -> None:
         """Every slot is free, in exactly one tree node, or owned by one running request."""
-        places = [*self.slots.free_pages.tolist(), *self.slots.release_pages.tolist()]
+        whole = self.slots.full_attn_allocator if self.window else self.slots
+        places = [*whole.free_pages.tolist(), *whole.release_pages.tolist()]
         for node, _, _ in self.nodes():
             assert node.evicted or len(node.value) == len(node.key)
             places += [] if node.evicted else node.value.tolist()
@@ -236,7 +214,7 @@ class RecordingPools(Pools):
                 places += fill.duplicates.tolist()
             if (state := linked(req)) is not None and state.own is not None:
                 places += state.own.slots.tolist()
-        assert sorted(places) == list(range(1, self.slots.size + 1))
+        assert sorted(places) == list(range(1, whole.size + 1))
         if self.has_tiers:
             self.check_host_slots()
 
@@ -258,28 +236,30 @@ class RecordingPools(Pools):
         assert sorted(places) == list(range(pool.size))
         assert self.cache.evictable_host_leaves == leaves
 
-    def check_locks(self, holders: Iterable[Req]) -> None:
-        """A node is locked once by each user at or below it; the sizes and the leaves say what the locks say.
+    def check_locks(self, holders: Iterable[Req]) -> list[tuple[TreeNode, int]]:
+        """A node is locked once by each user at or below it; the sizes and the leaves say what the locks say. Returns
+        the nodes that are held, each with its spread.
 
         The chunks of a request are one user, whether it is admitted, runs, or both.
         """
         users = collections.Counter()
         rows = [req.last_node for req in self.running if isinstance(req.last_node, RowNodes)]
-        held = [req.last_node for req in self.running if not isinstance(req.last_node, RowNodes)]
-        held += [node for row in rows for node in row.spans]
+        held = [(req.last_node, 0) for req in self.running if not isinstance(req.last_node, RowNodes)]
+        held += [pair for row in rows for pair in zip(row.spans, row.spreads or itertools.repeat(0), strict=False)]
         for chunks, num_locks in collections.Counter(
             [row.chunks for row in rows] + [linked(req).chunks for req in holders]
         ).items():
             assert chunks.num_locks == num_locks
-            held += [node for node in chunks.nodes if node is not None]
+            pairs = zip(chunks.nodes, chunks.spreads, strict=True)
+            held += [(node, spread) for node, spread in pairs if node is not None]
         if self.has_tiers:
-            held += self.cache.ongoing_load_back.values()
-            held += [node for node, _, _ in self.cache.ongoing_write_through.values()]
+            held += [(node, 0) for node in self.cache.ongoing_load_back.values()]
+            held += [(node, 0) for node, _, _ in self.cache.ongoing_write_through.values()]
         if self.cache.admission is not None:
-            held += [chunk.node for chunk in self.cache.admission.pins._chunks.values()]
-        held += self.waiting_locks
-        assert self.cache.num_locks == sum(node is not self.cache.root_node for node in held)
-        for node in held:
+            held += [(chunk.node, 0) for chunk in self.cache.admission.pins._chunks.values()]
+        held += [(node, 0) for node in self.waiting_locks]
+        assert self.cache.num_locks == sum(node is not self.cache.root_node for node, _ in held)
+        for node, _ in held:
             while node is not self.cache.root_node:
                 users[node] += 1
                 node = node.parent
@@ -296,6 +276,7 @@ class RecordingPools(Pools):
         assert not users, "a request holds nodes that left the tree"
         assert (self.cache.evictable_size(), self.cache.protected_size()) == (evictable, protected)
         assert self.cache.evictable_leaves == leaves
+        return held
 
     def check_tree_contents(self) -> None:
         """The slots of a node hold what its key and namespace promise to whoever matches it; chunks are found there."""

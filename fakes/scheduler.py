@@ -199,7 +199,9 @@ class Scheduler:
             with self.clock("layout"):
                 req.init_next_round_input(self.tree_cache)
             with self.clock("batch"):
-                result = adder.add_one_req(req, self.chunked_req is not None, None)
+                result = schedule_policy.add_one_req(
+                    inspect.unwrap(PrefillAdder.add_one_req), adder, req, self.chunked_req is not None, None
+                )
             adapters.add(req.lora_id)
             if result != AddReqResult.CONTINUE:
                 running_batch.batch_is_full = result == AddReqResult.NO_TOKEN

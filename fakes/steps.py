@@ -38,7 +38,9 @@ class Steps(RecordingPools):
         return False
 
     def fits(self, num_tokens: int) -> bool:
-        return self.slots.available_size() + self.cache.evictable_size() >= num_tokens
+        if self.window and self.slots.swa_available_size() + self.cache.swa_evictable_size() < num_tokens:
+            return False
+        return self.num_free + self.cache.evictable_size() >= num_tokens
 
     def arrive(self, req: Req) -> None:
         self.cache.admission.arrival.receive(req)
@@ -50,7 +52,7 @@ class Steps(RecordingPools):
         if (state := linked(req)) is None:
             return self._match(req, num_tokens)
         slices = state.prompt.chunks
-        state.chunks = chunks = ChunkNodes([None] * len(slices), num_locks=1)
+        state.chunks = chunks = ChunkNodes.missing(slices)
         self._enter(chunks, slices)
         missing = {chunk.key: chunk for chunk, node in zip(slices, chunks.nodes, strict=True) if node is None}
         begun = False

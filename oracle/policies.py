@@ -119,10 +119,14 @@ class PolicyOracle:
     @property
     def last_third(self) -> list[int]:
         """The layers that `query` sums up by default: of those without a window the last third."""
+        return self.whole_layers[-math.ceil(len(self.whole_layers) / 3) :]
+
+    @property
+    def whole_layers(self) -> list[int]:
+        """Those without a window."""
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        whole = [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
-        return whole[-math.ceil(len(whole) / 3) :]
+        return [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
 
     def query(
         self,
@@ -154,8 +158,11 @@ class PolicyOracle:
         return without_best(segments, self.blend_scores(segments, preamble), ratio)
 
     def key_sizes(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
-        """The squared norm of each candidate's keys, in units of its chunk's mean, summed over layers, [n]."""
-        sizes = torch.stack([keys.float().square().sum((0, 1, 3)) for keys, _ in self.fill(segments, preamble)])
+        """The squared norm of each candidate's keys, in units of its chunk's mean, summed over layers without windows,
+        or over all if each has one, [n]."""
+        caches = self.fill(segments, preamble)
+        caches = [caches[layer] for layer in self.whole_layers] or caches
+        sizes = torch.stack([keys.float().square().sum((0, 1, 3)) for keys, _ in caches])
         chunks = sizes.split([end - start for start, end in chunk_spans(segments) if start < end], 1)
         return torch.cat([(chunk / chunk.mean(1, keepdim=True)).sum(0) for chunk in chunks])
 

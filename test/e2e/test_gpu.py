@@ -31,7 +31,9 @@ WAYS = {
     "fa3": {"attention_backend": "fa3", "chunked_prefill_size": 1024},
     "flashinfer": {"attention_backend": "flashinfer", "chunked_prefill_size": 1024},
     "triton": {"lazy_kernels": "triton"},
-    "copies": {"lazy_default_link": "copy"},
+    "copies": {"lazy_default_link": "copy", "disable_hybrid_swa_memory": True},
+    # Layers with windows have a pool of their own in all ways but that; here it is short.
+    "windows": {"attention_backend": "fa3", "chunked_prefill_size": 1024, "swa_full_tokens_ratio": 0.15},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     # The device holds little more than a prompt and a probe of it: much of what prompts reuse is loaded from the host.
     "tiers": TIERS,
@@ -83,6 +85,7 @@ def wide(name: str, model_dir) -> str:
         "gpt-oss fa3",
         "gpt-oss triton",
         "gpt-oss copies",
+        "gpt-oss windows",
         "gemma2",
         "gemma2 fa3",
         "gemma2 triton",
@@ -201,6 +204,8 @@ def test_policies_on_cuda(served):
     hidden = transformers.AutoTokenizer.from_pretrained(path).encode(PREAMBLE)
     preambles = {"": (), "base+": hidden, "base:preamble=lead+": leading_text([head, docs[0]])}
     links = [f"{base}{name}" for base in preambles for name in KEPT if name != "base"] + ["base"]
+    if "GptOss" in transformers.AutoConfig.from_pretrained(path).architectures[0]:  # in the pools of most ways
+        links = [link for link in links if "blend" not in link]
     prompts = [[head, *dice.shuffled(docs), question] for _ in links]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]

@@ -22,7 +22,8 @@ NUM_TOKENS = 6
 SERVABLE = [name for name, spec in MODELS.items() if spec.needs is None]
 NAMES = [name for name in SERVABLE if MODELS[name].core or os.environ.get("LAZY_ALL_MODELS")]
 
-SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, log_level="error")
+# Layers with windows have as many slots as the others.
+SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, swa_full_tokens_ratio=1.0, log_level="error")
 # The pool holds the prompts of one group, and never those of the others as well.
 LONG = ["far_offset"]
 SHORT = [name for name in SCENARIOS if name not in LONG]
@@ -36,7 +37,7 @@ VARIANTS = {
     "stablelm": {"schedule_policy": "lpm", "max_running_requests": 4},
     # The pool has room for a prompt and the chunks that are copied into it.
     "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
-    "gpt-oss copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
+    "gpt-oss copies": {"lazy_default_link": "copy", "max_total_tokens": 3072, "disable_hybrid_swa_memory": True},
 }
 
 Waves = list[list[tuple[list[Segment], dict]]]  # batch by batch, the prompts and their outputs
@@ -228,6 +229,18 @@ def test_other_models(name, model_dir):
     try:
         for names in GROUPS:
             check_counts(served.play(names))
+    finally:
+        served.engine.shutdown()
+
+
+@pytest.mark.slow
+def test_few_slots_for_windows(model_dir):
+    """Layers with windows have a fifth of the others' slots: chunks lose what no prompt reads, and some of the rest."""
+    options = {**VARIANTS["gpt-oss"], "swa_full_tokens_ratio": 0.2}
+    served = Served("gpt-oss", model_dir, **options)
+    try:
+        asked_again = [hit for names in GROUPS * 2 for brought, hit in reuse(served.play(names)) if brought]
+        assert asked_again.count(True) > 20 and asked_again.count(False) > 5
     finally:
         served.engine.shutdown()
 

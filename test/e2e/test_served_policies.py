@@ -21,7 +21,7 @@ BASES = ["", "base+", "base:preamble=lead+"]
 OPTIONS = {
     "llama": {},
     "glm4": {"chunked_prefill_size": 48, "disable_overlap_schedule": True},
-    "gpt-oss": MODELS["gpt-oss"].cpu_options,
+    "gpt-oss": {**MODELS["gpt-oss"].cpu_options, "disable_hybrid_swa_memory": True},
 }
 
 

@@ -254,9 +254,9 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.pools.cache.evictable_size() > self.pool_size // 2)
     @rule(num_tokens=st.integers(1, 20))
     def evict(self, num_tokens):
-        before, evictable = self.pools.slots.available_size(), self.pools.cache.evictable_size()
+        before, evictable = self.pools.num_free, self.pools.cache.evictable_size()
         result = self.pools.cache.evict(EvictParams(num_tokens=num_tokens))
-        assert self.pools.slots.available_size() == before + result.num_tokens_evicted
+        assert self.pools.num_free == before + result.num_tokens_evicted
         assert result.num_tokens_evicted >= min(num_tokens, evictable)
 
     @precondition(lambda self: self.pools.store._cached)
@@ -264,13 +264,13 @@ class CacheHistories(RuleBasedStateMachine):
     def delete_chunk(self, pick):
         """A chunk is deleted, in use or not."""
         chunk = pick_from(list(self.pools.store._cached.values()), pick)
-        free = self.pools.slots.available_size()
+        free = self.pools.num_free
         self.pools.cache.admission.pins.remove(chunk)
         held = chunk.node.lock_ref or chunk.node.host_ref_counter
         self.pools.store.deletions.add(chunk)
         self.sweep()
         assert (chunk.node is not None) == bool(held)
-        assert self.pools.slots.available_size() >= free
+        assert self.pools.num_free >= free
 
     @precondition(lambda self: self.pools.store._cached)
     @rule(pick=picks, ttl=st.sampled_from([None, 5]))
@@ -325,7 +325,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.settle()
         self.pools.flush()
         assert not len(self.pools.cache.admission.pins)
-        assert self.pools.slots.available_size() == self.pool_size
+        assert self.pools.num_free == self.pool_size
 
     @invariant()
     def check(self):
@@ -359,7 +359,7 @@ class CacheHistories(RuleBasedStateMachine):
             self.pools.cache.admission.pins.give_up()
         assert self.pools.cache.admission.pins.num_tokens.total() == 0
         self.pools.cache.evict(EvictParams(num_tokens=self.pool_size))
-        assert self.pools.slots.available_size() == self.pool_size
+        assert self.pools.num_free == self.pool_size
         if self.pools.has_tiers:
             self.pools.cache.evict_host(self.options["host_size"])
             assert self.pools.cache.token_to_kv_pool_host.available_size() == self.options["host_size"]
@@ -417,6 +417,29 @@ class StoredHistories(TierHistories):
     has_storage = True
 
 
+class HybridHistories(CacheHistories):
+    """The same where a layer with a window has fewer slots than the other one."""
+
+    pool_size = 64
+    links = ("block", "block", "holes", "base:preamble=lead", "base+epic:tokens=2")
+    options = {"window": 1, "window_size": 28}
+
+    @precondition(lambda self: self.pools.cache.swa_evictable_size())
+    @rule(num_tokens=st.integers(1, 12))
+    def evict_windows(self, num_tokens):
+        cache, slots = self.pools.cache, self.pools.slots
+        free, evictable = slots.swa_available_size(), cache.swa_evictable_size()
+        cache.evict(EvictParams(num_tokens=0, swa_num_tokens=num_tokens))
+        assert slots.swa_available_size() >= free + min(num_tokens, evictable)
+
+
+class WiderHybridHistories(HybridHistories):
+    """The same with a window that holds several chunks, and probes."""
+
+    links = ("block", "query:ratio=0.4", "other holes", "base", "base+static:ratio=0.4")
+    options = {"window": 4, "window_size": 40}
+
+
 class SelectiveTierHistories(CacheHistories):
     """The same where only what is used again is backed up, and policies keep parts of chunks."""
 
@@ -437,6 +460,8 @@ for few in (
     TierHistories,
     StoredHistories,
     SelectiveTierHistories,
+    HybridHistories,
+    WiderHybridHistories,
 ):
     few.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
 TestCacheHistories = CacheHistories.TestCase
@@ -447,3 +472,5 @@ TestPolicyHistories = PolicyHistories.TestCase
 TestTierHistories = TierHistories.TestCase
 TestStoredHistories = StoredHistories.TestCase
 TestSelectiveTierHistories = SelectiveTierHistories.TestCase
+TestHybridHistories = HybridHistories.TestCase
+TestWiderHybridHistories = WiderHybridHistories.TestCase

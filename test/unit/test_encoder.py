@@ -373,6 +373,6 @@ def test_locking_chunks_takes_nothing_from_the_pool_of_text():
     req = loop.submit(DOCS[5])
     loop.run()
     chunks = [loop.store.find(chunk) for chunk in linked(req).prompt.chunks]
-    row = RowNodes(ChunkNodes(chunks), [])
+    row = RowNodes(ChunkNodes(chunks, [0] * len(chunks)), [])
     assert loop.tree_cache.inc_lock_ref(row).delta == 0 and loop.store.tree.protected_size() == len(DOCS[5])
     assert loop.tree_cache.dec_lock_ref(row).delta == 0 and loop.store.tree.protected_size() == 0

@@ -47,7 +47,7 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
         self.link_ops = get_implementation("torch")
         layer = AttentionLayer(QO_HEADS, KV_HEADS, HEAD_DIM, ROPE, window)
         self.link_model, self.link_fp8 = ServedModel({}, {0: layer}, None), False
-        self.link_pool = runner.token_to_kv_pool
+        self.link_pool, self.link_window_slots = runner.token_to_kv_pool, None
         self.link_rows = runner.req_to_token_pool
         self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)
 

@@ -28,6 +28,7 @@ def fits(monkeypatch):
     pool = SimpleNamespace(req_to_token=[None] * 3)
     return SimpleNamespace(
         req_to_token_pool=pool,
+        token_to_kv_pool=None,
         server_args=SimpleNamespace(enable_mixed_chunk=False),
         model=torch.nn.Module(),
         model_config=SimpleNamespace(context_len=8, hidden_size=8, hf_config=SimpleNamespace(architectures=TESTED)),
@@ -95,28 +96,41 @@ def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refus
         assert start(fits, monkeypatch, default_link=default_link) == "linked stock"
 
 
+class Hybrid(SimpleNamespace):
+    """As SGLang's model configuration."""
+
+    def _derive_hybrid_model(self):
+        self.is_hybrid_swa = not self.disable_hybrid_swa_memory
+
+
 @pytest.mark.parametrize(
-    "architectures, untested, head_dim, expected",
+    "architectures, untested, tiers, whole, head_dim, hybrid",
     [
-        (["GptOssForCausalLM"], False, 64, True),
-        (["Llama4ForCausalLM"], False, 64, False),
-        (["Llama4ForCausalLM"], True, 64, True),
-        (["Gemma4ForCausalLM"], True, 512, False),
+        (["GptOssForCausalLM"], False, False, [1], 64, True),
+        (["GptOssForCausalLM"], False, True, [1], 64, False),
+        (["GptOssForCausalLM"], False, False, [], 64, False),
+        (["Llama4ForCausalLM"], False, True, [1], 64, True),
+        (["Llama4ForCausalLM"], True, True, [1], 64, False),
+        (["Gemma4ForCausalLM"], True, True, [1], 512, True),
     ],
 )
-def test_layers_with_windows_keep_all_tokens(monkeypatch, architectures, untested, head_dim, expected):
-    """But SGLang's own pools remain those of a model that it serves without chunk reuse, or of two head shapes."""
+def test_where_layers_with_windows_have_a_pool_of_their_own(
+    monkeypatch, architectures, untested, tiers, whole, head_dim, hybrid
+):
+    """SGLang's pools remain those of a model that it serves without chunk reuse, or of two head shapes."""
     monkeypatch.setenv(ENV_VAR, json.dumps({"untested_model": untested}))
-    config = SimpleNamespace(
+    config = Hybrid(
         hf_config=SimpleNamespace(architectures=architectures),
         disable_hybrid_swa_memory=False,
+        full_attention_layer_ids=whole,
         head_dim=head_dim,
         swa_head_dim=64,
         get_num_kv_heads=lambda _: 2,
         get_swa_num_kv_heads=lambda _: 2,
     )
-    model_runner.keep_all_tokens(config)
-    assert config.disable_hybrid_swa_memory is expected
+    config._derive_hybrid_model()
+    model_runner.keep_all_tokens(config, SimpleNamespace(enable_hierarchical_cache=tiers))
+    assert config.is_hybrid_swa is hybrid
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -133,9 +147,10 @@ def test_logit_caps_that_the_stock_backend_does_not_know():
     """PyTorch's own attention has none."""
     layers = {i: AttentionLayer(1, 1, 32, None, logit_cap=cap) for i, cap in enumerate([None, 30.0])}
     native = object.__new__(TorchNativeAttnBackend)
-    assert model_runner.stock_attends(Stock(), layers)
-    assert not model_runner.stock_attends(native, layers)
-    assert model_runner.stock_attends(native, {0: layers[0]})
+    assert model_runner.stock_attends(Stock(), layers, hybrid=True)
+    assert not model_runner.stock_attends(native, layers, hybrid=False)
+    assert model_runner.stock_attends(native, {0: layers[0]}, hybrid=False)
+    assert not model_runner.stock_attends(native, {0: layers[0]}, hybrid=True), "it knows one pool"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ class LinkMetadata:
     CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
     segment_ids: for decode of whole rows alone, which shares reads.
+    window_kv_indices: in prefill, `kv_indices` for layers with windows, where these have a pool of their own.
     tokens: which of the new tokens are theirs: a slice, or int32 indices.
     checked: whether a layer before has validated the arguments.
     """
@@ -31,6 +32,7 @@ class LinkMetadata:
     qo_indptr: torch.Tensor | None = None
     q_positions: torch.Tensor | None = None
     kv_positions: torch.Tensor | None = None
+    window_kv_indices: torch.Tensor | None = None
     max_extend_len: int = 0
     tokens: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
     checked: bool = False
@@ -79,9 +81,12 @@ class LinkMetadata:
         """The same of what a window leaves of each row, `kv_indices` included."""
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
+        window_slots = table.model.window_slots
+        # What is left of the memory must be slots, too.
+        kv_indices = self.kv_indices if window_slots is None else torch.zeros_like(self.kv_indices)
         table.model.kernels.window_rows(
             self.kv_indptr,
-            self.kv_indices,
+            kv_indices,
             self.segment_ends,
             self.num_segments,
             req_to_token,
@@ -92,6 +97,8 @@ class LinkMetadata:
             table.tail_positions,
             window=window,
         )
+        if window_slots is not None:
+            self.kv_indices.copy_(window_slots(kv_indices))
 
     @classmethod
     def of_prefill(

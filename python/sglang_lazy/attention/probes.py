@@ -99,7 +99,10 @@ def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllRed
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
     slots = torch.cat(rows.chunk_slots(state, req.last_node.chunks))
-    sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys, _ in model.kv_buffers.values()])
+    # Layers with windows may have lost keys; where each has one, they have not.
+    whole = [layer_id for layer_id, layer in model.layers.items() if layer.window is None] or model.layers
+    caches = [model.kv_buffers[layer_id][0] for layer_id in whole]
+    sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys in caches])
     by_chunk = all_reduce(sizes).split([chunk.num_kept for chunk in state.prompt.chunks], 1)
     probe.add(torch.cat([(part / part.mean(1, keepdim=True)).sum(0) for part in by_chunk]))
     probe.send()

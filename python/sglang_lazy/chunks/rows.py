@@ -1,5 +1,6 @@
 """Rows of linked requests and fills: laid out over what is cached, and published to the tree when computed."""
 
+import itertools
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,8 +11,8 @@ import torch
 
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node, Tree
-from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.prompt import ChunkSlice, TextSpan, tokens_at
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.prompt import ChunkSlice, tokens_at
 from sglang_lazy.core.rows import FillRow, Row
 from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
 
@@ -73,10 +74,11 @@ class RowCache:
         return 0 if row.num_locks > 0 else self._text_change(self.store.unlock_chunks, self.tree.unlock, row)
 
     def _text_change(
-        self, of_chunks: Callable[[ChunkNodes], int], of_span: Callable[[Node], int], row: RowNodes
+        self, of_chunks: Callable[[ChunkNodes], int], of_span: Callable[[Node, int], int], row: RowNodes
     ) -> int:
         change = of_chunks(row.chunks)
-        return sum(map(of_span, row.spans), change if self.shares_pool else 0)
+        spreads = row.spreads or itertools.repeat(0)
+        return sum(map(of_span, row.spans, spreads), change if self.shares_pool else 0)
 
     # Linked requests
 
@@ -116,7 +118,7 @@ class RowCache:
         last = state.prompt.spans[-1]
         for span in state.prompt.spans:
             tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
-            slots, node = self.tree.find(tokens, _namespace(req, span))
+            slots, node = self.tree.find(tokens, span.namespace_in(req.extra_key))
             yield slots if len(slots) >= span.image_len else slots[:0], node
 
     def rank(
@@ -170,8 +172,8 @@ class RowCache:
             row.used = True
             if state.prompt.beside:
                 state.beside = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
-            for node in row.chunks.nodes:
-                self.store.tree.use(node, req.priority or 0)
+            for node, spread in zip(row.chunks.nodes, row.chunks.spreads, strict=True):
+                self.store.tree.use(node, req.priority or 0, spread)
             for node in row.spans:
                 self.tree.use(node, req.priority or 0)
             if state.probe is None:
@@ -199,8 +201,10 @@ class RowCache:
             slots = text_slots[computed_start - text_start :][: count - cached]
             if cached:
                 slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
-            tokens, namespace = _tokens(req, span.first(count)), _namespace(req, span)
-            num_present, node = self.tree.add(tokens, namespace, slots, req.priority or 0, chunked)
+            tokens, namespace = _tokens(req, span.first(count)), span.namespace_in(req.extra_key)
+            windows_start = max(published, cached + self.tree.num_lost(req) - computed_start)
+            num_present, node, lent = self.tree.add(tokens, namespace, slots, req.priority or 0, windows_start, chunked)
+            self.tree.take_lent(lent)
             if num_present > published:
                 self.free(slots[published:num_present])
                 kept = self.tree.find(tokens, namespace)[0][published:num_present]
@@ -233,14 +237,14 @@ class RowCache:
         pieces, nodes, cached = [], [], []
         for part in state.parts:
             tokens = part.tokens if part.chunk is None else part.tokens[:-1]
-            slots, node = self.tree.find(tokens, part.namespace)
+            slots, node = self.tree.find(tokens, part.namespace, complete=part.chunk is not None)
             cached.append(len(slots))
             if len(slots):
                 pieces.append(slots)
                 nodes.append(node)
         state.row = FillRow([len(part.tokens) for part in state.parts], cached, bool(state.preamble))
         req.full_untruncated_fill_ids = state.row.permuted(req.origin_input_ids)
-        return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([]), nodes)
+        return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([], []), nodes)
 
     def publish_fill(self, req: Any, state: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
         """Give what a fill is about to complete, its preamble too, to the tree, and lock it there until the fill ends.
@@ -252,31 +256,31 @@ class RowCache:
         own: its batch writes to them.
         """
         slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
-        published, duplicates, ends = {}, [self._placeholders[:0]], []
+        published, duplicates, lent, ends = {}, [self._placeholders[:0]], [], []
         for i, part in enumerate(state.parts):
             pieces = [slots[start:end] for start, end in state.row.windows(i)]
             part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            if part.chunk is None:
-                num_present, node = self.tree.add(
-                    part.tokens, part.namespace, part_slots, req.priority or 0, chunked=True
-                )
-            else:
-                num_present, node = self.store.insert(part.chunk, part_slots, req.priority or 0)
-                published[part.chunk.key] = node
-            if num_present > state.row.cached[i]:
-                duplicates.append(part_slots[state.row.cached[i] : num_present])
-            ends.append(node)
-        nodes = RowNodes(ChunkNodes([]), ends)
+            cached, priority = state.row.cached[i], req.priority or 0
+            inserted = self.tree.add(part.tokens, part.namespace, part_slots, priority, cached, chunked=True)
+            if part.chunk is not None:
+                self.store.adopt(part.chunk, inserted.node)
+                published[part.chunk.key] = inserted.node
+            if inserted.num_present > cached:
+                duplicates.append(part_slots[cached : inserted.num_present])
+            lent.append(inserted.lent)
+            ends.append(inserted.node)
+        nodes = RowNodes(ChunkNodes([], []), ends, state.row.num_computed)
         self.lock(nodes)
         self.unlock(req.last_node)
         req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
-        state.duplicates = torch.cat(duplicates)
+        state.duplicates, state.lent = torch.cat(duplicates), torch.cat(lent)
         self.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(state.row.cached)
         return published
 
     def end_fill(self, req: Any, state: Fill, row_len: int) -> None:
         """A fill ends or is retracted: free what the tree does not own, and unlock."""
         if state.duplicates is not None:
+            self.tree.take_lent(state.lent)
             self.free(state.duplicates)
             self.tree.back_up(req.last_node.spans)
             self.store.counts.fill_seconds.observe(time.perf_counter() - state.began)
@@ -293,7 +297,3 @@ def _tokens(req: Any, positions: np.ndarray) -> array:
     count = int(np.searchsorted(positions, prompt_len))
     tokens = tokens_at(req.origin_input_ids, positions[:count])
     return tokens + req.output_ids[: len(positions) - count] if count < len(positions) else tokens
-
-
-def _namespace(req: Any, span: TextSpan) -> Namespace | str | None:
-    return req.extra_key if span.namespace is None else span.namespace

@@ -96,19 +96,25 @@ class ChunkStore:
         """
         cached = self._cached.get(chunk.key)
         if cached is not None and chunk.num_needed == chunk.num_tokens:
-            self.tree.use(cached.node)
-            return cached.node
-        tokens = chunk.tokens[: chunk.num_needed]
-        if not self.tree.holds(tokens, chunk.key.namespace):
-            return None
-        return self.tree.end_of(tokens, chunk.key.namespace)
+            node = cached.node
+            self.tree.use(node, spread=chunk.spread)
+        else:
+            tokens = chunk.tokens[: chunk.num_needed]
+            if not self.tree.holds(tokens, chunk.key.namespace):
+                return None
+            node = self.tree.end_of(tokens, chunk.key.namespace)
+        return node if self.tree.reads(node, chunk.spread) else None
+
+    def is_at(self, chunk: ChunkSlice, node: Node) -> bool:
+        """Whether the needed part of `chunk` is still where it was found."""
+        return (not node.evicted or node.backuped) and self.tree.reads(node, chunk.spread)
 
     def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Inserted:
         """Make all of `chunk` resident in `slots` (int64 [num_tokens]), except where the tree has its tokens.
 
         Its KV is about to be computed.
         """
-        inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, chunked=True)
+        inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, 0, chunked=True)
         self.adopt(chunk, inserted.node)
         return inserted
 
@@ -190,20 +196,20 @@ class ChunkStore:
         chunks.num_locks += 1
         if chunks.num_locks > 1:
             return 0
-        return sum(self.tree.lock(node) for node in chunks.nodes if node is not None)
+        return sum(self.tree.lock(*found) for found in chunks.found)
 
     def unlock_chunks(self, chunks: ChunkNodes) -> int:
         """Give one holder's lock back; returns the same."""
         chunks.num_locks -= 1
         if chunks.num_locks > 0:
             return 0
-        return sum(self.tree.unlock(node) for node in chunks.nodes if node is not None)
+        return sum(self.tree.unlock(*found) for found in chunks.found)
 
     def enter(self, chunks: ChunkNodes, i: int, node: Node) -> None:
         """Slice `i`, which was missing, is at `node` now: lock it for whoever holds the others."""
         chunks.nodes[i] = node
         if chunks.num_locks:
-            self.tree.lock(node)
+            self.tree.lock(node, chunks.spreads[i])
 
     def enter_cached(self, chunks: ChunkNodes, nodes: Sequence[Node | None]) -> list[int]:
         """Enter the missing slices that are cached, each at its place in `nodes`; returns which of them are loaded.
@@ -257,13 +263,18 @@ class ChunkStore:
                     continue
                 break
             num_evicted += len(leaf.key)
-            slots.append(self.tree.remove(leaf))
-            namespace = leaf.key.extra_key
-            if isinstance(namespace, Namespace) and namespace.is_chunk:
-                self.counts.num_evicted_chunks += leaf.id in self._keys_by_node
-                self.counts.num_evicted_tokens += len(leaf.key)
-            if not leaf.backuped:
-                self.forget(leaf)
+            slots.append(self.evict_leaf(leaf))
+        return slots
+
+    def evict_leaf(self, leaf: Node) -> torch.Tensor:
+        """Take an evictable leaf off the device; returns its slots, to be freed."""
+        slots = self.tree.remove(leaf)
+        namespace = leaf.key.extra_key
+        if isinstance(namespace, Namespace) and namespace.is_chunk:
+            self.counts.num_evicted_chunks += leaf.id in self._keys_by_node
+            self.counts.num_evicted_tokens += len(leaf.key)
+        if not leaf.backuped:
+            self.forget(leaf)
         return slots
 
     def next_leaves(self, num_tokens: int) -> list[Node]:

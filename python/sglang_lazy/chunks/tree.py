@@ -16,10 +16,22 @@ slots of the device, `backuped` that the host has a copy. With neither it has le
 
 
 class Inserted(NamedTuple):
-    """num_present: how many of the tokens the tree had already, in slots of its own. node: where the tokens end."""
+    """num_present: how many of the tokens the tree had already, in slots of its own. node: where the tokens end.
+    lent: int64, those of the caller's slots whose window KV the tree has taken for slots of its own; see `Tree.add`.
+    """
 
     num_present: int
     node: Node
+    lent: torch.Tensor
+
+
+class WindowMemory(NamedTuple):
+    """How many tokens the pool of window KV can hold, how many of them are free or evictable, and how many before its
+    own a query sees."""
+
+    size: int
+    free: int
+    window: int
 
 
 class Tree(Protocol):
@@ -28,6 +40,10 @@ class Tree(Protocol):
     A node stays where it ends when it is split: the new node is its parent. Locking a node locks all nodes above it; a
     node without slots must be loaded before. No node without slots is above one that has some, and none without a copy
     is above one that has one.
+
+    Slots may lose their *window KV*, that of layers with windows, before the rest, where that is in a pool of its own.
+    What reads tokens up to a node needs that of the last ones, as many as a window has; where text stands up to
+    `spread` tokens before the node, that of as many more. Locking a node keeps it.
     """
 
     @property
@@ -44,8 +60,12 @@ class Tree(Protocol):
     def num_locks(self) -> int:
         """How many locks are held, of all nodes together: each counts where it was taken, and not above."""
 
-    def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, Node]:
-        """The longest beginning on the device: its slots (int64), and the node where it ends, split off if need be."""
+    def find(self, tokens: array, namespace: Any, complete: bool = False) -> tuple[torch.Tensor, Node]:
+        """The longest beginning on the device that can be read: its slots (int64), and the node where it ends, split
+        off if need be.
+
+        complete: wherever text may stand in it, so that it has all of its window KV.
+        """
 
     def holds(self, tokens: array, namespace: Any) -> bool:
         """Whether all tokens are cached, on the device or not. Never splits a node."""
@@ -53,25 +73,46 @@ class Tree(Protocol):
     def end_of(self, tokens: array, namespace: Any) -> Node:
         """The node where tokens that are all cached end, split off if need be."""
 
-    def add(self, tokens: array, namespace: Any, slots: torch.Tensor, priority: int, chunked: bool = False) -> Inserted:
+    def reads(self, node: Node, spread: int = 0) -> bool:
+        """Whether the window KV that is needed of the tokens up to `node` is there."""
+
+    def add(
+        self,
+        tokens: array,
+        namespace: Any,
+        slots: torch.Tensor,
+        priority: int,
+        computed_start: int,
+        chunked: bool = False,
+    ) -> Inserted:
         """Make tokens resident in `slots` (int64), except for those that the tree has already.
 
+        Where its own slots have lost their window KV, it takes that of `slots`. A pass may yet write to it, so they
+        share it until the caller frees them, and calls `take_lent` before.
+
+        computed_start: how many of the first tokens the caller has not computed, or has lost the window KV of.
         chunked: their KV is yet to be computed, at least in part, so it must not be copied.
         """
+
+    def num_lost(self, req: Any) -> int:
+        """How many of the first tokens of a request's row, but for those of nodes, have lost their window KV."""
+
+    def take_lent(self, slots: torch.Tensor) -> None:
+        """Slots that were `lent` lose their window KV to the tree; no pass that is launched from now on uses them."""
 
     def slots_to(self, node: Node) -> list[torch.Tensor]:
         """The slots from the beginning of a namespace to the end of `node`, in pieces."""
 
-    def use(self, node: Node, priority: int | None = None) -> None:
+    def use(self, node: Node, priority: int | None = None, spread: int = 0) -> None:
         """Count a use of everything up to `node` in the eviction order.
 
         priority: of the request that uses it; None for a mere look-up, which makes KV recent but is no hit.
         """
 
-    def lock(self, node: Node) -> int:
-        """Lock a node for one more holder; returns by how much the number of evictable tokens changes."""
+    def lock(self, node: Node, spread: int = 0) -> int:
+        """Lock a node that can be read for one more holder; returns the change in the number of evictable tokens."""
 
-    def unlock(self, node: Node) -> int:
+    def unlock(self, node: Node, spread: int = 0) -> int:
         """Give one holder's lock back; returns the same."""
 
     def remove(self, leaf: Node) -> torch.Tensor:
@@ -94,6 +135,17 @@ class Tree(Protocol):
 
     def loading(self, node: Node) -> bool:
         """Whether its KV is on the way from the host."""
+
+    @property
+    def device_memory(self) -> dict[str, int]:
+        """How many tokens the device can hold (`size`), and how many more (`free`)."""
+
+    @property
+    def window_memory(self) -> "WindowMemory | None":
+        """That for window KV; None where all KV is in one pool."""
+
+    def unlocked_windows(self, node: Node, spread: int = 0) -> int:
+        """How many tokens of window KV locking `node` would take from what is free or evictable."""
 
     @property
     def host_memory(self) -> dict[str, int] | None:

@@ -62,17 +62,24 @@ class ServedModel:
     kv_buffers: K and V caches by layer id, each [num_slots, num_kv_heads, head_dim].
     layers: by layer id; all have the same shape.
     kernels: an implementation from `sgl_kernel_lazy`.
+    window_slots: where layers with windows have the KV of these slots, int64, if it is in a pool of its own; 0 where
+        that has none.
     """
 
     kv_buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     layers: Mapping[int, AttentionLayer]
     kernels: ModuleType
+    window_slots: Callable[[torch.Tensor], torch.Tensor] | None = None
     _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def windows(self) -> set[int]:
         """Those that layers have."""
         return {layer.window for layer in self.layers.values() if layer.window is not None}
+
+    def keeps_all(self, layer_id: int) -> bool:
+        """Whether a layer has the KV of all tokens of a chunk that is cached."""
+        return self.window_slots is None or self.layers[layer_id].window is None
 
     def rotations(self, offsets: Sequence[int]) -> list[int]:
         """The places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""

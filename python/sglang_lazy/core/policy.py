@@ -19,6 +19,7 @@ class ServerTraits(NamedTuple):
     fp8_cache: whether keys and values are rounded to fp8.
     first_layers: whether a batch can be run through the model's first layers alone.
     whole_layers: whether there are layers that see all of a prompt, rather than a window.
+    window_pool: whether layers with windows keep KV in a pool of their own.
     reads_beside: whether the model reads chunks through an encoder, beside the text.
     masks_images: whether tokens of an image may see those that follow them in it.
     """
@@ -26,8 +27,15 @@ class ServerTraits(NamedTuple):
     fp8_cache: bool = False
     first_layers: bool = True
     whole_layers: bool = True
+    window_pool: bool = False
     reads_beside: bool = False
     masks_images: bool = False
+
+
+IN_WINDOW_POOL = (
+    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all)"
+)
+"""Why policies that need KV of many tokens there do not fit."""
 
 
 class TrainedTokens(NamedTuple):
@@ -112,7 +120,8 @@ class Policy:
 
         scores: float32, of each of their kept tokens. Attention that it got from the text behind the prompt's last
             chunk, summed over that text, all heads and the last third of the layers; or the squared deviation, summed
-            over heads and dimensions; or the key's squared norm in units of the chunk's mean, summed over layers.
+            over heads and dimensions; or the key's squared norm in units of the chunk's mean, summed over layers
+            without windows, or over all if each has one.
         """
         raise NotImplementedError
 

@@ -97,6 +97,11 @@ class ChunkSlice:
         return positions_in(self.kept)
 
     @property
+    def spread(self) -> int:
+        """How many tokens before the end of its needed part text begins to look back on it."""
+        return self.num_needed - self.kept[0][1]
+
+    @property
     def holes(self) -> np.ndarray:
         """Which tokens between those are not, int32."""
         first = self.kept[0][0]
@@ -136,6 +141,10 @@ class TextSpan:
     @property
     def end(self) -> int:
         return int(self.positions[-1]) + 1
+
+    def namespace_in(self, extra_key: str | None) -> Namespace | str | None:
+        """Its own, or that of leading text in a request with this key."""
+        return extra_key if self.namespace is None else self.namespace
 
     def count_before(self, position: int) -> int:
         """How many of its tokens, generated ones included, stand before `position`."""

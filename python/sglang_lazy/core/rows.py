@@ -87,15 +87,15 @@ class FillRow:
     A preamble comes as the first of them; it is seen by all, and they see none other.
 
     lens: tokens of each part, a chunk or the preamble.
-    cached: per part, how many of its first tokens are cached.
+    cached, num_computed: per part, how many of its first tokens are cached, and how many are not.
     """
 
     def __init__(self, lens: Sequence[int], cached: Sequence[int], has_preamble: bool):
         self.cached = cached
         self._lens, self._has_preamble = lens, has_preamble
         self._cached_start = [*itertools.accumulate(cached, initial=0)]
-        computed = [length - count for length, count in zip(lens, cached, strict=True)]
-        self._computed_start = [*itertools.accumulate(computed, initial=self._cached_start[-1])]
+        self.num_computed = [length - count for length, count in zip(lens, cached, strict=True)]
+        self._computed_start = [*itertools.accumulate(self.num_computed, initial=self._cached_start[-1])]
 
     @property
     def is_sequence(self) -> bool:

@@ -26,11 +26,23 @@ class ChunkNodes:
     row, or both.
 
     nodes: per slice, the tree node at which its needed part ends; None while that is missing.
+    spreads: per slice, `ChunkSlice.spread`.
     num_locks: the number of holders.
     """
 
     nodes: list[Any]
+    spreads: list[int]
     num_locks: int = 0
+
+    @classmethod
+    def missing(cls, slices: Sequence[ChunkSlice]) -> "ChunkNodes":
+        """Of slices that are yet to be found, for one holder."""
+        return cls([None] * len(slices), [chunk.spread for chunk in slices], num_locks=1)
+
+    @property
+    def found(self) -> list[tuple[Any, int]]:
+        """The nodes of slices that are not missing, with their spreads."""
+        return [pair for pair in zip(self.nodes, self.spreads, strict=True) if pair[0] is not None]
 
     @property
     def complete(self) -> bool:
@@ -42,12 +54,14 @@ class RowNodes:
     """All tree nodes that a row depends on. SGLang locks and unlocks it as the request's `last_node`.
 
     spans: per text span, the node where its cached part ends; for a fill, the same per chunk.
+    spreads: per span, as `Tree.lock` takes it: the pass of a fill is yet to read what it has published. None for 0.
     num_locks: SGLang's locks. The nodes are locked once while there is any.
     used: whether the use of these nodes has been counted.
     """
 
     chunks: ChunkNodes
     spans: list[Any]
+    spreads: list[int] | None = None
     num_locks: int = 0
     used: bool = False
 
@@ -222,6 +236,7 @@ class Fill:
     parents: the requests that wait for it.
     row: the row's order; set when it is matched for a batch.
     duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
+    lent: int64, those of them whose window KV the tree has taken.
     began: by `time.perf_counter`, when it was last matched for a batch.
     """
 
@@ -230,6 +245,7 @@ class Fill:
     parents: list[Any] = dataclasses.field(default_factory=list)
     row: FillRow = dataclasses.field(init=False)
     duplicates: torch.Tensor | None = None
+    lent: torch.Tensor = dataclasses.field(init=False)
     began: float = dataclasses.field(init=False)
 
     @property

@@ -7,7 +7,7 @@ with those cached. One more pass recomputes the tokens that are furthest off.
 import dataclasses
 from typing import ClassVar, Literal
 
-from sglang_lazy.core.policy import ServerTraits
+from sglang_lazy.core.policy import IN_WINDOW_POOL, ServerTraits
 from sglang_lazy.policies.selective import Selective
 
 
@@ -17,6 +17,8 @@ class Blend(Selective):
     probes: ClassVar[Literal["deviation"]] = "deviation"
 
     def unfit(self, server: ServerTraits) -> str | None:
+        if server.window_pool:
+            return f"link blend: a prompt's plain text {IN_WINDOW_POOL}"
         if server.first_layers:
             return None
         return "link blend: this server cannot run the model's first layers alone (its model, or --enable-mixed-chunk)"

@@ -13,7 +13,7 @@ import torch
 
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.model import LayerRope, ServedModel
-from sglang_lazy.core.policy import ServerTraits
+from sglang_lazy.core.policy import IN_WINDOW_POOL, ServerTraits
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.state import ChunkNodes, as_linked
 from sglang_lazy.policies.block import Block
@@ -38,6 +38,8 @@ class Copy(Block):
     needs_resident = True  # copying is the first launch of a forward pass
 
     def unfit(self, server: ServerTraits) -> str | None:
+        if server.window_pool:
+            return f"link copy: copies of chunks {IN_WINDOW_POOL}"
         return "link copy: rotated keys would be rounded to fp8 a second time" if server.fp8_cache else None
 
     def num_own_slots(self, prompt: LinkedPrompt) -> int:
@@ -73,7 +75,7 @@ class Copy(Block):
             copy.written = True
             # Whatever reuses the chunks' slots is launched later, so they need no lock any more.
             rows.store.unlock_chunks(req.last_node.chunks)
-            req.last_node.chunks = ChunkNodes([], num_locks=1)
+            req.last_node.chunks = ChunkNodes([], [], num_locks=1)
 
     def end(self, req: Any, rows: Any) -> None:
         state = as_linked(req)

@@ -106,6 +106,7 @@ class ChunkAdmission:
         if not self.linked_waiting and lazy_state(self.scheduler.chunked_req) is None:
             return waiting
         budget = self.budget.for_waiting(running_batch)
+        windows = self.budget.windows_for_waiting(running_batch)
         for_answers = self.budget.num_free() - self.budget.num_left() - budget
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
@@ -129,17 +130,19 @@ class ChunkAdmission:
             if state is not None and not state.ready:
                 nodes = self.cached(state)
                 chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
+                window_need = self.budget.window_need(state, nodes, need)
                 if self.rows.shares_pool:
                     need += chunk_need
                 else:
                     short = chunk_need - self.budget.num_free_for_chunks()
                 if short <= 0 and not (idle and not visible and not self.holders):  # it is not alone
-                    short = need - budget
+                    short = max(need - budget, window_need - windows)
                 if not state.admitted and short > 0:
                     self.advice.blocked(req, short, self.pins.num_tokens.total())
                     break
                 if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
                     break
+                windows -= window_need
                 first = self._admit(req, state, nodes)
                 visible.update(dict.fromkeys(first or ()))
                 if first is None or (state.needs_resident and not state.ready):
@@ -170,7 +173,8 @@ class ChunkAdmission:
         if state.chunks is not None:
             nodes = state.chunks.nodes
         else:
-            nodes = [node if node is None or not node.evicted or node.backuped else None for node in state.found]
+            found = zip(state.prompt.chunks, state.found, strict=True)
+            nodes = [node if node is not None and self.store.is_at(chunk, node) else None for chunk, node in found]
         return [
             self.store.find(chunk) if node is None and chunk.key not in self.store.pending else node
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
@@ -181,7 +185,7 @@ class ChunkAdmission:
         what must run first, None if the next batch has enough to compute already.
         """
         if state.chunks is None:
-            state.chunks = ChunkNodes([None] * len(nodes), num_locks=1)
+            state.chunks = ChunkNodes.missing(state.prompt.chunks)
             self.holders.append(req)
         for i in self.store.enter_cached(state.chunks, nodes):
             state.loaded[i] = True
@@ -264,7 +268,7 @@ class ChunkAdmission:
         needed = min(self.budget.num_left(), self.scheduler.chunked_prefill_size or 0)
         if len(running_batch.reqs) == 1:
             needed += 1
-        while self.budget.num_free() < needed and (self.holders or len(self.pins)):
+        while self.budget.num_free_now() < needed and (self.holders or len(self.pins)):
             if not self.revoke_newest():
                 self.pins.give_up()
 

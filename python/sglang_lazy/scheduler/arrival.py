@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sglang_lazy.chunks.store import ChunkStore
+from sglang_lazy.chunks.tree import WindowMemory
 from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
@@ -28,6 +29,8 @@ class Limits(NamedTuple):
     max_chunks: of one prompt.
     traits: what policies have to know.
     neutral_preamble: int64, tokens of the text that chunks stand behind under the preamble of that name.
+    windows: the pool of window KV, if there is one.
+    max_fill_tokens: how many tokens of chunks are computed at once, but for a longer chunk.
     """
 
     pool_size: int
@@ -36,6 +39,8 @@ class Limits(NamedTuple):
     max_chunks: int
     traits: ServerTraits = ServerTraits()
     neutral_preamble: array = array("q")
+    windows: WindowMemory | None = None
+    max_fill_tokens: int = 0
 
 
 class Arrival:
@@ -144,11 +149,27 @@ class Arrival:
                 f"together into the KV pool of {self.limits.pool_size} tokens",
             )
         params.max_new_tokens = min(params.max_new_tokens, room)
+        if self.limits.windows is not None:
+            self._check_windows_fit(prompt, self.limits.windows)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",
                 f"a chunk of {longest} tokens behind a preamble of {preamble_len} exceeds the model's "
                 f"{self.limits.context_len} positions",
+            )
+
+    def _check_windows_fit(self, prompt: LinkedPrompt, windows: WindowMemory) -> None:
+        """Raise Refusal unless the pool of window KV holds what the prompt reads of its chunks beside the largest fill,
+        whose chunks have that of all tokens until its end."""
+        chunks = {chunk.key: chunk for chunk in prompt.chunks}.values()
+        lens, preamble_len = [chunk.num_tokens for chunk in chunks], len(prompt.chunks[0].preamble)
+        read = sum(min(chunk.num_needed, windows.window + chunk.spread) for chunk in prompt.chunks)
+        fill = preamble_len + min(sum(lens), max(self.limits.max_fill_tokens, *lens))
+        if read + max(fill, windows.window) + 3 > windows.size:  # SGLang counts two more, and leaves one
+            raise Refusal(
+                "pool",
+                f"layers with windows have KV of {windows.size} tokens, but would need that of {read} beside a fill of "
+                f"{fill} (--swa-full-tokens-ratio; --disable-hybrid-swa-memory keeps it in one pool)",
             )
 
     # Probes

@@ -1,5 +1,6 @@
 """Slots of the KV pool: how many waiting requests may claim, and how many each of them takes."""
 
+import math
 from typing import Any
 
 from sglang_lazy.chunks.rows import RowCache
@@ -26,11 +27,23 @@ class Budget:
 
     def num_free(self) -> int:
         """How many tokens are free or evictable."""
-        return self.rows.allocator.available_size() + self.scheduler.tree_cache.evictable_size()
+        return self.rows.tree.device_memory["free"] + self.rows.tree.evictable_size()
 
     def num_free_for_chunks(self) -> int:
         """The same, in the pool that chunks are in."""
-        return self.rows.chunk_allocator.available_size() + self.rows.store.tree.evictable_size()
+        return self.rows.store.tree.device_memory["free"] + self.rows.store.tree.evictable_size()
+
+    def num_free_now(self) -> int:
+        """How many tokens the next step may compute."""
+        memory = self.rows.tree.window_memory
+        return self.num_free() if memory is None else min(self.num_free(), memory.free)
+
+    def windows_for_waiting(self, running_batch: Any) -> float:
+        """Window KV that waiting requests may still claim; infinite where it is in no pool of its own."""
+        if (memory := self.rows.tree.window_memory) is None:
+            return math.inf
+        growth = sum(min(self.growth(req), memory.window) for req in running_batch.reqs)
+        return memory.free - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
 
     def num_left(self) -> int:
         """How many tokens of a request that is computed in pieces have no slots yet."""
@@ -51,6 +64,22 @@ class Budget:
 
         Missing chunks, unless they have memory already, and cached ones that nobody has locked yet.
         """
+        locked = self.rows.store.unlocked_size(node for node in nodes if node is not None)
+        return self._num_to_start(state, nodes) + locked
+
+    def window_need(self, state: LinkedRequest, nodes: list[Node | None], own_need: int) -> int:
+        """The same of window KV, with that of a parent's own text, whose pieces are evictable once they are computed.
+
+        A node that several of its chunks read counts for each.
+        """
+        if (memory := self.rows.tree.window_memory) is None:
+            return 0
+        unlocked_windows, pairs = self.rows.tree.unlocked_windows, zip(nodes, state.prompt.chunks, strict=True)
+        read = sum(unlocked_windows(node, chunk.spread) for node, chunk in pairs if node is not None)
+        return self._num_to_start(state, nodes) + read + min(own_need, memory.window + 1)
+
+    def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
+        """Tokens of missing chunks that have no memory yet."""
         to_start = {
             chunk.key: chunk
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
@@ -59,4 +88,4 @@ class Budget:
         num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
         if to_start:  # at most once for each fill, and fills are few
             num_missing += len(state.prompt.chunks[0].preamble)
-        return num_missing + self.rows.store.unlocked_size(node for node in nodes if node is not None)
+        return num_missing

@@ -81,8 +81,7 @@ class ChunkControl:
                 if everybody or tenant_of(chunk.key.namespace) == tenant
             ]
             found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
-            device, host = self.rows.chunk_allocator, self.store.tree.host_memory
-            found["memory"] = {"device": {"size": device.size, "free": device.available_size()}, "host": host}
+            found["memory"] = {"device": self.store.tree.device_memory, "host": self.store.tree.host_memory}
         return found
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class EncoderProducer:
             for chunk in state.prompt.chunks:
                 encoding = self.pending.get(chunk.key)
                 if encoding is not None and req in encoding.parents:
-                    num_present, node = rows.store.insert(chunk, encoding.slots, req.priority or 0)
+                    num_present, node, _ = rows.store.insert(chunk, encoding.slots, req.priority or 0)
                     assert not num_present, "a whole chunk begins like no other"
                     del self.pending[chunk.key]
                     self._published.append(encoding)

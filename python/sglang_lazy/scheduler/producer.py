@@ -113,6 +113,11 @@ class FillProducer:
                 del self.pending[chunk.key]
 
 
+def max_fill_tokens(scheduler: Any) -> int:
+    """How many tokens of chunks are computed at once, but for a longer chunk."""
+    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
+
+
 def is_launched(req: Any) -> bool:
     """Whether a batch has taken a fill."""
     return req.req_pool_idx is not None

@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.cache.beside import TextHiRadixCache, TextRadixCache
+from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.cache.storage import StoredHiRadixCache, connect_storage
 from sglang_lazy.port.model.comb import chunk_pool_of
@@ -15,7 +16,7 @@ def new_cache(context: Any, runner: Any) -> LazyRadixCache:
     params, args, pool = context.params, context.server_args, chunk_pool_of(runner)
     if not context.enable_hierarchical_cache:
         if pool is None:
-            return LazyRadixCache(params)
+            return LazyHybridCache(params) if context.is_hybrid_swa else LazyRadixCache(params)
         return TextRadixCache(params, chunks=LazyRadixCache(pool.tree_params(params)))
     if pool is None:
         cache = chunks = StoredHiRadixCache(params, _tier_flags(args, 1.0))

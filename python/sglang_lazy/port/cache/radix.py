@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,13 +30,13 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
-from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import LinkedRequest, RowNodes, fill_of, linked, stand_in
 from sglang_lazy.port.cache.kv_events import ChunkEvents
+from sglang_lazy.port.cache.one_pool import OnePool
 from sglang_lazy.port.model.images import order_images
 
 
-class LazyRadixCache(ChunkEvents, RadixCache):
+class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     """SGLang's radix cache, whose nodes many rows may share at any place.
 
     Plain requests are served by the stock code. Those with chunks, and fills, go through `rows` and `store`.
@@ -75,7 +75,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
 
     # The tree
 
-    def find(self, tokens: array, namespace: Any) -> tuple[torch.Tensor, TreeNode]:
+    def find(self, tokens: array, namespace: Any, complete: bool = False) -> tuple[torch.Tensor, TreeNode]:
         key = RadixKey(tokens, namespace)
         if not tokens or key.child_key() not in self.root_node.children:  # most chunks begin like no other
             return self._empty_match_result.device_indices, self.root_node
@@ -99,10 +99,18 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             start += count
         return True
 
-    def add(self, tokens: array, namespace: Any, slots: torch.Tensor, priority: int, chunked: bool = False) -> Inserted:
+    def add(
+        self,
+        tokens: array,
+        namespace: Any,
+        slots: torch.Tensor,
+        priority: int,
+        computed_start: int,
+        chunked: bool = False,
+    ) -> Inserted:
         key = RadixKey(tokens, namespace)
         inserted = self.insert(InsertParams(key=key, value=slots, priority=priority, chunked=chunked))
-        return Inserted(inserted.prefix_len, inserted.last_device_node)
+        return Inserted(inserted.prefix_len, inserted.last_device_node, slots[:0])
 
     def slots_to(self, node: TreeNode) -> list[torch.Tensor]:
         pieces = []
@@ -111,7 +119,7 @@ class LazyRadixCache(ChunkEvents, RadixCache):
             node = node.parent
         return pieces[::-1]
 
-    def use(self, node: TreeNode, priority: int | None = None) -> None:
+    def use(self, node: TreeNode, priority: int | None = None, spread: int = 0) -> None:
         now = next(self._ticks)
         while node is not self.root_node:
             node.last_access_time = now
@@ -120,11 +128,11 @@ class LazyRadixCache(ChunkEvents, RadixCache):
                 node.priority = max(node.priority, priority)
             node = node.parent
 
-    def lock(self, node: TreeNode) -> int:
+    def lock(self, node: TreeNode, spread: int = 0) -> int:
         self.num_locks += node is not self.root_node
         return super().inc_lock_ref(node).delta
 
-    def unlock(self, node: TreeNode) -> int:
+    def unlock(self, node: TreeNode, spread: int = 0) -> int:
         self.num_locks -= node is not self.root_node
         return super().dec_lock_ref(node).delta
 
@@ -142,37 +150,10 @@ class LazyRadixCache(ChunkEvents, RadixCache):
     def discard(self, node: TreeNode) -> list[torch.Tensor]:
         return [self.remove(node)]
 
-    def load(self, node: TreeNode) -> bool:
-        raise AssertionError("there is no tier to load from")
-
-    def loading(self, node: TreeNode) -> bool:
-        return False
-
     @property
-    def host_memory(self) -> dict[str, int] | None:
-        return None
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether anything is on the way to the host or from there."""
-        return False
-
-    def fetch(self, chunk: ChunkSlice) -> bool:
-        return False
-
-    def back_up(self, nodes: Iterable[TreeNode]) -> None:
-        """There is no tier to back up to."""
-
-    @property
-    def has_queued_loads(self) -> bool:
-        return False
-
-    def started(self, nodes: Iterable[TreeNode]) -> bool:
-        """Whether the loads of all these nodes, if any, have been started: by a batch that waits for them."""
-        return True
-
-    def finish_loads(self) -> None:
-        """Start loads that are queued, if any, and wait for them."""
+    def device_memory(self) -> dict[str, int]:
+        slots = self.token_to_kv_pool_allocator
+        return {"size": slots.size, "free": slots.available_size()}
 
     # Recency: SGLang stamps nodes with the time of day.
 

@@ -26,6 +26,7 @@ class LinkAttention(AttentionBackend):
 
     link_metadata, link_stock_part: of the current prefill batch, None for what it does not have.
     link_planned: of the current decode batch, by window. All three are None if the batch is SGLang's.
+    link_window_slots: where layers with windows store the KV of the new tokens, where they have a pool of their own.
     """
 
     def init_link_path(self, runner: Any, table: SegmentTable) -> None:
@@ -33,6 +34,7 @@ class LinkAttention(AttentionBackend):
         self.link_metadata: LinkMetadata | None = None
         self.link_stock_part: StockPart | None = None
         self.link_planned: dict[int | None, PlannedRows] | None = None
+        self.link_window_slots: torch.Tensor | None = None
         self.link_table = table
         self.link_model = table.model
         self.link_ops = table.model.kernels
@@ -78,13 +80,19 @@ class LinkAttention(AttentionBackend):
         current = self.link_table.current
         if current is None:
             return super().init_forward_metadata(forward_batch)
+        window_slots = self.link_model.window_slots
+        if window_slots is not None:
+            self.link_window_slots = window_slots(forward_batch.out_cache_loc)
         if not current.rows:
             self.link_planned = self.link_decode.of(forward_batch)
             return
         if len(current.linked):
             pool_indices = forward_batch.req_pool_indices
             self.link_metadata, windows = LinkMetadata.of_prefill(current, pool_indices, self.link_table)
-            self._copy_windows(self.link_metadata.kv_indices, forward_batch, windows)
+            kv_indices = self.link_metadata.kv_indices
+            self._copy_windows(kv_indices, forward_batch, windows)
+            if window_slots is not None:
+                self.link_metadata.window_kv_indices = window_slots(kv_indices).to(kv_indices.dtype)
         if len(current.linked) < len(current.rows):
             self.link_stock_part = part = StockPart.of(forward_batch, current, self._copy_windows)
             with part.shown_to(self.link_rows.req_to_token):
@@ -93,12 +101,18 @@ class LinkAttention(AttentionBackend):
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.link_decode.allocate_for_graphs(max_bs)
+        self.link_window_slots_for_graphs = torch.zeros(
+            max_num_tokens, dtype=torch.int64, device=self.link_table.ends.device
+        )
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> None:
         self.link_metadata = self.link_stock_part = self.link_planned = None
         if self.link_table.current is None:
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_planned = self.link_decode.of(forward_batch, for_graph=True)
+        if self.link_model.window_slots is not None:
+            slots = self.link_model.window_slots(forward_batch.out_cache_loc)
+            self.link_window_slots = self.link_window_slots_for_graphs[: len(slots)].copy_(slots)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         if self.link_planned is None:
@@ -145,6 +159,7 @@ class LinkAttention(AttentionBackend):
         if metadata is None:
             return out
         out = torch.empty_like(heads, memory_format=torch.contiguous_format) if out is None else out.view(heads.shape)
+        whole = self.link_model.keeps_all(layer.layer_id)
         in_place = isinstance(metadata.tokens, slice)
         linked = self.link_ops.link_extend(
             heads[metadata.tokens],
@@ -153,7 +168,7 @@ class LinkAttention(AttentionBackend):
             metadata.qo_indptr,
             metadata.q_positions,
             metadata.kv_indptr,
-            metadata.kv_indices,
+            metadata.kv_indices if whole else metadata.window_kv_indices,
             metadata.kv_positions,
             metadata.num_segments,
             metadata.segment_ends,
@@ -179,7 +194,7 @@ class LinkAttention(AttentionBackend):
                 f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for"
             )
         if save_kv_cache:
-            slots = KVWriteLoc(forward_batch.out_cache_loc)
+            slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
         return (

@@ -1,7 +1,7 @@
 """What chunk reuse fits: every flag and model property it cannot honour, each with its reason.
 
 Rotating the query by an offset is right only where a score depends on positions through RoPE's distance alone, where
-every token's KV is kept in one pool, one slot a token, and where a row of `req_to_token` may be any list of slots.
+every token's KV has a slot that kernels can read, and where a row of `req_to_token` may be any list of slots.
 """
 
 from collections.abc import Mapping
@@ -95,6 +95,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
         "session radix cache: it is another cache": args.enable_session_radix_cache,
+        "--enable-unified-memory: the slots in a row are not where the KV is": args.enable_unified_memory,
         "deterministic inference: linked attention has no fixed split size": args.enable_deterministic_inference,
         "eviction policy 'mru': the eviction heap needs priorities that only grow": (
             args.radix_eviction_policy == "mru"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from sgl_kernel_lazy import get_implementation
 from sglang_lazy.attention import cost
@@ -38,13 +39,18 @@ def link_variant(stock: str | None) -> str:
     return "link" if stock is None else f"link {stock}"
 
 
-def keep_all_tokens(config: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ModelConfig._derive_hybrid_model`: where chunk reuse may fit, layers with windows keep KV of all
-    tokens, in one pool with the others, which has one shape of heads."""
-    wanted = LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ())
+def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `ModelConfig.from_server_args`: where chunk reuse may fit, layers with windows keep KV of all tokens under
+    the host tier, which copies one pool, and where all layers have windows. One pool has one shape of heads."""
+    may_fit = LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ())
+    if not config.is_hybrid_swa or not may_fit:
+        return
     shapes = (config.head_dim, config.get_num_kv_heads(1)), (config.swa_head_dim, config.get_swa_num_kv_heads(1))
-    if wanted and shapes[0] == shapes[1]:
+    alone = server_args.enable_hierarchical_cache or not config.full_attention_layer_ids
+    if alone and shapes[0] == shapes[1]:
+        logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
         config.disable_hybrid_swa_memory = True
+        config._derive_hybrid_model()
 
 
 def wrap_backend(factory: Callable) -> Callable:
@@ -95,18 +101,25 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
         )
     kernels = get_implementation(choose_kernels(config, runner, layers))
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}
-    model = ServedModel(kv_buffers, layers, kernels)
+    hybrid = isinstance(runner.token_to_kv_pool, SWAKVPool)
+    window_slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None
+    model = ServedModel(kv_buffers, layers, kernels, window_slots)
     get_policy(config.default_link).warm_up(model)
-    if model.windows:
-        logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
-    return SegmentTable(num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers))
+    return SegmentTable(
+        num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers, hybrid)
+    )
 
 
-def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer]) -> bool:
-    """Whether SGLang's own attention is right for these layers: that for CPUs knows neither sinks nor logit caps."""
+def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer], hybrid: bool) -> bool:
+    """Whether SGLang's own attention is right for these layers: that for CPUs knows neither sinks nor logit caps, and
+    reads the slots of one pool in the other, where there are two.
+    """
     takes_sinks = "sinks" in inspect.signature(backend.forward_extend).parameters
-    caps = not isinstance(backend, TorchNativeAttnBackend)
-    return all((takes_sinks or not layer.sinks) and (caps or layer.logit_cap is None) for layer in layers.values())
+    for_cpus = isinstance(backend, TorchNativeAttnBackend)
+    capped = any(layer.logit_cap is not None for layer in layers.values())
+    if for_cpus and (capped or hybrid):
+        return False
+    return takes_sinks or not any(layer.sinks for layer in layers.values())
 
 
 def server_traits(runner: Any) -> ServerTraits:
@@ -116,6 +129,7 @@ def server_traits(runner: Any) -> ServerTraits:
         # A batch that mixes prefill and decode would cut the layers of both.
         first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
+        window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
         reads_beside=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
     )
@@ -242,7 +256,7 @@ def layer_time(runner: Any, num_tokens: int) -> float:
 _RUNNERS = "sglang.srt.model_executor.runner"
 _DECODE_GRAPHS = f"{_RUNNERS}.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 HOOKS = (
-    Hook("sglang.srt.configs.model_config.ModelConfig._derive_hybrid_model", keep_all_tokens, "BEFORE"),
+    Hook("sglang.srt.configs.model_config.ModelConfig.from_server_args", keep_all_tokens, "AFTER"),
     Hook("sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation", forward_batch_generation, "AROUND"),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", init_new, "AFTER"),
     Hook(f"{_DECODE_GRAPHS}.capture_one_shape", capture_one_shape, "AROUND"),

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.managers.schedule_policy import IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD
+from sglang.srt.managers.schedule_policy import IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD, AddReqResult
 
 from sglang_lazy.core.state import linked, stand_in
 from sglang_lazy.port.hooks import Hook
@@ -45,9 +45,18 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
         admission.keeps_locks = False
 
 
+def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
+    """Around `PrefillAdder.add_one_req`: behind a request of which only a piece fits, nothing is added, since that may
+    be a fill. SGLang goes on if the pool of window KV has cut it, and the batch has room."""
+    if has_chunked_req or adder.new_chunked_req is not None:
+        return AddReqResult.OTHER
+    return original(adder, req, has_chunked_req, *args, **kwargs)
+
+
 _MODULE = "sglang.srt.managers.schedule_policy"
 HOOKS = (
     Hook(f"{_MODULE}.SchedulePolicy.calc_priority", calc_priority, "AROUND"),
     Hook(f"{_MODULE}.SchedulePolicy._compute_prefix_matches", compute_prefix_matches, "AFTER"),
+    Hook(f"{_MODULE}.PrefillAdder.add_one_req", add_one_req, "AROUND"),
     Hook(f"{_MODULE}.PrefillAdder.preempt_to_schedule", preempt_to_schedule, "AROUND"),
 )

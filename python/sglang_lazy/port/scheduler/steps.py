@@ -24,7 +24,7 @@ from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
 from sglang_lazy.scheduler.encoder import EncoderProducer
-from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer
+from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer, max_fill_tokens
 
 
 def admission_of(scheduler: Any) -> ChunkAdmission | None:
@@ -68,12 +68,14 @@ def new_admission(
     """
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
-        pool_size=rows.allocator.size,
+        pool_size=rows.tree.device_memory["size"],
         chunk_pool_size=rows.chunk_allocator.size,
         context_len=scheduler.model_config.context_len,
         max_chunks=max_chunks,
         traits=traits or ServerTraits(),
         neutral_preamble=preamble or array("q"),
+        windows=rows.tree.window_memory,
+        max_fill_tokens=max_fill_tokens(scheduler),
     )
     producer: Producer
     if encode is None:
@@ -85,11 +87,6 @@ def new_admission(
     arrival = Arrival(rows.store, limits, new_request)
     budget = int(max_pinned * rows.chunk_allocator.size)
     return ChunkAdmission(scheduler, rows, arrival, producer, CLIP_MAX_NEW_TOKENS, budget)
-
-
-def max_fill_tokens(scheduler: Any) -> int:
-    """How many tokens of chunks are computed at once, but for a longer chunk."""
-    return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:

@@ -1,0 +1,83 @@
+"""What must hold of window KV, that of the layer with a window, where this is in a pool of its own."""
+
+import collections
+import itertools
+from typing import Any
+
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.mem_cache.radix_cache import TreeNode
+
+from fakes.attention import _path, _position
+from fakes.requests import positions_of
+from sglang_lazy.core.state import fill_of
+
+
+def check_slots(pools: Any) -> None:
+    """Every slot of the second pool is free, of exactly one tree node, or of one running request; those of a node hold
+    what its key promises."""
+    slots, cache = pools.slots, pools.cache
+    pool = slots.swa_attn_allocator
+    places = [*pool.free_pages.tolist(), *pool.release_pages.tolist()]
+    for node, namespace, before in pools.nodes():
+        of_node = slots.window_slots(node.value.tolist())
+        if node not in cache._windows:
+            assert not any(of_node), "window KV that nobody counts"
+            continue
+        places += of_node
+        tokens = before + tuple(node.key.token_ids)
+        promises = [pools._promise(namespace, tokens[: i + 1]) for i in range(len(before), len(tokens))]
+        assert [slots.window_contents[slot] for slot in of_node] == promises
+    for req in pools.running:
+        row = pools.rows.req_to_token[req.req_pool_idx].tolist()
+        lost = req.kv.swa_evicted_seqlen
+        assert not any(slots.window_slots(row[req.cache_protected_len : lost]))
+        own = row[max(req.cache_protected_len, lost) : req.kv_committed_len]
+        if (fill := fill_of(req)) is not None and fill.duplicates is not None:
+            own += [slot for slot in fill.duplicates.tolist() if slot not in fill.lent.tolist()]
+        places += slots.window_slots(own)
+    assert sorted(places) == list(range(1, slots.size_swa + 1))
+
+
+def check_locks(pools: Any, held: list[tuple[TreeNode, int]]) -> None:
+    """The last tokens up to each node that is held are locked once for each holder, and the sizes say so."""
+    cache, users = pools.cache, collections.Counter()
+    for node, spread in held:
+        count = pools.window + spread
+        while count > 0 and node is not cache.root_node:
+            assert len(node.key) <= count, "a lock ends within a node"
+            users[node] += 1
+            count -= len(node.key)
+            node = node.parent
+    sizes = collections.Counter()
+    nodes = {node for node, _, _ in pools.nodes()}
+    assert set(cache._windows) <= nodes and set(users) <= set(cache._windows)
+    for node, window_kv in cache._windows.items():
+        assert window_kv.lock_ref == users[node]
+        sizes[bool(users[node])] += len(node.key)
+    assert (cache.swa_evictable_size(), cache.swa_protected_size()) == (sizes[False], sizes[True])
+    assert cache._unlocked_windows == {node for node in cache._windows if not users[node]}
+    for _, chunk in cache.store._cached.items():
+        assert cache.reads(chunk.node), "a chunk is known that cannot be read"
+
+
+def check_seen(pools: Any, batch: ScheduleBatch) -> None:
+    """What the new tokens of a batch see in the layer with a window is there."""
+    for req in batch.reqs:
+        end = req.kv_committed_len
+        start = len(req.prefix_indices) if batch.forward_mode.is_extend() else end - 1
+        places = positions_of(req, 0, end)
+        row = pools.rows.req_to_token[req.req_pool_idx, :end].tolist()
+        found = [pools.slots.window_contents.get(slot) for slot in pools.slots.window_slots(row)]
+        for query, key in itertools.product(places[start:], range(end)):
+            if _sees(req, query, places[key], pools.window):
+                assert found[key] == req.contents[places[key]], "a query sees what has left its window"
+
+
+def _sees(req: Req, query: int, key: int, window: int) -> bool:
+    """Whether the token at `query` sees that at `key` through a window. Those of a fill see what they depend on."""
+    if fill_of(req) is not None:
+        path, other = _path(req.contents[query]), _path(req.contents[key])
+        same = req.contents[query][0] == req.contents[key][0] or req.contents[key][0] == "text"
+        if not same or path[: len(other)] != other:
+            return False
+    return 0 <= _position(req, query) - _position(req, key) <= window

@@ -1,0 +1,93 @@
+"""The scheduler where layers with windows have a small pool of their own."""
+
+import random
+
+import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+
+from fakes.loop import QUESTION, A, B, C, D, Loop
+from fakes.requests import CHUNK, TEXT
+from sglang_lazy.core.policy import Policy
+from sglang_lazy.policies import POLICIES, register
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize("link", ["block", "base+epic:tokens=2", "query:ratio=0.4", "base+static:ratio=0.4"])
+@pytest.mark.parametrize("seed", range(2))
+def test_no_deadlock_and_nothing_lost(seed, link, overlap):
+    """Random requests and aborts, with hardly more than the largest prompt needs: all others are answered."""
+    dice = random.Random(seed)
+    scheduler = Loop(
+        90,
+        chunked_prefill_size=dice.choice([3, 64]),
+        overlap=overlap,
+        link=link,
+        max_fill_tokens=dice.choice([3, 9, 64]),
+        window=2,
+        window_size=50 if link.startswith("query") else 40,
+    )
+    reqs, aborted = [], set()
+    for i in range(40):
+        parts = [dice.choice([A, B, C, D, QUESTION, (CHUNK, (1, 2))]) for _ in range(dice.randint(1, 5))]
+        own = {"cache_salt": dice.choice([None, None, "salt"]), "max_new_tokens": dice.randint(1, 12)}
+        reqs.append(scheduler.submit(parts, f"r{i}", **own))
+        assert reqs[-1].to_finish is None
+        for _ in range(dice.randint(0, 3)):
+            scheduler.step()
+        if scheduler.waiting_queue and dice.random() < 0.2:
+            aborted.add(req := dice.choice(scheduler.waiting_queue))
+            scheduler.abort(req)
+        if scheduler.chunked_req is not None and dice.random() < 0.2:
+            aborted.add(scheduler.abort_chunked())
+    scheduler.run(2000)
+    for req in reqs:
+        assert req in aborted or len(req.output_ids) == req.sampling_params.max_new_tokens
+    scheduler.tree_cache.evict(EvictParams(num_tokens=90, swa_num_tokens=50))
+    assert scheduler.pools.num_free == 90
+    assert scheduler.pools.slots.swa_available_size() == scheduler.pools.slots.size_swa
+
+
+def test_of_chunks_the_last_window_stays():
+    """More chunks than the pool of window KV could hold: each is a hit in any order, with that of its last tokens."""
+    scheduler = Loop(200, chunked_prefill_size=12, window=2, window_size=40)
+    docs = [(CHUNK, tuple(1 + (i + j * j) % 13 for j in range(12))) for i in range(8)]
+    scheduler.warm(*docs)
+    assert sum(len(tokens) for _, tokens in docs) > 2 * scheduler.pools.slots.size_swa
+    for first in range(8):
+        req = scheduler.submit([docs[first], QUESTION, docs[(first + 3) % 8], QUESTION], f"r{first}", max_new_tokens=2)
+        scheduler.run()
+        assert scheduler.counts(req)[1:] == (24, 3)
+
+
+def test_a_policy_that_needs_more_of_a_chunk_has_it_computed_again():
+    """Tokens recomputed within a chunk look back on others that no prompt has read so far."""
+    scheduler = Loop(200, chunked_prefill_size=12, window=2, window_size=40)
+    scheduler.warm(*[(CHUNK, tuple(1 + (i + j * j) % 13 for j in range(12))) for i in range(8)])
+    document = (CHUNK, tuple(1 + (j * j) % 13 for j in range(12)))
+    whole = scheduler.submit([document, QUESTION], "whole", max_new_tokens=1)
+    scheduler.run()
+    parts = scheduler.submit([document, QUESTION], "parts", max_new_tokens=1, link="middle-four")
+    scheduler.run()
+    assert scheduler.counts(whole)[1:] == (12, 1) and scheduler.counts(parts)[1:] == (0, 0)
+    again = scheduler.submit([document, (TEXT, (14,)), QUESTION], "again", max_new_tokens=1, link="middle-four")
+    scheduler.run()
+    assert scheduler.counts(again)[1:] == (8, 1)
+
+
+@pytest.fixture(autouse=True)
+def middle_four():
+    """A policy that recomputes four tokens in the middle of each chunk."""
+
+    class MiddleFour(Policy):
+        name = "middle-four"
+
+        def kept(self, layout, input_ids):
+            return [
+                ((0, 4), (8, end - start)) if end - start > 8 else ((0, end - start),) for start, end in layout.chunks
+            ]
+
+    register(MiddleFour)
+    yield
+    del POLICIES[MiddleFour.name]
