@@ -24,7 +24,9 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
     pool = MHATokenToKVPool(NUM_TOKENS + 1, 1, cache_dtype, NUM_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
     rope = SimpleNamespace(cos_sin_cache=rope_cos_sin(torch.ones(HEAD_DIM // 2).double(), 8), is_neox=True)
     model = SimpleNamespace(layers={0: AttentionLayer(NUM_HEADS, NUM_HEADS, HEAD_DIM, rope)})
-    backend = SimpleNamespace(link_pool=pool, link_model=model, link_fp8=cache_dtype != torch.float32)
+    backend = SimpleNamespace(
+        link_pool=pool, link_model=model, link_fp8=cache_dtype != torch.float32, link_window_slots=None
+    )
     backend._options = lambda *given: LinkAttention._options(backend, *given)
     slots = torch.arange(1, NUM_TOKENS + 1)
     q = torch.full((1, NUM_HEADS * HEAD_DIM), 1000.0)
