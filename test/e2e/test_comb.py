@@ -100,7 +100,7 @@ def started(path, log, way="as usual", more=()):
     flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *WAYS[way], *more]
     variables = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path.parent / "storage")}
     if "--tp-size" in flags:
-        if 0 < torch.cuda.device_count() < 2:
+        if 0 < torch.cuda.device_count() < 2:  # on CPUs ranks are processes
             pytest.skip("tensor parallelism needs as many GPUs")
         variables |= {} if torch.cuda.is_available() else RANKS_ON_CPU
     with running_server(flags, log, environment=variables) as url:

@@ -21,6 +21,7 @@ RETRY_S = 2.0
 logger = logging.getLogger(__name__)
 
 
+# mypy does not know that msgspec structs take class arguments.
 class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):  # type: ignore[call-arg]
     """SGLang's events as they are on the wire. Later fields are passed over."""
 
@@ -43,6 +44,7 @@ class AllBlocksCleared(_Event):
     pass
 
 
+# As above.
 class _Batch(msgspec.Struct, array_like=True):  # type: ignore[call-arg]
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]

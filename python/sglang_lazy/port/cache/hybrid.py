@@ -1,7 +1,7 @@
 """The radix cache over SGLang's hybrid pool, in which layers with windows have fewer slots than the others.
 
-A slot of the cache has KV in all other layers; its *window KV*, a slot of the smaller pool, may be taken away before.
-Chunks and text are read where the last tokens, as many as a window has before a query, have theirs.
+A cached token has KV in all other layers. Its *window KV*, a slot of the smaller pool, may be taken away earlier. What
+ends at a token can be read if as many tokens before that end as a window holds still have their window KV.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from sglang_lazy.port.cache.radix import LazyRadixCache
 
 @dataclasses.dataclass
 class WindowKV:
-    """That of a tree node, for all its tokens.
+    """The window KV of a tree node, for all its tokens.
 
     last_use: in the count of uses; 0 for that of a chunk which nobody has needed since it was computed.
     """
@@ -255,7 +255,7 @@ class LazyHybridCache(LazyRadixCache):
         return result
 
     def _evict_window(self, node: TreeNode) -> None:
-        """Nobody can read up to a leaf without it, so that leaves the tree if nobody holds it."""
+        """Take a node's window KV. Nobody can read a leaf without it, so a leaf leaves the tree unless it is held."""
         slots = self.token_to_kv_pool_allocator
         if node in self.evictable_leaves:
             slots.free(self._nodes.evict_leaf(node))
