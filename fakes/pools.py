@@ -150,13 +150,12 @@ class Pools:
         """A model of two layers, whose keys are numbers that no rotation changes; no values are kept."""
         table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
-        kernels = types.SimpleNamespace(copy_rotated=self.copy_rotated)
-        layer = AttentionLayer(1, 1, 2, rope)
+        layer = AttentionLayer(1, 1, 2, rope, kernels=types.SimpleNamespace(copy_rotated=self.copy_rotated))
         if not self.window:
-            return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer}, kernels)
+            return ServedModel({0: (self.keys, None), 1: (self.keys, None)}, {0: layer, 1: layer})
         layers = {0: dataclasses.replace(layer, window=self.window + 1), 1: layer}
         window_keys, window_slots = self.kv.swa_kv_pool.k_buffer[0], self.kv.translate_loc_from_full_to_swa
-        return ServedModel({0: (window_keys, None), 1: (self.keys, None)}, layers, kernels, window_slots)
+        return ServedModel({0: (window_keys, None), 1: (self.keys, None)}, layers, window_slots)
 
     def flush(self) -> None:
         """What SGLang does when its cache is flushed."""

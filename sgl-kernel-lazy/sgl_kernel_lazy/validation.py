@@ -93,8 +93,8 @@ def check_link_inputs(
     check_tensor("v_cache", v_cache, (num_slots, num_kv_heads, head_dim), (k_cache.dtype,), device)
     if num_kv_heads == 0 or num_qo_heads % num_kv_heads:
         raise ValueError(f"q: expected num_qo_heads to be a multiple of {num_kv_heads} kv heads, got {num_qo_heads}")
-    if not 32 <= head_dim <= 256 or head_dim % 8:
-        raise ValueError(f"q: expected head_dim to be a multiple of 8 from 32 to 256, got {head_dim}")
+    if not 32 <= head_dim <= 512 or head_dim % 8:
+        raise ValueError(f"q: expected head_dim to be a multiple of 8 from 32 to 512, got {head_dim}")
     check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, device)
     check_cos_sin(cos_sin_cache, head_dim, device)
     if not sm_scale > 0:

@@ -9,6 +9,7 @@ from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.core.policy import ServerTraits
@@ -137,9 +138,12 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
         "num_hidden_layers": len(layers),
         **{name: changes.pop(name) for name in list(changes) if name.startswith(("is_", "model_is", "attention_"))},
     }
+    attention = [layer.attn for layer in layers if isinstance(layer, Layer)]
+    shapes = {attn.layer_id: (attn.tp_k_head_num, attn.qk_head_dim) for attn in attention}
     fields = {
         "model_config": SimpleNamespace(**config),
         "server_args": SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: ("triton", "triton")),
+        "token_to_kv_pool": SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(1, *shapes[layer_id])),
         "use_mla_backend": False,
         "kv_cache_dtype": torch.bfloat16,
         "kv_cache_dtype_str": "auto",
@@ -152,7 +156,8 @@ def runner(*layers, architecture="LlamaForCausalLM", **changes):
 
 
 def described(given):
-    return describe_layers(given.model, 128, "cpu")
+    (layer,) = describe_layers(given.model, 128, "cpu").values()
+    return layer
 
 
 def test_a_plain_model_fits():
@@ -259,9 +264,16 @@ def test_unfit_layers(attention, reason):
 
 
 def test_layers_of_two_shapes():
-    """As Gemma 4's, whose keys and values SGLang keeps in two pools."""
-    (given,) = compat.unfit_model(runner(Layer(plain_rope()), Layer(plain_rope(), num_kv_heads=4)))
-    assert given.startswith("layers of different head counts or dimensions")
+    """As Gemma 4's: they fit where each has a pool of its own shape, on the device alone."""
+    layers = Layer(plain_rope()), Layer(plain_rope(), num_kv_heads=4, layer_id=1)
+    assert compat.unfit_model(runner(*layers)) == []
+    one = SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(1, 2, 32))
+    (given,) = compat.unfit_model(runner(*layers, token_to_kv_pool=one))
+    assert given.startswith("keys of layer 1 are [4, 32], but its pool keeps [2, 32]: with --disable-hybrid-swa-memory")
+    tiers = runner(*layers, token_to_kv_pool=object.__new__(SWAKVPool))
+    tiers.server_args.enable_hierarchical_cache = True
+    (given,) = compat.unfit_model(tiers)
+    assert given.startswith("--enable-hierarchical-cache")
 
 
 def test_a_query_scale_that_depends_on_the_position():

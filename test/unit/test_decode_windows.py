@@ -1,6 +1,8 @@
 """What decode reads of rows under a window: the last tokens by position, wherever they stand in the row."""
 
+import dataclasses
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,8 +49,9 @@ def layout(chunks, prompt_len, rng):
 def build(windows, seed, kernels="torch"):
     """A pool with a row for each of ROWS, of prompts and what was generated, and NaN in all other slots."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    layers = {i: AttentionLayer(HEADS, HEADS, HEAD_DIM, ROPE, window) for i, window in enumerate(windows)}
-    model = ServedModel({}, layers, get_implementation(kernels))
+    ops = get_implementation(kernels)
+    layers = {i: AttentionLayer(HEADS, HEADS, HEAD_DIM, ROPE, window, kernels=ops) for i, window in enumerate(windows)}
+    model = ServedModel({}, layers)
     table = SegmentTable(len(ROWS) + 1, 8, "cpu", model)
     pool = SimpleNamespace(req_to_token=torch.zeros(len(ROWS) + 1, CONTEXT, dtype=torch.int32))
     keys, values = (torch.full((POOL, HEADS, HEAD_DIM), float("nan")) for _ in range(2))
@@ -92,8 +95,8 @@ def test_a_window_of_each_row(seed, for_graph, kernels):
     )
     planned = rows.of(batch, for_graph)
     q = torch.randn(len(ROWS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(seed))
-    assert set(planned) == set(windows)
-    for window, (metadata, workspace) in planned.items():
+    assert {plan.window for plan in planned} == set(windows)
+    for (window, *_), (metadata, workspace) in planned.items():
         out = get_implementation("torch").link_decode(
             rotate_queries(q, seq_lens - 1, ROPE.cos_sin_cache, is_neox=True),
             keys,
@@ -132,10 +135,31 @@ def test_a_row_that_pads_a_batch(kernels):
         return rows.of(batch)
 
     alone = of([(5, 102)])
-    for window, (metadata, _) in of([(4, 1), (5, 102), (6, 1)]).items():
+    for plan, (metadata, _) in of([(4, 1), (5, 102), (6, 1)]).items():
+        window = plan.window
         assert metadata.kv_indptr.diff().tolist() == [1, window, 1]
         assert (metadata.segment_ends <= metadata.kv_indptr.diff()[:, None]).all()
-        assert torch.equal(metadata.kv_indices[1 : 1 + window], alone[window].metadata.kv_indices[:window])
+        assert torch.equal(metadata.kv_indices[1 : 1 + window], alone[plan].metadata.kv_indices[:window])
+
+
+def test_layers_of_two_shapes():
+    """Rows are described once for each window, and planned once for each shape of heads and implementation beside."""
+    table, pool, _, seq_lens, _ = build([8], seed=0)
+    one, other = Mock(), Mock()
+    narrow = dataclasses.replace(table.model.layers[0], kernels=one)
+    few = dataclasses.replace(narrow, num_kv_heads=1)
+    wide = dataclasses.replace(narrow, window=None, num_kv_heads=1, head_dim=64, kernels=other)
+    table.model.layers = {0: narrow, 1: wide, 2: narrow, 5: wide, 6: few}
+    lens = seq_lens[:1]
+    batch = SimpleNamespace(batch_size=1, req_pool_indices=torch.tensor([1]), seq_lens=lens, seq_lens_cpu=lens)
+    planned = DecodeRows(table, pool).of(batch)
+    assert list(planned) == [layer.decode_plan for layer in (narrow, wide, few)]
+    rows = [metadata for metadata, _ in planned.values()]
+    assert rows[0] is rows[2] is not rows[1]
+    assert [call.kwargs for call in one.window_rows.mock_calls] == [{"window": 8}] and not other.window_rows.called
+    dims = [dict(num_qo_heads=2, num_kv_heads=kv, head_dim=dim) for kv, dim in ((2, 32), (1, 64), (1, 32))]
+    assert [call.kwargs for call in one.plan_decode.mock_calls] == [dims[0], dims[2]]
+    assert [call.kwargs for call in other.plan_decode.mock_calls] == [dims[1]]
 
 
 def test_a_row_that_is_used_again():

@@ -44,9 +44,8 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
 
     def __init__(self, runner, window):
         super().__init__(runner)
-        self.link_ops = get_implementation("torch")
-        layer = AttentionLayer(QO_HEADS, KV_HEADS, HEAD_DIM, ROPE, window)
-        self.link_model, self.link_fp8 = ServedModel({}, {0: layer}, None), False
+        layer = AttentionLayer(QO_HEADS, KV_HEADS, HEAD_DIM, ROPE, window, kernels=get_implementation("torch"))
+        self.link_model, self.link_fp8 = ServedModel({}, {0: layer}), False
         self.link_pool, self.link_window_slots = runner.token_to_kv_pool, None
         self.link_rows = runner.req_to_token_pool
         self.link_table = SegmentTable(len(self.link_rows.req_to_token), MAX_CHUNKS, "cpu", self.link_model)

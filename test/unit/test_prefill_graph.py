@@ -20,7 +20,7 @@ from sglang_lazy.port.model.model_runner import can_run_prefill_graph
 
 LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
 
-MODEL = ServedModel({}, {0: AttentionLayer(1, 1, 2, SimpleNamespace(cos_sin_cache=torch.zeros(64, 2)))}, None)
+MODEL = ServedModel({}, {0: AttentionLayer(1, 1, 2, SimpleNamespace(cos_sin_cache=torch.zeros(64, 2)))})
 
 
 def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):

@@ -1,5 +1,6 @@
 """How a server starts: with which kernels it links, and what becomes of it where chunk reuse does not fit."""
 
+import dataclasses
 import json
 import logging
 from types import SimpleNamespace
@@ -158,30 +159,43 @@ def cuda_takes(monkeypatch):
     """cuda_takes(n): the CUDA kernels take n segments a row at most."""
 
     def limit(num_segments):
-        def unsupported(*_args, max_segments, windowed, sinks, capped):
-            assert windowed and not sinks
+        def unsupported(_device, _dtype, _kv_dtype, _heads, _kv_heads, head_dim, _rotary_dim, max_segments, **kinds):
+            assert kinds == dict(windowed=head_dim == 64, sinks=False, capped=False)
+            if head_dim > 256:
+                return "heads of 64, 128 or 256"
             return f"at most {num_segments} segments a row" if max_segments > num_segments else None
 
-        implementations = {"cuda": SimpleNamespace(unsupported=unsupported)}
-        monkeypatch.setattr(compat, "get_implementation", implementations.__getitem__)
+        implementations = {name: SimpleNamespace(name=name, unsupported=unsupported) for name in ("cuda", "triton")}
+        for module in (compat, model_runner):
+            monkeypatch.setattr(module, "get_implementation", implementations.__getitem__)
         return SimpleNamespace(device="cuda", dtype=None, kv_cache_dtype=None, model=None)
 
     return limit
 
 
-def test_kernels_for_more_chunks_than_cuda_takes(cuda_takes, caplog):
-    """triton takes their place, and the log says why; who asked for cuda is refused with the reason."""
-    runner = cuda_takes(512)
+def test_kernels_that_cuda_does_not_have(cuda_takes, caplog):
+    """triton takes their place layer by layer, and the log says where and why; who asked for cuda is refused."""
     rope = SimpleNamespace(cos_sin_cache=torch.zeros(1, 64))
-    layers = {0: AttentionLayer(4, 2, 64, rope), 1: AttentionLayer(4, 2, 64, rope, window=128)}
-    with caplog.at_level(logging.INFO):
-        assert model_runner.choose_kernels(LazyConfig(max_chunks=512), runner, layers) == "cuda"
+    layers = {i: AttentionLayer(4, 2, 64, rope, window=128) for i in range(2)}
+    wide = layers | {i: AttentionLayer(4, 1, 512, rope) for i in (2, 5)}
+
+    def chosen(layers, **config):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            chosen = model_runner.choose_kernels(LazyConfig(**config), cuda_takes(512), layers)
+        assert {i: dataclasses.replace(layer, kernels=None) for i, layer in chosen.items()} == layers
+        return [layer.kernels.name for layer in chosen.values()]
+
+    for kernels in ("auto", "cuda"):
+        assert chosen(layers, kernels=kernels, max_chunks=512) == ["cuda"] * 2
         assert not caplog.text
-        assert model_runner.choose_kernels(LazyConfig(max_chunks=513), runner, layers) == "triton"
-    assert "at most 512 segments" in caplog.text
-    assert model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=512), runner, layers) == "cuda"
-    with pytest.raises(compat.Unfit, match="--lazy-kernels cuda: at most 512 segments"):
-        model_runner.choose_kernels(LazyConfig(kernels="cuda", max_chunks=513), runner, layers)
+    assert chosen(layers, max_chunks=513) == ["triton"] * 2
+    assert "triton kernels instead of the CUDA ones: at most 512 segments" in caplog.text
+    assert chosen(wide) == ["cuda", "cuda", "triton", "triton"]
+    assert "triton kernels instead of the CUDA ones in layers 2, 5: heads of" in caplog.text
+    for layers, reason in ((layers, "at most 512 segments"), (wide, "heads of")):
+        with pytest.raises(compat.Unfit, match=f"--lazy-kernels cuda: {reason}"):
+            chosen(layers, kernels="cuda", max_chunks=513)
 
 
 class Target:

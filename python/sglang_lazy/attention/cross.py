@@ -130,10 +130,10 @@ class CrossReader:
     def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
         """dtype: of queries.  kv_buffer: gives keys and values of a cross layer, waiting for what is being loaded."""
         self.metadata: LinkMetadata | None = None
-        self.table, self._kv_buffer, self._ops = table, kv_buffer, table.model.kernels
-        self._graph_metadata: LinkMetadata | None = None
         layer, device = table.model.layers[0], table.ends.device
-        self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
+        self.table, self._kv_buffer, self._ops = table, kv_buffer, layer.kernels
+        self._graph_metadata: LinkMetadata | None = None
+        self._dims = layer.decode_plan.dims
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
         # One token attends, as in the encoder and in a cross layer, so that no request waits for compilers.
         heads = [layer.num_qo_heads, layer.num_kv_heads, layer.num_kv_heads]

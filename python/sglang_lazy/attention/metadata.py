@@ -9,6 +9,7 @@ import torch
 from sglang_lazy.attention.rows import LinkedBatch, windows_of
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
+from sglang_lazy.core.model import DecodePlan
 
 
 @dataclasses.dataclass
@@ -76,15 +77,20 @@ class LinkMetadata:
         torch.index_select(table.ids, 0, rows, out=self.segment_ids)
 
     def fill_window(
-        self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable, req_to_token: torch.Tensor, window: int
+        self,
+        rows: torch.Tensor,
+        seq_lens: torch.Tensor,
+        table: SegmentTable,
+        req_to_token: torch.Tensor,
+        plan: DecodePlan,
     ) -> None:
-        """The same of what a window leaves of each row, `kv_indices` included."""
+        """The same of what the window of a plan leaves of each row, `kv_indices` included."""
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
         window_slots = table.model.window_slots
         # What is left of the memory must be slots, too.
         kv_indices = self.kv_indices if window_slots is None else torch.zeros_like(self.kv_indices)
-        table.model.kernels.window_rows(
+        plan.kernels.window_rows(
             self.kv_indptr,
             kv_indices,
             self.segment_ends,
@@ -95,7 +101,7 @@ class LinkMetadata:
             table.tail_ends,
             table.tail_indices,
             table.tail_positions,
-            window=window,
+            window=plan.window,
         )
         if window_slots is not None:
             self.kv_indices.copy_(window_slots(kv_indices))

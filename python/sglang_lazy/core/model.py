@@ -1,9 +1,9 @@
 """What policies and kernels see of the served model."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -44,6 +44,7 @@ class AttentionLayer:
     window: how many positions a token sees, its own included; None: all before it.
     sinks: whether each head has a sink: a score without a value, which takes part in its softmax.
     logit_cap: c where scores are c tanh(score / c).
+    kernels: the implementation from `sgl_kernel_lazy` that attends; None until one has been chosen.
     """
 
     num_qo_heads: int
@@ -53,6 +54,26 @@ class AttentionLayer:
     window: int | None = None
     sinks: bool = False
     logit_cap: float | None = None
+    kernels: Any = None
+
+    @functools.cached_property
+    def decode_plan(self) -> "DecodePlan":
+        return DecodePlan(self.window, self.kernels, self.num_qo_heads, self.num_kv_heads, self.head_dim)
+
+
+class DecodePlan(NamedTuple):
+    """What layers have in common for which a decode step is planned once."""
+
+    window: int | None
+    kernels: Any
+    num_qo_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """As `plan_decode` and `decode_workspace` take them."""
+        return dict(num_qo_heads=self.num_qo_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim)
 
 
 @dataclasses.dataclass
@@ -60,15 +81,13 @@ class ServedModel:
     """The loaded model, as far as its KV has to be read, rotated or copied.
 
     kv_buffers: K and V caches by layer id, each [num_slots, num_kv_heads, head_dim].
-    layers: by layer id; all have the same shape.
-    kernels: an implementation from `sgl_kernel_lazy`.
+    layers: by layer id, that of the KV: layers which read another one's are with that.
     window_slots: where layers with windows have the KV of these slots, int64, if it is in a pool of its own; 0 where
         that has none.
     """
 
     kv_buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
     layers: Mapping[int, AttentionLayer]
-    kernels: ModuleType
     window_slots: Callable[[torch.Tensor], torch.Tensor] | None = None
     _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
 

@@ -88,9 +88,9 @@ class ChunkCopier:
     """Copies cached KV from slot to slot in all layers of a model, and rotates the keys on the way."""
 
     def __init__(self, model: ServedModel):
-        self.copy_rotated = model.kernels.copy_rotated
         groups: dict[int, tuple[LayerRope, list]] = {}
-        for layer_id, layer in model.layers.items():
+        for layer_id, layer in model.layers.items():  # in one pool, so of one shape
+            self.copy_rotated = layer.kernels.copy_rotated
             groups.setdefault(id(layer.rope), (layer.rope, []))[1].append(model.kv_buffers[layer_id])
         self.groups = list(groups.values())
         # Compiles the kernel. Slot 0 never holds a request's KV.

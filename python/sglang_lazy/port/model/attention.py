@@ -15,6 +15,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.model import DecodePlan
 from sglang_lazy.port.model.compat import kv_scales
 from sglang_lazy.port.model.decode_rows import DecodeRows, PlannedRows, copy_slots
 from sglang_lazy.port.model.layers import attention_layers
@@ -25,7 +26,7 @@ class LinkAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_link_path`.
 
     link_metadata, link_stock_part: of the current prefill batch, None for what it does not have.
-    link_planned: of the current decode batch, by window. All three are None if the batch is SGLang's.
+    link_planned: of the current decode batch, by plan. All three are None if the batch is SGLang's.
     link_window_slots: where layers with windows store the KV of the new tokens, where they have a pool of their own.
     """
 
@@ -33,30 +34,29 @@ class LinkAttention(AttentionBackend):
         """Read what the link path needs from a `ModelRunner` whose model is loaded."""
         self.link_metadata: LinkMetadata | None = None
         self.link_stock_part: StockPart | None = None
-        self.link_planned: dict[int | None, PlannedRows] | None = None
+        self.link_planned: dict[DecodePlan, PlannedRows] | None = None
         self.link_window_slots: torch.Tensor | None = None
         self.link_table = table
         self.link_model = table.model
-        self.link_ops = table.model.kernels
         self.link_pool = runner.token_to_kv_pool
         self.link_fp8 = runner.kv_cache_dtype != runner.dtype
         self.link_rows = runner.req_to_token_pool
         self.link_decode = DecodeRows(table, runner.req_to_token_pool)
-        layers = {
-            (id(layer.rope), layer.window, layer.logit_cap): layer_id for layer_id, layer in table.model.layers.items()
-        }
+        compiled = set()
         for attn, _ in attention_layers(runner.model):
-            if attn.layer_id in layers.values():
+            layer = table.model.layers[attn.layer_id]
+            if layer not in compiled:
                 self._compile_extend(attn, runner)
+                compiled.add(layer)
 
     def _compile_extend(self, attn: Any, runner: Any) -> None:
         """Attend with one token to itself, so that the kernels are compiled before the first request needs them."""
         ints = dict(dtype=torch.int32, device=runner.device)
         zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
         copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
-        has_sinks = self.link_model.layers[attn.layer_id].sinks
-        sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if has_sinks else None
-        self.link_ops.link_extend(
+        layer = self.link_model.layers[attn.layer_id]
+        sinks = torch.zeros(attn.tp_q_head_num, dtype=runner.dtype, device=runner.device) if layer.sinks else None
+        layer.kernels.link_extend(
             torch.zeros(1, attn.tp_q_head_num, attn.qk_head_dim, dtype=runner.dtype, device=runner.device),
             *self.link_pool.get_kv_buffer(attn.layer_id),
             indptr,
@@ -68,7 +68,7 @@ class LinkAttention(AttentionBackend):
             self.link_table.ends[:1],
             self.link_table.offsets[:1],
             max_extend_len=1,
-            window=self.link_model.layers[attn.layer_id].window,
+            window=layer.window,
             v_scale=self._v_scale(attn),
             **self._options(attn, sinks),
         )
@@ -129,8 +129,9 @@ class LinkAttention(AttentionBackend):
         if self.link_planned is None:
             return super().forward_decode(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         q, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        metadata, workspace = self.link_planned[self.link_model.layers[layer.layer_id].window]
-        out = self.link_ops.link_decode(
+        described = self.link_model.layers[layer.layer_id]
+        metadata, workspace = self.link_planned[described.decode_plan]
+        out = described.kernels.link_decode(
             q,
             k_cache,
             v_cache,
@@ -159,9 +160,9 @@ class LinkAttention(AttentionBackend):
         if metadata is None:
             return out
         out = torch.empty_like(heads, memory_format=torch.contiguous_format) if out is None else out.view(heads.shape)
-        whole = self.link_model.keeps_all(layer.layer_id)
+        described, whole = self.link_model.layers[layer.layer_id], self.link_model.keeps_all(layer.layer_id)
         in_place = isinstance(metadata.tokens, slice)
-        linked = self.link_ops.link_extend(
+        linked = described.kernels.link_extend(
             heads[metadata.tokens],
             k_cache,
             v_cache,
@@ -176,7 +177,7 @@ class LinkAttention(AttentionBackend):
             max_extend_len=metadata.max_extend_len,
             validate=not metadata.checked,
             out=out[metadata.tokens] if in_place else None,
-            window=self.link_model.layers[layer.layer_id].window,
+            window=described.window,
             v_scale=self._v_scale(layer),
             **options,
         )
@@ -206,15 +207,15 @@ class LinkAttention(AttentionBackend):
 
     def _options(self, layer: Any, sinks: torch.Tensor | None) -> dict[str, Any]:
         """Arguments common to the attention kernels that are the same for every batch."""
-        rope = self.link_model.layers[layer.layer_id].rope
+        described = self.link_model.layers[layer.layer_id]
         # The pool divides by the scales only where it rounds to fp8.
         k_scale = kv_scales(layer)[0] if self.link_fp8 else 1.0
         return {
-            "cos_sin_cache": rope.cos_sin_cache,
-            "is_neox": rope.is_neox,
+            "cos_sin_cache": described.rope.cos_sin_cache,
+            "is_neox": described.rope.is_neox,
             "sm_scale": layer.scaling * k_scale,
             "sinks": sinks,
-            "logit_cap": self.link_model.layers[layer.layer_id].logit_cap,
+            "logit_cap": described.logit_cap,
         }
 
     def _v_scale(self, layer: Any) -> float:
@@ -226,7 +227,7 @@ class LinkAttention(AttentionBackend):
         if probes is None or layer.layer_id not in probes.layers:
             return
         assert metadata is not None, "the row of a probe has segments"
-        self.link_ops.accumulate_attention(
+        self.link_model.layers[layer.layer_id].kernels.accumulate_attention(
             probes.sums,
             q[probes.tokens],
             k_cache,

@@ -1,7 +1,7 @@
 """Serving Comb models: the pool of what their encoder makes, its size, and the encoder's passes."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,9 +61,9 @@ class ChunkPool:
         self.layers = dict.fromkeys(range(num_layers), AttentionLayer(*heads, config.head_dim, rope))
         logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
 
-    def served_model(self, kernels: Any) -> ServedModel:
-        """What kernels see of the cross layers."""
-        return ServedModel({i: self.kv.get_kv_buffer(i) for i in self.layers}, self.layers, kernels)
+    def served_model(self, layers: Mapping[int, AttentionLayer]) -> ServedModel:
+        """What kernels see of the cross layers.  layers: these, each with its kernels."""
+        return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, layers)
 
     def tree_params(self, params: CacheInitParams) -> CacheInitParams:
         """`params` of a tree of text, for a tree of what is in this pool."""
@@ -82,12 +82,12 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
     pool, table = chunk_pool_of(runner), table_of(runner.req_to_token_pool)
     if pool is None or table is None:
         return None
-    model, causal = table.model, getattr(runner.model_config.hf_config, "chunk_is_causal", False)
+    layer, causal = table.model.layers[0], getattr(runner.model_config.hf_config, "chunk_is_causal", False)
 
     def encode(encodings: Sequence[Encoding]) -> None:
         slots = {encoding.chunk.key: encoding.slots for encoding in encodings}
         for chunks in shares([encoding.chunk for encoding in encodings], max_tokens):
-            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, model.kernels, model.layers[0].rope)
+            rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, layer.kernels, layer.rope)
             ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
             places = [slots[chunk.key] for chunk in chunks]
             for place in places:  # a request may end, and its tensors go, while this is still to run

@@ -4,12 +4,12 @@ Rotating the query by an offset is right only where a score depends on positions
 every token's KV has a slot that kernels can read, and where a row of `req_to_token` may be any list of slots.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy import get_implementation
@@ -180,7 +180,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
         reasons += [reason for reason, applies in _unfit_beside(runner).items() if applies]
-    return [*reasons, *_unfit_layers(runner.model)]
+    return [*reasons, *_unfit_layers(runner.model)] or _unfit_pools(runner)
 
 
 def _unfit_beside(runner: Any) -> dict[str, bool]:
@@ -196,9 +196,8 @@ def _unfit_beside(runner: Any) -> dict[str, bool]:
     }
 
 
-def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], max_chunks: int) -> str | None:
-    """Why this implementation cannot serve a model that fits otherwise, or None."""
-    layer = next(iter(layers.values()))
+def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:
+    """Why this implementation cannot serve a layer of a model that fits otherwise, or None."""
     return get_implementation(name).unsupported(
         torch.device(runner.device),
         runner.dtype,
@@ -208,9 +207,9 @@ def unfit_kernels(name: str, runner: Any, layers: Mapping[int, AttentionLayer], 
         layer.head_dim,
         layer.rope.cos_sin_cache.shape[1],
         max_segments=max_chunks,
-        windowed=any(each.window is not None for each in layers.values()),
-        sinks=any(each.sinks for each in layers.values()),
-        capped=any(each.logit_cap is not None for each in layers.values()),
+        windowed=layer.window is not None,
+        sinks=layer.sinks,
+        capped=layer.logit_cap is not None,
     )
 
 
@@ -225,9 +224,7 @@ def kv_scales(layer: Any) -> tuple[float, float]:
 def _unfit_layers(model: torch.nn.Module) -> list[str]:
     """Reasons in the attention layers themselves, each given once."""
     reasons: dict[str, None] = {}
-    shapes = set()
     for attn, rope in attention_layers(model):
-        shapes.add((attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim))
         properties = {
             "layers without a rotary embedding: linked attention rotates the queries of all": rope is None,
             f"rotary embedding {type(rope).__name__}: its angles are not position times a fixed frequency": (
@@ -245,6 +242,19 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
             f"position encoding {attn.pos_encoding_mode}": attn.pos_encoding_mode != "NONE",
         }
         reasons |= {reason: None for reason, applies in properties.items() if applies}
-    if len(shapes) > 1:
-        reasons["layers of different head counts or dimensions: the pool for such drops what has left a window"] = None
     return list(reasons)
+
+
+def _unfit_pools(runner: Any) -> list[str]:
+    """Reasons in where SGLang keeps the KV of a model that fits otherwise."""
+    pool = runner.token_to_kv_pool
+    if isinstance(pool, SWAKVPool) and runner.server_args.enable_hierarchical_cache:
+        return ["--enable-hierarchical-cache: it copies one pool, and heads of two shapes take two"]
+    for attn, _ in attention_layers(runner.model):
+        heads, kept = [attn.tp_k_head_num, attn.qk_head_dim], list(pool.get_key_buffer(attn.layer_id).shape[1:])
+        if kept != heads:
+            return [
+                f"keys of layer {attn.layer_id} are {heads}, but its pool keeps {kept}: with "
+                "--disable-hybrid-swa-memory SGLang has one pool for heads of two shapes"
+            ]
+    return []

@@ -9,6 +9,7 @@ from sglang.kernels.ops.kvcache.kv_indices import create_flashinfer_kv_indices_t
 
 from sglang_lazy.attention.metadata import LinkMetadata
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.model import DecodePlan
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +41,18 @@ class PlannedRows(NamedTuple):
 
 
 class DecodeRows:
-    """Prepares decode batches, once for each window that layers have, and for those that have none.
+    """Prepares decode batches: rows once for each window that layers have, and for those that have none; plans for each
+    shape of heads and implementation beside.
 
     pool: SGLang's `ReqToTokenPool`.
     """
 
     def __init__(self, table: SegmentTable, pool: Any):
-        self._table, self._pool, self._ops = table, pool, table.model.kernels
-        layer = next(iter(table.model.layers.values()))
-        self._dims = dict(num_qo_heads=layer.num_qo_heads, num_kv_heads=layer.num_kv_heads, head_dim=layer.head_dim)
+        self._table, self._pool = table, pool
         num_rows = pool.req_to_token.shape[0]
         self._workspaces = {
-            window: self._ops.decode_workspace(num_rows, table.max_segments, **self._dims, device=table.ends.device)
-            for window in {layer.window for layer in table.model.layers.values()}
+            plan: plan.kernels.decode_workspace(num_rows, table.max_segments, **plan.dims, device=table.ends.device)
+            for plan in dict.fromkeys(layer.decode_plan for layer in table.model.layers.values())
         }
         _log_size("workspace for decode", self._workspaces.values())
         self._for_graphs: Mapping[int | None, LinkMetadata] = {}
@@ -64,33 +64,35 @@ class DecodeRows:
         tensors = [tensor for metadata in self._for_graphs.values() for tensor in metadata.tensors]
         _log_size("decode metadata", tensors)
 
-    def of(self, forward_batch: Any, for_graph: bool = False) -> dict[int | None, PlannedRows]:
-        """By window, the rows of a decode batch, copied out of the live tables, and planned."""
+    def of(self, forward_batch: Any, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
+        """By plan, the rows of a decode batch, copied out of the live tables, and planned."""
         bs = forward_batch.batch_size
         if for_graph:
             memory = {window: metadata.first(bs) for window, metadata in self._for_graphs.items()}
         else:
             memory = self._allocate(bs, int(forward_batch.seq_lens_cpu.sum()))
         rows, seq_lens, req_to_token = forward_batch.req_pool_indices, forward_batch.seq_lens, self._pool.req_to_token
-        planned = {}
-        for window, metadata in memory.items():
-            if window is None:
+        for plan in {plan.window: plan for plan in self._workspaces}.values():
+            metadata = memory[plan.window]
+            if plan.window is None:
                 metadata.fill(rows, seq_lens, self._table)
                 copy_slots(req_to_token, metadata.kv_indices, rows, None, seq_lens, metadata.kv_indptr)
             else:
-                metadata.fill_window(rows, seq_lens, self._table, req_to_token, window)
-            workspace = self._workspaces[window]
-            self._ops.plan_decode(
+                metadata.fill_window(rows, seq_lens, self._table, req_to_token, plan)
+        planned = {}
+        for plan, workspace in self._workspaces.items():
+            metadata = memory[plan.window]
+            plan.kernels.plan_decode(
                 workspace,
                 metadata.kv_indptr,
                 metadata.kv_indices,
                 metadata.num_segments,
                 metadata.segment_ends,
                 metadata.segment_offsets,
-                metadata.segment_ids if window is None else None,
-                **self._dims,
+                metadata.segment_ids if plan.window is None else None,
+                **plan.dims,
             )
-            planned[window] = PlannedRows(metadata, workspace)
+            planned[plan] = PlannedRows(metadata, workspace)
         return planned
 
     def _allocate(self, max_bs: int, max_kv: int) -> dict[int | None, LinkMetadata]:
@@ -98,7 +100,7 @@ class DecodeRows:
             window: LinkMetadata.allocate(
                 max_bs, max_kv if window is None else min(max_kv, max_bs * window), self._table
             )
-            for window in self._workspaces
+            for window in {plan.window for plan in self._workspaces}
         }
 
 

@@ -78,5 +78,14 @@ def describe_layers(model: torch.nn.Module, max_position: int, device: str | tor
             shared[id(rope)] = layer_rope(rope, max_position, device)
         shape = attn.tp_q_head_num, attn.tp_k_head_num, attn.qk_head_dim
         cap = attn.logit_cap or None
-        layers[attn.layer_id] = AttentionLayer(*shape, shared[id(rope)], window_of(attn), logit_cap=cap)
+        add_layer(layers, attn.layer_id, AttentionLayer(*shape, shared[id(rope)], window_of(attn), logit_cap=cap))
     return layers
+
+
+def add_layer(layers: dict[int, AttentionLayer], layer_id: int, layer: AttentionLayer) -> None:
+    """Enter a layer.  layer_id: SGLang's, which is that of another one where a layer reads the KV of that.
+
+    Raises ValueError if these two differ.
+    """
+    if layers.setdefault(layer_id, layer) != layer:
+        raise ValueError(f"layers that read the KV of layer {layer_id} differ in more than their queries")

@@ -1,5 +1,6 @@
 """Hooks on SGLang's model runner: where a forward pass learns of its linked rows; and the backend factory."""
 
+import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -86,7 +87,7 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     num_rows = len(runner.req_to_token_pool.req_to_token)
     if num_cross_layers(runner.model_config):
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
-        beside = pool.served_model(get_implementation(choose_kernels(config, runner, pool.layers)))
+        beside = pool.served_model(choose_kernels(config, runner, pool.layers))
         return SegmentTable(num_rows, config.max_chunks, runner.device, beside, CrossBatch)
     try:
         layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
@@ -99,11 +100,11 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
             "under link full (python -m sglang_lazy.verify)",
             architecture(runner),
         )
-    kernels = get_implementation(choose_kernels(config, runner, layers))
+    layers = choose_kernels(config, runner, layers)
     kv_buffers = {layer_id: runner.token_to_kv_pool.get_kv_buffer(layer_id) for layer_id in layers}
     hybrid = isinstance(runner.token_to_kv_pool, SWAKVPool)
     window_slots = runner.token_to_kv_pool.translate_loc_from_full_to_swa if hybrid else None
-    model = ServedModel(kv_buffers, layers, kernels, window_slots)
+    model = ServedModel(kv_buffers, layers, window_slots)
     get_policy(config.default_link).warm_up(model)
     return SegmentTable(
         num_rows, config.max_chunks, runner.device, model, stock_attends=stock_attends(backend, layers, hybrid)
@@ -135,21 +136,27 @@ def server_traits(runner: Any) -> ServerTraits:
     )
 
 
-def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]) -> str:
-    """The implementation to link with: the configured one, or the fastest that can serve this model on this machine.
+def choose_kernels(
+    config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]
+) -> dict[int, AttentionLayer]:
+    """`layers`, each with the implementation to link with: the configured one, or the fastest that can serve it on this
+    machine.
 
-    Raises Unfit if the configured one cannot.
+    Raises Unfit if the configured one cannot serve all.
     """
-    if config.kernels != "auto":
-        if reason := unfit_kernels(config.kernels, runner, layers, config.max_chunks):
-            raise Unfit([f"--lazy-kernels {config.kernels}: {reason}"])
-        return config.kernels
-    if torch.device(runner.device).type != "cuda":
-        return "torch"
-    if reason := unfit_kernels("cuda", runner, layers, config.max_chunks):
-        logger.info("sglang-lazy: triton kernels instead of the CUDA ones: %s", reason)
-        return "triton"
-    return "cuda"
+    fastest = "cuda" if torch.device(runner.device).type == "cuda" else "torch"
+    name = fastest if config.kernels == "auto" else config.kernels
+    chosen, refused = {}, dict[str, list[int]]()
+    for layer_id, layer in layers.items():
+        if reason := unfit_kernels(name, runner, layer, config.max_chunks):
+            refused.setdefault(reason, []).append(layer_id)
+        chosen[layer_id] = dataclasses.replace(layer, kernels=get_implementation("triton" if reason else name))
+    if refused and config.kernels != "auto":
+        raise Unfit([f"--lazy-kernels {name}: {reason}" for reason in refused])
+    for reason, ids in refused.items():
+        of_which = f" in layers {', '.join(map(str, ids))}" if len(ids) < len(layers) else ""
+        logger.info("sglang-lazy: triton kernels instead of the CUDA ones%s: %s", of_which, reason)
+    return chosen
 
 
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:

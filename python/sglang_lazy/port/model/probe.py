@@ -12,7 +12,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN, AttentionLayer, LayerRope
-from sglang_lazy.port.model.layers import attention_modules, given_rotations
+from sglang_lazy.port.model.layers import add_layer, attention_modules, given_rotations
 from sglang_lazy.port.model.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
@@ -23,8 +23,8 @@ POSITIONS = (1, 1000, 1 << 62)
 def run_layer(
     module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype, rotation: Any = None
 ) -> tuple[list[int], list[torch.Tensor], bool]:
-    """Positions, q and k at position 0 and at these, each [1 + number of positions, heads, head_dim], and whether
-    attention is given sinks.
+    """Positions, q and k, if it has any, at position 0 and at these, each [1 + number of positions, heads, head_dim],
+    and whether attention is given sinks.
 
     module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
         its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
@@ -43,8 +43,9 @@ def run_layer(
         sinks = more.pop("sinks", None) is not None
         if given := [name for name, value in more.items() if value is not None]:
             raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
-        seen["q"] = q.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
-        seen["k"] = k.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
+        for name, x in (("q", q), ("k", k)):
+            if x is not None:  # no keys where a layer reads those of another
+                seen[name] = x.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
         return q.new_zeros(len(places) + 1, attn.tp_q_head_num * attn.v_head_dim)
 
     generator = torch.Generator().manual_seed(0)
@@ -63,7 +64,7 @@ def run_layer(
             module(**{name: value for name, value in arguments.items() if name in names})
     finally:
         del attn.forward
-    return places, [seen["q"], seen["k"]], sinks
+    return places, list(seen.values()), sinks
 
 
 def first_misfit(rope: LayerRope, places: Sequence[int], seen: Sequence[torch.Tensor]) -> str | None:
@@ -111,5 +112,5 @@ def check_layers(
             rope = still[rope]
             if first_misfit(rope, places, seen):
                 raise ValueError(f"{name}: {misfit}")
-        checked[layer_id] = dataclasses.replace(layers[layer_id], rope=rope, sinks=sinks)
+        add_layer(checked, layer_id, dataclasses.replace(layers[layer_id], rope=rope, sinks=sinks))
     return checked

@@ -38,6 +38,8 @@ INV_FREQ = {
     rope_variant.DynamicNTKScalingRotaryEmbedding: _dynamic_ntk,
     rope_variant.DynamicNTKAlphaRotaryEmbedding: _dynamic_ntk_alpha,
     yarn.YaRNScalingRotaryEmbedding: _yarn,
+    # Some of its frequencies are 0.
+    rope_variant.Gemma4RotaryEmbedding: _plain,
     # Its axes share these frequencies, each turning some of the dimensions; text stands at the same place on all.
     mrope.MRotaryEmbedding: _plain,
 }
