@@ -200,6 +200,31 @@ _SPECS = [
         seed=2,
         core=False,
     ),
+    # Windows in most layers, whose heads have another shape than those of the others; the last two layers read the keys
+    # and values of those before, which are the same where there is no window; experts, and embeddings for each layer
+    ModelSpec(
+        "gemma4",
+        "Gemma4Config",
+        dict(
+            text_config={
+                **_shape(96, 6, 4, 2, head_dim=32, global_head_dim=64, num_global_key_value_heads=1),
+                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION, sliding_window=24),
+                **dict(layer_types=["sliding_attention", "full_attention"] * 3, attention_k_eq_v=True),
+                **dict(num_kv_shared_layers=2, use_double_wide_mlp=True, pad_token_id=PAD),
+                **dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB_SIZE),
+                **dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=64),
+                "rope_parameters": {
+                    "full_attention": _rope("proportional", partial_rotary_factor=0.25),
+                    "sliding_attention": {**_rope(), "rope_theta": 100.0},
+                },
+            },
+            vision_config={**_SMALL_VISION, **dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64)},
+            tie_word_embeddings=True,
+        ),
+        # Of SGLang's ways to attend, this model takes those for GPUs alone.
+        cpu_options=dict(attention_backend="triton", enable_multimodal=False),
+        core=False,
+    ),
     # GPT-J pairing over the whole head
     ModelSpec(
         "ernie4.5",
@@ -406,8 +431,12 @@ def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
             _init(name, weight, generator, tied=model.config.tie_word_embeddings)
-            if spec.name.startswith("gemma"):  # scales embeddings up, and adds one to the weights of norms
-                weight.sub_(0.6) if weight.dim() == 1 else weight.mul_(0.5 if "embed" in name else 1)
+            if spec.name.startswith("gemma") and "embed" in name:  # scales them up
+                weight.mul_(0.5)
+            if spec.name == "gemma4":  # does not scale scores
+                weight.mul_(len(weight) ** -0.25 if "q_norm" in name or "k_norm" in name else 1)
+            elif spec.name.startswith("gemma") and weight.dim() == 1:  # adds one to the weights of norms
+                weight.sub_(0.6)
     return model.eval()
 
 

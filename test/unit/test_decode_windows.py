@@ -145,7 +145,7 @@ def test_a_row_that_pads_a_batch(kernels):
 def test_layers_of_two_shapes():
     """Rows are described once for each window, and planned once for each shape of heads and implementation beside."""
     table, pool, _, seq_lens, _ = build([8], seed=0)
-    one, other = Mock(), Mock()
+    one, other = (Mock(**{"decode_workspace.return_value": None}) for _ in range(2))
     narrow = dataclasses.replace(table.model.layers[0], kernels=one)
     few = dataclasses.replace(narrow, num_kv_heads=1)
     wide = dataclasses.replace(narrow, window=None, num_kv_heads=1, head_dim=64, kernels=other)

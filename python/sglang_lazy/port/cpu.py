@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.port.hooks import Hook
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,17 @@ def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
         logger.warning("sglang-lazy: on a CPU, these flags were not set and are now %s", flags)
 
 
+def replace_triton(args: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `ServerArgs._handle_attention_backend_compatibility`, which follows on checks of what a model takes: on a
+    CPU, as SGLang does with a backend that it has no kernels for there. Of some models it takes those for GPUs alone.
+
+    Not where SGLang's attention may have to compute all: then such a check is right.
+    """
+    if args.device == "cpu" and args.attention_backend == "triton" and not LazyConfig.current().fallback:
+        logger.warning("sglang-lazy: on a CPU, --attention-backend triton is replaced by torch_native")
+        args.attention_backend = "torch_native"
+
+
 class Unpinned(TorchFunctionMode):
     """Within this, memory that was to be pinned is ordinary memory: pinning takes a driver."""
 
@@ -51,5 +63,8 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 HOOKS = (
     Hook("sglang.srt.server_args.ServerArgs.__post_init__", choose_backends, "BEFORE"),
+    Hook(
+        "sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", replace_triton, "BEFORE"
+    ),
     *(Hook(f"{_LORA}.{method}", without_pinning, "AROUND") for method in ("__init__", "prepare_lora_batch")),
 )
