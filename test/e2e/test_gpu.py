@@ -34,6 +34,7 @@ WAYS = {
     "copies": {"lazy_default_link": "copy", "disable_hybrid_swa_memory": True},
     # Layers with windows have a pool of their own in all ways but that; here it is short.
     "windows": {"attention_backend": "fa3", "chunked_prefill_size": 1024, "swa_full_tokens_ratio": 0.15},
+    "few": {"swa_full_tokens_ratio": 0.15},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
     # The device holds little more than a prompt and a probe of it: much of what prompts reuse is loaded from the host.
     "tiers": TIERS,
@@ -64,7 +65,10 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
+    own = {"gpt-oss": {"head_dim": 64}, "gemma4": {"head_dim": 256, "global_head_dim": 512}}  # as these families have
+    wider = {**WIDE, **own.get(name, {})}
+    inner = spec.settings.get("text_config")
+    settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
     return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
 
 
@@ -90,6 +94,9 @@ def wide(name: str, model_dir) -> str:
         "gemma2 fa3",
         "gemma2 triton",
         "gemma3 fa3",
+        "gemma4",
+        "gemma4 triton",
+        "gemma4 few",
         "llama fp8",
         "llama tiers",
         "llama tiers fp8",
@@ -204,7 +211,8 @@ def test_policies_on_cuda(served):
     hidden = transformers.AutoTokenizer.from_pretrained(path).encode(PREAMBLE)
     preambles = {"": (), "base+": hidden, "base:preamble=lead+": leading_text([head, docs[0]])}
     links = [f"{base}{name}" for base in preambles for name in KEPT if name != "base"] + ["base"]
-    if "GptOss" in transformers.AutoConfig.from_pretrained(path).architectures[0]:  # in the pools of most ways
+    architecture = transformers.AutoConfig.from_pretrained(path).architectures[0]
+    if architecture.startswith(("GptOss", "Gemma4")):  # in the pools of most ways
         links = [link for link in links if "blend" not in link]
     prompts = [[head, *dice.shuffled(docs), question] for _ in links]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
