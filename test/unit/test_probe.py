@@ -60,6 +60,30 @@ def test_a_model_that_leaves_the_rotation_alone(is_neox, rotary_dim):
     check(unchanged, is_neox, rotary_dim)
 
 
+class Reader(Attention):
+    """As Gemma 4's last layers: reads the keys and values of the layer with its id."""
+
+    def forward(self, positions, hidden_states, forward_batch):
+        q = self.proj(hidden_states)[:, : HEADS * HEAD_DIM].contiguous()
+        q, _ = self.rotary_emb.forward_native(positions, q, torch.zeros_like(q))
+        return self.attn(self.after(q, positions), None, None, forward_batch, save_kv_cache=False)
+
+
+def test_a_layer_that_reads_the_keys_of_another():
+    """It is one with that, unless they differ; its queries are checked."""
+    torch.manual_seed(0)
+    own, reader = (kind(True, HEAD_DIM, unchanged) for kind in (Attention, Reader))
+    reader.rotary_emb = own.rotary_emb
+    assert list(check_all(own, reader)) == [0]
+    reader.after = lambda x, positions: x * (1 + positions[:, None])
+    with pytest.raises(ValueError, match="Reader of layer 0: rotating a query or key back"):
+        check_all(own, reader)
+    reader.after = unchanged
+    reader.attn.sliding_window_size = 7
+    with pytest.raises(ValueError, match="layers that read the KV of layer 0 differ"):
+        check_all(own, reader)
+
+
 def test_a_norm_after_the_rotation():
     """A weight per dimension after the rotation does not commute with it."""
     weight = torch.linspace(0.5, 1.5, HEAD_DIM)

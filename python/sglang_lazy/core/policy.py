@@ -33,7 +33,7 @@ class ServerTraits(NamedTuple):
 
 
 IN_WINDOW_POOL = (
-    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all)"
+    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all, if heads have one shape)"
 )
 """Why policies that need KV of many tokens there do not fit."""
 
