@@ -118,15 +118,24 @@ class PolicyOracle:
 
     @property
     def last_third(self) -> list[int]:
-        """The layers that `query` sums up by default: of those without a window the last third."""
-        return self.whole_layers[-math.ceil(len(self.whole_layers) / 3) :]
+        """The layers that `query` sums up by default: of those without a window the last third, and all that read the KV
+        of these, which is that of the last one."""
+        return self.whole_layers[-math.ceil(len(self.whole_layers) / 3) :] + self._without_window(self._num_own, None)
 
     @property
     def whole_layers(self) -> list[int]:
-        """Those without a window."""
+        """Those without a window that have KV of their own."""
+        return self._without_window(0, self._num_own)
+
+    @property
+    def _num_own(self) -> int:
+        config = self.model.config.get_text_config()
+        return config.num_hidden_layers - getattr(config, "num_kv_shared_layers", 0)
+
+    def _without_window(self, start: int, end: int | None) -> list[int]:
         config = self.model.config.get_text_config()
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-        return [layer for layer, kind in enumerate(kinds) if kind != "sliding_attention"]
+        return [layer for layer, kind in list(enumerate(kinds))[start:end] if kind != "sliding_attention"]
 
     def query(
         self,
