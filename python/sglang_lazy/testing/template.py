@@ -1,9 +1,10 @@
-"""A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET`.
+"""A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET SOCKET`.
 
-Importing SGLang takes each of a server's three processes about ten seconds of a core; forks of this one have done it.
-Otherwise a fork is what the command would be: its module runs as `__main__`, with the variables, folder and files that
-it was given. Processes that SGLang spawns there are forks, too, made before anything else ran, which then do what
-multiprocessing has new interpreters do.
+Importing SGLang takes each of a server's three processes about ten seconds of a core, and the plugin's hooks three more;
+forks of this one have done it. It is two processes: what the second socket asks for has the plugin in place, what the
+first one asks for has not. Otherwise a fork is what the command would be: its module runs as `__main__`, with the
+variables, folder and files that it was given. Processes that SGLang spawns there are forks, too, made before anything
+else ran, which then do what multiprocessing has new interpreters do.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import setproctitle
 
+from sglang_lazy.port import plugin
 from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
@@ -41,11 +43,18 @@ class Job(NamedTuple):
 def main() -> None:
     if os.fork():
         os._exit(0)  # Nobody's child: an engine that shuts down kills all descendants of its process.
-    control = socket.socket(fileno=int(sys.argv[1]))
+    stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     setproctitle.getproctitle()  # finds where titles are, which it cannot once the environment has been exchanged
     preload()
-    control.send(b"ready")
-    serve(control)
+    if os.fork():
+        ours.close()
+        stock.send(b"ready")
+        serve(stock)
+    else:
+        stock.close()
+        select.select([ours], [], [])  # nobody may ever ask for the plugin
+        plugin.install()
+        serve(ours)
 
 
 def serve(control: socket.socket) -> None:
