@@ -57,6 +57,8 @@ def start(
         # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
         files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # mypy checks no unpacked ones
         return subprocess.Popen(command, **files, env=variables, start_new_session=True)  # type: ignore[call-overload]
+    # Some of SGLang's layers would have a C++ compiler busy for longer than all that a test asks of its server.
+    variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     job = module, list(arguments), variables, os.getcwd()
     with open(os.devnull, "rb") as nothing:
         return _template(variables).fork(job, (source or nothing).fileno(), output.fileno())
