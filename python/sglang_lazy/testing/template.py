@@ -28,6 +28,7 @@ from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
 NUM_SPARES = 4  # a server's scheduler and detokenizer, and two tokenizer workers; more are spawned
+NUM_SPARES_OF_SPAWNED = 2  # the schedulers of two data-parallel ranks, which their controller spawns
 MAX_FDS = 64
 
 
@@ -107,13 +108,18 @@ def run(job: Job, report: int, source: int, output: int) -> NoReturn:
 
 
 class Spare:
-    """A fork of this process, for multiprocessing to use in place of a new interpreter."""
+    """A fork of this process, for multiprocessing to use in place of a new interpreter.
 
-    def __init__(self) -> None:
+    not_for_it: open files that it is to close.
+    """
+
+    def __init__(self, not_for_it: Sequence[int] = ()) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
             self.socket.close()
+            for fd in not_for_it:
+                os.close(fd)
             _become_spawned(theirs)
         theirs.close()
 
@@ -136,6 +142,7 @@ def _become_spawned(server: socket.socket) -> NoReturn:
     for fd, number in zip(aside, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    _spawn_from([Spare(numbers) for _ in range(NUM_SPARES_OF_SPAWNED)])
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["-c", "--multiprocessing-fork"]
