@@ -70,20 +70,20 @@ class Template:
     def __init__(self, variables: Mapping[str, str]):
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
         (self.stock, self.ours), theirs = zip(*pairs, strict=True)
-        numbers = [end.fileno() for end in theirs]
+        numbers = [control.fileno() for control in theirs]
         command = [sys.executable, "-m", "sglang_lazy.testing.template", *map(str, numbers)]
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115: open while they run
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open while they run)
         files = dict(stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors)
         # As above, mypy checks none of these.
         how = dict(env=variables, start_new_session=True, pass_fds=numbers)
         subprocess.run(command, check=True, **files, **how)  # type: ignore[call-overload]
-        for end in theirs:
-            end.close()
+        for control in theirs:
+            control.close()
         if not self.stock.recv(8):
             raise self.ended()
 
     def fork(self, job: tuple, source: int, output: int) -> "Forked":
-        """job: the fields of a `template.Job`; a module of ours finds the plugin in place. source, output: open files."""
+        """job: the fields of a `template.Job`; modules of ours find the plugin in place. source, output: open files."""
         control = self.ours if job[0].startswith("sglang_lazy.") else self.stock
         read, write = os.pipe()
         try:
@@ -138,8 +138,8 @@ READ_LATE = {
     "SGLANG_TIMEOUT_KEEP_ALIVE",
     "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
 }
-"""Variables that differ from test to test and from engine to engine, and decide nothing of what is imported first: servers
-read them when they start, or later. What PYTHONPATH adds is added in forks."""
+"""Variables that differ from test to test and from engine to engine, and decide nothing of what is imported first: it is
+servers that read them, when they start or later. What PYTHONPATH adds is added in forks."""
 
 _current: tuple[dict[str, str], Template] | None = None
 

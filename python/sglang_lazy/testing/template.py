@@ -1,10 +1,10 @@
 """A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET SOCKET`.
 
-Importing SGLang takes each of a server's three processes about ten seconds of a core, and the plugin's hooks three more;
-forks of this one have done it. It is two processes: what the second socket asks for has the plugin in place, what the
-first one asks for has not. Otherwise a fork is what the command would be: its module runs as `__main__`, with the
-variables, folder and files that it was given. Processes that SGLang spawns there are forks, too, made before anything
-else ran, which then do what multiprocessing has new interpreters do.
+Importing SGLang takes each of a server's three processes about ten seconds of a core, and the plugin's hooks take three
+more; forks of this one have done it. It is two processes: forks that the first socket asks for are without the plugin,
+those of the second one have it in place. Otherwise a fork is what the command would be: its module runs as `__main__`,
+with the variables, folder and files that it was given. Processes that SGLang spawns there are forks, too, made before
+anything else ran, which then do what multiprocessing has new interpreters do.
 """
 
 import contextlib
