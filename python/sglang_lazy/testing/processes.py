@@ -138,7 +138,7 @@ READ_LATE = {
     "SGLANG_TIMEOUT_KEEP_ALIVE",
     "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
 }
-"""Variables that differ from test to test and from engine to engine, and decide nothing of what is imported first: it is
+"""Variables that differ between tests or engines, and decide nothing of what is imported first: it is
 servers that read them, when they start or later. What PYTHONPATH adds is added in forks."""
 
 _current: tuple[dict[str, str], Template] | None = None
