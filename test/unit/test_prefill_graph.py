@@ -30,7 +30,6 @@ def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=Tru
         model_config=SimpleNamespace(hidden_size=hidden_size),
         ps=SimpleNamespace(tp_size=tp_size),
         device="cuda",
-        model=torch.nn.Module(),
     )
     graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 2048, 2304, 8192])
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))

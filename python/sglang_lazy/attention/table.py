@@ -106,9 +106,7 @@ class SegmentTable:
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(
-        self, batch: Any, probes: ProbeSums | None = None, last_layer: int | None = None
-    ) -> Iterator[None]:
+    def running(self, batch: Any, probes: ProbeSums | None = None, last_layer: int | None = None) -> Iterator[None]:
         """During one forward pass, or one graph capture, of a batch with chunks, make it the current one.
 
         batch: of `batch_type`, or None.
