@@ -127,9 +127,7 @@ class Pools:
             model_config=self.model_config,
             ps=types.SimpleNamespace(tp_size=1),
             device=device,
-            model=torch.nn.Module(),
         )
-        self.runner.model.layers, self.runner.model.end_layer = range(2), 2
 
     def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
         """Put storage behind the host.  model, adapters: what names their weights, the latter by id."""

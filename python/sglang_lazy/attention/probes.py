@@ -16,8 +16,10 @@ from sglang_lazy.core.state import as_linked
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
 """Sums a tensor over the tensor-parallel ranks, which have a part of the heads each."""
 
-NUM_FIRST_LAYERS = 2
-"""How many layers the probe of a deviation runs: keys of the second are the first that depend on context."""
+
+def deviating_layer(model: ServedModel) -> int:
+    """Whose keys the probe of a deviation compares: the second's are the first that depend on context."""
+    return sorted(model.kv_buffers)[1]
 
 
 def probed_layers(layers: Mapping[int, AttentionLayer]) -> set[int]:
@@ -82,7 +84,7 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
     """
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
-    layer = sorted(model.kv_buffers)[NUM_FIRST_LAYERS - 1]
+    layer = deviating_layer(model)
     keys, rope, chunks = model.kv_buffers[layer][0], model.layers[layer].rope, state.prompt.chunks
     places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
     offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])

@@ -38,6 +38,7 @@ class SegmentTable:
     current: what attention has to know of it; None where SGLang's description will do. SGLang builds a `ForwardBatch`
         and runs it in one call, without fields that a plugin could fill.
     probes: what is measured in it, or None.
+    last_layer: whose keys end it; None: it runs the whole model.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SegmentTable:
         self.has_chunks = False
         self.current: Any = None
         self.probes: ProbeSums | None = None
+        self.last_layer: int | None = None
         self.linked_rows: set[int] = set()
 
     @property
@@ -104,16 +106,16 @@ class SegmentTable:
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(self, batch: Any, probes: ProbeSums | None = None) -> Iterator[None]:
+    def running(self, batch: Any, probes: ProbeSums | None = None, last_layer: int | None = None) -> Iterator[None]:
         """During one forward pass, or one graph capture, of a batch with chunks, make it the current one.
 
         batch: of `batch_type`, or None.
         """
-        self.has_chunks, self.current, self.probes = True, batch, probes
+        self.has_chunks, self.current, self.probes, self.last_layer = True, batch, probes, last_layer
         try:
             yield
         finally:
-            self.has_chunks, self.current, self.probes = False, None, None
+            self.has_chunks, self.current, self.probes, self.last_layer = False, None, None, None
 
 
 def table_of(req_to_token_pool: Any) -> SegmentTable | None:

@@ -17,7 +17,7 @@ class ServerTraits(NamedTuple):
     """What policies and admission have to know of a server.
 
     fp8_cache: whether keys and values are rounded to fp8.
-    first_layers: whether a batch can be run through the model's first layers alone.
+    partial_pass: whether the pass of a batch can end at the keys of the model's second layer.
     whole_layers: whether there are layers that see all of a prompt, rather than a window.
     window_pool: whether layers with windows keep KV in a pool of their own.
     reads_beside: whether the model reads chunks through an encoder, beside the text.
@@ -25,7 +25,7 @@ class ServerTraits(NamedTuple):
     """
 
     fp8_cache: bool = False
-    first_layers: bool = True
+    partial_pass: bool = True
     whole_layers: bool = True
     window_pool: bool = False
     reads_beside: bool = False
