@@ -37,7 +37,7 @@ class CrossBatch:
     ) -> "CrossBatch | None":
         """Of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
         states = [lazy_state(req) for req in batch.reqs]
-        slots = [state.beside if isinstance(state, LinkedRequest) else None for state in states]
+        slots = [state.cross_slots if isinstance(state, LinkedRequest) else None for state in states]
         if all(part is None for part in slots):
             return None
         for part in slots:

@@ -130,7 +130,7 @@ def server_traits(runner: Any) -> ServerTraits:
         first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
-        reads_beside=num_cross_layers(runner.model_config) > 0,
+        cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
     )
 
