@@ -178,7 +178,7 @@ def test_epic_recomputes_the_first_tokens_of_chunks(lens, lead, tokens):
 
 
 def slices(lens, cut_last):
-    """Kept whole, but for the last token of the last one if that ends the prompt."""
+    """Proxy whole, but for the last token of the last one if that ends the prompt."""
     key, position, chunks = ChunkKey(b"", Namespace("chunk", None, None), b""), 0, []
     for i, count in enumerate(lens):
         kept = count - (cut_last and i == len(lens) - 1)

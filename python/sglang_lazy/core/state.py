@@ -176,7 +176,7 @@ class LinkedRequest:
 
     @property
     def num_reused_tokens(self) -> int:
-        """Kept chunk tokens that were not computed for this request."""
+        """Proxy chunk tokens that were not computed for this request."""
         return sum(chunk.num_kept for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
     def num_loaded_tokens(self, fetched: bool) -> int:
@@ -192,7 +192,7 @@ class LinkedRequest:
         )
 
     def num_computed_tokens(self, cached: Sequence[int]) -> int:
-        """Kept chunk tokens computed for this request, plus the cached text that its fills and its probe computed.
+        """Proxy chunk tokens computed for this request, plus the cached text that its fills and its probe computed.
 
         cached: per text span, how many tokens are cached.
         """
