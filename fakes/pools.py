@@ -27,8 +27,8 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache.backends import TensorBackend
-from sglang_lazy.port.cache.beside import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.cross import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.host_pool import CpuHostPool
 from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache

@@ -1,7 +1,7 @@
 """CacheBlend (arXiv 2405.16444, section 4): the tokens whose cached keys deviate most are computed in context.
 
-A probe runs the whole prompt, as plain text, through the model's first layer and up to the second one's keys, and
-compares these with those cached. One more pass recomputes the tokens that are furthest off.
+A probe runs the whole prompt as plain text through the model's first layer and up to the second layer's keys, and
+compares these with the cached ones. A second pass recomputes the tokens that deviate most.
 """
 
 import dataclasses

@@ -129,7 +129,7 @@ def server_traits(runner: Any) -> ServerTraits:
         partial_pass=runner.model_config.num_hidden_layers > 1 and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
-        reads_beside=num_cross_layers(runner.model_config) > 0,
+        cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
     )
 
@@ -172,9 +172,9 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
-    apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
+    separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = table.batch_type.of(batch, apart, max_rows, windows=bool(table.model.windows))
+    current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
     with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
 
@@ -243,7 +243,7 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
         return False
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
-    return cost.pays_padding(layer_time(runner, num_tokens))
+    return cost.padding_pays(layer_time(runner, num_tokens))
 
 
 def layer_time(runner: Any, num_tokens: int) -> float:
