@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +66,11 @@ def wide(name: str, model_dir) -> str:
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
     settings = {**spec.settings, **WIDE, **({"head_dim": 64} if name == "gpt-oss" else {})}  # as that family has
-    return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
+    path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
+    if name == "gpt-oss":  # SGLang computes it in the type that config.json names, whatever --dtype says
+        config = Path(path, "config.json")
+        config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+    return path
 
 
 @pytest.fixture(
