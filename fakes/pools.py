@@ -27,8 +27,8 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.port.cache.backends import TensorBackend
-from sglang_lazy.port.cache.beside import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.cross import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.host_pool import CpuHostPool
 from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
@@ -127,9 +127,7 @@ class Pools:
             model_config=self.model_config,
             ps=types.SimpleNamespace(tp_size=1),
             device=device,
-            model=torch.nn.Module(),
         )
-        self.runner.model.layers, self.runner.model.end_layer = range(2), 2
 
     def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
         """Put storage behind the host.  model, adapters: what names their weights, the latter by id."""

@@ -76,13 +76,13 @@ class Scheduler:
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
         if isinstance(self.tree_cache, LazyRadixCache):
-            beside = pools.chunk_slots is not pools.slots
+            cross_attention = pools.chunk_slots is not pools.slots
             self.tree_cache.admission = self.admission = hooks.new_admission(
                 self,
                 max_chunks,
-                ServerTraits(reads_beside=beside),
+                ServerTraits(cross_attention=cross_attention),
                 array("q", NEUTRAL_PREAMBLE),
-                encode=pools.encode if beside else None,
+                encode=pools.encode if cross_attention else None,
             )
 
     # Arrival

@@ -26,7 +26,7 @@ from oracle.segments import Segment, chunk, text, token_ids
 from sglang_lazy.core.policy import Policy, TrainedTokens
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import TokenizedPrompt
-from sglang_lazy.serving.trained_tokens import put_around, tokens_for
+from sglang_lazy.serving.trained_tokens import add_trained_tokens, tokens_for
 
 Preambles = Mapping[str, Sequence[int]]
 """Token ids by name."""
@@ -125,7 +125,7 @@ def around(segments: list[Segment], policy: Policy, trained: TrainedTokens) -> l
     for segment in segments:
         end += len(segment.ids)
         chunks += [(end - len(segment.ids), end)] if segment.kind == "chunk" else []
-    prompt = put_around(TokenizedPrompt(token_ids(segments), tuple(chunks)), policy, trained)
+    prompt = add_trained_tokens(TokenizedPrompt(token_ids(segments), tuple(chunks)), policy, trained)
     served, position = [], 0
     for start, end in [*prompt.chunks, (len(prompt.input_ids), len(prompt.input_ids))]:
         served += [text(prompt.input_ids[position:start])] if position < start else []

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,7 +70,11 @@ def wide(name: str, model_dir) -> str:
     wider = {**WIDE, **own.get(name, {})}
     inner = spec.settings.get("text_config")
     settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
-    return build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
+    path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
+    if name == "gpt-oss":  # SGLang computes it in the type that config.json names, whatever --dtype says
+        config = Path(path, "config.json")
+        config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
+    return path
 
 
 @pytest.fixture(

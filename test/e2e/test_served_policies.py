@@ -8,6 +8,7 @@ import shutil
 import pytest
 from served import NUM_TOKENS, Served
 
+from fakes.passes import counted
 from oracle.models import MODELS, build
 from oracle.policies import keep_all_but
 from oracle.scenarios import Dice
@@ -31,7 +32,17 @@ OPTIONS = {
 def served(request, model_dir, tmp_path_factory):
     path = shutil.copytree(build(request.param, model_dir), tmp_path_factory.mktemp("model") / request.param)
     (path / "lazy_tokens.json").write_text(json.dumps(TRAINED))
-    served = Served(path, max_total_tokens=2048, **OPTIONS[request.param])
+    hooks = [
+        {
+            "name": name,
+            "target_modules": [f"*layers.{name}.mlp"],
+            "hook_factory": "fakes.passes:count_tokens",
+            "config": {"path": str(path / f"mlp-{name}")},
+        }
+        for name in "01"
+    ]
+    served = Served(path, max_total_tokens=2048, forward_hooks=hooks, **OPTIONS[request.param])
+    served.path = path
     yield served
     served.engine.shutdown()
     gc.collect()
@@ -81,6 +92,22 @@ def test_a_choice_is_each_question_s_own(served):
     prompts = [[head, *docs, dice.text(5)] for _ in range(3)]
     served.answer(prompts, ["query:ratio=0.3"] * 3)
     served.answer(prompts[::-1], ["query:ratio=0.3"] * 3)
+
+
+def test_the_probe_of_a_deviation_ends_at_the_second_layer_s_keys(served):
+    """What stands behind these in the layer computes nothing for it; the first layer computes the whole prompt."""
+    dice = Dice("passes")
+    head, docs = dice.text(6), dice.chunks(3, 10, 20)
+    served.answer([[head, *docs, dice.text(5)]], ["block"])
+    prompt = [head, *dice.shuffled(docs), dice.text(5)]
+    files = [served.path / "mlp-0", served.path / "mlp-1"]
+    for file in files:
+        counted(file)
+    (output,) = served.answer([prompt], ["blend:ratio=0.3"])
+    prompt_len, num_cached = (output["meta_info"][name] for name in ("prompt_tokens", "cached_tokens"))
+    first, second = (sum(n for n in counted(file) if n > 1) for file in files)  # one token at a time is decode
+    assert second == prompt_len - num_cached
+    assert first == prompt_len + second
 
 
 def with_tokens(prompt: list[Segment], link: str) -> list[Segment]:

@@ -10,7 +10,7 @@ from ragged import DEVICE, NAN, relative_error
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 
 HEADS, KV_HEADS, DIM = 8, 2, 64
-BEHIND_ALL = 2**30
+AFTER_ALL = 2**30
 HOPPER = DEVICE == "cuda" and torch.cuda.get_device_capability() == (9, 0)
 IMPLEMENTATIONS = [
     ("torch", torch.float32),
@@ -67,7 +67,7 @@ def test_prefill(name, dtype):
         rows.k_cache,
         rows.v_cache,
         indptr(rows.queries),
-        torch.full((len(rows.q),), BEHIND_ALL, dtype=torch.int32, device=DEVICE),
+        torch.full((len(rows.q),), AFTER_ALL, dtype=torch.int32, device=DEVICE),
         indptr(rows.keys),
         rows.slots.int(),
         torch.cat([torch.arange(n, device=DEVICE, dtype=torch.int32) for n in rows.keys]),

@@ -347,7 +347,7 @@ def test_identity():
         ends = [sum(len(tokens) for _, tokens in parts[: i + 1]) for i in range(len(parts))]
         chunks = [(end - len(t), end) for (is_chunk, t), end in zip(parts, ends, strict=True) if is_chunk]
 
-        return LinkedPrompt.build_beside(array("q", ids), PromptLayout(tuple(chunks)), extra_key, adapter)
+        return LinkedPrompt.build_cross(array("q", ids), PromptLayout(tuple(chunks)), extra_key, adapter)
 
     one, text = build((CHUNK, (1, 2, 3)), (TEXT, (4, 5)), (CHUNK, (1, 2)), (TEXT, (6,)))
     other, _ = build((TEXT, (4, 5, 6)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)))

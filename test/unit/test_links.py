@@ -101,7 +101,7 @@ KNOWN = "link must be one of 'block', 'full', 'copy', 'epic', 'query', .*'packet
         ("base:preamble=other", "preamble must be one of none, neutral, lead, got 'other'"),
         ("base:tokens=3", "policy 'base' takes preamble, got 'tokens=3'"),
         ("base+epic:tokens=0", "link 'base\\+epic:tokens=0': tokens must be at least 1"),
-        ("base+full", "link 'base\\+full': full computes no chunks, so they can stand behind no preamble"),
+        ("base+full", "link 'base\\+full': full computes no chunks, so a preamble has no effect"),
         ("base:preamble=none+full", "full computes no chunks"),
     ],
 )
@@ -178,7 +178,7 @@ def test_epic_recomputes_the_first_tokens_of_chunks(lens, lead, tokens):
 
 
 def slices(lens, cut_last):
-    """Kept whole, but for the last token of the last one if that ends the prompt."""
+    """Proxy whole, but for the last token of the last one if that ends the prompt."""
     key, position, chunks = ChunkKey(b"", Namespace("chunk", None, None), b""), 0, []
     for i, count in enumerate(lens):
         kept = count - (cut_last and i == len(lens) - 1)

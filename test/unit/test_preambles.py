@@ -219,10 +219,10 @@ def test_a_chunk_that_exceeds_the_context_behind_its_preamble(lead_len, refused)
     req = scheduler.submit([(TEXT, (1,) * lead_len), chunk], "p0", link="base:preamble=lead", max_new_tokens=1)
     assert (req.to_finish is not None) == refused
     if refused:
-        assert "a chunk of 60 tokens behind a preamble of 5 exceeds the model's 64 positions" in req.to_finish.message
+        assert "a chunk of 60 tokens after a preamble of 5 exceeds the model's 64 positions" in req.to_finish.message
         assert lazy_state(req) is None
     neutral = scheduler.submit([(CHUNK, (*chunk[1], 1, 2, 3)), QUESTION], "p1", link="base", max_new_tokens=1)
-    assert "a chunk of 63 tokens behind a preamble of 2 exceeds" in neutral.to_finish.message
+    assert "a chunk of 63 tokens after a preamble of 2 exceeds" in neutral.to_finish.message
 
 
 def test_a_prompt_that_does_not_fit_beside_its_preamble():

@@ -23,19 +23,18 @@ LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weight
 MODEL = ServedModel({}, {0: AttentionLayer(1, 1, 2, SimpleNamespace(cos_sin_cache=torch.zeros(64, 2)))})
 
 
-def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True):
+def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=True, last_layer=None):
     pool = SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=MODEL))
     runner = SimpleNamespace(
         req_to_token_pool=pool,
         model_config=SimpleNamespace(hidden_size=hidden_size),
         ps=SimpleNamespace(tp_size=tp_size),
         device="cuda",
-        model=torch.nn.Module(),
     )
     graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 2048, 2304, 8192])
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
 
-    with pool.segment_table.running(None) if chunks else contextlib.nullcontext():
+    with pool.segment_table.running(None, last_layer=last_layer) if chunks else contextlib.nullcontext():
         return can_run_prefill_graph(lambda *given: sglang, graph_runner, forward_batch)
 
 
@@ -51,6 +50,11 @@ def test_one_of_a_graphs_size_loses_nothing():
 @pytest.mark.parametrize("small", [dict(num_tokens=900), dict(hidden_size=SMALL), dict(tp_size=4)])
 def test_where_launches_take_longer_graphs_are_worth_padding(small):
     assert runs_graph(**{"num_tokens": 2080, **small})
+
+
+def test_a_pass_that_ends_at_a_layer_s_keys_runs_no_graph():
+    """A graph would run all layers."""
+    assert not runs_graph(2048, last_layer=1) and not runs_graph(900, last_layer=0)
 
 
 def test_others_are_left_to_sglang():

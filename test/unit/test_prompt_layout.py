@@ -69,7 +69,7 @@ def rows(draw):
 @repeatable
 @given(segments)
 def test_cut_covers_every_position_once(segments):
-    """Kept slices and text spans partition the prompt, and the last token is text."""
+    """Proxy slices and text spans partition the prompt, and the last token is text."""
     ids, prompt = build(segments)
     kept = [position for chunk in prompt.chunks for position in chunk.positions.tolist()]
     assert prompt.num_chunk_tokens == len(kept)

@@ -122,7 +122,7 @@ def test_links_with_parameters_travel_in_full():
         ("query:share=0.1", "policy 'query' takes ratio, got 'share=0.1'"),
         ("block:tokens=1", "policy 'block' has no parameters, got 'tokens=1'"),
         ("base:preamble=mine", "preamble must be one of none, neutral, lead, got 'mine'"),
-        ("base+full", "full computes no chunks, so they can stand behind no preamble"),
+        ("base+full", "full computes no chunks, so a preamble has no effect"),
         ("base+", "link must be one of"),
     ],
 )

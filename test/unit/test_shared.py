@@ -8,8 +8,8 @@ import pytest
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.known_chunks import KnownChunks, UnknownChunk, with_tokens
-from sglang_lazy.serving.registration import OfOneWorker, Registrations
-from sglang_lazy.serving.shared import Keeper, Kept, connect
+from sglang_lazy.serving.registration import Registrations, WorkerRegistrations
+from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 from sglang_lazy.testing.server import wait_for
 
 DIGEST = "0123456789abcdef" * 4
@@ -29,14 +29,14 @@ class Counter:
 
 
 @pytest.fixture
-def keeper():
+def server():
     shared = {"counter": Counter(), "chunks": KnownChunks()}
     registrations = Registrations()
-    return Keeper(lambda: {**shared, "registrations": OfOneWorker(registrations)})
+    return ObjectServer(lambda: {**shared, "registrations": WorkerRegistrations(registrations)})
 
 
-def test_chunks_that_one_worker_adds_are_known_to_others(keeper):
-    one, other = (Kept(connect(keeper.address), "chunks") for _ in range(2))
+def test_chunks_that_one_worker_adds_are_known_to_others(server):
+    one, other = (Proxy(connect(server.address), "chunks") for _ in range(2))
     name = chunk_id(tokens_digest([5, 6, 7]))
     segments = [{"type": "text", "text": "see"}, {"type": "chunk", "id": name}]
     with pytest.raises(UnknownChunk, match=f"chunk '{name}' is unknown"):
@@ -48,9 +48,9 @@ def test_chunks_that_one_worker_adds_are_known_to_others(keeper):
         one.get("tenant", name)
 
 
-def test_calls_do_not_overlap(keeper):
+def test_calls_do_not_overlap(server):
     def count():
-        counter = Kept(connect(keeper.address), "counter")
+        counter = Proxy(connect(server.address), "counter")
         for _ in range(25):
             counter.count(1)
 
@@ -59,11 +59,11 @@ def test_calls_do_not_overlap(keeper):
         thread.start()
     for thread in threads:
         thread.join()
-    assert Kept(connect(keeper.address), "counter").count(0) == 100
+    assert Proxy(connect(server.address), "counter").count(0) == 100
 
 
-def test_an_error_is_the_caller_s(keeper):
-    counter = Kept(connect(keeper.address), "counter")
+def test_an_error_is_the_caller_s(server):
+    counter = Proxy(connect(server.address), "counter")
     with pytest.raises(TypeError):
         counter.count("1")
     with pytest.raises(AttributeError):
@@ -71,16 +71,16 @@ def test_an_error_is_the_caller_s(keeper):
     assert counter.count(1) == 1
 
 
-def test_whoever_lacks_the_key_is_turned_away(keeper):
+def test_whoever_lacks_the_key_is_turned_away(server):
     with pytest.raises(Exception, match="digest"):
-        Client(keeper.address, "AF_UNIX", authkey=b"another")
-    assert Kept(connect(keeper.address), "counter").count(1) == 1
+        Client(server.address, "AF_UNIX", authkey=b"another")
+    assert Proxy(connect(server.address), "counter").count(1) == 1
 
 
-def test_registrations_end_with_their_worker(keeper):
+def test_registrations_end_with_their_worker(server):
     """Those that it had begun have failed; what it had ended, and what others do, stays."""
-    connection = connect(keeper.address)
-    one, other = Kept(connection, "registrations"), Kept(connect(keeper.address), "registrations")
+    connection = connect(server.address)
+    one, other = Proxy(connection, "registrations"), Proxy(connect(server.address), "registrations")
     digests = [f"{i}" + DIGEST[1:] for i in range(3)]
     for digest in digests[:2]:
         one.begin("tenant", digest)

@@ -10,7 +10,7 @@ from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.requests import with_trained_tokens, without_trained_tokens
 from sglang_lazy.serving.tokenization import TokenizedPrompt
-from sglang_lazy.serving.trained_tokens import FILE, load, put_around, take_away, tokens_for
+from sglang_lazy.serving.trained_tokens import FILE, add_trained_tokens, load, remove_trained_tokens, tokens_for
 
 VOCAB_SIZE = 100
 PROMPT = TokenizedPrompt([1, 2, 3, 4, 5, 6, 7], ((1, 3), (3, 4), (5, 7)))
@@ -18,13 +18,13 @@ PROMPT = TokenizedPrompt([1, 2, 3, 4, 5, 6, 7], ((1, 3), (3, 4), (5, 7)))
 
 def test_link_tokens_stand_behind_chunks_numbered_by_place():
     """They begin anew where there are more chunks than tokens."""
-    prompt = put_around(PROMPT, get_policy("kvlink:tokens=2"), TrainedTokens(link=(90, 91, 92, 93)))
+    prompt = add_trained_tokens(PROMPT, get_policy("kvlink:tokens=2"), TrainedTokens(link=(90, 91, 92, 93)))
     assert prompt.input_ids == [1, 2, 3, 90, 91, 4, 92, 93, 5, 6, 7, 90, 91]
     assert prompt.chunks == ((1, 3), (5, 6), (9, 11))
 
 
 def test_packet_tokens_are_part_of_the_chunk():
-    prompt = put_around(PROMPT, get_policy("packet"), TrainedTokens(before=(80, 81), behind=(82,)))
+    prompt = add_trained_tokens(PROMPT, get_policy("packet"), TrainedTokens(before=(80, 81), behind=(82,)))
     assert prompt.input_ids == [1, 80, 81, 2, 3, 82, 80, 81, 4, 82, 5, 80, 81, 6, 7, 82]
     assert prompt.chunks == ((1, 6), (6, 10), (11, 16))
 
@@ -36,9 +36,9 @@ def test_what_was_put_around_is_taken_away_again(link):
     for _ in range(50):
         cuts = sorted(dice.sample(range(12), 6))
         prompt = TokenizedPrompt([dice.randrange(9) for _ in range(12)], tuple(zip(cuts[::2], cuts[1::2], strict=True)))
-        put = put_around(prompt, get_policy(link), trained)
+        put = add_trained_tokens(prompt, get_policy(link), trained)
         assert len(put.input_ids) > 12
-        assert take_away(put.input_ids, put.chunks, get_policy(link), trained) == prompt
+        assert remove_trained_tokens(put.input_ids, put.chunks, get_policy(link), trained) == prompt
 
 
 class Manager:

@@ -1,1 +1,1 @@
-"""Attention over linked rows: how a batch is described to the kernels, and what it costs."""
+"""Attention over linked rows: the kernels' metadata of a batch, and a cost estimate."""

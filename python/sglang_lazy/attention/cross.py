@@ -1,4 +1,4 @@
-"""Cross attention: rows that read chunks beside their text, through layers of their own."""
+"""Cross-attention: rows that read chunks through separate layers."""
 
 import dataclasses
 import math
@@ -14,17 +14,17 @@ from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, read_here, to_device
 from sglang_lazy.core.state import LinkedRequest, lazy_state
 
-BEHIND_ALL = 2**30
-"""The position of queries that see all KV tokens; kernels add to it."""
+AFTER_ALL = 2**30
+"""The position of queries that see all KV tokens; small enough for kernels to add to it."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CrossBatch:
-    """What cross attention has to know of a batch; its self-attention is SGLang's.
+    """A batch as cross-attention needs it; its self-attention is SGLang's.
 
-    slots: per request, int32, those of all its chunks; None where it has none.
+    slots: per request, int32, the slots of all its chunks; None if it has no chunks.
     extend_lens: per request, how many tokens it computes; None in decode, where it is one.
-    rows: none that SGLang's description of the batch would not do for; see `LinkedBatch`.
+    rows: empty, since self-attention needs none of its own; see `LinkedBatch`.
     """
 
     slots: Sequence[torch.Tensor | None] = ()
@@ -33,20 +33,20 @@ class CrossBatch:
 
     @classmethod
     def of(
-        cls, batch: Any, apart: bool = True, max_rows: float = math.inf, *, windows: bool = False
+        cls, batch: Any, separate: bool = True, max_rows: float = math.inf, *, windows: bool = False
     ) -> "CrossBatch | None":
-        """Of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
+        """The description of a `ScheduleBatch` about to run; None if none of its requests reads chunks."""
         states = [lazy_state(req) for req in batch.reqs]
-        slots = [state.beside if isinstance(state, LinkedRequest) else None for state in states]
+        slots = [state.cross_slots if isinstance(state, LinkedRequest) else None for state in states]
         if all(part is None for part in slots):
             return None
         for part in slots:
-            if part is not None:  # gone once its request has ended
+            if part is not None:  # its request may end and free it before the pass has run
                 read_here(part)
         return cls(slots, None if batch.forward_mode.is_decode_or_idle() else batch.extend_lens)
 
     def fill_decode(self, metadata: LinkMetadata, rows: torch.Tensor, table: SegmentTable) -> None:
-        """Describe a decode step of these rows, which padding may follow: [metadata's size] int64."""
+        """Fill `metadata` for a decode step.  rows: int64 [metadata's size], including padding at the end."""
         lens = np.zeros(len(rows), dtype=np.int32)
         lens[: len(self.slots)] = [0 if part is None else len(part) for part in self.slots]
         metadata.fill(rows, to_device(lens, rows.device), table)
@@ -54,7 +54,7 @@ class CrossBatch:
             torch.cat(slots, out=metadata.kv_indices[: lens.sum()])
 
     def prefill(self, table: SegmentTable) -> LinkMetadata:
-        """The metadata of the rows with chunks. No segments: without rotation all KV tokens are alike."""
+        """The metadata of the rows with chunks. It has no segments, since keys are not rotated."""
         assert self.extend_lens is not None
         rows = [(i, part) for i, part in enumerate(self.slots) if part is not None]
         begins = np.cumsum([0, *self.extend_lens])
@@ -65,7 +65,7 @@ class CrossBatch:
             [
                 np.cumsum([0, *num_kv]),
                 np.cumsum([0, *num_new]),
-                np.full(len(tokens), BEHIND_ALL),
+                np.full(len(tokens), AFTER_ALL),
                 np.concatenate([np.arange(n) for n in num_kv]),
                 np.zeros(len(rows)),
             ],
@@ -90,8 +90,8 @@ class CrossBatch:
 class Readers:
     """The new tokens of a batch that read chunks.
 
-    tokens: which of them, in prefill; all, or int64.
-    row_lens: in decode, [bs], how many KV tokens of chunks each reads: the device alone may know whether any.
+    tokens: in prefill, their indices: a slice for all, or int64.
+    row_lens: in decode, [bs], how many KV tokens of chunks each row reads; only the device knows which read any.
     """
 
     def __init__(self, metadata: LinkMetadata):
@@ -105,8 +105,10 @@ class Readers:
         hidden: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`hidden` and `residual`, whose sum is `states` [number of tokens, hidden_size], with `states` of the readers
-        changed, and those of others as they are."""
+        """Apply `change` to the readers' `states` and leave those of other tokens as they are.
+
+        states: [number of tokens, hidden_size], the sum of `hidden` and `residual`, which are returned anew.
+        """
         if self.row_lens is not None:
             reads = (self.row_lens > 0)[:, None]
             changed = change(states)
@@ -122,22 +124,22 @@ class Readers:
 
 
 class CrossReader:
-    """What cross layers ask: attention of the batch at hand over chunks.
+    """Attention of the cross layers over the chunks of the current batch.
 
     metadata: of the batch; None if none of its requests reads chunks.
     """
 
     def __init__(self, table: SegmentTable, dtype: torch.dtype, kv_buffer: Callable[[int], tuple]):
-        """dtype: of queries.  kv_buffer: gives keys and values of a cross layer, waiting for what is being loaded."""
+        """dtype: of queries.  kv_buffer: returns K and V of a cross layer after waiting for loads from the host."""
         self.metadata: LinkMetadata | None = None
         layer, device = table.model.layers[0], table.ends.device
         self.table, self._kv_buffer, self._ops = table, kv_buffer, layer.kernels
         self._graph_metadata: LinkMetadata | None = None
         self._dims = layer.decode_plan.dims
         self._workspace = self._ops.decode_workspace(len(table.ends), table.max_segments, **self._dims, device=device)
-        # One token attends, as in the encoder and in a cross layer, so that no request waits for compilers.
+        # Run both kernels once with one token, so that no request waits for their compilation.
         heads = [layer.num_qo_heads, layer.num_kv_heads, layer.num_kv_heads]
-        # Parts of one tensor, as in the encoder: kernels are compiled for the distance between tokens.
+        # Views of one tensor, as in the encoder: kernels are specialized on the stride between tokens.
         q, k, v = torch.zeros(1, sum(heads), layer.head_dim, dtype=dtype, device=device).split(heads, dim=1)
         EncoderRows([1], False, self._ops, layer.rope).attend(q, k, v, 1.0)
         slot = torch.zeros(1, dtype=torch.int32, device=device)
@@ -146,7 +148,7 @@ class CrossReader:
         self.metadata = None
 
     def describe(self, pool_indices: torch.Tensor) -> None:
-        """Take the current batch of the table.  pool_indices: int64, the rows of its requests, and of padding."""
+        """Prepare for the table's current batch.  pool_indices: int64, its rows, including padding."""
         current, self.metadata = self.table.current, None
         if current is None:
             return
@@ -157,11 +159,11 @@ class CrossReader:
         self._plan(current, LinkMetadata.allocate(len(pool_indices), num_kv, self.table), pool_indices)
 
     def allocate_for_graphs(self, max_bs: int, max_context: int) -> None:
-        """Room for what decode graphs of up to `max_bs` rows read, of up to `max_context` tokens of chunks each."""
+        """Allocate metadata for decode graphs of up to `max_bs` rows with up to `max_context` chunk tokens each."""
         self._graph_metadata = LinkMetadata.allocate(max_bs, max_bs * max_context, self.table)
 
     def describe_for_graph(self, pool_indices: torch.Tensor) -> None:
-        """The same as `describe`, where a decode graph finds it."""
+        """`describe` into the memory that decode graphs read."""
         current, self.metadata = self.table.current, None
         if current is not None:
             assert self._graph_metadata is not None
@@ -182,13 +184,13 @@ class CrossReader:
         )
 
     def readers(self) -> Readers | None:
-        """Which of the new tokens read chunks; None if none does."""
+        """The new tokens that read chunks; None if none does."""
         return None if self.metadata is None else Readers(self.metadata)
 
     def attend(self, index: int, q: torch.Tensor) -> torch.Tensor:
         """Attention of the readers' tokens over all of their chunks.
 
-        index: of the cross layer.  q: [number of tokens, num_qo_heads, head_dim].
+        index: the cross layer.  q: [number of tokens, num_qo_heads, head_dim].
         """
         metadata = self.metadata
         assert metadata is not None

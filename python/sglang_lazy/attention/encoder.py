@@ -1,4 +1,4 @@
-"""What the encoder of chunks gets for a batch of them."""
+"""Self-attention of the encoder over a batch of chunks."""
 
 from collections.abc import Sequence
 from types import ModuleType
@@ -11,13 +11,13 @@ from sglang_lazy.core.model import LayerRope
 
 
 class EncoderRows:
-    """Chunks, one after another, each of which attends to itself alone.
+    """Concatenated chunks, each of which attends to itself only.
 
-    positions: int64 [number of tokens], counted from each chunk's beginning.
+    positions: int64 [number of tokens], relative to each chunk's beginning.
     """
 
     def __init__(self, lens: Sequence[int], causal: bool, kernels: ModuleType, rope: LayerRope):
-        """rope: of zero angles: the model has rotated queries and keys already."""
+        """rope: with angles of zero, since the model has rotated queries and keys already."""
         self._kernels, self._rope, self._max_len = kernels, rope, max(lens)
         device, positions = rope.cos_sin_cache.device, np.concatenate([np.arange(n) for n in lens])
         last = np.repeat(np.array(lens) - 1, lens)
@@ -35,7 +35,7 @@ class EncoderRows:
         self._checked = False
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float) -> torch.Tensor:
-        """q: [number of tokens, num_qo_heads, head_dim]; k, v: [number of tokens, num_kv_heads, head_dim]."""
+        """Attention output.  q: [number of tokens, num_qo_heads, head_dim]; k, v: with num_kv_heads instead."""
         out = self._kernels.link_extend(
             q,
             k,

@@ -1,4 +1,4 @@
-"""What the kernels get for a batch: indices and segments, copied out of the live tables before the forward pass."""
+"""The kernels' metadata of a batch: indices and segments, copied from the live tables before the forward pass."""
 
 import dataclasses
 from typing import Any
@@ -14,14 +14,14 @@ from sglang_lazy.core.model import DecodePlan
 
 @dataclasses.dataclass
 class LinkMetadata:
-    """The rows of a batch that take the link path, as the kernels take them; see `sgl_kernel_lazy` for shapes.
+    """The kernel arguments for the rows of a batch that take the link path; see `sgl_kernel_lazy` for shapes.
 
     CUDA graphs read this snapshot, never the live tables, which the scheduler may rewrite while a graph runs.
 
-    segment_ids: for decode of whole rows alone, which shares reads.
-    window_kv_indices: in prefill, `kv_indices` for layers with windows, where these have a pool of their own.
-    tokens: which of the new tokens are theirs: a slice, or int32 indices.
-    checked: whether a layer before has validated the arguments.
+    segment_ids: only for decode of whole rows, which shares reads.
+    window_kv_indices: in prefill, `kv_indices` for window layers with a pool of their own.
+    tokens: which of the batch's new tokens belong to these rows: a slice or int32 indices.
+    checked: whether an earlier layer has validated the arguments.
     """
 
     kv_indptr: torch.Tensor
@@ -40,8 +40,7 @@ class LinkMetadata:
 
     @classmethod
     def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "LinkMetadata":
-        """Room for the snapshot of any decode batch of at most `max_bs` rows and `max_kv` KV tokens, whole or of what
-        is in a window."""
+        """Allocate a snapshot for decode batches of up to `max_bs` rows and `max_kv` KV tokens."""
         device = table.ends.device
 
         def ints(*shape: int) -> torch.Tensor:
@@ -66,9 +65,9 @@ class LinkMetadata:
         )
 
     def fill(self, rows: torch.Tensor, seq_lens: torch.Tensor, table: SegmentTable) -> None:
-        """Copy the segments of a decode batch out of the live table, without a device synchronisation.
+        """Copy the segments of a decode batch from the live table, without synchronizing with the device.
 
-        rows: [bs] int64.  seq_lens: [bs].  `kv_indices` are left to the caller.
+        The caller fills `kv_indices`.  rows: [bs] int64.  seq_lens: [bs].
         """
         torch.cumsum(seq_lens, 0, dtype=torch.int32, out=self.kv_indptr[1:])
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
@@ -84,11 +83,11 @@ class LinkMetadata:
         req_to_token: torch.Tensor,
         plan: DecodePlan,
     ) -> None:
-        """The same of what the window of a plan leaves of each row, `kv_indices` included."""
+        """The same for the part of each row within the plan's window, including `kv_indices`."""
         torch.index_select(table.num_segments, 0, rows, out=self.num_segments)
         torch.index_select(table.offsets, 0, rows, out=self.segment_offsets)
         window_slots = table.model.window_slots
-        # What is left of the memory must be slots, too.
+        # Unused entries must be valid slots, too.
         kv_indices = self.kv_indices if window_slots is None else torch.zeros_like(self.kv_indices)
         plan.kernels.window_rows(
             self.kv_indptr,
@@ -110,7 +109,7 @@ class LinkMetadata:
     def of_prefill(
         cls, current: LinkedBatch, pool_indices: torch.Tensor, table: SegmentTable
     ) -> "tuple[LinkMetadata, list[torch.Tensor]]":
-        """The metadata of the rows of a prefill batch that take the link path, but for `kv_indices`; and their windows.
+        """The metadata of a prefill batch's linked rows, without `kv_indices`, and the `windows_of` these rows.
 
         pool_indices: [number of requests], the row of each in `req_to_token`.
         """

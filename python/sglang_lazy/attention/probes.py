@@ -1,4 +1,4 @@
-"""What probes measure of each kept token: attention of the text behind the last chunk, or something of its key."""
+"""The measurements of probes: attention from the text after the last chunk, or properties of keys."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,28 +14,30 @@ from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.state import as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
-"""Sums a tensor over the tensor-parallel ranks, which have a part of the heads each."""
+"""Sums a tensor over the tensor-parallel ranks, each of which has part of the heads."""
 
-NUM_FIRST_LAYERS = 2
-"""How many layers the probe of a deviation runs: keys of the second are the first that depend on context."""
+
+def deviating_layer(model: ServedModel) -> int:
+    """The layer whose keys a deviation probe compares: the second, the first whose keys depend on context."""
+    return sorted(model.kv_buffers)[1]
 
 
 def probed_layers(layers: Mapping[int, AttentionLayer]) -> set[int]:
-    """The layers whose attention is summed up: of those without a window the last third, which chooses as well as all
-    do (docs/results/policies).
+    """The layers whose attention is summed: the last third of those without a window.
 
-    Not the first ones alone: they attend to what is near rather than to what answers.
+    They choose as well as all layers together (docs/results/policies). The first layers would not do: they attend to
+    nearby tokens rather than to the answer.
     """
     whole = sorted(layer_id for layer_id, layer in layers.items() if layer.window is None)
     return set(whole[-math.ceil(len(whole) / 3) :])
 
 
 class ProbeSums:
-    """The query rows of a prefill batch whose attention counts, as `accumulate_attention` takes them, and the sums.
+    """The attention that probes in a prefill batch sum, with the arguments of `accumulate_attention`.
 
-    layers: ids of the layers that count.
-    tokens: int32 [nnz_qo], which of the batch's new tokens they are.
-    qo_indptr, q_positions, max_extend_len: as of `link_extend`, for all linked rows; most have no query row here.
+    layers: ids of the layers to sum over.
+    tokens: int32 [nnz_qo], the queries among the batch's new tokens.
+    qo_indptr, q_positions, max_extend_len: as in `link_extend`, for all linked rows; most have no query here.
     sums: float32, for each KV token of the linked rows, in their order.
     """
 
@@ -58,13 +60,13 @@ class ProbeSums:
 
     @classmethod
     def of(cls, current: LinkedBatch | None, layers: Collection[int], device: str | torch.device) -> "ProbeSums | None":
-        """For a batch about to run; None if no probe is in it."""
+        """The sums for a batch about to run; None if it has no such probe."""
         if current is None or not any(row.probe is not None for row in current.rows):
             return None
         return cls(current, layers, torch.device(device))
 
     def deliver(self, reqs: Sequence[Any], all_reduce: AllReduce) -> None:
-        """Give each probe among `reqs`, the batch, its sums, and start sending those of complete ones to the host."""
+        """Add the sums to each probe of the batch, and start copying those of finished probes to the host."""
         sums, place = all_reduce(self.sums), 0
         for row in self._rows:
             if row.probe is not None:
@@ -76,13 +78,13 @@ class ProbeSums:
 
 
 def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
-    """Behind the pass that ended the prompt of a probe: compare keys, and start sending the result to the host.
+    """Compare a probe's keys with the cached ones after its last pass, and start copying the result to the host.
 
-    Cached keys are rotated to their positions in the prompt. rows: the cache's `RowCache`.
+    Cached keys are rotated to their positions in the prompt first.  rows: the cache's `RowCache`.
     """
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
-    layer = sorted(model.kv_buffers)[NUM_FIRST_LAYERS - 1]
+    layer = deviating_layer(model)
     keys, rope, chunks = model.kv_buffers[layer][0], model.layers[layer].rope, state.prompt.chunks
     places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
     offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
@@ -95,11 +97,11 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
 
 
 def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
-    """Behind such a pass: the size of cached keys, see `Policy.choose`; the same."""
+    """Measure the size of a probe's cached keys (see `Policy.choose`) after its last pass, and start copying it."""
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
     slots = torch.cat(rows.chunk_slots(state, req.last_node.chunks))
-    # Layers with windows may have lost keys; where each has one, they have not.
+    # Window layers may have lost keys, unless all layers have windows.
     whole = [layer_id for layer_id, layer in model.layers.items() if layer.window is None] or model.layers
     caches = [model.kv_buffers[layer_id][0] for layer_id in whole]
     sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys in caches])

@@ -1,4 +1,4 @@
-"""How attention takes a batch: a row for each sequence of new tokens that see the same KV tokens."""
+"""The rows that attention splits a batch into: sequences of new tokens that see the same KV tokens."""
 
 import math
 from collections.abc import Sequence
@@ -11,16 +11,15 @@ from sglang_lazy.core.state import Fill, LinkedRequest, Probe, Undecided, lazy_s
 
 
 class AttentionRow(NamedTuple):
-    """New tokens of a prefill batch that follow one another and see the same KV tokens.
+    """Consecutive new tokens of a prefill batch that see the same KV tokens: those of one request, or of one part of a
+    fill (a chunk or the preamble).
 
-    Those of one request, or of one part of a fill: a chunk, or the preamble that it is computed behind.
-
-    request: the place of the request in the batch.
-    windows: the ranges of the request's row that hold the KV tokens, in order; the new ones are the last.
+    request: index of the request in the batch.
+    windows: the ranges of the request's row that hold the KV tokens, in order; the new tokens come last.
     positions: int32 [number of KV tokens].
-    num_new: how many of them are to be computed.
-    ordinary: whether each token sees all KV tokens before it, or a window of the last, and none after; no segments.
-    probe: where the attention goes that its last tokens pay, if its request is a probe that sums it up.
+    num_new: how many of them to compute.
+    ordinary: whether this is causal attention, with or without a window, and no segments.
+    probe: receives the attention of its last tokens, if its request is such a probe.
     """
 
     request: int
@@ -43,9 +42,9 @@ class AttentionRow(NamedTuple):
         extend_len: int,
         windows: bool,
     ) -> list["AttentionRow"]:
-        """The rows of a request that computes `extend_len` tokens behind the first `prefix_len` of its row.
+        """The rows of a request that computes `extend_len` tokens after the first `prefix_len` of its row.
 
-        windows: whether some layer has one, for which the order of what is cached matters, too.
+        windows: whether any layer has a window, for which the order of the cached tokens matters, too.
         """
         row_len = prefix_len + extend_len
         if isinstance(state, Fill) and not state.row.is_sequence:
@@ -63,12 +62,10 @@ class AttentionRow(NamedTuple):
 
 
 class LinkedBatch(NamedTuple):
-    """What attention has to know of a batch whose requests it cannot take as SGLang describes them.
+    """A batch for which SGLang's own description is not enough. Empty in decode, where a row sees all its KV tokens.
 
-    Nothing in decode, where a row sees all its KV tokens.
-
-    rows: how attention takes the new tokens, in their order.
-    linked: the places in `rows` of those that take the link path, ascending; the others are ordinary.
+    rows: the new tokens by row, in order.
+    linked: the indices of the rows that take the link path, ascending; the others are ordinary.
     """
 
     rows: Sequence[AttentionRow] = ()
@@ -76,18 +73,19 @@ class LinkedBatch(NamedTuple):
 
     @property
     def q_positions(self) -> np.ndarray:
-        """int64 [number of new tokens]."""
+        """The positions of the new tokens, int64."""
         return np.concatenate([row.positions[row.prefix_len :] for row in self.rows], dtype=np.int64)
 
     @classmethod
     def of(
-        cls, batch: Any, apart: bool = True, max_rows: float = math.inf, windows: bool = False
+        cls, batch: Any, separate: bool = True, max_rows: float = math.inf, windows: bool = False
     ) -> "LinkedBatch | None":
-        """What a `ScheduleBatch` about to run needs, or None if SGLang's description will do.
+        """The description of a `ScheduleBatch` about to run, or None if SGLang's own will do.
 
-        In a prefill batch with rows that are not ordinary, the ordinary ones take the link path as well unless they are
-        to be computed `apart`. SGLang's attention is given `max_rows` at most; 0: it can compute none.
-        windows: whether some layer has one.
+        separate: whether SGLang's attention computes the ordinary rows of a mixed prefill batch; otherwise all rows
+            take the link path.
+        max_rows: the most rows that SGLang's attention can take; 0 if it cannot compute this model.
+        windows: whether any layer has a window.
         """
         states = [lazy_state(req) for req in batch.reqs]
         linked = [state for state in states if isinstance(state, LinkedRequest)]
@@ -105,12 +103,15 @@ class LinkedBatch(NamedTuple):
         all_ordinary = all(row.ordinary for row in rows)
         if all_ordinary and not cut and max_rows:
             return None
-        apart = (apart or all_ordinary) and len(rows) <= max_rows
-        return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and apart)])
+        separate = (separate or all_ordinary) and len(rows) <= max_rows
+        return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and separate)])
 
 
 def windows_of(rows: Sequence[AttentionRow], places: np.ndarray) -> list[np.ndarray]:
-    """The windows of rows whose KV tokens go to `places`: of each its request, start, length and place."""
+    """The windows of rows, for copying their slots to `kv_indices`: request, start, length and destination of each.
+
+    places: int64, where each row's KV tokens begin in `kv_indices`.
+    """
     windows = []
     for row, place in zip(rows, places.tolist(), strict=True):
         for start, end in row.windows:

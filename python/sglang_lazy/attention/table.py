@@ -1,4 +1,4 @@
-"""The segments of each row of `req_to_token`, on the device."""
+"""The segment table: the segments of each row of `req_to_token`, on the device."""
 
 import contextlib
 import itertools
@@ -15,29 +15,30 @@ from sglang_lazy.core.model import ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
 
 NOWHERE = np.iinfo(np.int32).min
-"""The position of no token."""
+"""A position that no token has."""
 
 
 class SegmentTable:
-    """Companion of `req_to_token`: per row, the chunk segments at its beginning.
+    """A companion of `req_to_token` with the segments at the beginning of each row.
 
     num_segments: int32 [num_rows].
     ends: int32 [num_rows, max_segments], where each segment ends in the row.
-    offsets: int32 [num_rows, max_segments], by how much positions in the prompt exceed those that each segment's keys
-        are stored at, as an index into `LayerRope.cos_sin_cache`.
+    offsets: int32 [num_rows, max_segments], positions in the prompt minus those that the segment's keys are rotated
+        for, as an index into `LayerRope.cos_sin_cache`.
     ids: int32 [num_rows, max_segments], equal for segments that list the same slots.
-    tail_indices, tail_positions: int32 [num_rows, the longest window or 0], of the tokens of the prompt that a window
-        may hold in decode, in the order of the row: where they stand there, and in the prompt. None, all of them
-        NOWHERE, if these are text, and the same.
-    tail_ends: int32 [num_rows, max_segments], where each segment ends among them.
-    batch_type: what describes a batch to the attention that reads chunks.
-    linked_rows: the rows that have an entry here. A row stays until its next request gets it.
+    tail_indices, tail_positions: int32 [num_rows, the longest window or 0], the row indices and positions of the
+        prompt's last tokens, those that a window may reach in decode, in row order. All positions are NOWHERE if the
+        tail is text whose row indices equal its positions.
+    tail_ends: int32 [num_rows, max_segments], where each segment ends within the tail.
+    batch_type: describes a batch to the attention that reads chunks: `LinkedBatch` or `CrossBatch`.
+    linked_rows: the rows that have an entry here; an entry stays until the row is assigned again.
     stock_attends: whether SGLang's own attention can compute this model; otherwise all rows take the link path.
-    model: what policies see of the served model.
-    has_chunks: whether the batch of the current forward pass has chunks, to compute or to attend to.
-    current: what attention has to know of it; None where SGLang's description will do. SGLang builds a `ForwardBatch`
-        and runs it in one call, without fields that a plugin could fill.
-    probes: what is measured in it, or None.
+    model: the served model.
+    has_chunks: whether the batch of the current forward pass computes chunks or attends to them.
+    current: that batch, of type `batch_type`; None if SGLang's description will do. Ambient, since SGLang builds a
+        `ForwardBatch` and runs it in one call, without fields that a plugin could fill.
+    probes: what the current pass measures, or None.
+    last_layer: the layer whose keys end the current pass, or None if it runs the whole model.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class SegmentTable:
         batch_type: Any = LinkedBatch,
         stock_attends: bool = True,
     ):
-        # One record for each row, so that a batch is written in one copy.
+        # One record per row, so that a batch is written in one copy.
         tail = max(model.windows, default=0)
         self._parts = [1, max_segments, max_segments, max_segments, max_segments if tail else 0, tail, tail]
         self._records = torch.zeros(num_rows, sum(self._parts), dtype=torch.int32, device=device)
@@ -62,6 +63,7 @@ class SegmentTable:
         self.has_chunks = False
         self.current: Any = None
         self.probes: ProbeSums | None = None
+        self.last_layer: int | None = None
         self.linked_rows: set[int] = set()
 
     @property
@@ -74,12 +76,12 @@ class SegmentTable:
         segment_id: Callable[[ChunkSlice], int],
         orders: Mapping[int, np.ndarray],
     ) -> None:
-        """Enter the segments of rows that were given to requests, in stream order with the writes of `req_to_token`.
+        """Write the segments of newly assigned rows, in stream order with the writes of `req_to_token`.
 
-        segment_id: see `ChunkStore.segment_id`.
-        orders: int32, of rows that need not be in the order of positions, the position of each token of the prompt.
+        rows: the slices in each row.  segment_id: `ChunkStore.segment_id`.
+        orders: int32, for rows that may not be in position order, the position of each token of the prompt.
         """
-        orders = orders if self.tail_positions.shape[1] else {}  # without windows, all is seen in any order
+        orders = orders if self.tail_positions.shape[1] else {}  # without windows, order does not matter
         changed = {row: chunks for row, chunks in rows.items() if chunks or row in orders or row in self.linked_rows}
         if not changed:
             return
@@ -104,18 +106,18 @@ class SegmentTable:
         self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
-    def running(self, batch: Any, probes: ProbeSums | None = None) -> Iterator[None]:
-        """During one forward pass, or one graph capture, of a batch with chunks, make it the current one.
+    def running(self, batch: Any, probes: ProbeSums | None = None, last_layer: int | None = None) -> Iterator[None]:
+        """Make a batch with chunks the current one during its forward pass or a graph capture.
 
         batch: of `batch_type`, or None.
         """
-        self.has_chunks, self.current, self.probes = True, batch, probes
+        self.has_chunks, self.current, self.probes, self.last_layer = True, batch, probes, last_layer
         try:
             yield
         finally:
-            self.has_chunks, self.current, self.probes = False, None, None
+            self.has_chunks, self.current, self.probes, self.last_layer = False, None, None, None
 
 
 def table_of(req_to_token_pool: Any) -> SegmentTable | None:
-    """The table beside a `ReqToTokenPool`, or None where chunks are not served."""
+    """The segment table of a `ReqToTokenPool`, or None if chunks are not served."""
     return getattr(req_to_token_pool, "segment_table", None)

@@ -1,1 +1,1 @@
-"""The chunk-keyed cache: one radix tree whose namespaces hold chunks and the text that follows them."""
+"""The chunk cache: a radix tree whose namespaces hold chunks and the text that follows them."""

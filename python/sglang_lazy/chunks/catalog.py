@@ -1,4 +1,4 @@
-"""The catalogue of chunks: which ones a tenant has, without looking at those of others, nor at all of them at once."""
+"""The catalogue of cached chunks by tenant, for listing them in pieces."""
 
 import bisect
 import dataclasses
@@ -14,27 +14,29 @@ from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.keys import ChunkKey, Namespace, chunk_id
 
 SORTS = {"last_use": "last_use", "hits": "hits", "tokens": "num_tokens", "created": None}
-"""What a list may be sorted by, and the field of `CachedChunk` that it is; None for the serial number."""
+"""Sort keys of lists, and the field of `CachedChunk` for each; None for the serial number."""
 STATES = ("pending", "fetching", "host", "loading", "resident")
 MAX_LIMIT = 1000
 MIN_DIGITS = 16
 PIECE = 4000
-"""Chunks that are looked at for a page at once, which takes a few milliseconds."""
+"""How many chunks to look through at once for a page, which takes a few milliseconds."""
 _SHARE = 256
-"""Serial numbers that are kept together."""
+"""How many serial numbers share a dictionary of `Series`."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class CachedChunk:
-    """node: where the chunk ends in the tree; None for one that is not cached.
-    serial: grows with the time at which the chunk became known.
-    own_serial: the same, counted for each tenant, which must not learn how many chunks others have.
+    """A chunk known to the cache.
+
+    node: the tree node where it ends; None if it is not cached.
+    serial: increases in the order in which chunks become known.
+    own_serial: the same, counted per tenant, so that none learns how many chunks others have.
     hits: how many prompts found it cached.
-    last_use: time of day, seconds since the epoch; only for reports, since ranks differ in it.
-    segment_ids: by the ranges of it that prompts keep.
-    scores: float32 [num_tokens], what a policy has measured of its tokens.
-    stored: whether storage has it; kept by the tree.
-    pin: its `Pin`, None for most; kept by `Pins`.
+    last_use: seconds since the epoch; only for reports, since clocks differ between ranks.
+    segment_ids: by the ranges that prompts keep of it.
+    scores: float32 [num_tokens], measured by a policy for each token.
+    stored: whether storage has it; set by the tree.
+    pin: its `Pin`, if any; set by `Pins`.
     """
 
     key: ChunkKey
@@ -51,19 +53,19 @@ class CachedChunk:
 
 
 def tenant_of(namespace: Namespace) -> Hashable:
-    """Whose chunks these are: the salt, None for the shared ones. Those under an `extra_key` beside it are nobody's."""
+    """The tenant of a namespace: its salt, None if shared. With a different `extra_key`, a tenant that no client is."""
     salt = namespace.cache_salt
     return salt if namespace.own_key == salt else (namespace.own_key, salt)
 
 
 class Series:
-    """Chunks by serial number, ascending, to be walked in pieces while chunks come and go."""
+    """Chunks in order of serial number, read in pieces while chunks come and go."""
 
     def __init__(self) -> None:
         self._shares: dict[int, dict[int, CachedChunk]] = {}
 
     def add(self, serial: int, chunk: CachedChunk) -> None:
-        """`serial` is greater than all before it."""
+        """Add a chunk whose `serial` is greater than all before it."""
         self._shares.setdefault(serial // _SHARE, {})[serial] = chunk
 
     def remove(self, serial: int) -> None:
@@ -76,9 +78,9 @@ class Series:
         return bool(self._shares)
 
     def piece(self, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
-        """The chunks from `start` on, `size` of them or a few more, and where the next piece starts; None at the end.
+        """The chunks from `start` on, `size` of them or a few more, and where the next piece starts, None at the end.
 
-        start: 0, or what a piece before gave.
+        start: 0, or the value returned with the previous piece.
         """
         chunks: list[CachedChunk] = []
         numbers = list(self._shares)
@@ -92,8 +94,8 @@ class Series:
 class Catalog:
     """The cached chunks by tenant.
 
-    chunks: all of them; kept by the store.
-    state_of: says in which state a chunk is, by its name in `STATES`.
+    chunks: all cached chunks; maintained by the store.
+    state_of: returns a chunk's state, one of `STATES`.
     """
 
     def __init__(self, chunks: Mapping[ChunkKey, CachedChunk], state_of: Callable[[CachedChunk], str]):
@@ -104,7 +106,7 @@ class Catalog:
         self._by_id: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
 
     def new(self, key: ChunkKey, node: Node | None, num_tokens: int, now: float) -> CachedChunk:
-        """A chunk that has become known; not yet in the catalogue."""
+        """Create an entry, with the next serial numbers, without adding it to the catalogue."""
         own_serial = next(self._own_serials[tenant_of(key.namespace)])
         return CachedChunk(key, node, num_tokens, next(self._serials), own_serial, now)
 
@@ -129,7 +131,7 @@ class Catalog:
         return iter(self._chunks.values())
 
     def piece(self, tenant: Hashable, everybody: bool, start: int, size: int) -> tuple[list[CachedChunk], int | None]:
-        """Some chunks of a tenant, or of all tenants, in the order in which they became known: see `Series.piece`."""
+        """Some chunks of a tenant or of all tenants, in the order in which they became known; see `Series.piece`."""
         series = self._everybody if everybody else self._tenants.get(tenant)
         return ([], None) if series is None else series.piece(start, size)
 
@@ -138,8 +140,8 @@ class Catalog:
         return tenant_of(chunk.key.namespace)
 
     def find(self, tenant: Hashable, prefix: str, more: Iterable[CachedChunk] = ()) -> list[CachedChunk]:
-        """The chunks of a tenant whose digest begins with these hexadecimal digits: a chunk may be cached several
-        times, behind different preambles."""
+        """The chunks of a tenant whose digest begins with these hexadecimal digits. One text may be cached several
+        times, after different preambles."""
         own = [chunk for chunk in more if self._owner(chunk) == tenant]
         chunks = itertools.chain(self._by_id.get((tenant, prefix[:MIN_DIGITS]), {}).values(), own)
         return [chunk for chunk in chunks if chunk.key.tokens.hex().startswith(prefix)]
@@ -156,13 +158,15 @@ class Catalog:
         start: int = 0,
         more: Iterable[CachedChunk] = (),
     ) -> tuple[int, list[CachedChunk], list[tuple[float, int]], int | None]:
-        """Of one piece of the chunks: how many there are, those that are on the page if no other piece has better ones,
-        in order, and their places: what each is sorted by, and its serial number. Last, where the next piece starts.
+        """Look through one piece of the chunks for a page; the caller merges the pages of all pieces.
 
-        everybody: those of all tenants.  sort: one of `SORTS`.  limit: of the page.
-        after: the place of the last chunk of the page before.
-        state: one of `STATES`, if only those in it are wanted.  start: as in `piece`.
-        more: chunks that are known, but not cached; they belong to the first piece.
+        Returns the number of chunks in the piece, the first `limit` of them in sort order, the place of each (sort
+        value and serial number), and where the next piece starts.
+
+        everybody: include all tenants.  sort: one of `SORTS`.  limit: chunks per page.
+        after: the place of the last chunk on the previous page.
+        state: include only chunks in this state, one of `STATES`.  start: as in `piece`.
+        more: chunks that are known but not cached; they belong to the first piece.
         """
         serial_name = "serial" if everybody else "own_serial"
         serial = attrgetter(serial_name)
@@ -178,9 +182,9 @@ class Catalog:
         rest = np.arange(total)
         if after is not None:
             value, place = sign * after[0], bisect.bisect_left(chunks, after[1], key=serial)
-            behind = rest < place if descending else rest >= bisect.bisect_right(chunks, after[1], key=serial)
-            rest = np.flatnonzero((values > value) | ((values == value) & behind))
-        if len(rest) > limit:  # all that sort before or with the last one of the page
+            later = rest < place if descending else rest >= bisect.bisect_right(chunks, after[1], key=serial)
+            rest = np.flatnonzero((values > value) | ((values == value) & later))
+        if len(rest) > limit:  # keep those that sort up to the page's last value
             last = np.partition(values[rest], limit - 1)[limit - 1]
             rest = rest[values[rest] <= last]
         order = rest[np.lexsort((sign * rest, values[rest]))][:limit]

@@ -1,4 +1,4 @@
-"""What happens to chunks, in numbers that are always counted: an addition where something happens, and no more."""
+"""Counters of what happens to chunks. They are always on; an event costs one addition."""
 
 import itertools
 from bisect import bisect_left
@@ -11,15 +11,15 @@ from sglang_lazy.core.refusal import REASONS
 
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 HITS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""The bounds of histograms."""
+"""The upper bounds of histogram buckets."""
 PIECE = 2000
-"""Chunks that are counted together, which takes one or two milliseconds."""
+"""How many chunks `Census` counts in one step, which takes one or two milliseconds."""
 MODES = ("prefill", "decode")
 
 
 class Histogram:
-    """How many values were observed up to each of the ascending `bounds`, but above the one before it; the last count
-    is of those above all. total: of the values."""
+    """Observed values by bucket: `counts[i]` of them are at most `bounds[i]` and above the bound before it; the last
+    count is for values above all bounds.  total: the sum of the values."""
 
     def __init__(self, bounds: Sequence[float]):
         self.bounds, self.counts, self.total = bounds, [0] * (len(bounds) + 1), 0.0
@@ -30,19 +30,18 @@ class Histogram:
 
 
 class Counts:
-    """Since the start, flushes notwithstanding.
+    """Totals since the start; flushing the cache does not reset them.
 
-    num_references: chunks in prompts that began to run, those of a retracted one again.
-    num_hits: of these, how many were cached when the prompt arrived.
-    num_reused_tokens: tokens of chunks that prompts kept of these.
-    num_filled_tokens: what fills have computed, preambles among it.
-    num_evicted_chunks, num_evicted_tokens: of chunks, from the device.
-    refused: by reason.
+    num_references: chunks in prompts that began to run, counted again after a retraction.
+    num_hits: how many of them were cached when the prompt arrived.
+    num_reused_tokens: the kept tokens of the hits.
+    num_filled_tokens: tokens that fills computed, including preambles.
+    num_evicted_chunks, num_evicted_tokens: chunks and their tokens evicted from the device.
+    refused: refusals by reason.
     batches: forward passes, by mode and whether chunks were computed or attended to.
-    fill_seconds: from when a fill's first batch was formed until its result was there.
-    wait_seconds: from when a prompt might have run, but for its chunks, until a batch took it; of prompts that missed
-        some, and of probes in their stead.
-    hits_per_chunk: hits of each chunk that has left the cache, host tier included.
+    fill_seconds: from forming a fill's first batch until its result is there.
+    wait_seconds: how long a prompt, or its probe, waited for missing chunks only, until a batch took it.
+    hits_per_chunk: hits of each chunk that has left the cache, including the host tier.
     """
 
     def __init__(self) -> None:
@@ -55,7 +54,7 @@ class Counts:
 
 
 class Share(NamedTuple):
-    """What several chunks begin with counts as tokens of each."""
+    """A number of chunks and of their tokens. A beginning that several chunks share counts for each."""
 
     chunks: int
     tokens: int
@@ -64,8 +63,8 @@ class Share(NamedTuple):
 class Occupancy(NamedTuple):
     """The cached chunks now.
 
-    resident: on the device.  pinned, locked: of these, kept by pins, and held by requests or by copies under way.
-    evictable: of these, neither.  host: only in the host's memory.
+    resident: on the device; of these, pinned: held by pins; locked: held by requests or by copies in progress;
+    evictable: held by neither.  host: only in host memory.
     """
 
     resident: Share
@@ -76,7 +75,7 @@ class Occupancy(NamedTuple):
 
     @classmethod
     def of(cls, chunks: Iterable[CachedChunk]) -> "Occupancy":
-        """Looks at every chunk, which takes half a millisecond for a thousand."""
+        """Count `chunks`, which takes half a millisecond for a thousand."""
         counts, tokens = [0] * 5, [0] * 5
         for chunk in chunks:
             node: Node = chunk.node
@@ -97,19 +96,19 @@ class Occupancy(NamedTuple):
             host=host,
         )
 
-    # Share by share, where tuples in general are joined.
+    # Adds field by field; a tuple's own `+` would concatenate.
     def __add__(self, other: "Occupancy") -> "Occupancy":  # type: ignore[override]
         return Occupancy(*map(_sum, self, other))
 
 
 class Census:
-    """Counts all chunks of a `ChunkStore`, some at a time, over and over."""
+    """Counts all chunks of a `ChunkStore` again and again, some at a time."""
 
     def __init__(self, store: Any):
         self._store, self._start, self._found = store, 0, Occupancy.of(())
 
     def step(self) -> Occupancy | None:
-        """Count some more. All of them once they have been counted, None before; then it begins anew."""
+        """Count the next piece. Returns the totals after the last one and starts over, None before that."""
         chunks, following = self._store.catalog.piece(None, True, self._start, PIECE)
         found, self._start = self._found + Occupancy.of(chunks), following or 0
         self._found = found if following else Occupancy.of(())

@@ -1,4 +1,4 @@
-"""Chunks that are to leave the cache although there is room for them."""
+"""Deletion of chunks on request, once nobody holds them."""
 
 from typing import Any
 
@@ -9,20 +9,20 @@ from sglang_lazy.core.keys import ChunkKey
 
 
 class Deletions:
-    """Those that somebody still holds, of one `ChunkStore`."""
+    """The chunks of one `ChunkStore` that are to be deleted."""
 
     def __init__(self, store: Any):
         self.store = store
         self.waiting: dict[ChunkKey, CachedChunk] = {}
 
     def add(self, chunk: CachedChunk) -> None:
-        """Have the next sweep take a chunk out of the tree, or the first one after nobody holds it any more."""
+        """Have a chunk removed by the first sweep that finds nobody holding it."""
         self.waiting[chunk.key] = chunk
 
     def sweep(self) -> list[torch.Tensor]:
-        """Take the chunks that nobody holds off the device and the host; returns their slots, to be freed.
+        """Remove the chunks that nobody holds from device and host; returns their slots for the caller to free.
 
-        What other chunks begin with stays, as part of those.
+        A beginning shared with other chunks stays.
         """
         tree, slots = self.store.tree, []
         for key, chunk in list(self.waiting.items()):

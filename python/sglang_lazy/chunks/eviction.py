@@ -1,4 +1,4 @@
-"""Lazy eviction heap: the least valuable evictable leaf, without sorting all leaves at every eviction."""
+"""A lazy eviction heap, which finds the least valuable leaf without sorting all leaves at every eviction."""
 
 import heapq
 from collections.abc import Callable, Collection
@@ -6,11 +6,10 @@ from typing import Any
 
 
 class EvictionHeap:
-    """Leaves by eviction priority, where a priority may have grown since its leaf was pushed.
+    """Leaves by eviction priority; a leaf's priority may grow after it was pushed.
 
-    SGLang recomputes a leaf's priority at eviction; so one kept here may be stale. `pop` compares it with the current
-    priority and pushes a leaf back if it has become more valuable. Equal priorities leave in order of node id,
-    which every tensor-parallel rank shares.
+    `pop` compares the stored priority with the current one and pushes the leaf back if it has become more valuable.
+    Equal priorities are popped in order of node id, which is the same on every tensor-parallel rank.
     """
 
     def __init__(self, priority: Callable[[Any], Any]):
@@ -19,7 +18,7 @@ class EvictionHeap:
         self._members: set[int] = set()
 
     def push(self, node: Any) -> None:
-        """Add a leaf, unless it is in the heap already."""
+        """Add a leaf unless it is in the heap."""
         if node.id not in self._members:
             self._members.add(node.id)
             heapq.heappush(self._heap, (self._priority(node), node.id, node))

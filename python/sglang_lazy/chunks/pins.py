@@ -1,4 +1,4 @@
-"""Pinned chunks, whose KV stays on the device until the pin ends."""
+"""Pins, which keep the KV of chunks on the device until they end."""
 
 import dataclasses
 import heapq
@@ -17,9 +17,11 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(eq=False)
 class Pin:
-    """ttl: for how many seconds after a hit it holds; None for no end.
+    """A pin on one chunk.
+
+    ttl: how many seconds it lasts after the last hit; None for no limit.
     until: when it ends, seconds since the epoch; None for never.
-    hits: those of its chunk when `until` was set.
+    hits: the chunk's hits when `until` was set.
     """
 
     ttl: float | None
@@ -30,15 +32,14 @@ class Pin:
 class Pins:
     """The pins of one `ChunkStore`. A pin is one more lock on its chunk.
 
-    All tenants share the budget. Where it is full, a tenant that would have less than another takes from the one that
-    has most, whose oldest pin ends: of n tenants with pins each may have an nth of the budget, whatever the others do,
-    and more where these leave it.
+    All tenants share the budget. When it is full, a new pin ends the oldest pin of the tenant that has most pinned,
+    unless the new pin's tenant would have most itself. So each of n tenants with pins can have 1/n of the budget,
+    whatever the others do, and more if they leave it.
 
-    The time is that of the messages that ask for something: it is the same on every tensor-parallel rank, as the clocks
-    of the ranks are not.
+    The current time comes with the messages, so that it is the same on every tensor-parallel rank.
 
     budget: how many tokens may be pinned.
-    num_tokens: how many are, by tenant; what several chunks begin with counts for each.
+    num_tokens: how many tokens each tenant has pinned; a beginning that several chunks share counts for each.
     """
 
     def __init__(self, tree: Tree, budget: int):
@@ -47,22 +48,22 @@ class Pins:
         self.reset()
 
     def reset(self) -> None:
-        """The tree has been emptied, and no chunk is pinned any more."""
+        """Forget all pins: the tree has been emptied."""
         self.num_tokens: Counter[Hashable] = Counter()
-        self._chunks: dict[ChunkKey, CachedChunk] = {}  # the one whose pin was set or renewed longest ago comes first
-        self._ends: list[tuple[float, int, CachedChunk, Pin]] = []  # a heap, also of pins that have been replaced
+        self._chunks: dict[ChunkKey, CachedChunk] = {}  # the least recently set or renewed pin first
+        self._ends: list[tuple[float, int, CachedChunk, Pin]] = []  # a heap, which may hold pins replaced since
 
     def __len__(self) -> int:
-        """How many chunks are pinned, each of them one lock on the tree."""
+        """The number of pinned chunks, each of which is one lock on the tree."""
         return len(self._chunks)
 
     def add(self, chunks: Sequence[CachedChunk], ttl: float | None, now: float) -> None:
-        """Pin all of these cached chunks of one tenant, from now on for `ttl` seconds; Refusal says why none is."""
+        """Pin cached chunks of one tenant for `ttl` seconds. Raises Refusal, and pins none, if they do not fit."""
         new = [chunk for chunk in chunks if chunk.pin is None]
         yielding = self._yielding_to(new)
         locked: list[Node] = []
         nodes: list[Node] = [chunk.node for chunk in new]
-        for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so first those that must stay
+        for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so lock the resident ones first
             if node.evicted and not self.tree.load(node):
                 for other in locked:
                     self.tree.unlock(other)
@@ -77,7 +78,7 @@ class Pins:
             self._end(chunk, "another tenant has less pinned")
 
     def _yielding_to(self, new: Sequence[CachedChunk]) -> list[CachedChunk]:
-        """The chunks whose pins have to end for these. Raises Refusal if their tenant would have most pinned then."""
+        """The chunks whose pins must end for `new`. Raises Refusal if its tenant would then have most pinned."""
         num_tokens, ending = self.num_tokens.copy(), []
         for chunk in new:
             num_tokens[_tenant(chunk)] += chunk.num_tokens
@@ -109,9 +110,9 @@ class Pins:
             self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:
-        """End the pins whose time is over; returns in how many seconds the next one may be, None if none will.
+        """End the pins that have expired; returns in how many seconds the next one may expire, None if none will.
 
-        The time of a chunk that has had hits meanwhile begins anew.
+        A pin whose chunk has had hits since is renewed instead.
         """
         while self._ends:
             until, _, chunk, pin = self._ends[0]
@@ -127,11 +128,11 @@ class Pins:
         return None
 
     def give_up(self) -> None:
-        """End the pin, of the tenant that has most pinned, that was set or used longest ago."""
+        """End the least recently set or renewed pin of the tenant that has most pinned."""
         self._end(next(self._oldest_of(_largest(self.num_tokens))), "a running request needs its memory")
 
     def _oldest_of(self, tenant: Hashable) -> Iterator[CachedChunk]:
-        """The pinned chunks of a tenant, the one that was pinned or used longest ago first."""
+        """The pinned chunks of a tenant, the least recently set or renewed pin first."""
         return (chunk for chunk in self._chunks.values() if _tenant(chunk) == tenant)
 
     def _end(self, chunk: CachedChunk, reason: str) -> None:
@@ -144,5 +145,5 @@ def _tenant(chunk: CachedChunk) -> Hashable:
 
 
 def _largest(num_tokens: Counter[Hashable]) -> Hashable:
-    """Who has most pinned; of several the one that began first, on every rank the same."""
+    """The tenant that has most pinned; among equals the one with the oldest entry, the same on every rank."""
     return max(num_tokens, key=num_tokens.__getitem__)

@@ -1,4 +1,4 @@
-"""What lists say of chunks. `store` is the `ChunkStore` that has them."""
+"""Reports on chunks for lists. `store` is their `ChunkStore`."""
 
 import itertools
 from collections import defaultdict
@@ -11,7 +11,7 @@ from sglang_lazy.core.keys import chunk_id
 
 
 def state_of(store: Any, chunk: CachedChunk) -> str:
-    """The name of a chunk's state, one of `STATES`."""
+    """The state of a chunk, one of `STATES`, or "missing"."""
     if chunk.node is not None:
         return store.state_at(chunk.node).name.lower()
     if chunk.key in store.fetching:
@@ -19,8 +19,8 @@ def state_of(store: Any, chunk: CachedChunk) -> str:
     return "pending" if chunk.key in store.pending else "missing"
 
 
-def under_way(store: Any) -> list[CachedChunk]:
-    """The chunks that are not cached yet: those under way, and those that storage is asked for."""
+def chunks_under_way(store: Any) -> list[CachedChunk]:
+    """The chunks that are being computed or fetched from storage, and are not cached yet."""
     filled = ((chunk.key, chunk) for work in dict.fromkeys(store.pending.values()) for chunk in chunks_of(work))
     chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
     own: defaultdict[Hashable, Iterator[int]] = defaultdict(lambda: itertools.count(-1, -1))
@@ -31,8 +31,8 @@ def under_way(store: Any) -> list[CachedChunk]:
     ]
 
 
-def described(store: Any, chunk: CachedChunk) -> dict[str, Any]:
-    """What a list says of a chunk, but for its namespace: see `docs/chunks.md`."""
+def describe_chunk(store: Any, chunk: CachedChunk) -> dict[str, Any]:
+    """A chunk's entry in a list, without its namespace; see `docs/chunks.md`."""
     node = chunk.node
     return {
         "id": chunk_id(chunk.key.tokens),

@@ -1,4 +1,4 @@
-"""Rows of linked requests and fills: laid out over what is cached, and published to the tree when computed."""
+"""Rows of linked requests and fills: laid out over cached KV, and published to the tree when computed."""
 
 import itertools
 import time
@@ -18,11 +18,12 @@ from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as
 
 
 class RowCache:
-    """Between the rows of `req_to_token` and the tree. Rows alias slots of tree nodes, which only the tree frees.
+    """Maps rows of `req_to_token` to the tree. Rows alias slots of tree nodes, which only the tree frees.
 
     pool: SGLang's `ReqToTokenPool`.  allocator: SGLang's allocator of KV slots.
-    allocate: takes that many slots, int64, evicting as needed; raises RuntimeError where memory does not suffice.
-    tree, chunk_allocator: those of text and of chunks; one tree and one pool have both unless these are given.
+    allocate: returns the requested number of slots, int64, evicting as needed; raises RuntimeError if memory runs out.
+    tree, chunk_allocator: the tree of text and the allocator of chunks, if text and chunks have trees and pools of
+        their own.
     """
 
     def __init__(
@@ -42,34 +43,34 @@ class RowCache:
     # Rows
 
     def read(self, req: Any, start: int, end: int) -> torch.Tensor:
-        """A copy of slots [start, end) of a request's row, int64."""
+        """Copy slots [start, end) of a request's row, int64."""
         return self.pool.req_to_token[req.req_pool_idx, start:end].to(torch.int64, copy=True)
 
     def write(self, req: Any, start: int, slots: torch.Tensor) -> None:
-        """Put `slots` into a request's row from `start` on."""
+        """Write `slots` into a request's row from `start` on."""
         self.pool.write((req.req_pool_idx, slice(start, start + len(slots))), slots)
 
     def free(self, slots: torch.Tensor) -> None:
-        """Give slots that no node owns back to the pool."""
+        """Return slots that no node owns to the pool."""
         self.allocator.free(slots)
 
     def sweep(self) -> None:
-        """Free what has been deleted and is not held any more."""
+        """Free deleted chunks that nobody holds any more."""
         if slots := self.store.deletions.sweep():
             self.chunk_allocator.free(torch.cat(slots))
 
     @property
     def shares_pool(self) -> bool:
-        """Whether chunks take memory of the pool that text is in."""
+        """Whether chunks and text are in the same pool."""
         return self.tree is self.store.tree
 
     def lock(self, row: RowNodes) -> int:
-        """Lock all that a row depends on; returns by how much the number of evictable tokens changes where text is."""
+        """Lock all that a row depends on; returns the change in evictable tokens of the pool that text is in."""
         row.num_locks += 1
         return 0 if row.num_locks > 1 else self._text_change(self.store.lock_chunks, self.tree.lock, row)
 
     def unlock(self, row: RowNodes) -> int:
-        """Give one lock on a row back; returns the same."""
+        """Release one lock on a row; returns the same."""
         row.num_locks -= 1
         return 0 if row.num_locks > 0 else self._text_change(self.store.unlock_chunks, self.tree.unlock, row)
 
@@ -83,24 +84,24 @@ class RowCache:
     # Linked requests
 
     def match(self, req: Any, state: LinkedRequest, limit: int) -> tuple[torch.Tensor, RowNodes]:
-        """Lay out the request's row by what is cached; returns the slots of its cached part and what it depends on.
+        """Lay out the request's row over what is cached; returns the slots of its cached part and its nodes.
 
         Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. The request must be admitted. If
-        chunks are still missing, its row gets all of them from `complete`.
+        chunks are still missing, `complete` enters all of them into the row later.
 
-        limit: how many tokens of the prompt and its answer may be cached at most.
+        limit: how many tokens of the prompt and its answer may be taken from the cache.
         """
         assert state.chunks is not None, f"request {req.rid} was scheduled before its chunks"
         if state.recomputes:
             return self._placeholders[:0], RowNodes(state.chunks, [])
-        # No copy where there is no answer yet: SGLang never appends to the prompt's own array.
+        # Without output yet no copy is needed: SGLang never appends to the prompt's array.
         ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         ready = state.ready
         if ready:
-            pieces = [] if state.prompt.beside else self.chunk_slots(state, state.chunks)
+            pieces = [] if state.prompt.cross else self.chunk_slots(state, state.chunks)
         else:
             pieces = [self._placeholder_slots(state.prompt.num_chunk_tokens)]
-        if state.probe is not None:  # it has to compute the text whose attention it measures
+        if state.probe is not None:  # it must compute the text whose attention it measures
             limit = min(limit, state.probe.query_start)
         slots, nodes = zip(*self._cached_text(req, state, limit), strict=True)
         pieces += slots
@@ -108,13 +109,13 @@ class RowCache:
         state.row = Row(state.prompt, cached, len(ids))
         req.full_untruncated_fill_ids = state.row.permuted(ids)
         if not req.retracted_stain:
-            # SGLang counts the prefix beyond `already_computed` as cached: leave out what this request had computed.
+            # SGLang reports the prefix beyond `already_computed` as cached: exclude what was computed for this request.
             req.already_computed = state.num_computed_tokens(cached)
         return torch.cat(pieces) if ready or any(cached) else pieces[0], RowNodes(state.chunks, list(nodes))
 
     def _cached_text(self, req: Any, state: LinkedRequest, limit: int) -> Iterator[tuple[torch.Tensor, Node]]:
-        """Per text span, the slots of its cached beginning, and where that ends. Of an image all is cached, or nothing:
-        SGLang embeds what is to be computed of it from one range of the row."""
+        """Per text span, the slots of its cached beginning and the node where it ends. Part of an image does not count
+        as cached: SGLang embeds an image's tokens from one range of the row."""
         last = state.prompt.spans[-1]
         for span in state.prompt.spans:
             tokens = _tokens(req, span.first(span.count_before(limit)) if span is last else span.positions)
@@ -124,10 +125,10 @@ class RowCache:
     def rank(
         self, req: Any, state: LinkedRequest, nodes: Sequence[Node | None]
     ) -> tuple[torch.Tensor, int, Node | None]:
-        """What a waiting request would find cached, where those that find most go first: stand-ins for the slots, how
-        many more tokens are on the host, and where the chunk ends that it has most of, None if it has none.
+        """What a waiting request would find cached, for ordering the queue by matched prefix: placeholders for its
+        slots, how many more tokens are on the host, and the node of its largest cached chunk, None if it has none.
 
-        nodes: where its chunks are cached, as far as they are.
+        nodes: per slice, the node where it is cached, or None.
         """
         found: list[tuple[ChunkSlice, Any]] = [
             (chunk, node) for chunk, node in zip(state.prompt.chunks, nodes, strict=True) if node is not None
@@ -139,7 +140,7 @@ class RowCache:
         return self._placeholder_slots(num_tokens), on_host, longest
 
     def chunk_slots(self, state: LinkedRequest, chunks: ChunkNodes) -> list[torch.Tensor]:
-        """The slots of all that a linked request keeps, int64, in pieces."""
+        """The slots of all chunk tokens that a linked request keeps, int64, in pieces."""
         return [
             piece
             for chunk, node in zip(state.prompt.chunks, chunks.nodes, strict=True)
@@ -147,17 +148,17 @@ class RowCache:
         ]
 
     def _placeholder_slots(self, num_tokens: int) -> torch.Tensor:
-        """Read-only stand-ins, int64 [num_tokens], for the slots of chunks that are not computed yet."""
+        """Read-only placeholders, int64 [num_tokens], for the slots of chunks that are not computed yet."""
         if len(self._placeholders) < num_tokens:
             self._placeholders = torch.zeros(num_tokens, dtype=torch.int64, device=self._placeholders.device)
         return self._placeholders[:num_tokens]
 
     def complete(self, req: Any, published: Mapping[ChunkKey, Node]) -> None:
-        """SGLang has assigned the row of a linked request: enter the chunks that were missing when it was laid out.
+        """Enter the chunks that were missing when a row was laid out; called when SGLang has assigned the row.
 
-        All that the row depends on counts as used now. SGLang needs only the length of `req.prefix_indices` from here.
+        Counts a use of all that the row depends on. From here on SGLang needs only the length of `req.prefix_indices`.
 
-        published: by key, where the chunks that the same batch computes end.
+        published: by key, the nodes where the chunks that the same batch computes end.
         """
         state, row = as_linked(req), req.last_node
         if state.waits_since is not None:
@@ -166,12 +167,12 @@ class RowCache:
         if not row.chunks.complete:
             self.store.enter_published(row.chunks, state.prompt.chunks, published)
             assert row.chunks.complete, f"request {req.rid} was scheduled before its chunks"
-            if not state.prompt.beside:
+            if not state.prompt.cross:
                 self.write(req, 0, torch.cat(self.chunk_slots(state, row.chunks)))
-        if not row.used:  # a prompt that is prefilled in pieces is used once
+        if not row.used:  # chunked prefill counts as one use
             row.used = True
-            if state.prompt.beside:
-                state.beside = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
+            if state.prompt.cross:
+                state.cross_slots = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
             for node, spread in zip(row.chunks.nodes, row.chunks.spreads, strict=True):
                 self.store.tree.use(node, req.priority or 0, spread)
             for node in row.spans:
@@ -182,11 +183,11 @@ class RowCache:
     def publish(self, req: Any, row_len: int, chunked: bool) -> None:
         """Give the text in the first `row_len` tokens of a linked request's row to the tree, and lock it there.
 
-        Where the tree got the same text from another request in the meantime, ours is freed and the row is rewritten
-        with the tree's slots. Afterwards all of those `row_len` slots belong to the tree.
+        Text that the tree has got from another request in the meantime is freed, and the row takes the tree's slots
+        instead. Afterwards the tree owns all `row_len` slots.
 
-        chunked: the request is between two pieces of its prompt, the last of which may still be under way. Otherwise
-        the passes that computed its chunks and its text have ended.
+        chunked: whether the request is between two pieces of its prompt, the last of which may still be running.
+            Otherwise the passes that computed its chunks and its text have ended.
         """
         row = as_linked(req).row
         nodes: RowNodes = req.last_node
@@ -217,7 +218,10 @@ class RowCache:
             self.store.tree.back_up(nodes.chunks.nodes)
 
     def end(self, req: Any, state: LinkedRequest, row_len: int, insert: bool) -> None:
-        """A linked request ends or is retracted: publish its text, or free what the tree does not own; unlock."""
+        """Release the row of a linked request that ends or is retracted.
+
+        insert: whether to publish its text first; otherwise slots that the tree does not own are freed.
+        """
         if insert and not state.recomputes:
             self.publish(req, row_len, chunked=False)
         else:
@@ -228,10 +232,10 @@ class RowCache:
     # Fills
 
     def match_fill(self, req: Any, state: Fill) -> tuple[torch.Tensor, RowNodes]:
-        """Lay out the row of a fill; returns the slots of what is cached of its preamble and chunks, and their nodes.
+        """Lay out the row of a fill; returns the slots of the cached parts of its preamble and chunks, and their nodes.
 
-        Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. As SGLang does with prompts, the
-        last token of each chunk is computed in any case.
+        Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. The last token of each chunk is
+        always computed, as SGLang does with prompts.
         """
         state.began = time.perf_counter()
         pieces, nodes, cached = [], [], []
@@ -247,13 +251,13 @@ class RowCache:
         return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([], []), nodes)
 
     def publish_fill(self, req: Any, state: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
-        """Give what a fill is about to complete, its preamble too, to the tree, and lock it there until the fill ends.
+        """Give the chunks and the preamble that a fill's batch completes to the tree, locked until the fill ends.
 
-        slots: int64, where its batch writes the tokens behind the fill's cached prefix.
-        Returns where each chunk ends, by key.
+        slots: int64, the slots that the batch writes, following the fill's cached prefix.
+        Returns the node where each chunk ends, by key.
 
-        Where the tree has other slots already, of a chunk that begins alike, those in `duplicates` are still the fill's
-        own: its batch writes to them.
+        If the tree has slots for the same tokens already, as of a chunk with the same beginning, the fill keeps its
+        own in `duplicates`, since its batch writes to them.
         """
         slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
         published, duplicates, lent, ends = {}, [self._placeholders[:0]], [], []
@@ -278,7 +282,7 @@ class RowCache:
         return published
 
     def end_fill(self, req: Any, state: Fill, row_len: int) -> None:
-        """A fill ends or is retracted: free what the tree does not own, and unlock."""
+        """Release the row of a fill that ends or is retracted, and free the slots that the tree does not own."""
         if state.duplicates is not None:
             self.tree.take_lent(state.lent)
             self.free(state.duplicates)
@@ -290,7 +294,7 @@ class RowCache:
 
 
 def _tokens(req: Any, positions: np.ndarray) -> array:
-    """The tokens at these positions of the prompt and its answer, all of the answer's up to the last one."""
+    """The tokens at `positions` of prompt and answer, which have no gaps within the answer."""
     if not req.output_ids:
         return tokens_at(req.origin_input_ids, positions)
     prompt_len = len(req.origin_input_ids)

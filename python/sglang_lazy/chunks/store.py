@@ -1,4 +1,4 @@
-"""The chunk store: where the KV of each chunk is, who holds it, and what is evicted."""
+"""The chunk store: states, locks and eviction of chunks."""
 
 import enum
 import itertools
@@ -21,16 +21,18 @@ from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes
 
 PRIVATE_SEGMENT = -1
-"""Segment id of KV that no other request is known to read."""
+"""Segment id of KV that is not known to be shared with other requests."""
 MAX_SEGMENT_IDS = 64
-"""Of a chunk. Policies that choose tokens anew for each prompt would let them grow without bound."""
+"""Limit per chunk: with policies that choose tokens for each prompt, they would grow without bound."""
 
 
 class ChunkState(enum.Enum):
-    """MISSING: nobody computes it. PENDING: a producer has been asked for it. FETCHING: storage has. HOST: its KV is
-    in the host's memory. LOADING: it is on the way from there. RESIDENT: it is on the device.
+    """Where the KV of a chunk is.
 
-    Any pass that is launched from now on can attend to what is loading or resident.
+    MISSING: nowhere. PENDING: a producer will compute it. FETCHING: being read from storage. HOST: in host memory.
+    LOADING: being copied from there to the device. RESIDENT: on the device.
+
+    Any pass launched from now on can attend to a chunk that is LOADING or RESIDENT.
     """
 
     MISSING = enum.auto()
@@ -42,11 +44,11 @@ class ChunkState(enum.Enum):
 
 
 class ChunkStore:
-    """Chunks by key, over a tree that keeps their KV.
+    """Chunks by key, over a tree that owns their KV.
 
-    pending: what computes each chunk that is under way, by key; kept by the producer.
-    fetching: the chunks that have been asked of storage, by key; kept by the tree.
-    release_waiting_lock: frees KV that a waiting request holds; returns False when nobody holds any.
+    pending: what computes each pending chunk, by key; maintained by the producer.
+    fetching: the chunks being fetched from storage, by key; maintained by the tree.
+    release_waiting_lock: unlocks KV that a waiting request holds; returns False if none holds any.
     """
 
     def __init__(self, tree: Tree, eviction_priority: Callable[[Node], Any]):
@@ -61,7 +63,7 @@ class ChunkStore:
         self.reset()
 
     def reset(self) -> None:
-        """The tree has been emptied."""
+        """Forget all chunks: the tree has been emptied."""
         for chunk in self._cached.values():
             chunk.node = None
             self.counts.hits_per_chunk.observe(chunk.hits)
@@ -74,7 +76,7 @@ class ChunkStore:
     # Chunks
 
     def state(self, chunk: ChunkSlice) -> ChunkState:
-        """In which state the needed part of a chunk is."""
+        """The state of the needed part of a chunk."""
         node = self.find(chunk)
         if node is None and chunk.key in self.fetching:
             return ChunkState.FETCHING
@@ -83,16 +85,16 @@ class ChunkStore:
         return self.state_at(node)
 
     def state_at(self, node: Node) -> ChunkState:
-        """In which state the KV up to `node` is."""
+        """The state of the KV up to `node`."""
         if node.evicted:
             return ChunkState.HOST
         return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
 
     def find(self, chunk: ChunkSlice) -> Node | None:
-        """The node where the needed part of `chunk` ends, None if that is not cached. Makes it recent.
+        """The node where the needed part of `chunk` ends, None if it is not cached. Counts as recent use.
 
-        A published chunk is found by its key, without reading its tokens or walking the tree. The beginning of a chunk,
-        and a chunk that only begins a longer one, are found by comparing tokens.
+        A published chunk is found by its key, without reading its tokens or walking the tree. A chunk's beginning, and
+        a chunk that is only the beginning of a longer one, are found by comparing tokens.
         """
         cached = self._cached.get(chunk.key)
         if cached is not None and chunk.num_needed == chunk.num_tokens:
@@ -106,20 +108,20 @@ class ChunkStore:
         return node if self.tree.reads(node, chunk.spread) else None
 
     def is_at(self, chunk: ChunkSlice, node: Node) -> bool:
-        """Whether the needed part of `chunk` is still where it was found."""
+        """Whether the needed part of `chunk` is still cached at `node`, where it was found."""
         return (not node.evicted or node.backuped) and self.tree.reads(node, chunk.spread)
 
     def insert(self, chunk: ChunkSlice, slots: torch.Tensor, priority: int = 0) -> Inserted:
-        """Make all of `chunk` resident in `slots` (int64 [num_tokens]), except where the tree has its tokens.
+        """Make all of `chunk`, whose KV is about to be computed, resident in `slots` (int64 [num_tokens]).
 
-        Its KV is about to be computed.
+        Tokens that the tree has already keep the tree's slots.
         """
         inserted = self.tree.add(chunk.tokens, chunk.key.namespace, slots, priority, 0, chunked=True)
         self.adopt(chunk, inserted.node)
         return inserted
 
     def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
-        """All of `chunk` is in the tree; it ends at `node`."""
+        """Register a chunk that is in the tree and ends at `node`."""
         if chunk.key not in self._cached:
             cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
             self._cached[chunk.key] = cached
@@ -137,7 +139,7 @@ class ChunkStore:
         return None if key is None else (key, self._cached[key])
 
     def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
-        """The slots of the kept ranges of `chunk`, whose needed part ends at a locked `node`, in pieces."""
+        """The slots of the kept ranges of `chunk`, in pieces.  node: locked, where its needed part ends."""
         pieces = self.tree.slots_to(node)
         if chunk.num_kept == chunk.num_needed:
             return pieces
@@ -147,9 +149,9 @@ class ChunkStore:
         return [slots[to_device(chunk.indices.astype(np.int64), slots.device)]]
 
     def segment_id(self, chunk: ChunkSlice) -> int:
-        """A number that segments have in common if and only if they list the same slots; see `plan_decode`.
+        """An id that two segments share if and only if they list the same slots; see `plan_decode`.
 
-        PRIVATE_SEGMENT where that is not known, as for the beginning of a chunk of which nothing else is cached.
+        PRIVATE_SEGMENT if that is not known, as for the beginning of a chunk that is not cached in full.
         """
         if (cached := self._cached.get(chunk.key)) is None:
             return PRIVATE_SEGMENT
@@ -157,18 +159,18 @@ class ChunkStore:
         if segment_id is None:
             if len(cached.segment_ids) == MAX_SEGMENT_IDS:
                 cached.segment_ids.clear()
-            # Numbers recur only after 2**31 others, by when no row that had the same is left.
+            # An id recurs only after 2**31 others, when no row with it is left.
             segment_id = cached.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
         return segment_id
 
     def keep_scores(self, chunk: ChunkSlice, scores: np.ndarray) -> None:
-        """Keep what was measured of each token of a chunk, float32, for as long as it is cached."""
+        """Keep a chunk's scores, float32, one for each token, as long as it is cached."""
         cached = self._cached.get(chunk.key)
         if cached is not None and len(scores) == chunk.num_tokens:
             cached.scores = scores
 
     def scores(self, chunk: ChunkSlice) -> np.ndarray | None:
-        """Those of the kept tokens of a chunk, or None."""
+        """The scores of a chunk's kept tokens, or None."""
         cached = self._cached.get(chunk.key)
         if cached is None or cached.scores is None:
             return None
@@ -177,7 +179,7 @@ class ChunkStore:
     # Reports
 
     def count_use(self, chunks: Sequence[ChunkSlice], reused: Sequence[bool]) -> None:
-        """A prompt with these chunks begins to run; `reused`: which of them it found cached."""
+        """Count a prompt that begins to run.  reused: per chunk, whether the prompt found it cached."""
         now, num_tokens = time.time(), 0
         for chunk, hit in zip(chunks, reused, strict=True):
             cached = self._cached.get(chunk.key)
@@ -192,29 +194,31 @@ class ChunkStore:
     # Locks
 
     def lock_chunks(self, chunks: ChunkNodes) -> int:
-        """Lock them for one more holder; returns by how much the number of evictable tokens changes."""
+        """Lock `chunks` for one more holder; returns the change in the number of evictable tokens."""
         chunks.num_locks += 1
         if chunks.num_locks > 1:
             return 0
         return sum(self.tree.lock(*found) for found in chunks.found)
 
     def unlock_chunks(self, chunks: ChunkNodes) -> int:
-        """Give one holder's lock back; returns the same."""
+        """Release one holder's lock; returns the same."""
         chunks.num_locks -= 1
         if chunks.num_locks > 0:
             return 0
         return sum(self.tree.unlock(*found) for found in chunks.found)
 
     def enter(self, chunks: ChunkNodes, i: int, node: Node) -> None:
-        """Slice `i`, which was missing, is at `node` now: lock it for whoever holds the others."""
+        """Set the node of slice `i`, which was missing, and lock it for whoever holds the others."""
         chunks.nodes[i] = node
         if chunks.num_locks:
             self.tree.lock(node, chunks.spreads[i])
 
     def enter_cached(self, chunks: ChunkNodes, nodes: Sequence[Node | None]) -> list[int]:
-        """Enter the missing slices that are cached, each at its place in `nodes`; returns which of them are loaded.
+        """Enter the missing slices that are cached; returns the indices of those that are loaded from the host.
 
-        Those on the host that memory does not suffice for stay missing.
+        Slices on the host for which there is no memory stay missing.
+
+        nodes: per slice, the node where it is cached, or None.
         """
         new = [(i, node) for i, node in enumerate(nodes) if node is not None and chunks.nodes[i] is None]
         on_host = [(i, node) for i, node in new if node.evicted]
@@ -229,16 +233,16 @@ class ChunkStore:
     def enter_published(
         self, chunks: ChunkNodes, slices: Sequence[ChunkSlice], published: Mapping[ChunkKey, Node]
     ) -> None:
-        """Enter those of the missing `slices` that have been published, each at a node by chunk key."""
+        """Enter those of the missing `slices` that have been published.  published: nodes by chunk key."""
         for i, chunk in enumerate(slices):
             if chunks.nodes[i] is None and (node := published.get(chunk.key)) is not None:
                 self.enter(chunks, i, node if chunk.num_needed == chunk.num_tokens else self.find(chunk))
 
     def unlocked_size(self, nodes: Iterable[Node]) -> int:
-        """How many tokens locking `nodes`, loaded where need be, would take from what is free or evictable."""
+        """How many free or evictable tokens it would take to lock `nodes` and load those on the host."""
         counted = set()
         for node in nodes:
-            while node.lock_ref == 0 and node not in counted:  # whoever locks a node has locked all above it
+            while node.lock_ref == 0 and node not in counted:  # a locked node's ancestors are locked
                 counted.add(node)
                 node = node.parent
         return sum(len(node.key) for node in counted)
@@ -246,13 +250,13 @@ class ChunkStore:
     # Eviction
 
     def offer(self, leaf: Node) -> None:
-        """`leaf` has become evictable."""
+        """Add a leaf that has become evictable to the eviction order."""
         self._heap.push(leaf)
 
     def evict(self, num_tokens: int) -> list[torch.Tensor]:
-        """Take leaves off the device until they hold `num_tokens`, or none is left; returns their slots, to be freed.
+        """Evict leaves from the device until they hold `num_tokens` or none is left; the caller frees the slots.
 
-        Waiting requests lose their locks, newest first, before eviction gives up.
+        When no leaf is evictable, waiting requests lose their locks, newest first.
         """
         slots: list[torch.Tensor] = []
         num_evicted = 0
@@ -267,7 +271,7 @@ class ChunkStore:
         return slots
 
     def evict_leaf(self, leaf: Node) -> torch.Tensor:
-        """Take an evictable leaf off the device; returns its slots, to be freed."""
+        """Evict a leaf from the device; the caller frees the returned slots."""
         slots = self.tree.remove(leaf)
         namespace = leaf.key.extra_key
         if isinstance(namespace, Namespace) and namespace.is_chunk:
@@ -278,7 +282,7 @@ class ChunkStore:
         return slots
 
     def next_leaves(self, num_tokens: int) -> list[Node]:
-        """The evictable leaves that would leave the device next, in that order, until they hold `num_tokens`."""
+        """The leaves that would be evicted next, in that order, until they hold `num_tokens`."""
         leaves: list[Node] = []
         while num_tokens > 0 and (leaf := self._heap.pop(self.tree.evictable_leaves)) is not None:
             leaves.append(leaf)
@@ -288,7 +292,7 @@ class ChunkStore:
         return leaves
 
     def forget(self, node: Node) -> None:
-        """`node` has left the tree, or the chunk that ended there is not known any more."""
+        """Forget the chunk that ends at `node`, if any: the node has left the tree or the chunk is deleted."""
         key = self._keys_by_node.pop(node.id, None)
         if key is not None:
             chunk = self._cached.pop(key)

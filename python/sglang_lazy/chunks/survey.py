@@ -1,4 +1,4 @@
-"""A survey of the cached chunks: sums and the first few of each kind, gathered piece by piece between batches."""
+"""A survey of the cached chunks, gathered piece by piece between batches: totals, and the top of several lists."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -9,16 +9,16 @@ from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.counts import Occupancy
 
 PIECE = 750
-"""Chunks that are looked at together, which takes less than a millisecond."""
+"""How many chunks to survey at once, which takes less than a millisecond."""
 TOP = 10
-"""Chunks in a list."""
+"""Maximum number of chunks in a list."""
 SORTED_BY = {"hottest": "hits", "largest": "tokens", "pinned": "tokens"}
-"""The lists, and what their chunks have most of, as `described` names it; 0 is none."""
+"""The lists, and the field of `describe_chunk` that each is sorted by, descending; chunks with 0 are left out."""
 _FIELDS = {"hits": "hits", "tokens": "num_tokens"}
 
 
-def surveyed(chunks: Sequence[CachedChunk], describe: Callable[[CachedChunk], dict[str, Any]]) -> dict[str, Any]:
-    """What there is to say of cached chunks.
+def survey_chunks(chunks: Sequence[CachedChunk], describe: Callable[[CachedChunk], dict[str, Any]]) -> dict[str, Any]:
+    """A survey of `chunks`:
 
         {"chunks": {"resident": {"chunks": 2, "tokens": 150}, …}, "hottest": […], "largest": […], "pinned": […]}
 

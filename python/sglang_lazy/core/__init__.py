@@ -1,1 +1,1 @@
-"""Ground floor: configuration, prompts and their layout, and the state that requests carry."""
+"""The bottom layer: configuration, prompts and their layout, and per-request state."""

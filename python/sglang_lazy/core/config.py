@@ -7,38 +7,38 @@ import os
 from typing import Any, Literal, get_args
 
 ENV_VAR = "SGLANG_LAZY"
-"""Holds the configuration as JSON; SGLang's processes load the plugin if it is set."""
+"""Holds the configuration as JSON; SGLang's processes load the plugin only if it is set."""
 
 INFO_ROUTE = "/lazy_info"
-"""Answers with the configuration; clients recognize a server that understands chunks by it."""
+"""Returns the configuration; a server that has this route understands chunks."""
 
 SALT_HEADER = "X-Cache-Salt"
-"""The HTTP header that sets the salt, for gateways that cannot change bodies."""
+"""HTTP header that sets the cache salt, for gateways that cannot change bodies."""
 
 PREAMBLE = (
     "The river rises in the hills north of the town and flows south for about ninety kilometres before it reaches the "
     "sea.\n\n"
 )
-"""Neutral prose, a sentence that no document depends on; others were no better (docs/results/policies)."""
+"""A neutral sentence, unrelated to any document; alternatives were no better (docs/results/policies)."""
 
 Kernels = Literal["auto", "torch", "triton", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True)
 class LazyConfig:
-    """What the `--lazy-…` flags set: every field has a flag and a keyword of `Engine` by its name.
+    """The settings; each field has a flag `--lazy-…` and an `Engine` keyword `lazy_…` of the same name.
 
     kernels: implementation of attention over cached chunks.
-    max_chunks: most chunks of one prompt.
-    fallback: serve without chunk reuse where it does not fit the model or the flags.
-    untested_model: serve a model that passes the start-up probe, though no test has.
+    max_chunks: maximum number of chunks in a prompt.
+    fallback: if chunk reuse does not support the model or the flags, serve without it instead of refusing to start.
+    untested_model: serve an architecture that no test covers, if it passes the start-up probe.
     default_link: policy of requests that name none.
-    preamble: text behind which the policies with `base` compute chunks; none of it is ever part of a prompt.
-    chunk_separator: what stands between two of these in plain text is a chunk; none if it is empty.
-    chunk_roles: in messages of these roles, separated by commas, all text is a chunk.
-    max_pinned: share of the KV pool that chunks may be pinned in, 0 to 1.
-    chunk_pool: share of the memory for KV that chunks get where a model reads them through an encoder, between 0 and 1.
-    shadow_rate: fraction of the greedy answers over chunks that shadow mode repeats, 0 to 1.
+    preamble: text after which policies with `base` compute chunks; it is never part of a prompt.
+    chunk_separator: text between two of these separators is a chunk; empty for no separator.
+    chunk_roles: comma-separated roles; the whole text of messages with these roles is a chunk.
+    max_pinned: share of the KV pool that pinned chunks may take, 0 to 1.
+    chunk_pool: share of the KV memory for chunks if the model reads them by cross-attention, between 0 and 1.
+    shadow_rate: fraction of greedy answers with chunks that shadow mode repeats with full attention, 0 to 1.
     shadow_min_agreement: share of identical answers below which shadow mode raises an alarm, 0 to 1.
     """
 
@@ -69,8 +69,7 @@ class LazyConfig:
             raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
 
     def check_shadow(self, metrics: bool, workers: int) -> None:
-        """Raise ValueError if shadow mode is on where its metrics are not published, or where there are several
-        tokenizer workers."""
+        """Raise ValueError if shadow mode is on without metrics or with several tokenizer workers."""
         if self.shadow_rate and not metrics:
             raise ValueError("--lazy-shadow-rate publishes its result as metrics: add --enable-metrics")
         if self.shadow_rate and workers > 1:
@@ -80,23 +79,23 @@ class LazyConfig:
             )
 
     def to_env(self) -> None:
-        """Publish this configuration to this process and to those it spawns."""
+        """Publish this configuration to this process and its children."""
         os.environ[ENV_VAR] = json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_env(cls) -> "LazyConfig | None":
-        """The published configuration, or None where the plugin is off."""
+        """The published configuration, or None if the plugin is off."""
         value = os.environ.get(ENV_VAR)
         return cls(**json.loads(value)) if value else None
 
     @classmethod
     def current(cls) -> "LazyConfig":
-        """The published configuration, or the default one."""
+        """The published configuration, or the defaults."""
         return cls.from_env() or cls()
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
-    """Add our flags, with help texts, to `parser`."""
+    """Add the `--lazy-…` flags to `parser`."""
     group = parser.add_argument_group("sglang-lazy", "chunk reuse at any position")
     group.add_argument(
         "--lazy-kernels",
@@ -109,18 +108,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-max-chunks",
         type=int,
         default=LazyConfig.max_chunks,
-        help="Most chunks of one prompt; a prompt with more gets a 400.",
+        help="Maximum number of chunks in a prompt; a prompt with more gets a 400.",
     )
     group.add_argument(
         "--lazy-fallback",
         action="store_true",
-        help="If chunk reuse does not fit the model or the flags, serve without it instead of refusing to start. "
+        help="If chunk reuse does not support the model or the flags, serve without it instead of refusing to start. "
         "Prompts with chunks then get a 400 unless their link is full.",
     )
     group.add_argument(
         "--lazy-untested-model",
         action="store_true",
-        help="Reuse chunks with a model of an architecture that no test has served, if it passes the start-up probe.",
+        help="Reuse chunks with a model architecture that no test covers, if it passes the start-up probe.",
     )
     group.add_argument(
         "--lazy-default-link",
@@ -130,47 +129,47 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "each chunk sees only itself, and its cached KV is used in place. 'epic': the first tokens of each chunk are "
         "computed in context. 'query': so are the tokens that the question attends to most. 'full': the same tokens as "
         "one ordinary prompt, answered as by stock SGLang. 'copy': like block, but each request gets a rotated copy of "
-        "its chunks; a baseline to compare with. 'base+' before a policy: chunks are computed behind --lazy-preamble.",
+        "its chunks; a baseline to compare with. 'base+' before a policy: chunks are computed after --lazy-preamble.",
     )
     group.add_argument(
         "--lazy-preamble",
         default=LazyConfig.preamble,
         metavar="TEXT",
-        help="Neutral text behind which chunks are computed under policies with 'base'; prompts never contain it.",
+        help="Neutral text after which policies with 'base' compute chunks; prompts never contain it.",
     )
     group.add_argument(
         "--lazy-chunk-separator",
         default=LazyConfig.chunk_separator,
         metavar="TEXT",
-        help="What stands between two of these in the text of a prompt or message is a chunk, for clients that cannot "
-        "send chunks otherwise. The separators themselves are left out.",
+        help="Text between two of these separators in a prompt or message is a chunk, for clients that cannot send "
+        "chunks otherwise. The separators themselves are dropped.",
     )
     group.add_argument(
         "--lazy-chunk-roles",
         default=LazyConfig.chunk_roles,
         metavar="ROLE[,ROLE]",
-        help="In messages of these roles all text is a chunk, for example 'tool'.",
+        help="The whole text of messages with these roles is a chunk, for example 'tool'.",
     )
     group.add_argument(
         "--lazy-max-pinned",
         type=float,
         default=LazyConfig.max_pinned,
         metavar="SHARE",
-        help="Share of the KV pool that chunks may be pinned in by /chunks; 0 for no pins.",
+        help="Share of the KV pool that chunks pinned through /chunks may take; 0 for no pins.",
     )
     group.add_argument(
         "--lazy-chunk-pool",
         type=float,
         default=LazyConfig.chunk_pool,
         metavar="SHARE",
-        help="Share of the memory for KV, --max-total-tokens too, that chunks get where a model reads them through an "
-        "encoder (Comb). They take so much less of it a token as there are fewer cross layers than layers.",
+        help="Share of the KV memory, also of --max-total-tokens, for chunks of a model that reads them by "
+        "cross-attention (Comb). Per token, a chunk takes memory only in the cross layers.",
     )
     group.add_argument(
         "--lazy-shadow-rate",
         type=float,
         default=LazyConfig.shadow_rate,
-        help="Fraction of the greedy answers over chunks to repeat with link full while the server is idle. /metrics "
+        help="Fraction of greedy answers with chunks to repeat with link full while the server is idle. /metrics "
         "counts how often both agree (sglang_lazy:shadow_...). Needs --enable-metrics.",
     )
     group.add_argument(
@@ -178,18 +177,18 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=LazyConfig.shadow_min_agreement,
         metavar="SHARE",
-        help="Least share of identical answers among the last ones that shadow mode compared under a policy. Below it "
-        "the log warns and sglang_lazy:shadow_alarm is 1.",
+        help="Minimum share of identical answers among the last ones that shadow mode compared under a policy. Below "
+        "it the log warns and sglang_lazy:shadow_alarm is 1.",
     )
 
 
 def from_cli_args(args: argparse.Namespace) -> LazyConfig:
-    """The configuration in parsed flags."""
+    """The configuration that the parsed flags give."""
     return LazyConfig(**{f.name: getattr(args, f"lazy_{f.name}") for f in dataclasses.fields(LazyConfig)})
 
 
 def pop_keywords(kwargs: dict[str, Any]) -> LazyConfig:
-    """Take the `lazy_…` keywords, one for each field of `LazyConfig`, out of `kwargs`.
+    """Remove the `lazy_…` keywords from `kwargs` and return the configuration they give.
 
     Raises TypeError for an unknown one, ValueError for a bad value.
     """

@@ -1,4 +1,4 @@
-"""Copies from host to device, and memory that several streams use."""
+"""Host-to-device copies, and tensors used on several streams."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of `array` on `device`, in stream order. From pageable memory the copy could wait for the device."""
+    """Copy `array` to `device` in stream order, from pinned memory: a pageable copy might wait for the device."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -15,7 +15,7 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def ints_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """int32 copies, in one transfer, each aligned to 16 bytes: for others Triton compiles its kernels anew."""
+    """Copy int32 arrays to `device` in one transfer, each 16-byte aligned: Triton compiles other kernels otherwise."""
     sizes = [-(-len(array) // 4) * 4 for array in arrays]
     buffer = np.zeros(sum(sizes), dtype=np.int32)
     for begin, size, array in zip(np.cumsum(sizes), sizes, arrays, strict=True):
@@ -25,7 +25,6 @@ def ints_to_device(arrays: Sequence[np.ndarray], device: torch.device) -> list[t
 
 
 def read_here(tensor: torch.Tensor) -> None:
-    """What is launched on the current stream reads a tensor made on another one, which may be gone before it has run:
-    until then nobody else gets its memory."""
+    """Mark a tensor of another stream as read on the current one, so that its memory is not reused before that."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))

@@ -1,4 +1,4 @@
-"""A chunk that an encoder is to read."""
+"""A chunk waiting for the encoder."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from sglang_lazy.core.prompt import ChunkSlice
 
 @dataclasses.dataclass(eq=False)
 class Encoding:
-    """A missing chunk that the encoder is to read, with the first batch that has a request for it.
+    """A missing chunk, to be encoded with the first batch that has one of its parents.
 
-    owner: the request for which it was asked for.
-    slots: int64 [its tokens], which nobody else has.
+    owner: the request that it was created for.
+    slots: int64 [num_tokens], its own.
     parents: the requests that wait for it.
     """
 
@@ -29,5 +29,5 @@ class Encoding:
 
 
 def chunks_of(work: Any) -> Sequence[ChunkSlice]:
-    """What a pending chunk's producer has under way: an `Encoding`, or the request of a fill."""
+    """The chunks of what a producer has under way: an `Encoding` or a fill's request."""
     return work.chunks if isinstance(work, Encoding) else work.lazy.chunks

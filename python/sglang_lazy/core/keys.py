@@ -1,4 +1,4 @@
-"""What makes the KV of two texts the same: the identity of chunks and of the text after them."""
+"""Cache keys: the identity of the KV of chunks and of the text after them."""
 
 import hashlib
 from array import array
@@ -10,15 +10,15 @@ import xxhash
 
 
 class Namespace(NamedTuple):
-    """Part of the radix tree that holds KV computed under the same conditions. A tuple, which no client can name.
+    """A part of the radix tree whose KV was computed under the same conditions. A tuple, which no client can forge.
 
     kind: "chunk"; "whole" for a chunk all of whose tokens see one another; "text" for text that depends on chunks.
     extra_key: SGLang's own namespace of the request, which ends in the id of its LoRA adapter.
     cache_salt: the tenant's private namespace, None for the shared one.
-    variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, that of the preamble
-        which it is computed behind; None for one computed alone. For a whole one, its own: it begins like no other.
-    adapter: the id of the LoRA adapter, which is each load's own; None for the base model. Clients choose what
-        `extra_key` begins with, so it alone could be taken for another's.
+    variant: what else the KV depends on. For text, the digest of the path before it. For a chunk, the digest of its
+        preamble, None without one. For a whole chunk, its own digest: it shares its beginning with no other.
+    adapter: the id of the LoRA adapter, new with each load; None for the base model. Not in `extra_key` alone, whose
+        beginning clients choose and could make look like another adapter's.
     """
 
     kind: str
@@ -37,7 +37,7 @@ class Namespace(NamedTuple):
 
     @property
     def own_key(self) -> str | None:
-        """`extra_key` without the adapter, None if nothing else is in it."""
+        """`extra_key` without the adapter, None if that leaves nothing."""
         return (self.extra_key or "").removesuffix(self.adapter or "") or None
 
 
@@ -45,7 +45,7 @@ class ChunkKey(NamedTuple):
     """The identity of a chunk's KV.
 
     tokens: SHA-256, see `tokens_digest`.
-    check: XXH3 of the same. Two texts with one SHA-256 are still two chunks.
+    check: XXH3 of the same bytes, in case two texts collide in SHA-256.
     """
 
     tokens: bytes
@@ -54,7 +54,7 @@ class ChunkKey(NamedTuple):
 
 
 def as_int32(input_ids: Sequence[int]) -> memoryview:
-    """Token ids as little-endian int32, to be hashed. Raises ValueError for one that is negative or at least 2**31."""
+    """Token ids as little-endian int32, for hashing. Raises ValueError for an id below 0 or of at least 2**31."""
     wide = np.frombuffer(input_ids if isinstance(input_ids, array) else array("q", input_ids), dtype=np.int64)
     if np.bitwise_or.reduce(wide) >> 31:
         bad = next(token for token in wide.tolist() if not 0 <= token < 1 << 31)
@@ -74,7 +74,7 @@ def digests(input_ids: Sequence[int], ranges: Iterable[tuple[int, int]]) -> list
 
 
 def chunk_key(ids: memoryview, namespace: Namespace) -> ChunkKey:
-    """The identity of the chunk of these tokens, given as by `as_int32`."""
+    """The key of a chunk with these token ids, as `as_int32` gives them."""
     return ChunkKey(hashlib.sha256(ids).digest(), namespace, xxhash.xxh3_128_digest(ids))
 
 

@@ -1,4 +1,4 @@
-"""What policies and kernels see of the served model."""
+"""The served model as policies and kernels see it."""
 
 import dataclasses
 import functools
@@ -12,15 +12,15 @@ from sgl_kernel_lazy import rope_cos_sin
 T = TypeVar("T")
 
 MAX_PREAMBLE_LEN = 512
-"""Tokens of the server's neutral preamble at most: so far may a chunk stand before the position it was computed at."""
+"""Maximum tokens of the neutral preamble, so a chunk's offset is at least minus this."""
 
 
 class LayerRope:
-    """The rotation of one or more attention layers.
+    """The rotary embedding of one or more attention layers.
 
     cos_sin_cache: float32 [max_position + MAX_PREAMBLE_LEN, rotary_dim], without YaRN's magnitude factor, which queries
-        carry already. Its last rows are those of negative positions, as Python counts them.
-    is_neox: how dimensions are paired.
+        carry already. The last rows are for negative positions, as in Python indexing.
+    is_neox: whether dimensions are paired across halves (NeoX) rather than interleaved.
     """
 
     def __init__(self, inv_freq: torch.Tensor, max_position: int, is_neox: bool, device: str | torch.device):
@@ -29,7 +29,7 @@ class LayerRope:
         self.is_neox = is_neox
 
     def still(self) -> "LayerRope":
-        """Of layers that do not rotate: the same shape, and angles of 0."""
+        """The same shape with angles of 0, for layers without rotation."""
         num_rows, rotary_dim = self.cos_sin_cache.shape
         device = self.cos_sin_cache.device
         return LayerRope(torch.zeros(rotary_dim // 2), num_rows - MAX_PREAMBLE_LEN, self.is_neox, device)
@@ -37,14 +37,14 @@ class LayerRope:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionLayer:
-    """What linked attention has to know of a layer.
+    """One attention layer, as linked attention needs to know it.
 
     num_qo_heads, num_kv_heads: of this tensor-parallel rank.
     rope: layers with the same rotary embedding share one object.
-    window: how many positions a token sees, its own included; None: all before it.
-    sinks: whether each head has a sink: a score without a value, which takes part in its softmax.
-    logit_cap: c where scores are c tanh(score / c).
-    kernels: the implementation from `sgl_kernel_lazy` that attends; None until one has been chosen.
+    window: how many positions a token sees, including its own; None for all.
+    sinks: whether each head has an attention sink, a score without a value that joins the softmax.
+    logit_cap: c if scores are capped as c tanh(score / c).
+    kernels: an implementation from `sgl_kernel_lazy`; None until one is chosen.
     """
 
     num_qo_heads: int
@@ -78,12 +78,11 @@ class DecodePlan(NamedTuple):
 
 @dataclasses.dataclass
 class ServedModel:
-    """The loaded model, as far as its KV has to be read, rotated or copied.
+    """The loaded model's KV cache, layers and kernels.
 
     kv_buffers: K and V caches by layer id, each [num_slots, num_kv_heads, head_dim].
-    layers: by layer id, that of the KV: layers which read another one's are with that.
-    window_slots: where layers with windows have the KV of these slots, int64, if it is in a pool of its own; 0 where
-        that has none.
+    layers: by layer id; a layer that reads the KV of another has no entry of its own.
+    window_slots: maps slots (int64) to those of the window layers' own pool, 0 for none; None without such a pool.
     """
 
     kv_buffers: Mapping[int, tuple[torch.Tensor, torch.Tensor]]
@@ -93,20 +92,20 @@ class ServedModel:
 
     @property
     def windows(self) -> set[int]:
-        """Those that layers have."""
+        """All window sizes of its layers."""
         return {layer.window for layer in self.layers.values() if layer.window is not None}
 
     def keeps_all(self, layer_id: int) -> bool:
-        """Whether a layer has the KV of all tokens of a chunk that is cached."""
+        """Whether a layer keeps the KV of all tokens of a cached chunk."""
         return self.window_slots is None or self.layers[layer_id].window is None
 
     def rotations(self, offsets: Sequence[int]) -> list[int]:
-        """The places in each `cos_sin_cache` of these positions, down to -MAX_PREAMBLE_LEN."""
+        """The rows of each `cos_sin_cache` for these positions, which are at least -MAX_PREAMBLE_LEN."""
         num_rotations = len(next(iter(self.layers.values())).rope.cos_sin_cache)
         return [offset % num_rotations for offset in offsets]
 
     def part(self, build: "Callable[[ServedModel], T]") -> T:
-        """What `build` makes of this model, made at first use."""
+        """The result of `build(self)`, computed once."""
         if build not in self._parts:
             self._parts[build] = build(self)
         return self._parts[build]

@@ -14,35 +14,35 @@ Preamble = Literal["none", "neutral", "lead"]
 
 
 class ServerTraits(NamedTuple):
-    """What policies and admission have to know of a server.
+    """The server's properties that policies and admission depend on.
 
     fp8_cache: whether keys and values are rounded to fp8.
-    first_layers: whether a batch can be run through the model's first layers alone.
-    whole_layers: whether there are layers that see all of a prompt, rather than a window.
-    window_pool: whether layers with windows keep KV in a pool of their own.
-    reads_beside: whether the model reads chunks through an encoder, beside the text.
-    masks_images: whether tokens of an image may see those that follow them in it.
+    partial_pass: whether a pass can end at the keys of the second layer.
+    whole_layers: whether any layer sees the whole prompt rather than a window.
+    window_pool: whether window layers keep their KV in a pool of their own.
+    cross_attention: whether the model encodes chunks and reads them by cross-attention, outside the text.
+    masks_images: whether tokens of an image may see later tokens of the same image.
     """
 
     fp8_cache: bool = False
-    first_layers: bool = True
+    partial_pass: bool = True
     whole_layers: bool = True
     window_pool: bool = False
-    reads_beside: bool = False
+    cross_attention: bool = False
     masks_images: bool = False
 
 
 IN_WINDOW_POOL = (
     "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all, if heads have one shape)"
 )
-"""Why policies that need KV of many tokens there do not fit."""
+"""The reason for refusing policies that need the window KV of many tokens."""
 
 
 class TrainedTokens(NamedTuple):
-    """Ids of tokens that a model was trained to have at chunks.
+    """Ids of the tokens that a model was trained to see around chunks.
 
     before, behind: inside each chunk, at its beginning and its end.
-    link: text behind chunks; each policy says which of them stand behind which.
+    link: text after chunks; the policy says which of them follow which chunk.
     """
 
     before: Sequence[int] = ()
@@ -51,7 +51,7 @@ class TrainedTokens(NamedTuple):
 
 
 class Around(NamedTuple):
-    """What a policy puts around one chunk: tokens that begin and end it, and text behind it."""
+    """What a policy puts around one chunk: tokens that begin and end it, and text after it."""
 
     before: Sequence[int] = ()
     behind: Sequence[int] = ()
@@ -60,22 +60,22 @@ class Around(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """How the chunks of a prompt are used: which of their tokens keep cached KV, and which are computed in context.
+    """How a prompt uses its chunks: which of their tokens keep cached KV, and which are computed in context.
 
-    A policy has no state but its parameters, the fields of a frozen dataclass. It is registered by name in
+    A policy's only state is its parameters, the fields of a frozen dataclass. It is registered by name in
     `sglang_lazy.policies`, and requests give its name and parameters as `link`. The defaults below attend to shared KV
-    in place and need nothing beyond it.
+    in place and need nothing else.
 
-    preamble: what each chunk is computed behind: nothing; the server's neutral text; or the prompt's own leading text.
-    reuses: whether it can keep any KV of chunks. Without, a prompt is an ordinary one.
-    in_place: whether attention reads the shared KV of chunks, rotating queries back by each chunk's offset. Otherwise
-        the row holds KV of the request's own.
-    needs_resident: whether the forward pass of a request must come after those that compute its chunks; by default it
-        may be the same.
-    trained: whether it puts tokens around chunks that the model was trained to have there; see `around`.
-    probes: what has to be measured first, of each token that `kept` keeps; `choose` decides by that. "attention": how
-        much the question pays to it, over the prompt as it is cached. "deviation": how far its key in the second layer
-        is from that in the whole prompt. "key size": the squared norm of its key, which is kept with the chunk.
+    preamble: what each chunk is computed after: nothing, the server's neutral text, or the prompt's own leading text.
+    reuses: whether it can keep any KV of chunks. If not, the prompt is an ordinary one.
+    in_place: whether attention reads the shared KV of chunks, rotating queries back by each chunk's offset. If not,
+        the row holds the request's own KV.
+    needs_resident: whether a request's forward pass must follow those that compute its chunks; by default it may be
+        the same pass.
+    trained: whether it puts trained tokens around chunks; see `around`.
+    probes: what to measure first, for each token that `kept` keeps, so that `choose` can decide. "attention": how much
+        the question attends to it, over the cached chunks. "deviation": how far its key in the second layer is from
+        its key in the whole prompt. "key size": the squared norm of its key, which is kept with the chunk.
     """
 
     preamble: Preamble = dataclasses.field(default="none", kw_only=True)
@@ -107,58 +107,58 @@ class Policy:
         """For each chunk of `layout`, the ranges of its tokens whose cached KV the prompt uses.
 
         Positions are relative to the chunk. All other tokens of the chunk are text: they are computed in context, see
-        everything before them, and are seen by everything behind them.
+        everything before them, and are seen by everything after them.
         """
         raise NotImplementedError
 
     def around(self, trained: TrainedTokens, index: int) -> Around:
-        """What stands around the chunk at place `index` in every prompt under this policy."""
+        """What this policy puts around chunk `index` of a prompt."""
         return Around()
 
     def choose(self, chunks: Sequence[ChunkSlice], scores: np.ndarray) -> Sequence[Ranges]:
-        """For each of `chunks`, which the probe ran on, what is kept in the end; as for `kept`.
+        """For each of the probed `chunks`, the ranges to keep in the end, as in `kept`.
 
-        scores: float32, of each of their kept tokens. Attention that it got from the text behind the prompt's last
-            chunk, summed over that text, all heads and the last third of the layers; or the squared deviation, summed
-            over heads and dimensions; or the key's squared norm in units of the chunk's mean, summed over layers
-            without windows, or over all if each has one.
+        scores: float32, one for each kept token, in order. "attention": that from the text after the last chunk,
+            summed over this text, all heads and the last third of the layers. "deviation": its square, summed over
+            heads and dimensions. "key size": the key's squared norm relative to the chunk's mean, summed over the
+            layers without windows, or over all layers if each has one.
         """
         raise NotImplementedError
 
     def max_recomputed(self, chunk_lens: Sequence[int]) -> int:
-        """How many tokens of a prompt's chunks, of these lengths, `choose` leaves out at most."""
+        """The most tokens that `choose` may leave out of chunks of these lengths."""
         return sum(chunk_lens)
 
     def unfit(self, server: ServerTraits) -> str | None:
-        """Why this server cannot serve the policy, or None."""
+        """The reason why this server cannot serve the policy, or None."""
         return None
 
     def num_own_slots(self, prompt: LinkedPrompt) -> int:
-        """How many slots a request takes besides those of its text."""
+        """How many slots a request needs in addition to those of its text."""
         return 0
 
     def warm_up(self, model: ServedModel) -> None:
         """Compile what the policy launches; called at start-up for the server's default policy."""
 
     def begin(self, req: Any, rows: Any) -> None:
-        """The row of `req` has been assigned and its chunks have slots. rows: the cache's `RowCache`."""
+        """Called when the row of `req` has been assigned and its chunks have slots.  rows: the cache's `RowCache`."""
 
     def before_forward(self, reqs: Sequence[Any], model: ServedModel, rows: Any) -> None:
-        """Launch what must precede the forward pass of a batch, on its stream. reqs: those under this policy."""
+        """Launch what must precede a batch's forward pass, on its stream.  reqs: its requests with this policy."""
 
     def end(self, req: Any, rows: Any) -> None:
-        """The row of `req` is about to be released."""
+        """Called when the row of `req` is about to be released."""
 
 
 def refusal(policy: Policy, server: ServerTraits) -> str | None:
-    """Why a server cannot serve a policy, or None."""
-    if server.reads_beside and policy.reuses and not _keeps_whole_chunks(policy):
+    """The reason why a server cannot serve a policy, or None."""
+    if server.cross_attention and policy.reuses and not _keeps_whole_chunks(policy):
         return f"link {policy}: this model reads whole chunks through an encoder, so it knows block and full alone"
     return policy.unfit(server)
 
 
 def _keeps_whole_chunks(policy: Policy) -> bool:
-    """Whether it has attention read them as they are: of a prompt with short chunks and long ones, it keeps all."""
+    """Whether a policy uses chunks unchanged, judged by a sample prompt with short and long chunks."""
     layout = PromptLayout(((1, 3), (3, 5), (6, 4096)))
     whole = [[(0, end - start)] for start, end in layout.chunks]
     alters = policy.preamble != "none" or policy.probes or policy.trained or not policy.in_place

@@ -18,11 +18,11 @@ Ranges = Sequence[tuple[int, int]]
 
 _NONE = np.empty(0, dtype=np.int32)
 _MANY_RANGES = 64
-"""From so many on, one computation over all of them is faster than one for each."""
+"""From this many ranges on, one computation over all of them is faster than one for each."""
 
 
 def positions_in(ranges: Ranges) -> np.ndarray:
-    """The positions that `ranges` hold, in order; int32."""
+    """The positions in `ranges`, ascending; int32."""
     if len(ranges) == 1:
         return np.arange(*ranges[0], dtype=np.int32)
     if len(ranges) < _MANY_RANGES:
@@ -45,11 +45,11 @@ def tokens_at(ids: array, positions: np.ndarray) -> array:
 class Images(NamedTuple):
     """The images of a prompt, all of them in its text.
 
-    items: what SGLang has of each.
-    ranges: of each the half-open range of its tokens in the prompt; ascending.
-    digests: of each, what tells its KV from that of others at the same place.
-    places: int64 [number of prompt tokens], of each token on the first axis of M-RoPE. On all axes, an image takes up
-        fewer places than it has tokens.
+    items: SGLang's multimodal items, one for each image.
+    ranges: the half-open range of each image's tokens in the prompt; ascending.
+    digests: one for each image: different images at the same position have different KV.
+    places: int64 [number of prompt tokens], each token's position on the first axis of M-RoPE. On every axis, an image
+        spans fewer places than it has tokens.
     """
 
     items: Sequence[Any]
@@ -60,17 +60,17 @@ class Images(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class ChunkSlice:
-    """What a prompt uses of a chunk.
+    """The part of a chunk that a prompt uses.
 
     key: the chunk's identity.
-    index: its place among the chunks of the prompt's layout.
+    index: its index among the chunks of the prompt's layout.
     prompt_ids: int64, the prompt that contains it.
-    start: the position of its first token there.
-    num_tokens: its length: what is computed and kept in the cache.
+    start: the position of its first token in the prompt.
+    num_tokens: the length of the whole chunk, which is computed and cached.
     kept: ranges of its tokens, relative to `start`, whose cached KV the prompt uses; never empty.
-    num_kept: how many tokens these have.  num_needed: how many of its first tokens must be resident for them.
-    preamble: int64, the tokens behind which the chunk is computed.
-    shift: by how much the places of its tokens, on all axes of M-RoPE, exceed their positions; 0 without images.
+    num_kept: the number of tokens in `kept`.  num_needed: how many of the chunk's first tokens must be resident.
+    preamble: int64, the tokens after which the chunk is computed.
+    shift: its tokens' places on the axes of M-RoPE minus their positions; 0 without images.
     """
 
     key: ChunkKey
@@ -88,22 +88,23 @@ class ChunkSlice:
 
     @functools.cached_property
     def tokens(self) -> array:
-        """All token ids of the chunk, int64. Copied only for chunks that are computed or searched for."""
+        """All token ids of the chunk, int64. Copied on first use, since a hit by key does not need them."""
         return self.prompt_ids[self.start : self.start + self.num_tokens]
 
     @functools.cached_property
     def indices(self) -> np.ndarray:
-        """Which of its tokens are kept, int32 [num_kept]."""
+        """The indices of the kept tokens within the chunk, int32 [num_kept]."""
         return positions_in(self.kept)
 
     @property
     def spread(self) -> int:
-        """How many tokens before the end of its needed part text begins to look back on it."""
+        """The distance from the first kept token to the end of the needed part. Recomputed text may stand anywhere
+        in between, so window KV is needed that much further back."""
         return self.num_needed - self.kept[0][1]
 
     @property
     def holes(self) -> np.ndarray:
-        """Which tokens between those are not, int32."""
+        """The indices of the tokens between the first and the last kept one that are not kept, int32."""
         first = self.kept[0][0]
         hidden = np.ones(self.num_needed - first, dtype=bool)
         hidden[self.indices - first] = False
@@ -111,23 +112,23 @@ class ChunkSlice:
 
     @property
     def positions(self) -> np.ndarray:
-        """The positions of the prompt that it stands for, int32 [num_kept]."""
+        """The kept tokens' positions in the prompt, int32 [num_kept]."""
         return positions_in([(self.start + begin, self.start + end) for begin, end in self.kept])
 
     @property
     def offset(self) -> int:
-        """By how much its tokens' places exceed those their keys are stored at; negative behind a long preamble."""
+        """Its tokens' places in the prompt minus those that their keys are rotated for. Negative if the preamble is
+        longer than what precedes the chunk."""
         return self.start + self.shift - len(self.preamble)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TextSpan:
-    """Text that depends on the same slices of chunks and the same images.
+    """Text tokens that depend on the same slices of chunks and the same images.
 
-    namespace: None for leading text, which shares the ordinary namespace of the request.
-    positions: int32, of its tokens in the prompt, ascending. The tokens generated behind a prompt are text of its last
-        span.
-    image_len: how many of them, the first ones, are those of an image.
+    namespace: None for leading text, which is in the request's ordinary namespace.
+    positions: int32, its tokens' positions in the prompt, ascending. Generated tokens belong to the last span.
+    image_len: how many of its first tokens are those of an image.
     """
 
     namespace: Namespace | None
@@ -143,17 +144,17 @@ class TextSpan:
         return int(self.positions[-1]) + 1
 
     def namespace_in(self, extra_key: str | None) -> Namespace | str | None:
-        """Its own, or that of leading text in a request with this key."""
+        """Its namespace; for leading text `extra_key`, that of the request."""
         return extra_key if self.namespace is None else self.namespace
 
     def count_before(self, position: int) -> int:
-        """How many of its tokens, generated ones included, stand before `position`."""
+        """How many of its tokens, including generated ones, precede `position`."""
         if position < self.end:
             return int(np.searchsorted(self.positions, position))
         return len(self.positions) + position - self.end
 
     def first(self, count: int) -> np.ndarray:
-        """The positions of its first `count` tokens, generated ones included; int32 [count]."""
+        """The positions of its first `count` tokens, including generated ones; int32 [count]."""
         if count <= len(self.positions):
             return self.positions[:count]
         num_generated = count - len(self.positions)
@@ -163,24 +164,24 @@ class TextSpan:
 class LinkedPrompt(NamedTuple):
     """The slices of chunks and the text spans of a prompt, each in position order; the last token is text.
 
-    num_chunk_tokens: how many tokens of the slices stand in the request's row.
-    beside: whether none do, because the model reads chunks beside the text; positions are then those of the text.
+    num_chunk_tokens: how many tokens of the slices are in the request's row.
+    cross: whether none are, because the model reads chunks by cross-attention; positions then count text only.
     """
 
     chunks: tuple[ChunkSlice, ...]
     spans: tuple[TextSpan, ...]
     num_chunk_tokens: int
     images: Images | None = None
-    beside: bool = False
+    cross: bool = False
 
     @property
     def in_row(self) -> tuple[ChunkSlice, ...]:
-        """The slices that stand in the request's row."""
-        return () if self.beside else self.chunks
+        """The slices that are in the request's row."""
+        return () if self.cross else self.chunks
 
     @property
     def num_leading_tokens(self) -> int:
-        """How much text stands before its first slice."""
+        """How many text tokens precede the first slice."""
         return len(self.spans[0].positions) if self.spans[0].namespace is None else 0
 
     @classmethod
@@ -194,17 +195,17 @@ class LinkedPrompt(NamedTuple):
         adapter: str | None = None,
         images: Images | None = None,
     ) -> "LinkedPrompt":
-        """Cut `input_ids` (int64) by `layout`. Raises ValueError for a token id that is negative or at least 2**31.
+        """Cut `input_ids` (int64) into slices and spans. Raises ValueError for a token id below 0 or of at least 2**31.
 
-        kept: per chunk of the layout, what a policy keeps of it. The last token of a prompt is never kept, since the
-        pass that computes it gives the first token of the answer.
-        preamble: int64, what the chunks are computed behind.
+        kept: per chunk of the layout, the ranges that the policy keeps. The last token of a prompt is never kept,
+            since computing it gives the first token of the answer.
+        preamble: int64, the tokens after which the chunks are computed.
         extra_key, adapter: as in `Namespace`.
 
-        Each slice begins a new span, which holds the tokens recomputed behind the slice's first kept range and the text
-        up to the next slice. It is keyed by the SHA-256 of the path before it: every text token, every slice, and every
-        chunk token that a slice depends on. So its KV is found again exactly where it is valid. An image
-        begins a span, too: its token ids are 30 bits of a hash, so its digest joins the path.
+        Each slice begins a new span: the tokens recomputed after the slice's first kept range, and the text up to the
+        next slice. The span's namespace holds the SHA-256 of the path before it: every text token, every slice, and
+        every chunk token that a slice depends on. So its KV is found exactly where it is valid. An image begins a span,
+        too, and its digest joins the path, since its token ids are only 30 bits of a hash.
         """
         preamble = preamble or array("q")
         path, ids = hashlib.sha256(), as_int32(input_ids)
@@ -217,7 +218,7 @@ class LinkedPrompt(NamedTuple):
         position = 0
 
         def add_span(begin: int, end: int, before: np.ndarray, image_len: int = 0) -> None:
-            """Add the text in [begin, end), and what is recomputed before that."""
+            """Add the text in [begin, end), preceded by the recomputed tokens at positions `before`."""
             if begin == end and not len(before):
                 return
             own = Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
@@ -262,13 +263,13 @@ class LinkedPrompt(NamedTuple):
         return cls(tuple(chunks), tuple(spans), sum(chunk.num_kept for chunk in chunks), images)
 
     @classmethod
-    def build_beside(
+    def build_cross(
         cls, input_ids: array, layout: PromptLayout, extra_key: str | None, adapter: str | None = None
     ) -> "tuple[LinkedPrompt, array]":
-        """The prompt of a model that reads chunks beside the text, in no order; and the ids of its text alone (int64).
+        """The prompt of a model that reads chunks by cross-attention, and the ids of its text (int64).
 
-        Chunks are whole, and sorted by their keys. The text is one span, keyed by the multiset of chunks. A prompt
-        without text has its last token as such, too, for the answer to follow. Arguments and errors: `build`.
+        Chunks are whole, and unordered to the model: they are sorted by key. The text is one span, keyed by the
+        multiset of chunks. If there is no text, the prompt's last token becomes it. Arguments and errors as in `build`.
         """
         ids, chunks, text, position = np.asarray(as_int32(input_ids)), [], array("q"), 0
         text_namespace = Namespace("text", extra_key, layout.cache_salt, adapter=adapter)
@@ -286,4 +287,4 @@ class LinkedPrompt(NamedTuple):
             path.update(chunk.key.tokens + chunk.key.check)
         text = text or input_ids[-1:]
         span = TextSpan(text_namespace._replace(variant=path.digest()), np.arange(len(text), dtype=np.int32))
-        return cls(tuple(chunks), (span,), num_chunk_tokens=0, beside=True), text
+        return cls(tuple(chunks), (span,), num_chunk_tokens=0, cross=True), text

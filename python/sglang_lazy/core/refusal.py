@@ -1,4 +1,4 @@
-"""Refusals that are counted by their reason."""
+"""Refusals, counted by reason."""
 
 REASONS = ("pool", "positions", "policy", "request", "pin_budget", "pin_room")
 """Too long for the KV pool; a chunk too long for the model; a policy that does not fit the server; anything else that
@@ -6,7 +6,7 @@ chunks cannot be served with; a pin beyond the budget; no room on the device for
 
 
 class Refusal(ValueError):
-    """What is asked for is not served.  reason: one of REASONS; that of another ValueError is "request"."""
+    """A request that cannot be served.  reason: one of REASONS; any other ValueError counts as "request"."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -14,5 +14,5 @@ class Refusal(ValueError):
 
 
 def reason_of(error: ValueError) -> str:
-    """One of REASONS."""
+    """The reason of a refusal, one of REASONS."""
     return error.reason if isinstance(error, Refusal) else "request"

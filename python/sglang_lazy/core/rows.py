@@ -1,10 +1,10 @@
-"""The order in which requests lay their tokens into their rows of `req_to_token`.
+"""The order of a request's tokens in its row of `req_to_token`.
 
 The row of a linked request is a permutation of its prompt:
 
     | kept slices of chunks, in prompt order | cached text | text to compute | generated tokens |
 
-Text stands in position order in both parts. At and beyond the prompt's length, index and position are the same.
+Both text parts are in position order. From the prompt's length on, index and position are the same.
 """
 
 import functools
@@ -18,9 +18,9 @@ from sglang_lazy.core.prompt import LinkedPrompt, tokens_at
 
 
 class Row:
-    """The order in which one scheduling of a request lays its prompt into `req_to_token`.
+    """The order of a linked request's tokens in its row, fixed each time that it is scheduled.
 
-    cached: per text span, how many of its first tokens stand among the row's cached text.
+    cached: per text span, how many of its first tokens are in the row's cached part.
     published: per text span, how many of its first tokens the tree owns; grows while the request runs.
     positions: int32 [prompt and earlier output], the position of each token of the row.
     """
@@ -32,7 +32,7 @@ class Row:
         self.cached_start = []
         self.computed_start = []
         last, row_end = prompt.spans[-1], prompt.num_chunk_tokens
-        self._moves_nothing = last is prompt.spans[0] and last.start == row_end  # all text is behind all slices
+        self._moves_nothing = last is prompt.spans[0] and last.start == row_end  # all text follows all slices
         if self._moves_nothing:
             parts = [np.arange(row_end, dtype=np.int32)]
         else:
@@ -52,7 +52,7 @@ class Row:
         self.positions = np.concatenate(self._parts)
 
     def permuted(self, ids: array) -> array:
-        """`ids`, one for each position, in row order; `ids` itself if that is the same."""
+        """`ids`, one for each position, in row order. May return `ids` itself."""
         if self._moves_nothing:
             return ids
         in_order = array("q")
@@ -62,18 +62,18 @@ class Row:
 
     @functools.cached_property
     def in_order(self) -> bool:
-        """Whether each token stands in the row where it stands in the prompt."""
+        """Whether each token has the same index in the row as in the prompt."""
         return bool((self.positions == np.arange(len(self.positions))).all())
 
     def available(self, i: int, row_len: int) -> int:
-        """How many of the first tokens of span `i` are among the first `row_len` tokens of the row."""
+        """How many of span `i`'s first tokens are among the first `row_len` tokens of the row."""
         cached, start = self.cached[i], self.computed_start[i]
         if i == len(self.cached) - 1:
             return cached + max(0, row_len - start)
         return cached + min(max(0, row_len - start), self.computed_start[i + 1] - start)
 
     def positions_of(self, start: int, end: int) -> np.ndarray:
-        """int32 [end - start]: positions of the row's tokens [start, end), generated ones included."""
+        """The positions of the row's tokens [start, end), including generated ones; int32 [end - start]."""
         known = self.positions[start:end]
         if len(known) == end - start:
             return known
@@ -82,12 +82,12 @@ class Row:
 
 
 class FillRow:
-    """The order in which a fill lays its chunks into `req_to_token`: their cached beginnings first, then the rest.
+    """The order of a fill's tokens in its row: the cached beginnings of all parts, then the rest of each.
 
-    A preamble comes as the first of them; it is seen by all, and they see none other.
+    The parts are the preamble, if there is one, and the chunks. Each chunk sees the preamble and itself.
 
-    lens: tokens of each part, a chunk or the preamble.
-    cached, num_computed: per part, how many of its first tokens are cached, and how many are not.
+    lens: the number of tokens of each part.
+    cached, num_computed: per part, how many of its first tokens are cached, and how many tokens are not.
     """
 
     def __init__(self, lens: Sequence[int], cached: Sequence[int], has_preamble: bool):
@@ -99,13 +99,13 @@ class FillRow:
 
     @property
     def is_sequence(self) -> bool:
-        """Whether each token of the row sees all before it, so that it is an ordinary one."""
+        """Whether each token of the row sees all tokens before it, as in an ordinary row."""
         if self._has_preamble:
             return len(self._lens) == 2 and (self.cached[0] == self._lens[0] or self.cached[1] == 0)
         return len(self._lens) == 1
 
     def permuted(self, ids: array) -> array:
-        """`ids`, given part by part, in row order; `ids` itself if that is the same."""
+        """`ids`, given part by part, in row order. May return `ids` itself."""
         if not any(self.cached[1:]):
             return ids
         view, start, beginnings, rest = memoryview(ids), 0, [], []
@@ -116,16 +116,16 @@ class FillRow:
         return array("q", b"".join(beginnings + rest))
 
     def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
-        """The ranges of the row that hold part `i`, in order, cut off at `end`."""
+        """The ranges of the row that hold part `i`, ascending, cut off at row index `end`."""
         computed_end = self._computed_start[i + 1] if end is None else min(self._computed_start[i + 1], end)
         ranges = [(self._cached_start[i], self._cached_start[i + 1]), (self._computed_start[i], computed_end)]
         return [(start, stop) for start, stop in ranges if start < stop]
 
     def parts(self, start: int, end: int) -> Iterator[tuple[list[tuple[int, int]], int]]:
-        """For each part with tokens to compute in [start, end) of the row: the windows up to `end` of what they see,
-        and how many they are."""
+        """For each part with tokens to compute in [start, end) of the row: the row's ranges up to `end` that they see,
+        and the number of these tokens."""
         for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
             num_new = min(last, end) - max(first, start)
             if num_new > 0:
-                behind = self.windows(0) if self._has_preamble and i else []
-                yield behind + self.windows(i, end), num_new
+                preamble = self.windows(0) if self._has_preamble and i else []
+                yield preamble + self.windows(i, end), num_new

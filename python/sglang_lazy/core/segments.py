@@ -1,4 +1,4 @@
-"""Prompts as segments: what users write, and the layout that travels with a request."""
+"""Prompts as segments, and the layout of chunks that travels with a request."""
 
 import dataclasses
 import json
@@ -95,12 +95,12 @@ def check_num_chunks(num_chunks: int, max_chunks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PromptLayout:
-    """Where the chunks of a prompt lie and how they are to be used.
+    """Where the chunks of a prompt are, and how to use them.
 
     chunks: (start, end) token positions of each chunk in the concatenated prompt: ordered, disjoint, non-empty. There
-        are none only where `link` is full and the layout carries no more than the cache salt.
-    cache_salt: namespace of the request's KV, or None for the shared one.
-    link: name of the policy.
+        are none only if `link` is full and the layout serves to carry the cache salt.
+    cache_salt: namespace of the request's KV, None for the shared one.
+    link: the policy.
     """
 
     chunks: tuple[tuple[int, int], ...]
@@ -108,13 +108,13 @@ class PromptLayout:
     link: str = "block"
 
     def pack(self) -> str:
-        """A string that survives every transport between SGLang's processes."""
+        """Serialize as JSON, which every transport between SGLang's processes preserves."""
         fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
         return json.dumps(fields, separators=(",", ":"))
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":
-        """The layout in `packed`; whether its policy exists is not checked.
+        """Parse `packed`, without checking that its policy exists.
 
         Raises ValueError if it is malformed, of another version, or does not fit a prompt of `prompt_len` tokens.
         """

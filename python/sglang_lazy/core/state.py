@@ -1,7 +1,7 @@
-"""What requests carry through SGLang's scheduler, all of it in one attribute: `req.lazy`.
+"""Per-request state in SGLang's scheduler, all of it in one attribute: `req.lazy`.
 
-A linked request has a `LinkedRequest`; before its policy has chosen what it keeps, an `Undecided`. An internal one that
-computes chunks has a `Fill`. All others have nothing.
+It is a `LinkedRequest` for a linked request, an `Undecided` until its policy has chosen what to keep, a `Fill` for an
+internal request that computes chunks, and absent for all others.
 """
 
 import dataclasses
@@ -22,10 +22,9 @@ from sglang_lazy.core.segments import PromptLayout
 
 @dataclasses.dataclass(eq=False)
 class ChunkNodes:
-    """Where a linked request's chunks are in the tree. Locked once, however many hold them: the waiting request, its
-    row, or both.
+    """The tree nodes of a linked request's chunks. Locked once, whether the waiting request, its row or both hold them.
 
-    nodes: per slice, the tree node at which its needed part ends; None while that is missing.
+    nodes: per slice, the tree node where its needed part ends; None while that is missing.
     spreads: per slice, `ChunkSlice.spread`.
     num_locks: the number of holders.
     """
@@ -36,12 +35,12 @@ class ChunkNodes:
 
     @classmethod
     def missing(cls, slices: Sequence[ChunkSlice]) -> "ChunkNodes":
-        """Of slices that are yet to be found, for one holder."""
+        """For slices that have not been looked up yet, with one holder."""
         return cls([None] * len(slices), [chunk.spread for chunk in slices], num_locks=1)
 
     @property
     def found(self) -> list[tuple[Any, int]]:
-        """The nodes of slices that are not missing, with their spreads."""
+        """The nodes and spreads of the slices that are not missing."""
         return [pair for pair in zip(self.nodes, self.spreads, strict=True) if pair[0] is not None]
 
     @property
@@ -53,9 +52,9 @@ class ChunkNodes:
 class RowNodes:
     """All tree nodes that a row depends on. SGLang locks and unlocks it as the request's `last_node`.
 
-    spans: per text span, the node where its cached part ends; for a fill, the same per chunk.
-    spreads: per span, as `Tree.lock` takes it: the pass of a fill is yet to read what it has published. None for 0.
-    num_locks: SGLang's locks. The nodes are locked once while there is any.
+    spans: per text span, the node where its cached part ends; for a fill, per part.
+    spreads: per span, as in `Tree.lock`: a fill's pass has yet to read what the fill has published. None for all 0.
+    num_locks: SGLang's locks. The nodes are locked once while there are any.
     used: whether the use of these nodes has been counted.
     """
 
@@ -68,10 +67,10 @@ class RowNodes:
 
 @dataclasses.dataclass(eq=False)
 class Probe:
-    """What an internal linked request measures for another one, of each token of its prompt's slices.
+    """The measurement that an internal linked request makes for its parent: one score per token of its slices.
 
-    parent: the request whose policy chooses by it.
-    query_start: the position from which on the attention of its text counts.
+    parent: the request whose policy chooses by the scores.
+    query_start: text from this position on counts as the question.
     """
 
     parent: Any
@@ -81,14 +80,14 @@ class Probe:
     _copied: Any = None
 
     def add(self, scores: torch.Tensor) -> None:
-        """What one forward pass measured, float32 [num_chunk_tokens of its prompt]."""
+        """Add the scores of one forward pass, float32 [num_chunk_tokens of its prompt]."""
         self._sums = scores if self._sums is None else self._sums + scores
 
     def send(self) -> None:
-        """Start copying the sums to the host, behind the pass that has completed them."""
+        """Start copying the sums to the host, after the pass that completes them."""
         assert self._sums is not None
         on_gpu = self._sums.is_cuda
-        # Into pageable memory the copy would wait for the device.
+        # A copy into pageable memory would wait for the device.
         on_host = torch.empty(self._sums.shape, dtype=self._sums.dtype, pin_memory=on_gpu)
         self._on_host = on_host.copy_(self._sums, non_blocking=True)
         if on_gpu:
@@ -107,27 +106,27 @@ class Probe:
 class LinkedRequest:
     """A request whose policy keeps KV of chunks.
 
-    found: per slice, the tree node at which it was cached on arrival, or None. Not locked, so it may be evicted.
-    asked: per slice, whether storage was asked for it on arrival.
-    chunks: where its chunks are, locked while it waits; None while it holds nothing.
+    found: per slice, the tree node where it was cached on arrival, or None. Not locked, so it may be evicted.
+    prefetched: per slice, whether a fetch from storage was started on arrival.
+    chunks: the nodes of its chunks, locked while it waits; None while it holds none.
     row: the row's order; set when the request is matched for a batch.
-    own: what its policy keeps while the request has a row.
-    beside: int32, the slots of its chunks, once it has a row, if the model reads them beside the text.
+    own: its policy's state while the request has a row.
+    cross_slots: int32, the slots of its chunks, once it has a row, if the model reads them by cross-attention.
     reused: per slice, whether it was cached or stored on arrival, and has not been computed for this request since.
     loaded: per slice, whether it was loaded from the host for this request.
-    found_text: per namespace of text that its fills or its probe compute, how many tokens of it were cached before.
+    found_text: by namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
-    waits_since: by `time.perf_counter`, since when only its chunks have been missing; None before, and once it runs.
+    waits_since: `time.perf_counter()` when it began to wait for nothing but its chunks; None before, and once it runs.
     """
 
     prompt: LinkedPrompt
     policy: Policy
     found: list[Any]
-    asked: list[bool]
+    prefetched: list[bool]
     chunks: ChunkNodes | None = None
     row: Row = dataclasses.field(init=False)
     own: Any = None
-    beside: torch.Tensor | None = None
+    cross_slots: torch.Tensor | None = None
     reused: list[bool] = dataclasses.field(init=False)
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
@@ -135,7 +134,9 @@ class LinkedRequest:
     waits_since: float | None = None
 
     def __post_init__(self):
-        self.reused = [node is not None or asked for node, asked in zip(self.found, self.asked, strict=True)]
+        self.reused = [
+            node is not None or prefetched for node, prefetched in zip(self.found, self.prefetched, strict=True)
+        ]
         self.loaded = [False] * len(self.found)
 
     @property
@@ -150,43 +151,51 @@ class LinkedRequest:
 
     @property
     def recomputes(self) -> bool:
-        """Whether its row is the whole prompt as plain text, which a probe compares with the chunks."""
+        """Whether it is a probe that computes the whole prompt as plain text, to compare it with the cached chunks."""
         return self.probe is not None and self.policy.probes == "deviation"
 
     @property
     def needs_resident(self) -> bool:
-        """Whether its forward pass must follow those that compute its chunks."""
+        """Whether its forward pass must follow, not share, those that compute its chunks."""
         return self.policy.needs_resident or self.recomputes
 
     @property
     def num_own_slots(self) -> int:
-        """How many slots it takes besides those of its text."""
+        """How many slots it needs in addition to those of its text."""
         return self.prompt.num_chunk_tokens if self.recomputes else self.policy.num_own_slots(self.prompt)
 
     @property
     def segments(self) -> tuple[ChunkSlice, ...]:
-        """The slices whose keys are stored in the row at positions relative to their chunks."""
+        """The slices in the row whose keys are rotated for positions within their chunks."""
         return self.prompt.in_row if self.policy.in_place and not self.recomputes else ()
 
     @property
     def read_in_place(self) -> tuple[ChunkSlice, ...]:
-        """The slices that attention reads where all requests do: in the row, or beside the text."""
-        return self.prompt.chunks if self.prompt.beside else self.segments
+        """The slices whose shared slots attention reads, in the row or by cross-attention."""
+        return self.prompt.chunks if self.prompt.cross else self.segments
 
     @property
     def num_reused_tokens(self) -> int:
-        """Chunk tokens that were not computed for this request."""
+        """Proxy chunk tokens that were not computed for this request."""
         return sum(chunk.num_kept for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
     def num_loaded_tokens(self, fetched: bool) -> int:
-        """Those of them that were loaded from the host for this request, and had been fetched for it from storage or
-        not."""
-        slices = zip(self.prompt.chunks, self.reused, self.loaded, self.asked, strict=True)
-        return sum(chunk.num_kept for chunk, reused, loaded, asked in slices if reused and loaded and asked == fetched)
+        """Reused tokens that were loaded from the host for this request.
+
+        fetched: count those that had been fetched from storage for it, or the others.
+        """
+        slices = zip(self.prompt.chunks, self.reused, self.loaded, self.prefetched, strict=True)
+        return sum(
+            chunk.num_kept
+            for chunk, reused, loaded, prefetched in slices
+            if reused and loaded and prefetched == fetched
+        )
 
     def num_computed_tokens(self, cached: Sequence[int]) -> int:
-        """Kept chunk tokens that were computed for this request, and of its `cached` text, per span, what its fills and
-        its probe have computed."""
+        """Proxy chunk tokens computed for this request, plus the cached text that its fills and its probe computed.
+
+        cached: per text span, how many tokens are cached.
+        """
         num_tokens = self.prompt.num_chunk_tokens - self.num_reused_tokens
         if not self.found_text:
             return num_tokens
@@ -195,7 +204,7 @@ class LinkedRequest:
 
     @property
     def hit_mask(self) -> int:
-        """Bit i is set if chunk i of the prompt's layout was reused."""
+        """The reused chunks: bit i stands for chunk i of the prompt's layout."""
         return sum(1 << chunk.index for chunk, reused in zip(self.prompt.chunks, self.reused, strict=True) if reused)
 
 
@@ -204,9 +213,9 @@ class Undecided:
     """A waiting request whose policy chooses by a probe that has not ended.
 
     kept: per chunk of the layout, what the probe keeps.
-    num_chosen: of how many chunks, the first ones, that has been chosen in earlier turns.
+    num_chosen: for how many of the first chunks `kept` is the choice of an earlier turn.
     probe: the internal request that measures.
-    launched: whether a batch has taken it.
+    launched: whether a batch has taken the probe.
     """
 
     layout: PromptLayout
@@ -218,7 +227,7 @@ class Undecided:
 
 
 class FillPart(NamedTuple):
-    """Tokens (int64) that a fill computes, and the namespace that they are published in; the preamble is no chunk."""
+    """Tokens (int64) that a fill computes, and the namespace to publish them in.  chunk: None for the preamble."""
 
     tokens: array
     namespace: Hashable
@@ -227,17 +236,17 @@ class FillPart(NamedTuple):
 
 @dataclasses.dataclass(eq=False)
 class Fill:
-    """An internal request that computes missing chunks one after another; none sees another.
+    """An internal request that computes missing chunks, none of which sees another.
 
-    All are computed behind the same preamble, which it computes as well unless that is cached. It ends when the batch
-    with its last tokens is formed.
+    All chunks have the same preamble, which the fill computes as well unless it is cached. The chunks are published
+    when the batch with the fill's last tokens is formed.
 
-    owner: the request for which it was made.
+    owner: the request that it was created for.
     parents: the requests that wait for it.
     row: the row's order; set when it is matched for a batch.
     duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
-    lent: int64, those of them whose window KV the tree has taken.
-    began: by `time.perf_counter`, when it was last matched for a batch.
+    lent: int64, those of `duplicates` whose window KV the tree has taken.
+    began: `time.perf_counter()` when it was last matched for a batch.
     """
 
     chunks: Sequence[ChunkSlice]
@@ -250,23 +259,23 @@ class Fill:
 
     @property
     def preamble(self) -> array:
-        """What all its chunks are computed behind, int64."""
+        """The tokens after which all its chunks are computed, int64."""
         return self.chunks[0].preamble
 
     @functools.cached_property
     def parts(self) -> list[FillPart]:
-        """What it computes, in this order: its preamble, if there is one, and its chunks."""
+        """What it computes, in order: the preamble, if there is one, and the chunks."""
         preamble = [FillPart(self.preamble, self.chunks[0].key.namespace.extra_key)] if self.preamble else []
         return [*preamble, *(FillPart(chunk.tokens, chunk.key.namespace, chunk) for chunk in self.chunks)]
 
 
 def lazy_state(req: Any) -> LinkedRequest | Undecided | Fill | None:
-    """What `req` carries."""
+    """The state that `req` carries, None if it has no part in chunk reuse."""
     return getattr(req, "lazy", None)
 
 
 def as_linked(req: Any) -> LinkedRequest:
-    """The state of a request that is known to be linked."""
+    """The state of a request known to be linked."""
     state = lazy_state(req)
     assert isinstance(state, LinkedRequest)
     return state
@@ -279,13 +288,13 @@ def linked(req: Any) -> LinkedRequest | None:
 
 
 def is_internal(req: Any) -> bool:
-    """Whether a request is a fill or a probe, which answer nobody."""
+    """Whether a request is a fill or a probe, which have no client."""
     state = lazy_state(req)
     return isinstance(state, Fill) or (isinstance(state, LinkedRequest) and state.probe is not None)
 
 
 def stand_in(req: Any) -> Any | None:
-    """What stands in the queue for a waiting request: its probe where it has one, nobody while that runs."""
+    """The request that represents `req` in the queue: its probe if it has one (None while that runs), else itself."""
     state = lazy_state(req)
     if not isinstance(state, Undecided):
         return req

@@ -1,7 +1,7 @@
-"""How prompts use their chunks: one module for each policy, and the registry by which requests name them.
+"""Policies, which say how prompts use their chunks: one module each, and their registry.
 
-A request's `link` is `name` or `name:parameter=value,...`. With `base` before it and a plus between them, a policy's
-chunks are computed behind a preamble: `base+epic:tokens=8`.
+A request's `link` is `name` or `name:parameter=value,...`. The prefix `base+` has chunks computed after a preamble:
+`base+epic:tokens=8`.
 
 To add a policy, derive from `sglang_lazy.core.policy.Policy` in a module of its own and register it here.
 """
@@ -26,11 +26,11 @@ __all__ = ["POLICIES", "get_policy", "register"]
 POLICIES: dict[str, type[Policy]] = {}
 
 BASE = "base"
-"""Stands before a policy, or alone for `block`, and gives chunks a preamble."""
+"""Prefix that gives chunks a preamble; alone it means `base+block`."""
 
 
 def register(policy: type[Policy]) -> type[Policy]:
-    """Offer a policy under its name; usable as a class decorator. Raises ValueError if the name is taken."""
+    """Register a policy under its name; usable as a class decorator. Raises ValueError if the name is taken."""
     if policy.name in POLICIES or policy.name == BASE:
         raise ValueError(f"policy {policy.name!r} is registered already")
     POLICIES[policy.name] = policy
@@ -38,7 +38,7 @@ def register(policy: type[Policy]) -> type[Policy]:
 
 
 def get_policy(link: Any) -> Policy:
-    """The policy that `link` names, with its parameters; `str` of it is `link` in full.
+    """The policy that `link` names, with its parameters. Its `str` is the link with all parameters.
 
     Raises ValueError for anything else, and for parameters that the policy does not take.
     """
@@ -47,7 +47,7 @@ def get_policy(link: Any) -> Policy:
     return _parse(link, frozenset(POLICIES.values()))
 
 
-@functools.lru_cache(maxsize=1024)  # requests repeat them; the registry is part of the key
+@functools.lru_cache(maxsize=1024)  # requests repeat their links; the registry is part of the cache key
 def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
     base, plus, rest = link.partition("+")
     if base.partition(":")[0] == BASE:
@@ -60,7 +60,7 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
         raise _unknown(link)
     policy = POLICIES[name]
     if base and not policy.reuses:
-        raise ValueError(f"link {link!r:.50}: {name} computes no chunks, so they can stand behind no preamble")
+        raise ValueError(f"link {link!r:.50}: {name} computes no chunks, so a preamble has no effect")
     defaults = {field.name: field.default for field in dataclasses.fields(policy) if field.name != "preamble"}
     try:
         return policy(**_parameters(rest, name, defaults), **values)
@@ -74,7 +74,7 @@ def _unknown(link: Any) -> ValueError:
 
 
 def _parameters(text: str, name: str, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The parameters in `name:parameter=value,...`, each of the type of its default, and the defaults of the others."""
+    """Parse `name:parameter=value,...`; each value has the type of its default, and absent ones keep it."""
     values: dict[str, Any] = {}
     given = text.removeprefix(name).removeprefix(":")
     for item in given.split(",") if text != name else ():

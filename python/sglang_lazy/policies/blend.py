@@ -1,7 +1,7 @@
 """CacheBlend (arXiv 2405.16444, section 4): the tokens whose cached keys deviate most are computed in context.
 
-A probe runs the whole prompt, as plain text, through the model's first two layers, and compares the second layer's keys
-with those cached. One more pass recomputes the tokens that are furthest off.
+A probe runs the whole prompt as plain text through the model's first layer and up to the second layer's keys, and
+compares these with the cached ones. A second pass recomputes the tokens that deviate most.
 """
 
 import dataclasses
@@ -19,6 +19,6 @@ class Blend(Selective):
     def unfit(self, server: ServerTraits) -> str | None:
         if server.window_pool:
             return f"link blend: a prompt's plain text {IN_WINDOW_POOL}"
-        if server.first_layers:
+        if server.partial_pass:
             return None
-        return "link blend: this server cannot run the model's first layers alone (its model, or --enable-mixed-chunk)"
+        return "link blend: no pass can end at the second layer's keys here (--enable-mixed-chunk, or only one layer)"

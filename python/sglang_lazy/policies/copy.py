@@ -1,7 +1,7 @@
-"""Block attention over copies: each request gets a copy of its chunks, with keys rotated to their positions.
+"""Block attention over copies: each request gets its own copy of its chunks, with keys rotated to their positions.
 
-This is how Block-Attention (arXiv 2409.15355) reuses position-free KV, and it is the baseline to compare with. A copied
-chunk is like text: decode, and prefill of text behind all the chunks, run on SGLang's own attention.
+Block-Attention (arXiv 2409.15355) reuses KV this way; it is the baseline to compare with. A copied chunk is like text:
+decode, and prefill of text after the last chunk, run on SGLang's own attention.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ from sglang_lazy.policies.block import Block
 
 @dataclasses.dataclass
 class ChunkCopy:
-    """Slots of a request's own that hold its chunks, rotated to their positions.
+    """A request's own copy of its chunks, rotated to their positions.
 
-    source, slots: int64 [n], where each token's KV comes from and goes to.
-    written: whether the copying has been launched.
+    source, slots: int64 [n], the slots to copy from and to.
+    written: whether the copy has been launched.
     """
 
     source: torch.Tensor
@@ -49,9 +49,9 @@ class Copy(Block):
         model.part(ChunkCopier)
 
     def begin(self, req: Any, rows: Any) -> None:
-        """Put slots of the request's own in place of its chunks' into its row.
+        """Replace the slots of the chunks in the request's row by its own.
 
-        Raises RuntimeError where memory does not suffice, as SGLang does for a batch; admission has reserved it.
+        Raises RuntimeError if memory runs out, as SGLang does for a batch; admission has reserved it.
         """
         state = as_linked(req)
         if state.own is None:
@@ -73,7 +73,7 @@ class Copy(Block):
         )
         for req, copy in zip(new, copies, strict=True):
             copy.written = True
-            # Whatever reuses the chunks' slots is launched later, so they need no lock any more.
+            # Whatever reuses the chunks' slots is launched later, so they need no lock from here on.
             rows.store.unlock_chunks(req.last_node.chunks)
             req.last_node.chunks = ChunkNodes([], [], num_locks=1)
 
@@ -85,7 +85,7 @@ class Copy(Block):
 
 
 class ChunkCopier:
-    """Copies cached KV from slot to slot in all layers of a model, and rotates the keys on the way."""
+    """Copies cached KV between slots in all layers of a model, rotating the keys."""
 
     def __init__(self, model: ServedModel):
         groups: dict[int, tuple[LayerRope, list]] = {}
@@ -93,12 +93,12 @@ class ChunkCopier:
             self.copy_rotated = layer.kernels.copy_rotated
             groups.setdefault(id(layer.rope), (layer.rope, []))[1].append(model.kv_buffers[layer_id])
         self.groups = list(groups.values())
-        # Compiles the kernel. Slot 0 never holds a request's KV.
+        # Compile the kernel. Slot 0 never holds a request's KV.
         slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][0].cos_sin_cache.device)
         self.copy(slots, slots, np.zeros(1, dtype=np.int64))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, offsets: np.ndarray) -> None:
-        """source, target: int64 [n], slots on the device.  offsets: int64 [n], by how much each key is rotated."""
+        """Copy `source` to `target` (slots, int64 [n]) and rotate the keys by `offsets` (int64 [n])."""
         rotations = to_device(offsets, source.device)
         for rope, caches in self.groups:
             k_caches, v_caches = zip(*caches, strict=True)

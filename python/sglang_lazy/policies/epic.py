@@ -14,7 +14,7 @@ from sglang_lazy.core.segments import PromptLayout
 
 @dataclasses.dataclass(frozen=True)
 class Epic(Policy):
-    """tokens: how many of each chunk; of one that begins the prompt none, since nothing stands before it."""
+    """tokens: how many of each chunk are computed in context; none of a chunk at the very start of the prompt."""
 
     name: ClassVar[str] = "epic"
     tokens: int = 16

@@ -1,4 +1,4 @@
-"""KVLink (arXiv 2502.16002, section 3.2): trained link tokens stand behind every chunk and see all before them."""
+"""KVLink (arXiv 2502.16002, section 3.2): trained link tokens follow every chunk and see everything before them."""
 
 import dataclasses
 from typing import ClassVar
@@ -9,7 +9,7 @@ from sglang_lazy.policies.block import Block
 
 @dataclasses.dataclass(frozen=True)
 class KvLink(Block):
-    """tokens: how many stand behind each chunk. They are numbered by its place in the prompt."""
+    """tokens: how many link tokens follow each chunk. Which ones depends on the chunk's index in the prompt."""
 
     name: ClassVar[str] = "kvlink"
     trained: ClassVar[bool] = True

@@ -1,7 +1,7 @@
 """ProphetKV (arXiv 2602.02579, section 4): the tokens that the question attends to most are computed in context.
 
-A probe computes the question over all chunks as they are cached, and sums up its attention to each of their tokens. A
-second pass recomputes the tokens with the most of it, and the question behind them.
+A probe computes the question over the cached chunks and sums its attention to each of their tokens. A second pass
+recomputes the tokens that got most, and the question after them.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""What policies have in common that recompute a share of the prompt's chunk tokens, those of the highest scores."""
+"""Base class of policies that recompute the share of chunk tokens with the highest scores."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ class Selective(Block):
         return math.ceil(self.ratio * sum(chunk_lens))
 
     def choose(self, chunks: Sequence[ChunkSlice], scores: np.ndarray) -> Sequence[Ranges]:
-        """The best over all chunks together; of equal ones the first."""
+        """Leave out the tokens with the highest scores of all chunks together; of equal scores the first."""
         count = self.max_recomputed([len(scores)])
         least = np.partition(scores, -count)[-count]
         keep = scores < least

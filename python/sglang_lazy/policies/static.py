@@ -1,7 +1,7 @@
-"""The tokens of each chunk whose keys are smallest are computed in context; they are the same in every prompt.
+"""The tokens with the smallest keys of each chunk are computed in context, the same ones in every prompt.
 
-Tokens with small keys get most of the attention (Devoto et al., arXiv 2406.11430, section 3). Their norms are measured
-once, when a chunk is first used under this policy, so later prompts need no pass besides their own.
+Tokens with small keys get most of the attention (Devoto et al., arXiv 2406.11430, section 3). The norms are measured
+once, when a chunk is first used under this policy, so later prompts need no extra pass.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Sends prompts to the worker that has their chunks, in front of an existing router.
+"""Chunk-aware routing in front of an existing router: prompts go to the worker that has their chunks.
 
     picker = Picker()
     chunks = chunks_in(body)

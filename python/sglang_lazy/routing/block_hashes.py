@@ -1,4 +1,4 @@
-"""SGLang's names of KV for the chunks of requests, by which workers' KV events speak of them."""
+"""SGLang's block hashes of chunks, which workers' KV events refer to."""
 
 import hashlib
 from collections import OrderedDict
@@ -12,12 +12,12 @@ from sglang_lazy.serving.tokenization import SegmentTokenizer
 
 CAPACITY = 1 << 16
 SAMPLE = "In 1889, Ænima's café sold 10,240 naïve crêpes;\n\n\tprint('數據' + \"🙂\")  # déjà-vu?"
-"""Few tokenizers agree on it."""
+"""A text that few tokenizers encode alike, to compare tokenizers by."""
 _TOKEN_BYTES = 4
 
 
 def block_hash(input_ids: Sequence[int]) -> int:
-    """SGLang's name for the KV of the last of these tokens behind the others, in blocks of one token.
+    """SGLang's hash of the last block of these tokens, in blocks of one token.
 
     The first 64 bits, as a signed integer, of d(n), where d(i) = SHA-256(d(i - 1), token i as little-endian int32) and
     d(0) is empty. Raises ValueError for a token that is negative or at least 2**31.
@@ -30,9 +30,9 @@ def block_hash(input_ids: Sequence[int]) -> int:
 
 
 class BlockHashes:
-    """Tokenizes chunks as the workers do, and names them by the last of their tokens.
+    """Tokenizes chunks as the workers do and computes their `block_hash`.
 
-    tokenizer: a Hugging Face tokenizer, that of the workers' model.  capacity: how many names are remembered.
+    tokenizer: the Hugging Face tokenizer of the workers' model.  capacity: how many hashes to remember.
     sample: its tokens of `SAMPLE`.
     """
 
@@ -44,15 +44,15 @@ class BlockHashes:
 
     @classmethod
     def load(cls, tokenizer: str) -> "BlockHashes":
-        """By a tokenizer's path, or its name on the Hugging Face hub. Raises OSError or ValueError without one."""
+        """Load a tokenizer by path or Hugging Face name. Raises OSError or ValueError if there is none."""
         from transformers import AutoTokenizer  # takes seconds, and is needed nowhere else here
 
         return cls(AutoTokenizer.from_pretrained(tokenizer))
 
     def of(self, blocks: Mapping[bytes, Mapping[str, Any]]) -> dict[bytes, int]:
-        """The names of chunks, as they stand in requests, by what tells one from another.
+        """The hashes of chunks.  blocks: the chunks of requests, by digest.
 
-        Those that are named by ids, whose tokens nobody here knows, have none, and neither have malformed ones.
+        Chunks given by id, whose tokens are unknown here, and malformed ones have no hash.
         """
         names = {digest: self._known[digest] for digest in blocks if digest in self._known}
         tokens = self._tokens({digest: block for digest, block in blocks.items() if digest not in names})
@@ -72,7 +72,7 @@ class BlockHashes:
 
 
 def _segment(block: Mapping[str, Any]) -> Segment | None:
-    """What the server reads in a block; None if it would refuse it, or knows it by an id."""
+    """The segment that a block means to the server; None if it is malformed or given by id."""
     try:
         text_of = BLOCKS.get(block["type"])
         segment = parse_segment({"type": "chunk", "text": text_of(block)} if text_of else block, vocab_size=1 << 31)

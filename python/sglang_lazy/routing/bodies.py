@@ -1,4 +1,4 @@
-"""What a picker needs of requests and answers, read from their JSON."""
+"""Reads the chunks of requests, and hits in answers, from JSON bodies."""
 
 import hashlib
 import json
@@ -9,21 +9,22 @@ from sglang_lazy.routing.block_hashes import BlockHashes
 from sglang_lazy.serving.blocks import BLOCKS
 
 _PROMPTS = ("segments", "system", "messages", "input")
-"""Fields of bodies in which chunks stand."""
+"""Fields of bodies that may contain chunks."""
 _CHUNKS = ("chunk", *BLOCKS)
 TOKENS_INSIDE = "packet"
-"""The policy that puts tokens of the model's own into chunks."""
+"""The policy that puts trained tokens into chunks."""
 NAMED_SIZE = 4000
-"""What a chunk that is named by its id counts, whose length nobody here knows: as so many characters."""
+"""Assumed size, in characters, of a chunk given by id, whose length is unknown here."""
 
 
 def chunks_in(body: Any, hashes: BlockHashes | None = None) -> list[tuple[Hashable, int]]:
     """The chunks of a request in the order of its prompt, each with its size in characters.
 
-    body: the JSON of `/generate` or of an OpenAI or Anthropic route. Equal chunks, of one tenant and adapter, have
-    equal names. Chunks made of plain text (`chunk_separator`, `chunk_roles`) are not seen, and whatever is malformed is
-    left to the server to refuse.
-    hashes: names those that KV events tell of as these do.
+    Equal chunks of one tenant and adapter have equal names. Chunks made from plain text (`chunk_separator`,
+    `chunk_roles`) are not seen; malformed bodies are left to the server to refuse.
+
+    body: the JSON of `/generate` or of an OpenAI or Anthropic route.
+    hashes: to name chunks as KV events do.
     """
     if not isinstance(body, Mapping) or body.get("link") == "full":
         return []
@@ -38,7 +39,7 @@ def chunks_in(body: Any, hashes: BlockHashes | None = None) -> list[tuple[Hashab
 
 
 def _namespace(body: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What beside its tokens a chunk's KV depends on. All are false for one that is anybody's and computed alone."""
+    """What a chunk's KV depends on besides its tokens. All false for a shared chunk that is computed alone."""
     adapter = body.get("lora_path") or str(body.get("model")).partition(":")[2]
     first, _, rest = str(body.get("link")).partition("+")
     preamble = first if first.startswith("base") else None
@@ -69,9 +70,9 @@ def _text(value: Any) -> str:
 
 
 def hits_by_chunk(chunks: Sequence[tuple[Hashable, int]], line: bytes) -> dict[Hashable, bool]:
-    """Which of a request's chunks were cached, as a line of its answer says: all of the JSON, or an event of a stream.
+    """Which of a request's chunks were cached, according to a line of its answer: the whole JSON, or a stream's event.
 
-    chunks: what `chunks_in` gave. Empty if the line says nothing, or not of these: answers to batches are passed over.
+    Empty if the line has no report on exactly these chunks, as in answers to batches.  chunks: from `chunks_in`.
     """
     if b'"chunks":' not in line:
         return {}
@@ -86,7 +87,7 @@ def hits_by_chunk(chunks: Sequence[tuple[Hashable, int]], line: bytes) -> dict[H
 
 
 def _reports(answer: Any) -> Iterator[list[dict[str, Any]]]:
-    """The reports on chunks in an answer, one for each of its samples."""
+    """The chunk reports in an answer, one per sample."""
     if isinstance(answer, list):
         for element in answer:
             yield from _reports(element)

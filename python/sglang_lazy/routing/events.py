@@ -1,4 +1,4 @@
-"""What a worker publishes of its cache (SGLang's `--kv-events-config`), told to a picker."""
+"""Keeps a picker informed by a worker's KV events (SGLang's `--kv-events-config`)."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # mypy does not know that msgspec structs take class arguments.
 class _Event(msgspec.Struct, array_like=True, tag=True, gc=False):  # type: ignore[call-arg]
-    """SGLang's events as they are on the wire. Later fields are passed over."""
+    """Base class of SGLang's events in their wire format; unknown trailing fields are ignored."""
 
 
 class BlockStored(_Event):
@@ -55,25 +55,27 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class Listener:
-    """Tells `picker` what the messages of one worker say."""
+    """Applies the messages of one worker to `picker`."""
 
     def __init__(self, worker: str, picker: Picker):
         self.worker, self.picker = worker, picker
-        self._next: dict[int | None, int] = {}  # by rank, since each counts its own messages
+        self._next: dict[int | None, int] = {}  # sequence numbers, which each rank counts by itself
 
     def take(self, message: Sequence[bytes]) -> None:
-        """Raises ValueError or MsgspecError for a message that is malformed or does not follow the one before it."""
+        """Apply a message. Raises ValueError or MsgspecError if it is malformed or out of sequence."""
         _, number, payload = message
         batch, sequence = _decode(payload), int.from_bytes(number, "big")
         if sequence != self._next.get(batch.dp_rank, sequence):
             raise ValueError(f"message {self._next[batch.dp_rank]} was expected, {sequence} came")
         self._next[batch.dp_rank] = sequence + 1
         for event, after in itertools.pairwise([*batch.events, None]):
-            self._tell(event, after, batch.dp_rank)
+            self._apply(event, after, batch.dp_rank)
 
-    def _tell(self, event: _Event | None, after: _Event | None, rank: int | None) -> None:
-        """after: the next event. Of blocks stored one behind the other the last is told of: a chunk ends with it, if
-        any does. All are removed by their names."""
+    def _apply(self, event: _Event | None, after: _Event | None, rank: int | None) -> None:
+        """Apply one event. Of a chain of stored blocks only the last counts, since only there can a chunk end.
+
+        after: the next event.
+        """
         match event:
             case BlockStored(block_hashes=[*_, last], medium=medium):
                 if not (isinstance(after, BlockStored) and (after.parent_block_hash, after.medium) == (last, medium)):
@@ -90,10 +92,10 @@ class _Publisher(NamedTuple):
 
 
 async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
-    """Keep `picker` told what the server at the URL `worker` stores and removes, until cancelled.
+    """Keep `picker` informed of what the server at the URL `worker` stores and removes, until cancelled.
 
-    What it had before is not told. When it starts anew, or a message is lost, all that is known of it is forgotten.
-    Returns, with an error in the log, if it publishes no events, does not let us know, or has another tokenizer.
+    What it stored earlier is unknown. When it restarts or a message is lost, the picker forgets the worker. Logs an
+    error and returns if the worker publishes no events, refuses to say where, or has another tokenizer.
     """
     while True:
         try:
@@ -102,7 +104,7 @@ async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
             logger.error("the KV events of %s are not followed: %s", worker, error)
             return
         except (aiohttp.ClientError, asyncio.TimeoutError, ValueError) as error:
-            logger.warning("%s does not say where it publishes KV events: %r", worker, error)
+            logger.warning("%s does not report where it publishes KV events: %r", worker, error)
         else:
             reason = await _listen(publisher, Listener(worker, picker))
             logger.warning("the KV events of %s broke off: %s", worker, reason)
@@ -111,8 +113,8 @@ async def follow(worker: str, picker: Picker, hashes: BlockHashes) -> None:
 
 
 async def _publisher(worker: str, hashes: BlockHashes) -> _Publisher:
-    """Where the worker publishes. Raises LookupError if nothing can be learned there."""
-    timeout = aiohttp.ClientTimeout(total=60)  # it tokenizes while it is busy, too
+    """Where the worker publishes. Raises LookupError if its events are of no use."""
+    timeout = aiohttp.ClientTimeout(total=60)  # a busy worker may take long to tokenize
     async with aiohttp.ClientSession(timeout=timeout) as session:
         published = (await _json(session.get(f"{worker}/server_info"))).get("kv_events")
         sample = {"prompt": SAMPLE, "add_special_tokens": False}
@@ -136,7 +138,7 @@ async def _json(request: contextlib.AbstractAsyncContextManager[aiohttp.ClientRe
 
 
 async def _listen(publisher: _Publisher, listener: Listener) -> str:
-    """Give the listener all messages, until one is lost; why it is."""
+    """Pass all messages to the listener until one is lost; returns the reason."""
     with _subscribed(publisher) as (socket, monitor):
         poller = zmq.asyncio.Poller()
         poller.register(socket, zmq.POLLIN)
@@ -150,12 +152,12 @@ async def _listen(publisher: _Publisher, listener: Listener) -> str:
                     return str(error)
             elif monitor in ready:
                 return "the connection has ended"
-            await asyncio.sleep(0)  # a backlog keeps nobody waiting: polling it does not yield
+            await asyncio.sleep(0)  # let others run during a backlog: polling one does not yield
 
 
 @contextlib.contextmanager
 def _subscribed(publisher: _Publisher) -> Iterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
-    """A socket with the publisher's messages, and one that tells when a connection of it ends."""
+    """A socket with the publisher's messages, and one that signals when a connection ends."""
     with zmq.asyncio.Context.instance().socket(zmq.SUB) as socket:
         socket.ipv6 = True
         monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

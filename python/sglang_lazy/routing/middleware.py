@@ -1,7 +1,7 @@
-"""A middleware of the router `smg`: it names the worker of each prompt, and passes all on as it is.
+"""A middleware for the router `smg`: it selects the worker of each prompt and forwards requests unchanged.
 
-The router is asked which workers are healthy, and told by its header which of them to take; it checks, limits, counts
-and forwards as ever. If it cannot reach that one, another is named.
+It asks the router for its healthy workers and selects one through the router's header; the router still checks, limits,
+counts and forwards. If the router cannot reach that worker, the middleware selects another.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from sglang_lazy.routing.events import follow
 from sglang_lazy.routing.picker import Pick, Picker
 
 TARGET = "X-SMG-Target-Worker"
-"""Of a request: the worker's place among the healthy ones, in the order of `/workers`."""
+"""Request header: the worker's index among the healthy ones, in the order of `/workers`."""
 ROUTED = "X-SMG-Routed-Worker-Id"
-"""Of an answer: the URL of the worker that gave it."""
+"""Response header: the URL of the worker that answered."""
 NAMED = (TARGET, "X-SMG-Routing-Key")
-"""With one of these, a client has named the worker itself."""
+"""Request headers by which a client selects the worker itself."""
 ERROR = "X-SMG-Error-Code"
 NOT_REACHED = ("call_upstream_connection_failed", "no_available_workers")
 BROKE_OFF = "call_upstream_request_error"
-"""The worker had the prompt, maybe, and ended. It is tried once more only, in case it was the prompt that ended it."""
+"""The worker died and may have had the prompt. Retried only once, in case the prompt killed it."""
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding")
     + ("upgrade", "host")
@@ -42,13 +42,13 @@ logger = logging.getLogger(__name__)
 
 
 class Middleware:
-    """What the middleware knows.
+    """The middleware's HTTP application and its state.
 
     router: the router's URL.
-    hashes: of chunks, where workers' KV events are followed.
-    workers: the URLs of those that it calls healthy, in its order.
-    down: those that it could not reach since its list was last asked for in time.
-    in_flight: requests by worker.
+    hashes: set to follow workers' KV events.
+    workers: the URLs of the workers that the router reports as healthy, in its order.
+    down: workers that the router failed to reach since the last periodic refresh.
+    in_flight: number of requests by worker.
     """
 
     def __init__(self, router: str, picker: Picker, hashes: BlockHashes | None = None):
@@ -58,7 +58,7 @@ class Middleware:
         self.in_flight: Counter[Hashable] = Counter()
         self._changed = asyncio.Event()
         self._followers: dict[str, asyncio.Task[None]] = {}
-        # To tokenize documents takes milliseconds, in which streams go on. One thread: its tokenizer remembers.
+        # Tokenizing documents takes milliseconds and must not block streams. One thread, since the tokenizer caches.
         self._reader = ThreadPoolExecutor(1)
 
     def app(self) -> web.Application:
@@ -71,7 +71,7 @@ class Middleware:
         limits = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(auto_decompress=False, connector=limits, timeout=timeout) as self.session:
-            task = asyncio.create_task(self._refresh_in_time())
+            task = asyncio.create_task(self._refresh_periodically())
             yield
             tasks = [task, *self._followers.values()]
             for one in tasks:
@@ -79,7 +79,7 @@ class Middleware:
             await asyncio.gather(*tasks, return_exceptions=True)
         self._reader.shutdown()
 
-    async def _refresh_in_time(self) -> None:
+    async def _refresh_periodically(self) -> None:
         while True:
             self._changed.clear()
             await self.refresh()
@@ -88,7 +88,7 @@ class Middleware:
                 await asyncio.wait_for(self._changed.wait(), REFRESH_S)
 
     async def refresh(self) -> None:
-        """Ask the router for its workers. If it does not answer, they stay as they were."""
+        """Ask the router for its workers; keep the current ones if it does not answer."""
         try:
             async with self.session.get(f"{self.router}/workers", timeout=aiohttp.ClientTimeout(REFRESH_S)) as answer:
                 listed = (await answer.json())["workers"]
@@ -106,7 +106,7 @@ class Middleware:
                 self._followers[worker] = asyncio.create_task(follow(worker, self.picker, self.hashes))
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        """Pass a request on, to a worker that has its chunks."""
+        """Forward a request to a worker that has its chunks."""
         data = await request.read()
         chunks = await asyncio.get_running_loop().run_in_executor(self._reader, self._chunks, data)
         if SALT_HEADER in request.headers:
@@ -139,7 +139,7 @@ class Middleware:
             return []
 
     def _pick(self, chunks: Sequence[tuple[Hashable, int]]) -> Pick | None:
-        """None if no worker is known, so that the router may say what is wrong."""
+        """The worker for these chunks; None if there is none, so that the router may report what is wrong."""
         loads = {worker: self.in_flight[worker] for worker in self.workers if worker not in self.down}
         return self.picker.pick(dict(chunks), loads) if loads else None
 
@@ -176,7 +176,7 @@ class Middleware:
         chunks: Sequence[tuple[Hashable, int]],
         pick: Pick | None,
     ) -> web.StreamResponse:
-        """Send the answer on as it comes, and learn from it."""
+        """Stream the answer to the client, and learn from the hits in it."""
         response = web.StreamResponse(status=answer.status, reason=answer.reason)
         response.headers.extend(
             (name, value) for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP

@@ -1,10 +1,10 @@
-"""Which worker has a prompt's chunks: an index of what was sent where, corrected by what answers say.
+"""Picks the worker that has a prompt's chunks, from an index of what was sent where, corrected by the answers.
 
-Nothing is asked of the workers. A chunk that was sent to one is there, until an answer says that it was not. Caches
-evict what was used longest ago, so whatever was last used before such a chunk is taken for gone with it: the index
-shrinks to what a worker's cache holds, of whatever size that is, and empties when one starts anew.
+Workers need not be queried. A chunk that was sent to a worker is assumed to be there until an answer reports a miss.
+Caches evict the least recently used first, so everything last used before a missed chunk is assumed gone as well: the
+index shrinks to what a worker's cache holds, whatever its size, and empties when a worker restarts.
 
-Where a worker publishes what it stores and removes (`follow`), that is known of it, whoever asked for it.
+If a worker publishes KV events (`follow`), the index also has chunks that others sent there.
 """
 
 import dataclasses
@@ -18,8 +18,10 @@ CAPACITY = 1 << 16
 
 @dataclasses.dataclass(slots=True)
 class _Use:
-    """When a chunk was last sent to a worker, and when an answered prompt with it was; None before the first answer,
-    until which nobody knows whether it is there. Times are counts of picks."""
+    """The use of a chunk at one worker; times are counts of picks.
+
+    sent: when it was last sent.  answered: when the last answered prompt with it was sent, None before the first.
+    """
 
     sent: int
     answered: int | None = None
@@ -29,8 +31,8 @@ class _Use:
 class _Cache:
     """What is known of a worker's cache.
 
-    sent: the chunks that were sent to it, the last one last.
-    stored: by place, what it has said to be there, the last one last.
+    sent: the chunks sent to it, the most recent last.
+    stored: by place (rank and medium), the chunks reported to be there, the most recent last.
     """
 
     sent: OrderedDict[Hashable, _Use] = dataclasses.field(default_factory=OrderedDict)
@@ -46,14 +48,13 @@ class _Cache:
 
 
 class Picker:
-    """Picks the worker that has most of a prompt's chunks, of those whose load allows it.
+    """Picks the worker that has most of a prompt's chunks, among those whose load allows it. Not thread-safe.
 
-    imbalance: with the new request, none may have more than so many times the mean of the requests in flight (as in
-        consistent hashing with bounded loads, arXiv 1608.01350), and `SLACK` more, since a few are no load; at least 1.
-    capacity: the chunks remembered of each worker, those sent to it last; and of each of its places, those stored there
-        last.
+    imbalance: the most requests in flight at one worker, including the new one, as a multiple of the mean (consistent
+        hashing with bounded loads, arXiv 1608.01350), plus `SLACK`, since a few requests are no load; at least 1.
+    capacity: how many chunks to remember per worker and per place, the most recent ones.
 
-    Raises ValueError for values below 1. Not for several threads at once.
+    Raises ValueError for values below 1.
     """
 
     def __init__(self, imbalance: float = IMBALANCE, capacity: int = CAPACITY):
@@ -64,10 +65,10 @@ class Picker:
         self._now = 0
 
     def pick(self, chunks: Mapping[Any, int], loads: Mapping[Any, int]) -> "Pick":
-        """The worker for a prompt. Its chunks count as there from now on. Raises LookupError if there are no workers.
+        """The worker for a prompt, which is assumed to have its chunks from now on. Raises LookupError without workers.
 
-        chunks: the size of each different chunk, in any unit, by what tells its KV from that of others.
-        loads: the requests in flight at each worker that may be picked.
+        chunks: the size of each distinct chunk, in any unit, by name.
+        loads: the number of requests in flight at each worker that may be picked.
         """
         if not loads:
             raise LookupError("there is no worker to pick")
@@ -82,7 +83,7 @@ class Picker:
         return Pick(worker, self._send(chunks, worker), self)
 
     def _send(self, chunks: Mapping[Hashable, int], worker: Hashable) -> dict[Hashable, int | None]:
-        """Note that these are sent there; when each was answered for before."""
+        """Record that `chunks` are sent to `worker`; returns the previous `answered` of each."""
         self._now += 1
         sent, before = self._caches[worker].sent, {}
         for chunk in chunks:
@@ -98,13 +99,13 @@ class Picker:
             known.popitem(last=False)
 
     def stored(self, worker: Hashable, place: Hashable, chunk: Hashable) -> None:
-        """The worker says that it has a chunk.  place: which of its caches, of several."""
+        """Record that a worker reports a chunk as stored.  place: which of its caches."""
         stored = self._caches[worker].stored[place]
         stored[chunk] = None
         self._limit(stored)
 
     def removed(self, worker: Hashable, place: Hashable, chunks: Iterable[Hashable]) -> None:
-        """The worker says that a place has these no longer. Some may be nothing that prompts ask for."""
+        """Record that a worker reports chunks as removed from a place. Unknown names are ignored."""
         cache = self._caches[worker]
         for chunk in chunks:
             cache.stored[place].pop(chunk, None)
@@ -112,7 +113,7 @@ class Picker:
                 del cache.sent[chunk]
 
     def forget(self, worker: Hashable) -> None:
-        """This worker's cache is empty, or nobody will ask for it again."""
+        """Forget a worker, whose cache is empty or which is gone."""
         self._caches.pop(worker, None)
 
     def _learn(self, pick: "Pick", hits: Mapping[Hashable, bool]) -> None:
@@ -134,5 +135,5 @@ class Pick:
     _picker: Picker
 
     def answered(self, hits: Mapping[Any, bool]) -> None:
-        """The worker has answered.  hits: whether each of its chunks was cached, as far as the answer says."""
+        """Learn from the worker's answer.  hits: whether each chunk was cached, as far as the answer says."""
         self._picker._learn(self, hits)

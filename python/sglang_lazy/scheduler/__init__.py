@@ -1,1 +1,1 @@
-"""Scheduling of linked requests: fills for missing chunks, parents that wait for them, and their locks."""
+"""Scheduling of linked requests: producing missing chunks, admitting the requests that wait for them, and locks."""

@@ -1,13 +1,12 @@
 """Admission of linked requests: which chunks are produced, who waits for them, and what waiting requests lock.
 
-The missing chunks of a linked request (*parent*) are computed by fills. The parent stands right behind them in the
-queue that batch formation sees, so that it shares their last batch where there is room: in each layer all keys and
-values are written before any are read. Chunks in the host's memory are loaded: the batch that SGLang forms next waits
-for them, layer by layer.
+The missing chunks of a linked request (*parent*) are computed by fills. In the queue that batch formation sees, a
+parent directly follows its fills, so that it can share their last batch: in each layer all keys and values are written
+before any are read. Chunks in host memory are loaded; the next batch waits for them layer by layer.
 
-Parents are admitted in queue order, all or nothing: an admitted parent has its resident chunks locked and the others
-under way. These locks are revocable, newest first, so that waiting never takes memory from running requests. All
-decisions depend on the order of requests alone, so that every tensor-parallel rank takes the same ones.
+Parents are admitted in queue order, all or nothing: the resident chunks of an admitted parent are locked, the others
+are loaded or produced. These locks can be revoked, newest first, so that waiting requests never take memory from
+running ones. All decisions depend only on the order of requests, so every tensor-parallel rank makes the same ones.
 """
 
 import time
@@ -35,13 +34,13 @@ from sglang_lazy.scheduler.producer import Producer
 
 
 class ChunkAdmission:
-    """Bookkeeping of parents beside one SGLang scheduler.
+    """Admits parents for one SGLang scheduler.
 
     holders: the admitted parents, in order of admission.
-    linked_waiting: whether the waiting queue may hold a linked request; whoever adds one sets it.
-    shown: while SGLang forms a batch, what it sees of the queue; None where that is all of it.
-    keeps_locks: whether no lock may be taken back now.
-    left_out_adapters: LoRA adapters that a fill needs, but SGLang could not load for the batch that it is forming.
+    linked_waiting: whether the waiting queue may have a linked request; set by whoever adds one.
+    shown: the part of the queue that SGLang sees while it forms a batch; None if that is all of it.
+    keeps_locks: whether locks must not be revoked now.
+    left_out_adapters: LoRA adapters that a fill needs but that SGLang could not load for the batch being formed.
     max_growth: as in `Budget`.  max_pinned: how many tokens may be pinned.
     """
 
@@ -70,21 +69,21 @@ class ChunkAdmission:
         self.store.release_waiting_lock = self.revoke_newest
 
     def reset(self) -> None:
-        """The cache has been emptied."""
+        """Forget what depends on cached KV: the cache has been emptied."""
         self.arrival.reset()
         self.pins.reset()
 
     # Batch formation
 
     def show(self, waiting_queue: list[Any], running_batch: Any) -> None:
-        """Leave in the scheduler's queue, which is in order, what batch formation may see."""
+        """Reduce the scheduler's sorted queue to what batch formation may see."""
         visible = self.visible_queue(running_batch)
         if visible is not waiting_queue:
             self.shown, self._waiting = visible, waiting_queue.copy()
             waiting_queue[:] = visible
 
     def put_back(self, left: list[Any]) -> list[Any]:
-        """The waiting queue behind a formed batch.  left: what that has left of what was shown, and what came since."""
+        """The waiting queue after a batch was formed.  left: the shown requests not in it, and those added since."""
         assert self.shown is not None
         shown, remains = set(self.shown), set(left)
         self.shown = None
@@ -92,13 +91,13 @@ class ChunkAdmission:
         return [req for req in self._waiting if req not in shown or req in remains] + added
 
     def visible_queue(self, running_batch: Any) -> list[Any]:
-        """The waiting queue as batch formation may see it: before each parent, the fills that it waits for. A request
-        whose policy chooses by a probe is represented by that, and left out while it runs.
+        """The waiting queue as batch formation may see it, with each parent's fills before it. A request whose policy
+        chooses by a probe is represented by the probe, and left out while that runs.
 
-        Admits parents while memory lasts. Where one does not fit, what is behind it waits as well, as on stock SGLang;
-        so does what would take the memory of one that is left out. Batch formation takes requests in this order and
-        stops at the first that it cannot take whole, so no parent runs before its chunks. One whose policy needs
-        resident chunks is left out until they are.
+        Admits parents while memory lasts. If one does not fit, all after it wait, as on stock SGLang; so do requests
+        that would take the memory of one that is left out. Batch formation takes requests in this order and stops at
+        the first that it cannot take whole, so no parent runs before its chunks. A parent whose policy needs resident
+        chunks is left out until they are.
         """
         self.reconcile()
         waiting = self.scheduler.waiting_queue
@@ -115,7 +114,7 @@ class ChunkAdmission:
             undecided = lazy_state(waiting_req)
             req = undecided.probe if isinstance(undecided, Undecided) else waiting_req
             state = linked(req)
-            need = self.budget.own_need(waiting_req, state)  # of a probe: that of its parent, which comes next
+            need = self.budget.own_need(waiting_req, state)  # a probe's need is its parent's, which runs next
             if left_out and need > budget:
                 break
             left_out |= req is not waiting_req
@@ -149,8 +148,8 @@ class ChunkAdmission:
                     budget -= need
                     left_out = True
                     continue
-            # SGLang takes what has memory for its text. It knows nothing of slots that a policy takes besides, so these
-            # must be free when the batch is formed, whatever is in it; what admission had found may have been pinned.
+            # SGLang budgets for text only. Slots that a policy takes in addition must be free when the batch is formed,
+            # whatever else is in it; memory that admission had counted on may have been pinned since.
             takes_more |= state is not None and state.num_own_slots > 0
             if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
                 break
@@ -160,8 +159,8 @@ class ChunkAdmission:
         return [req for req in visible if self._kind(req) == self._kind(first)]
 
     def _kind(self, req: Any) -> tuple[bool, bool]:
-        """Requests of a batch have the same. Probes of the deviation run the first layers only; a mask that lets image
-        tokens see what follows is SGLang's, and fits no rows but its own."""
+        """The kind of batch a request needs; one batch has one kind. Deviation probes run only the first layers, and
+        SGLang's mask that lets image tokens see later ones does not fit linked rows."""
         state, images = linked(req), req.multimodal_inputs is not None
         return state is not None and state.recomputes, images and self.arrival.limits.traits.masks_images
 
@@ -169,7 +168,7 @@ class ChunkAdmission:
         return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
 
     def cached(self, state: LinkedRequest) -> list[Node | None]:
-        """Per slice of a parent, the node at which it is cached, None where it is missing or pending."""
+        """Per slice of a parent, the node where it is cached, None if it is missing or pending."""
         if state.chunks is not None:
             nodes = state.chunks.nodes
         else:
@@ -181,8 +180,9 @@ class ChunkAdmission:
         ]
 
     def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any] | None:
-        """Lock the chunks of a parent cached at `nodes`, have those on the host loaded and the others produced; returns
-        what must run first, None if the next batch has enough to compute already.
+        """Lock the chunks of a parent that are cached at `nodes`, load those on the host, and produce the others.
+
+        Returns the requests that must run first, None if the next batch has enough to compute already.
         """
         if state.chunks is None:
             state.chunks = ChunkNodes.missing(state.prompt.chunks)
@@ -191,7 +191,7 @@ class ChunkAdmission:
             state.loaded[i] = True
         nodes = state.chunks.nodes
         if state.policy.preamble == "lead" and None in nodes and None not in state.found_text:
-            # Fills compute the leading text, too; in a later batch the request would find it in the cache.
+            # Fills compute the leading text, too, and a later batch would take it for a cache hit.
             lead, extra_key = state.prompt.chunks[0].preamble, state.prompt.chunks[0].key.namespace.extra_key
             state.found_text[None] = len(self.store.tree.find(lead, extra_key)[0])
         slices = zip(state.prompt.chunks, nodes, strict=True)
@@ -205,7 +205,7 @@ class ChunkAdmission:
     # Launch
 
     def launch(self, batch: Any) -> None:
-        """The rows of a prefill batch are assigned: publish the chunks that it completes, for parents in it and others.
+        """Publish the chunks that a prefill batch completes, once its rows are assigned, for all parents.
 
         Whatever reads their KV is launched on the same stream, in the same forward pass or later.
         """
@@ -233,7 +233,7 @@ class ChunkAdmission:
     # Locks
 
     def reconcile(self) -> None:
-        """Take locks back from requests that left the queue, which SGLang does on many paths without telling."""
+        """Release the locks of requests that have left the queue, which happens on many paths in SGLang."""
         if self.holders:
             waiting = set(map(stand_in, self.scheduler.waiting_queue))
             for req in [req for req in self.holders if req not in waiting]:
@@ -242,15 +242,16 @@ class ChunkAdmission:
         self.rows.sweep()
 
     def revoke_newest(self) -> bool:
-        """Take back the locks of the parent admitted last; it will be admitted again. False if nobody holds any."""
+        """Release the locks of the parent admitted last; it will be admitted again. False if there is none."""
         if not self.holders or self.keeps_locks:
             return False
         self._release(self.holders[-1])
         return True
 
     def make_room(self) -> None:
-        """Nothing runs, and the head of the queue does not fit: another parent loses its locks, or, where nothing else
-        is locked but pins and what the head itself has, a pin ends.
+        """Free memory for the head of the queue, which does not fit although nothing runs.
+
+        Another parent loses its locks. A pin ends if only pins and the head's own chunks are locked.
         """
         held = [state.chunks.nodes for state in map(as_linked, self.holders) if state.chunks is not None]
         num_own = sum(node is not None for nodes in held for node in nodes)
@@ -260,8 +261,8 @@ class ChunkAdmission:
             self.revoke_newest()
 
     def make_room_to_go_on(self, running_batch: Any) -> None:
-        """Before the next step: SGLang aborts the last request of a batch that has no slot for another token, and takes
-        the next piece of a prompt whether there is room for it or not.
+        """Free memory for the next step: SGLang aborts the last request of a batch that has no slot for another token,
+        and computes the next piece of a prompt whether or not there is room for it.
         """
         if not self.rows.shares_pool:
             return  # neither locks nor pins hold memory that these take
@@ -282,7 +283,7 @@ class ChunkAdmission:
         self.producer.leave(req, [chunk.key for chunk, node in slices if node is None])
 
     def check_idle(self) -> None:
-        """Raise RuntimeError if anything is held while the scheduler is idle: SGLang's own check cannot see that."""
+        """Raise RuntimeError if anything is held while the scheduler is idle, which SGLang's own check does not see."""
         num_locks, num_pending = self.store.tree.num_locks - len(self.pins), len(self.store.pending)
         num_lost = 0
         if not self.rows.shares_pool:

@@ -1,4 +1,4 @@
-"""Warnings, for whoever runs the server, of traffic that gains nothing by chunks or waits for what need not be kept."""
+"""Warnings to the operator about traffic that gains nothing from chunks, or that waits for pinned memory."""
 
 import logging
 import time
@@ -15,22 +15,22 @@ logger = logging.getLogger(__name__)
 PERIOD = 600
 """Seconds between two warnings of one kind."""
 WINDOW = 1000
-"""Chunks computed, over which traffic is judged."""
+"""Number of computed chunks over which to judge the traffic."""
 FEW_HITS = WINDOW // 100
 MANY_ALIKE = 32
-"""So many chunks that differ, but not in half of their tokens, are one text with something that changes."""
+"""This many chunks that share half of their tokens are taken for one template with a changing part."""
 MIN_LEN = 64
-"""Of chunks that are compared: short ones may well begin or end alike."""
+"""Minimum tokens of chunks to compare: short ones may well begin or end alike."""
 SAMPLES = 32
-"""Tokens by which halves of chunks are compared."""
+"""How many tokens to compare of each half."""
 PATIENCE = 5
-"""For how many seconds pins may keep a prompt waiting."""
+"""How many seconds pins may keep a prompt waiting without a warning."""
 
 
 class Advice:
-    """Watches one scheduler. What it asks for is a few operations for each chunk computed, and none for others.
+    """Watches the traffic of one scheduler, at the cost of a few operations for each computed chunk.
 
-    speaks: whether warnings are logged; they would be the same on every tensor-parallel rank.
+    speaks: whether to log; false on all but one tensor-parallel rank.
     clock: in seconds.
     """
 
@@ -46,7 +46,7 @@ class Advice:
         self._alike: dict[tuple, set[bytes]] = {}
 
     def computed(self, fill: Fill | Encoding) -> None:
-        """These chunks were missing."""
+        """Note chunks that were missing and are computed."""
         if _is_ahead_of_use(fill):
             return
         for chunk in fill.chunks:
@@ -66,7 +66,7 @@ class Advice:
             self._open_window()
 
     def _compare(self, tokens: array, digest: bytes) -> None:
-        # Rounded, so that chunks of nearly the same length are compared by the same part.
+        # Rounded, so that chunks of almost the same length compare the same part.
         half = len(tokens) // 2
         half -= half % (1 << max(0, half.bit_length() - 4))
         step = half // SAMPLES or 1
@@ -85,7 +85,7 @@ class Advice:
                 )
 
     def blocked(self, req: Any, num_short: float, num_pinned: int) -> None:
-        """A prompt with chunks, first among those that are not admitted, lacks this many tokens; so many are pinned."""
+        """Note that the first prompt not admitted lacks `num_short` tokens of memory, while `num_pinned` are pinned."""
         now = self._clock()
         if num_pinned < num_short:
             self._blocked = (None, now)
@@ -109,6 +109,6 @@ class Advice:
 
 
 def _is_ahead_of_use(fill: Fill | Encoding) -> bool:
-    """Whether it was made for a prompt of hardly anything but chunks: they were registered, or precomputed."""
+    """Whether its prompt has almost nothing but chunks, because they are being registered or precomputed."""
     state = linked(fill.owner)
     return state is not None and len(fill.owner.origin_input_ids) <= state.prompt.num_chunk_tokens + 2

@@ -1,4 +1,4 @@
-"""Arrival of requests with chunks: the layout is checked, and the policy says what is kept of the chunks."""
+"""Arrival of requests with chunks: checks the layout and applies the policy."""
 
 import itertools
 from array import array
@@ -21,16 +21,16 @@ from sglang_lazy.scheduler.producer import NewRequest
 
 
 class Limits(NamedTuple):
-    """What a server takes.
+    """The limits of a server.
 
     pool_size: slots of the KV pool.
-    chunk_pool_size: of that of chunks, which is the same unless the model reads them beside the text.
-    context_len: positions that the model has.
-    max_chunks: of one prompt.
-    traits: what policies have to know.
-    neutral_preamble: int64, tokens of the text that chunks stand behind under the preamble of that name.
+    chunk_pool_size: slots of the pool that chunks are in, a pool of their own if the model has cross-attention.
+    context_len: number of positions of the model.
+    max_chunks: per prompt.
+    traits: the server's properties that policies depend on.
+    neutral_preamble: int64, the tokens of the "neutral" preamble.
     windows: the pool of window KV, if there is one.
-    max_fill_tokens: how many tokens of chunks are computed at once, but for a longer chunk.
+    max_fill_tokens: the most chunk tokens computed at once, except for a longer single chunk.
     """
 
     pool_size: int
@@ -44,7 +44,7 @@ class Limits(NamedTuple):
 
 
 class Arrival:
-    """Gives requests what they carry through the scheduler in `req.lazy`."""
+    """Gives arriving requests their state, `req.lazy`."""
 
     def __init__(self, store: ChunkStore, limits: Limits, new_request: NewRequest):
         self.store, self.limits, self.new_request = store, limits, new_request
@@ -52,11 +52,11 @@ class Arrival:
         self._probe_ids = itertools.count()
 
     def reset(self) -> None:
-        """The cache has been emptied: what was chosen for prompts is forgotten with their KV."""
+        """Forget what policies chose for earlier prompts: the cache has been emptied."""
         self._choices = Choices()
 
     def receive(self, req: Any) -> None:
-        """Give a request that has chunks its state; a bad one is set up to be answered with a 400."""
+        """Set the state of a request with chunks; an invalid one will be answered with a 400."""
         if lazy_state(req) is not None or req.to_finish is not None or req.finished_reason is not None:
             return
         try:
@@ -75,8 +75,8 @@ class Arrival:
         if reason := refusal(policy, self.limits.traits):
             raise Refusal("policy", reason)
         check_request(req, layout, self.limits.max_chunks)
-        if self.limits.traits.reads_beside:
-            return self._beside(req, layout, policy)
+        if self.limits.traits.cross_attention:
+            return self._cross(req, layout, policy)
         kept = policy.kept(layout, req.origin_input_ids)
         if policy.probes is None:
             return self._linked(req, layout, policy, kept)
@@ -88,7 +88,7 @@ class Arrival:
     def _linked(
         self, req: Any, layout: PromptLayout, policy: Policy, kept: Sequence[Ranges], extra_text: int = 0
     ) -> LinkedRequest | None:
-        """extra_text: tokens of chunks that may yet become text."""
+        """The state of a request that keeps these ranges.  extra_text: how many chunk tokens may become text later."""
         ids = req.origin_input_ids
         preambles = {"none": array("q"), "neutral": self.limits.neutral_preamble, "lead": ids[: layout.chunks[0][0]]}
         preamble = preambles[policy.preamble]
@@ -102,18 +102,18 @@ class Arrival:
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
         return self._found(prompt, policy)
 
-    def _beside(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
-        """Of a model that reads chunks beside the text: to SGLang, the prompt is the text alone from now on."""
-        prompt, text = LinkedPrompt.build_beside(req.origin_input_ids, layout, req.extra_key, req.lora_id)
-        self._check_fits_beside(prompt)
+    def _cross(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
+        """The state for a model with cross-attention. Reduces the request's prompt to its text."""
+        prompt, text = LinkedPrompt.build_cross(req.origin_input_ids, layout, req.extra_key, req.lora_id)
+        self._check_fits_cross(prompt)
         if req.logprob_start_len >= 0:
             req.logprob_start_len = max(0, req.logprob_start_len - len(req.origin_input_ids) + len(text))
         req.origin_input_ids = req.origin_input_ids_unpadded = text
         return self._found(prompt, policy)
 
-    def _check_fits_beside(self, prompt: LinkedPrompt) -> None:
-        """Raise Refusal unless the pool of chunks holds those of the prompt, and the encoder has positions for each.
-        SGLang has checked that the other pool holds the text."""
+    def _check_fits_cross(self, prompt: LinkedPrompt) -> None:
+        """Raise Refusal unless the prompt's chunks fit into their pool, and each into the encoder's positions. SGLang
+        has checked that the text fits into the other pool."""
         lens = {chunk.key: chunk.num_tokens for chunk in prompt.chunks}
         if sum(lens.values()) > self.limits.chunk_pool_size:
             size = self.limits.chunk_pool_size
@@ -124,16 +124,15 @@ class Arrival:
     def _found(self, prompt: LinkedPrompt, policy: Policy) -> LinkedRequest:
         found = [self.store.find(chunk) for chunk in prompt.chunks]
         pending, fetch = self.store.pending, self.store.tree.fetch
-        asked = [
+        prefetched = [
             node is None and chunk.key not in pending and fetch(chunk)
             for chunk, node in zip(prompt.chunks, found, strict=True)
         ]
-        return LinkedRequest(prompt, policy, found, asked)
+        return LinkedRequest(prompt, policy, found, prefetched)
 
     def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
-        """Raise Refusal unless the pool holds the prompt's text, its chunks, and what its policy takes besides, and
-        the model's positions suffice for its chunks. An answer that would not fit beside them is cut, as SGLang cuts
-        those to prompts without chunks.
+        """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
+        each chunk into the model's positions. Cuts the answer to what fits with them, as SGLang does without chunks.
         """
         preamble_len, params = len(prompt.chunks[0].preamble), req.sampling_params
         text = prompt.spans[-1].end - prompt.num_chunk_tokens + extra_text
@@ -154,13 +153,13 @@ class Arrival:
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",
-                f"a chunk of {longest} tokens behind a preamble of {preamble_len} exceeds the model's "
+                f"a chunk of {longest} tokens after a preamble of {preamble_len} exceeds the model's "
                 f"{self.limits.context_len} positions",
             )
 
     def _check_windows_fit(self, prompt: LinkedPrompt, windows: WindowMemory) -> None:
-        """Raise Refusal unless the pool of window KV holds what the prompt reads of its chunks beside the largest fill,
-        whose chunks have that of all tokens until its end."""
+        """Raise Refusal unless the window KV that the prompt reads of its chunks fits into its pool together with the
+        largest fill, whose chunks have that of all their tokens until the fill ends."""
         chunks = {chunk.key: chunk for chunk in prompt.chunks}.values()
         lens, preamble_len = [chunk.num_tokens for chunk in chunks], len(prompt.chunks[0].preamble)
         read = sum(min(chunk.num_needed, windows.window + chunk.spread) for chunk in prompt.chunks)
@@ -175,9 +174,9 @@ class Arrival:
     # Probes
 
     def _undecided(self, req: Any, state: Undecided) -> Undecided | LinkedRequest | None:
-        """`state` with a probe, or what it comes to where nothing has to be measured: None if no chunk can be kept."""
+        """`state` with a probe, or the decided state if nothing has to be measured; None if no chunk can be kept."""
         lens = [end - start for start, end in state.layout.chunks]
-        # The probe of a deviation computes all chunk tokens at once.
+        # A deviation probe computes all chunk tokens at once.
         most = sum(lens) if state.policy.probes == "deviation" else state.policy.max_recomputed(lens)
         linked = self._linked(req, state.layout, state.policy, state.kept, extra_text=most)
         if linked is None:
@@ -189,13 +188,13 @@ class Arrival:
                 return self._linked(req, state.layout, state.policy, self._choose(state, linked.prompt, known))
         query_start = min(state.layout.chunks[-1][1], len(req.origin_input_ids) - 1)
         linked.probe = Probe(req, query_start)
-        # SGLang aborts by prefixes of ids: no user's id begins like this one.
+        # SGLang aborts by id prefix: no client's id begins with a NUL.
         state.probe = self.new_request(f"\0probe-{next(self._probe_ids)}", req.origin_input_ids, req)
         state.probe.lazy = linked
         return state
 
     def end_probe(self, probe_req: Any, done: bool) -> None:
-        """A probe has ended: its parent's policy chooses. If it was aborted or retracted, there will be another."""
+        """Have the parent's policy choose now that a probe has ended; start another one unless it is `done`."""
         probe_state = as_linked(probe_req)
         assert probe_state.probe is not None
         parent = probe_state.probe.parent
@@ -220,17 +219,16 @@ class Arrival:
             same = [places[chunk.index] for chunk in decided.prompt.chunks]
             decided.reused = [probe_state.reused[i] for i in same]
             decided.loaded = [probe_state.loaded[i] for i in same]
-            decided.asked = [probe_state.asked[i] for i in same]
-            if not probe_state.recomputes:  # otherwise nothing of its text can be found by others
+            decided.prefetched = [probe_state.prefetched[i] for i in same]
+            if not probe_state.recomputes:  # the text of such a probe is not published
                 namespaces = [span.namespace for span in prompt.spans]
                 decided.found_text.update(zip(namespaces, probe_state.row.cached, strict=True))
             decided.found_text.update(probe_state.found_text)
 
     def _choose(self, state: Undecided, prompt: LinkedPrompt, scores: Sequence[np.ndarray]) -> list[Ranges]:
-        """Per chunk of the layout, what is kept: what was kept in earlier turns, and what the policy chooses of the
-        others.
+        """Per chunk of the layout, the ranges to keep: those of earlier turns, and the policy's choice for the others.
 
-        prompt: that of the probe.  scores: of each of its slices, by token.
+        prompt: the probe's prompt.  scores: per slice of it, the scores of its tokens.
         """
         kept = list(state.kept)
         new = [
@@ -244,7 +242,7 @@ class Arrival:
 
 
 def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
-    """What choices are remembered under: no tenant can tell by a choice what another one asked."""
+    """The key to remember choices by. It separates tenants, so that none learns from a choice what another asked."""
     return policy, req.extra_key, req.lora_id, layout.cache_salt
 
 
@@ -257,7 +255,7 @@ def requested_layout(req: Any) -> PromptLayout | None:
 
 
 def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
-    """Raise ValueError where chunks cannot be served together with what else `req` asks for."""
+    """Raise ValueError if `req` asks for something that cannot be combined with chunks."""
     check_num_chunks(len(layout.chunks), max_chunks)
     refused = {
         "a session": req.session is not None,
@@ -265,9 +263,9 @@ def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
         "returned hidden states": bool(req.return_hidden_states),
         "returned routed experts": req.return_routed_experts,
     }
-    for what, asked in refused.items():
-        if asked:
-            raise ValueError(f"chunks cannot be combined with {what}")
+    for feature, requested in refused.items():
+        if requested:
+            raise ValueError(f"chunks cannot be combined with {feature}")
     last_chunk_end = layout.chunks[-1][1]
     if req.return_logprob and 0 <= req.logprob_start_len < min(last_chunk_end, len(req.origin_input_ids)):
         raise ValueError(

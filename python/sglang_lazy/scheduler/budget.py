@@ -1,4 +1,4 @@
-"""Slots of the KV pool: how many waiting requests may claim, and how many each of them takes."""
+"""The memory budget: how many KV slots waiting requests may claim, and how many each of them needs."""
 
 import math
 from typing import Any
@@ -10,9 +10,9 @@ from sglang_lazy.scheduler.producer import Producer
 
 
 class Budget:
-    """All numbers are of tokens.
+    """Memory of the KV pools, in tokens.
 
-    max_growth: SGLang's bound on how much of an answer is reserved.
+    max_growth: the most tokens of an answer to reserve, as SGLang does.
     """
 
     def __init__(self, scheduler: Any, rows: RowCache, producer: Producer, max_growth: int):
@@ -20,17 +20,17 @@ class Budget:
         self.max_growth = max_growth
 
     def for_waiting(self, running_batch: Any) -> float:
-        """Tokens that waiting requests may still claim: what is free or evictable, less the growth of running ones and
-        what is left of a request that is computed in pieces."""
+        """Tokens that waiting requests may claim: what is free or evictable, minus the expected growth of running
+        requests and the rest of the chunked one."""
         growth = sum(self.growth(req) for req in running_batch.reqs)
         return self.num_free() - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
 
     def num_free(self) -> int:
-        """How many tokens are free or evictable."""
+        """How many tokens are free or evictable in the pool of text."""
         return self.rows.tree.device_memory["free"] + self.rows.tree.evictable_size()
 
     def num_free_for_chunks(self) -> int:
-        """The same, in the pool that chunks are in."""
+        """How many tokens are free or evictable in the pool of chunks."""
         return self.rows.store.tree.device_memory["free"] + self.rows.store.tree.evictable_size()
 
     def num_free_now(self) -> int:
@@ -39,38 +39,37 @@ class Budget:
         return self.num_free() if memory is None else min(self.num_free(), memory.free)
 
     def windows_for_waiting(self, running_batch: Any) -> float:
-        """Window KV that waiting requests may still claim; infinite where it is in no pool of its own."""
+        """Window KV that waiting requests may claim, in tokens; infinite without a pool of its own."""
         if (memory := self.rows.tree.window_memory) is None:
             return math.inf
         growth = sum(min(self.growth(req), memory.window) for req in running_batch.reqs)
         return memory.free - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
 
     def num_left(self) -> int:
-        """How many tokens of a request that is computed in pieces have no slots yet."""
+        """How many tokens of the request in chunked prefill have no slots yet."""
         req = self.scheduler.chunked_req
         return 0 if req is None else len(req.full_untruncated_fill_ids) - req.extend_range.end
 
     def growth(self, req: Any) -> int:
-        """How much of the answer of `req`, which is yet to come, is reserved."""
+        """How many tokens to reserve for the rest of the answer to `req`."""
         return min(req.sampling_params.max_new_tokens - len(req.output_ids), self.max_growth)
 
     def own_need(self, req: Any, state: LinkedRequest | None) -> int:
-        """Tokens that `req` itself will allocate, at most: its text, its answer, and what its policy takes."""
+        """The most tokens that `req` itself will allocate: its text, its answer, and its policy's own slots."""
         shared = 0 if state is None else state.prompt.num_chunk_tokens - state.num_own_slots
         return len(req.origin_input_ids) - shared + len(req.output_ids) + self.growth(req) + 1
 
     def chunk_need(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
-        """Tokens that the chunks of a parent, cached at `nodes`, still take from what is free or evictable.
-
-        Missing chunks, unless they have memory already, and cached ones that nobody has locked yet.
+        """Free or evictable tokens that the chunks of a parent, cached at `nodes`, still need: missing chunks without
+        memory, and cached chunks that are not locked.
         """
         locked = self.rows.store.unlocked_size(node for node in nodes if node is not None)
         return self._num_to_start(state, nodes) + locked
 
     def window_need(self, state: LinkedRequest, nodes: list[Node | None], own_need: int) -> int:
-        """The same of window KV, with that of a parent's own text, whose pieces are evictable once they are computed.
+        """The same for window KV, including that of the parent's own text, which is evictable once it is computed.
 
-        A node that several of its chunks read counts for each.
+        A node that several chunks read counts for each.
         """
         if (memory := self.rows.tree.window_memory) is None:
             return 0
@@ -79,13 +78,13 @@ class Budget:
         return self._num_to_start(state, nodes) + read + min(own_need, memory.window + 1)
 
     def _num_to_start(self, state: LinkedRequest, nodes: list[Node | None]) -> int:
-        """Tokens of missing chunks that have no memory yet."""
+        """Tokens of missing chunks for which no memory has been allocated."""
         to_start = {
             chunk.key: chunk
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
             if node is None and not (chunk.key in self.rows.store.pending and self.producer.started(chunk.key))
         }
         num_missing = sum(chunk.num_tokens + 1 for chunk in to_start.values())
-        if to_start:  # at most once for each fill, and fills are few
+        if to_start:  # once, since fills are few
             num_missing += len(state.prompt.chunks[0].preamble)
         return num_missing

@@ -1,4 +1,4 @@
-"""What policies chose for recent prompts, so that a prompt that continues one keeps the same tokens."""
+"""The choices of policies for recent prompts, so that a prompt that continues one keeps the same tokens."""
 
 import hashlib
 from array import array
@@ -15,10 +15,10 @@ CAPACITY = 4096
 
 
 class _Choice(NamedTuple):
-    """prompt: digest of the whole prompt, `prompt_len` tokens.
+    """What was chosen for one prompt.
 
-    kept: per chunk, the ranges that were kept, int32 [n, 2]: a tenth of what they take as tuples, and there may be
-        hundreds of a chunk.
+    prompt: digest of the whole prompt, `prompt_len` tokens.
+    kept: per chunk, the kept ranges, int32 [n, 2]: a chunk may have hundreds, and tuples take ten times the memory.
     """
 
     prompt_len: int
@@ -27,10 +27,10 @@ class _Choice(NamedTuple):
 
 
 class Choices:
-    """The last choices by what they were made for: the prompt up to the end of its last chunk.
+    """The most recent choices, by the prompt up to the end of its last chunk.
 
-    The next turn of a conversation asks another question, for which a policy would choose other tokens, and none of the
-    conversation's text would be found in the cache. So the tokens chosen first stay chosen.
+    In the next turn of a conversation, the policy would choose other tokens for the new question, and none of the
+    conversation's text would be found in the cache. So the first choice stays.
     """
 
     def __init__(self, capacity: int = CAPACITY):
@@ -38,7 +38,7 @@ class Choices:
         self._choices: OrderedDict[Hashable, _Choice] = OrderedDict()
 
     def remember(self, who: Hashable, ids: array, chunks: Sequence[tuple[int, int]], kept: Sequence[Ranges]) -> None:
-        """`kept` was chosen for the prompt `ids` (int64) with these chunks.  who: the policy and the tenant."""
+        """Remember that `kept` was chosen for the prompt `ids` (int64).  who: the policy and the tenant."""
         *_, key = _keys(who, ids, chunks)
         arrays = tuple([np.array(ranges, dtype=np.int32).reshape(-1, 2) for ranges in kept])
         self._choices[key] = _Choice(len(ids), tokens_digest(ids), arrays)
@@ -47,7 +47,7 @@ class Choices:
             self._choices.popitem(last=False)
 
     def recall(self, who: Hashable, ids: array, chunks: Sequence[tuple[int, int]]) -> tuple[Ranges, ...]:
-        """What was chosen for the longest prompt that `ids` begins with: of as many chunks as that had."""
+        """The choice for the longest remembered prompt that `ids` begins with, for as many chunks as that has."""
         for key in reversed([*_keys(who, ids, chunks)]):
             choice = self._choices.get(key)
             if choice is not None and choice.prompt == tokens_digest(ids[: choice.prompt_len]):
@@ -57,7 +57,7 @@ class Choices:
 
 
 def _keys(who: Hashable, ids: array, chunks: Sequence[tuple[int, int]]) -> Iterator[Hashable]:
-    """For each chunk, what names the prompt up to its end."""
+    """For each chunk, the key of the prompt up to its end."""
     digest, view, position = hashlib.sha256(), as_int32(ids), 0
     for i, (_, end) in enumerate(chunks, 1):
         digest.update(view[position:end])

@@ -1,4 +1,4 @@
-"""What the scheduler answers to the routes about chunks."""
+"""The scheduler's side of the `/chunks` routes."""
 
 import functools
 import time
@@ -7,21 +7,21 @@ from typing import Any
 
 from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
 from sglang_lazy.chunks.pins import Pins
-from sglang_lazy.chunks.reports import described, state_of, under_way
+from sglang_lazy.chunks.reports import chunks_under_way, describe_chunk, state_of
 from sglang_lazy.chunks.rows import RowCache
-from sglang_lazy.chunks.survey import PIECE, surveyed
+from sglang_lazy.chunks.survey import PIECE, survey_chunks
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.core.refusal import Refusal
 
 
 class ChunkControl:
-    """Acts on the chunks of one tenant; each tensor-parallel rank does the same with the same message.
+    """Lists, pins and deletes chunks; every tensor-parallel rank handles the same messages.
 
-    What looks at all chunks does so in pieces, each with a message of its own, so that batches go on in between:
-    `starts` says at which one each data-parallel rank goes on, None for all of them at the first; the answer's `next`
-    where the next one starts, None at the end.
+    To look through all chunks, the caller sends one message per piece, so that batches run in between: `starts` says
+    where each data-parallel rank continues (None: all at the beginning), and the answer's `next` where the following
+    piece starts, None at the end.
 
-    dp_rank: of the scheduler; the port sets it.
+    dp_rank: the scheduler's data-parallel rank, set by the port.
     """
 
     def __init__(self, rows: RowCache, pins: Pins):
@@ -29,9 +29,9 @@ class ChunkControl:
         self.dp_rank = 0
 
     def handle(self, verb: str, arguments: Mapping[str, Any], now: float) -> dict[str, Any]:
-        """The answer to one message. Pins whose time is over end first, unless it is one of the many of a survey.
+        """The answer to one message. Expired pins end first, except for surveys, which send many messages.
 
-        arguments: checked by the process that sent them.  now: the time there, seconds since the epoch.
+        arguments: checked by the sender.  now: the sender's time, seconds since the epoch.
         """
         if verb != "survey":
             self.pins.expire(now)
@@ -46,38 +46,38 @@ class ChunkControl:
         return verbs[verb](**arguments)
 
     def page(self, starts: Mapping[int, int] | None = None, **wanted: Any) -> dict[str, Any]:
-        """One page of a piece of the chunks, each with its place, and the number of all of them.
+        """The page of one piece of the chunks, with the place of each and the number of chunks in the piece.
 
-        wanted: the arguments of `Catalog.page`, but for the chunks that it does not know.
+        wanted: the other arguments of `Catalog.page`.
         """
         if (start := self._start(starts)) is None:
             return {}
-        more = under_way(self.store)
+        more = chunks_under_way(self.store)
         total, chunks, places, following = self.store.catalog.page(**wanted, start=start, more=more)
-        described = [self._described(chunk) for chunk in chunks]
-        return {"total": total, "chunks": described, "places": places, "next": following}
+        entries = [self._describe(chunk) for chunk in chunks]
+        return {"total": total, "chunks": entries, "places": places, "next": following}
 
     def _start(self, starts: Mapping[int, int] | None) -> int | None:
-        """Where this rank goes on, None if it is done."""
+        """Where this rank continues, None if it is done."""
         return 0 if starts is None else starts.get(self.dp_rank)
 
     def get(self, tenant: str | None, prefix: str) -> dict[str, Any]:
         """The chunks of a tenant with this id."""
-        chunks = self.store.catalog.find(tenant, prefix, under_way(self.store))
-        return {"chunks": [self._described(chunk) for chunk in chunks]}
+        chunks = self.store.catalog.find(tenant, prefix, chunks_under_way(self.store))
+        return {"chunks": [self._describe(chunk) for chunk in chunks]}
 
     def survey(self, starts: Mapping[int, int] | None, tenant: str | None, everybody: bool) -> dict[str, Any]:
-        """A piece of a survey: see `surveyed`. The first one has `memory`, too: tokens that the device and the host
-        hold at most (`size`), and how many more (`free`); and among `chunks`, how many are `pending` and `fetching`.
+        """A piece of a survey; see `survey_chunks`. The first one also has the `memory` of device and host (tokens:
+        `size` and `free`) and, among `chunks`, the number of `pending` and `fetching` ones.
         """
         if (start := self._start(starts)) is None:
             return {}
         chunks, following = self.store.catalog.piece(tenant, everybody, start, PIECE)
-        found = {**surveyed(chunks, self._described), "next": following}
+        found = {**survey_chunks(chunks, self._describe), "next": following}
         if starts is None:
             coming = [
                 state_of(self.store, chunk)
-                for chunk in under_way(self.store)
+                for chunk in chunks_under_way(self.store)
                 if everybody or tenant_of(chunk.key.namespace) == tenant
             ]
             found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
@@ -85,9 +85,9 @@ class ChunkControl:
         return found
 
     def delete(self, tenant: str | None, ids: list[str]) -> dict[str, Any]:
-        """Take chunks out of the cache, those that requests hold when they are released.
+        """Delete chunks from the cache, or, while requests hold them, as soon as they are released.
 
-        An id that begins several digests is left alone.
+        An ambiguous id is skipped.
         """
         affected, skipped = {}, []
         for prefix in dict.fromkeys(ids):
@@ -108,7 +108,7 @@ class ChunkControl:
             self.store.deletions.add(chunk)
 
     def forget_adapter(self, adapter: str) -> None:
-        """A LoRA adapter is unloaded, and its id will not come back: nobody will find its chunks, pinned or not."""
+        """Delete the chunks of an unloaded LoRA adapter, whose id will not recur: nothing could find them again."""
         self._discard(chunk for chunk in list(self.store.catalog) if chunk.key.namespace.adapter == adapter)
         self.rows.sweep()
 
@@ -123,9 +123,9 @@ class ChunkControl:
     ) -> dict[str, Any]:
         """Pin cached chunks, or end their pins.
 
-        ttl: for how many seconds after a hit, None for no end.
-        only: that copy of each which was computed behind a preamble, or alone, with the adapter of this id, or without
-            one; None for all.
+        ttl: how many seconds the pins last after a hit, None for no limit.
+        only: whether the chunk has a preamble, and the id of its adapter, to select one of several copies; None for
+            all copies.
         """
         affected, skipped = [], []
         for prefix in dict.fromkeys(ids):
@@ -148,11 +148,11 @@ class ChunkControl:
         return {"affected": affected, "skipped": skipped, **self.expire(now)}
 
     def expire(self, now: float) -> dict[str, Any]:
-        """End the pins whose time is over. next: in how many seconds there may be another."""
+        """End expired pins.  next: in how many seconds another one may expire."""
         return {"next": self.pins.expire(now)}
 
     def _find(self, tenant: str | None, prefix: str, only: tuple[bool, str | None] | None = None) -> list[CachedChunk]:
-        """The cached chunks with this id. Raises ValueError if there are none, or if it begins several digests."""
+        """The cached chunks with this id. Raises ValueError if there are none, or if the id is ambiguous."""
         found = self.store.catalog.find(tenant, prefix)
         chunks = [chunk for chunk in found if only is None or _is_copy(chunk.key.namespace, *only)]
         if not chunks:
@@ -161,15 +161,15 @@ class ChunkControl:
             raise ValueError("ambiguous: give more digits of the digest")
         return chunks
 
-    def _described(self, chunk: CachedChunk) -> dict[str, Any]:
-        said = described(self.store, chunk)
-        said["cache_salt"] = chunk.key.namespace.cache_salt
-        said["adapter"] = chunk.key.namespace.adapter
+    def _describe(self, chunk: CachedChunk) -> dict[str, Any]:
+        report = describe_chunk(self.store, chunk)
+        report["cache_salt"] = chunk.key.namespace.cache_salt
+        report["adapter"] = chunk.key.namespace.adapter
         if chunk.last_use:
-            said["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
-        return said
+            report["idle_seconds"] = max(0.0, time.time() - chunk.last_use)
+        return report
 
 
 def _is_copy(namespace: Namespace, has_preamble: bool, adapter: str | None) -> bool:
-    """Whether a chunk is the one that was computed so. Whole ones are the same for all adapters."""
+    """Whether a chunk is this copy. Whole chunks are the same for all adapters."""
     return namespace.kind == "whole" or (namespace.has_preamble, namespace.adapter) == (has_preamble, adapter)

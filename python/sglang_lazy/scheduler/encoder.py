@@ -1,7 +1,7 @@
-"""The producer of models that read chunks through an encoder: it runs before the pass of the first batch that needs it.
+"""The producer for models with cross-attention: an encoder computes chunks before the first batch that needs them.
 
-Slots are taken when a parent is admitted. No request of SGLang's stands for a chunk: an encoder's pass is over before
-the decoder's begins, and its KV is not the decoder's.
+Slots are allocated when a parent is admitted. No SGLang request represents a chunk: the encoder's pass ends before the
+decoder's begins, and it writes KV of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,12 +18,12 @@ from sglang_lazy.core.state import linked
 
 
 class EncoderProducer:
-    """A `Producer`.
+    """A `Producer` that encodes chunks.
 
     pending: the store's.
-    max_tokens: of chunks that one batch has encoded, where more than one of its requests misses some.
-    allocate: takes slots of the chunks' pool, int64, evicting as needed; admission has seen that there are enough.
-    free: gives them back.
+    max_tokens: the most chunk tokens to encode for one batch, except for a single request that misses more.
+    allocate: returns slots of the chunks' pool, int64, evicting as needed; admission has checked that there are enough.
+    free: returns slots to the pool.
     encode: launches the encoder.
     """
 
@@ -37,7 +37,7 @@ class EncoderProducer:
     ):
         self.pending, self.max_tokens = pending, max_tokens
         self.allocate, self.free, self.encode = allocate, free, encode
-        self._next: dict[ChunkKey, int] = {}  # what the requests shown to the next batch miss, and their tokens
+        self._next: dict[ChunkKey, int] = {}  # token counts of the chunks that the next batch's requests miss
         self._published: list[Encoding] = []
 
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
@@ -85,7 +85,7 @@ class EncoderProducer:
                     yield encoding, {chunk.key: node}
 
     def forget(self, req: Any) -> None:
-        """It has none."""
+        """Do nothing: no request is internal to this producer."""
 
     def before_forward(self) -> None:
         if self._published:

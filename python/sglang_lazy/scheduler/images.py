@@ -1,4 +1,4 @@
-"""Images beside chunks: where they stand in a prompt, and which prompts with images are refused."""
+"""Images in prompts with chunks: where they are, and which such prompts are refused."""
 
 import hashlib
 from typing import Any
@@ -12,9 +12,9 @@ from sglang_lazy.core.segments import PromptLayout
 
 
 def images_of(req: Any, layout: PromptLayout, policy: Policy) -> Images | None:
-    """The images of a request with chunks; None if it shows none.
+    """The images of a request with chunks; None if it has none.
 
-    Raises ValueError for other media, for an image inside a chunk, and for policies that know no images.
+    Raises ValueError for other media, for an image inside a chunk, and for policies that do not support images.
     """
     inputs = req.multimodal_inputs
     if inputs is None:
@@ -31,7 +31,7 @@ def images_of(req: Any, layout: PromptLayout, policy: Policy) -> Images | None:
         if any(first < chunk_end and start < end for start, chunk_end in layout.chunks):
             raise ValueError("an image stands inside a chunk: images can stand in text only")
         if policy.preamble == "lead" and first < layout.chunks[0][0]:
-            raise Refusal("policy", f"link {policy}: chunks cannot be computed behind an image")
+            raise Refusal("policy", f"link {policy}: chunks cannot be computed after an image")
     places = inputs.mrope_positions.cpu().numpy().astype(np.int64)
     digests = []
     for item, (first, end) in zip(items, ranges, strict=True):

@@ -1,4 +1,4 @@
-"""Producers: what makes the KV of missing chunks."""
+"""Producers, which compute the KV of missing chunks."""
 
 import itertools
 from array import array
@@ -12,46 +12,50 @@ from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import Fill, fill_of
 
 NewRequest = Callable[[str, array, Any], Any]
-"""Makes a prefill-only request that answers nobody, from its id, its tokens, and the request it is made for."""
+"""Creates a prefill-only request without a client from its id, its tokens, and the request that it serves."""
 
 
 class Producer(Protocol):
-    """Makes missing chunks resident. What is under way is in `ChunkStore.pending`."""
+    """Makes missing chunks resident. Those in progress are in `ChunkStore.pending`."""
 
     def produce(self, parent: Any, chunks: Sequence[ChunkSlice]) -> None:
-        """Put `chunks`, none of them pending, under way on behalf of `parent`."""
+        """Start producing `chunks`, none of them pending, on behalf of `parent`."""
 
     def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any] | None:
-        """Register `parent` as waiting for pending chunks; returns the requests that must be scheduled before it, None
-        if it must wait for another batch."""
+        """Register `parent` as waiting for pending chunks.
+
+        Returns the requests to schedule before it, None if it must wait for a later batch.
+        """
 
     def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
-        """`parent` does not wait for these any more."""
+        """Unregister `parent`, which no longer waits for these chunks."""
 
     def started(self, key: ChunkKey) -> bool:
-        """Whether a pending chunk has memory already."""
+        """Whether memory has been allocated for a pending chunk."""
 
     def reconcile(self) -> None:
-        """Drop what was aborted and what nobody wants any more."""
+        """Drop what was aborted and what nobody waits for any more."""
 
     def publish(self, batch: Any, rows: RowCache) -> Iterator[tuple[Any, dict[ChunkKey, Node]]]:
-        """The rows of a prefill batch are assigned: give the tree the chunks that it computes. Each `Fill` or
-        `Encoding` that was under way, and where its chunks end."""
+        """Give the tree the chunks that a prefill batch computes, once its rows are assigned.
+
+        Yields each completed `Fill` or `Encoding`, and the nodes where its chunks end.
+        """
 
     def forget(self, req: Any) -> None:
-        """An internal request `req` was retracted."""
+        """Drop the chunks of an internal request that was retracted."""
 
     def before_forward(self) -> None:
-        """Launch what must precede the forward pass of the batch formed last."""
+        """Launch what must precede the forward pass of the last formed batch."""
 
 
 class FillProducer:
-    """Computes chunks with *fills*: prefill-only requests of SGLang, each for as many chunks as are computed at once.
+    """Computes chunks with *fills*: prefill-only SGLang requests, each for as many chunks as one batch can take.
 
     pending: the store's, from chunk key to fill request.
-    max_tokens: how many tokens a fill of several chunks may have. More would not be computed at once, nor be of use
-        before its end.
-    priority_sign: 1 where requests with low priorities go first, -1 where those with high ones do.
+    max_tokens: the most tokens of a fill with several chunks. A larger one would take several batches, and all of its
+        chunks would wait for the last.
+    priority_sign: 1 if low priorities go first, -1 if high ones do.
     """
 
     def __init__(self, pending: dict[ChunkKey, Any], new_request: NewRequest, max_tokens: int, priority_sign: int = -1):
@@ -66,7 +70,7 @@ class FillProducer:
             fill, tokens = Fill(share, parent), array("q")
             for part in fill.parts:
                 tokens += part.tokens
-            # SGLang aborts by prefixes of ids: no user's id begins like this one.
+            # SGLang aborts by id prefix: no client's id begins with a NUL.
             req = self.new_request(f"\0fill-{next(self._ids)}", tokens, parent)
             req.lazy = fill
             self.pending.update(dict.fromkeys((chunk.key for chunk in share), req))
@@ -89,7 +93,7 @@ class FillProducer:
         return is_launched(self.pending[key])
 
     def reconcile(self) -> None:
-        """A fill that has not started goes with the request it was made for; other waiting requests get new ones."""
+        """Drop finished fills, and unstarted ones whose owner has left; other waiting requests get new fills."""
         for req in dict.fromkeys(self.pending.values()):
             if req.finished() or (not is_launched(req) and req.lazy.owner not in req.lazy.parents):
                 self.forget(req)
@@ -104,27 +108,27 @@ class FillProducer:
                 yield fill, published
 
     def before_forward(self) -> None:
-        """Fills are requests: the pass itself computes them."""
+        """Do nothing: fills are requests, which the pass itself computes."""
 
     def forget(self, req: Any) -> None:
-        """A fill's chunks are published, or it was aborted or retracted."""
+        """Drop a fill's chunks from `pending`: they are published, or the fill was aborted or retracted."""
         for chunk in req.lazy.chunks:
             if self.pending.get(chunk.key) is req:
                 del self.pending[chunk.key]
 
 
 def max_fill_tokens(scheduler: Any) -> int:
-    """How many tokens of chunks are computed at once, but for a longer chunk."""
+    """The most chunk tokens computed at once, except for a longer single chunk."""
     return scheduler.chunked_prefill_size or scheduler.max_prefill_tokens
 
 
 def is_launched(req: Any) -> bool:
-    """Whether a batch has taken a fill."""
+    """Whether a batch has taken a fill's request."""
     return req.req_pool_idx is not None
 
 
 def shares(chunks: Iterable[ChunkSlice], max_tokens: int) -> Iterator[list[ChunkSlice]]:
-    """`chunks` as they are computed at once: at most `max_tokens` with the preamble, or one longer chunk."""
+    """Split `chunks` into groups of at most `max_tokens` including the preamble, or of one longer chunk."""
     share: list[ChunkSlice] = []
     num_tokens = 0
     for chunk in chunks:

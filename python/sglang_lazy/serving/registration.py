@@ -111,7 +111,7 @@ class Registrations:
         return self._failed.get(key, ("", ""))[0].startswith(name) and bool(self._failed.pop(key))
 
 
-class OfOneWorker:
+class WorkerRegistrations:
     """The registrations of a server as one of its several workers reports them. What it has begun ends with it."""
 
     def __init__(self, all_of_them: Registrations):

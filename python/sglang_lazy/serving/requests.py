@@ -7,7 +7,7 @@ from sglang_lazy.core.config import SALT_HEADER, LazyConfig
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
-from sglang_lazy.serving.trained_tokens import put_around, take_away, tokens_for
+from sglang_lazy.serving.trained_tokens import add_trained_tokens, remove_trained_tokens, tokens_for
 
 _TOKENIZER_ATTR = "_sglang_lazy_segment_tokenizer"
 
@@ -50,7 +50,7 @@ def with_trained_tokens(tokenizer_manager: Any, prompt: TokenizedPrompt, link: s
     if not policy.trained:
         return prompt
     vocab_size = tokenizer_manager.model_config.vocab_size
-    return put_around(prompt, policy, tokens_for(policy, tokenizer_manager.model_path, vocab_size))
+    return add_trained_tokens(prompt, policy, tokens_for(policy, tokenizer_manager.model_path, vocab_size))
 
 
 def without_trained_tokens(tokenizer_manager: Any, input_ids: list[int], layout: PromptLayout) -> TokenizedPrompt:
@@ -60,7 +60,7 @@ def without_trained_tokens(tokenizer_manager: Any, input_ids: list[int], layout:
         return TokenizedPrompt(input_ids, layout.chunks)
     vocab_size = tokenizer_manager.model_config.vocab_size
     trained = tokens_for(policy, tokenizer_manager.model_path, vocab_size)
-    return take_away(input_ids, layout.chunks, policy, trained)
+    return remove_trained_tokens(input_ids, layout.chunks, policy, trained)
 
 
 def is_batch(segments: Any) -> bool:

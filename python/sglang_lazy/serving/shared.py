@@ -11,7 +11,7 @@ Opened = Mapping[str, Any]
 """Objects by name. One that has the method `close` is told when the worker that calls it has ended."""
 
 
-class Keeper:
+class ObjectServer:
     """Calls methods of objects on behalf of other processes of this user, one call at a time.
 
     opened: gives the objects for one more worker; called when that connects.
@@ -52,8 +52,8 @@ class Keeper:
                 return None, error
 
 
-class Kept:
-    """An object of a `Keeper`, by name: calls of its methods are calls there. For one thread."""
+class Proxy:
+    """An object of a `ObjectServer`, by name: calls of its methods are calls there. For one thread."""
 
     def __init__(self, connection: Connection, name: str):
         self._connection, self._name = connection, name
@@ -70,5 +70,5 @@ class Kept:
 
 
 def connect(address: str) -> Connection:
-    """A connection to the `Keeper` there. For a process that one with this keeper has spawned."""
+    """A connection to the `ObjectServer` there. Only for processes spawned by that server's process."""
     return Client(address, "AF_UNIX", authkey=bytes(current_process().authkey))

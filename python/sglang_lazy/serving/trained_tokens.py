@@ -40,7 +40,7 @@ def tokens_for(policy: Policy, model_path: str, vocab_size: int) -> TrainedToken
     return trained
 
 
-def put_around(prompt: TokenizedPrompt, policy: Policy, trained: TrainedTokens) -> TokenizedPrompt:
+def add_trained_tokens(prompt: TokenizedPrompt, policy: Policy, trained: TrainedTokens) -> TokenizedPrompt:
     """`prompt` with the tokens of `policy` at each of its chunks."""
     ids: list[int] = []
     chunks, position = [], 0
@@ -55,10 +55,10 @@ def put_around(prompt: TokenizedPrompt, policy: Policy, trained: TrainedTokens) 
     return TokenizedPrompt(ids + prompt.input_ids[position:], tuple(chunks))
 
 
-def take_away(
+def remove_trained_tokens(
     input_ids: Sequence[int], chunks: Sequence[tuple[int, int]], policy: Policy, trained: TrainedTokens
 ) -> TokenizedPrompt:
-    """The prompt that `put_around` was given."""
+    """The prompt that `add_trained_tokens` was given."""
     ids: list[int] = []
     bare, position = [], 0
     for i, (start, end) in enumerate(chunks):

@@ -57,35 +57,45 @@ def start(
         # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
         files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # mypy checks no unpacked ones
         return subprocess.Popen(command, **files, env=variables, start_new_session=True)  # type: ignore[call-overload]
+    # Some of SGLang's layers would have a C++ compiler busy for longer than all that a test asks of its server.
+    variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     job = module, list(arguments), variables, os.getcwd()
     with open(os.devnull, "rb") as nothing:
         return _template(variables).fork(job, (source or nothing).fileno(), output.fileno())
 
 
 class Template:
-    """The process that has imported SGLang. It ends with this one, and with it all that it forked."""
+    """The processes that have imported SGLang. They end with this one, and with them all that they forked."""
 
     def __init__(self, variables: Mapping[str, str]):
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "sglang_lazy.testing.template", str(theirs.fileno())]
-        with theirs, tempfile.TemporaryFile() as errors:
-            files = dict(stdin=subprocess.DEVNULL, stdout=errors, stderr=errors)
-            # As above, mypy checks none of these.
-            how = dict(env=variables, start_new_session=True, pass_fds=[theirs.fileno()])
-            subprocess.run(command, check=True, **files, **how)  # type: ignore[call-overload]
-            theirs.close()
-            if not self.control.recv(8):
-                errors.seek(0)
-                raise ServerError(f"SGLang cannot be imported:\n{errors.read().decode(errors='replace')}")
+        pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
+        (self.stock, self.ours), theirs = zip(*pairs, strict=True)
+        numbers = [control.fileno() for control in theirs]
+        command = [sys.executable, "-m", "sglang_lazy.testing.template", *map(str, numbers)]
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open while they run)
+        files = dict(stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors)
+        # As above, mypy checks none of these.
+        how = dict(env=variables, start_new_session=True, pass_fds=numbers)
+        subprocess.run(command, check=True, **files, **how)  # type: ignore[call-overload]
+        for control in theirs:
+            control.close()
+        if not self.stock.recv(8):
+            raise self.ended()
 
     def fork(self, job: tuple, source: int, output: int) -> "Forked":
-        """job: the fields of a `template.Job`. source, output: open files."""
+        """job: the fields of a `template.Job`; modules of ours find the plugin in place. source, output: open files."""
+        control = self.ours if job[0].startswith("sglang_lazy.") else self.stock
         read, write = os.pipe()
         try:
-            socket.send_fds(self.control, [pickle.dumps(job)], [write, source, output])
+            socket.send_fds(control, [pickle.dumps(job)], [write, source, output])
         finally:
             os.close(write)
         return Forked(self, read)
+
+    def ended(self) -> ServerError:
+        """The error that says what they wrote before they ended."""
+        self.errors.seek(0)
+        return ServerError(f"the process that forks servers has ended:\n{self.errors.read().decode(errors='replace')}")
 
 
 class Forked:
@@ -113,13 +123,23 @@ class Forked:
     def _read(self) -> int:
         data = os.read(self.report, 4)
         if not data:
-            raise ServerError("the process that forks servers has ended")
+            raise self.template.ended()
         return struct.unpack("i", data)[0]
 
 
-ALWAYS_NEW = {"PYTEST_CURRENT_TEST", "SGLANG_RUN_ID", "PYTHONPATH"}
-"""Variables that differ from test to test and from engine to engine, and decide nothing of what is imported first. What
-PYTHONPATH adds is added in forks."""
+READ_LATE = {
+    "PYTEST_CURRENT_TEST",
+    "PYTHONPATH",
+    "SGLANG_CPU_OMP_THREADS_BIND",
+    "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR",
+    "SGLANG_NCCL_SO_PATH",
+    "SGLANG_REQ_WAITING_TIMEOUT",
+    "SGLANG_RUN_ID",
+    "SGLANG_TIMEOUT_KEEP_ALIVE",
+    "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
+}
+"""Variables that differ between tests or engines, and decide nothing of what is imported first: it is
+servers that read them, when they start or later. What PYTHONPATH adds is added in forks."""
 
 _current: tuple[dict[str, str], Template] | None = None
 
@@ -127,7 +147,7 @@ _current: tuple[dict[str, str], Template] | None = None
 def _template(variables: Mapping[str, str]) -> Template:
     """The template of servers with these variables: modules read some when they are imported. The last one is kept."""
     global _current
-    key = {name: value for name, value in variables.items() if name not in ALWAYS_NEW}
+    key = {name: value for name, value in variables.items() if name not in READ_LATE}
     if _current is None or _current[0] != key:
         _current = key, Template(variables)
     return _current[1]

@@ -1,9 +1,10 @@
-"""A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET`.
+"""A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET SOCKET`.
 
-Importing SGLang takes each of a server's three processes about ten seconds of a core; forks of this one have done it.
-Otherwise a fork is what the command would be: its module runs as `__main__`, with the variables, folder and files that
-it was given. Processes that SGLang spawns there are forks, too, made before anything else ran, which then do what
-multiprocessing has new interpreters do.
+Importing SGLang takes each of a server's three processes about ten seconds of a core, and the plugin's hooks take three
+more; forks of this one have done it. It is two processes: forks that the first socket asks for are without the plugin,
+those of the second one have it in place. Otherwise a fork is what the command would be: its module runs as `__main__`,
+with the variables, folder and files that it was given. Processes that SGLang spawns there are forks, too, made before
+anything else ran, which then do what multiprocessing has new interpreters do.
 """
 
 import contextlib
@@ -22,10 +23,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import setproctitle
 
+from sglang_lazy.port import plugin
 from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
 NUM_SPARES = 4  # a server's scheduler and detokenizer, and two tokenizer workers; more are spawned
+NUM_SPARES_OF_SPAWNED = 2  # the schedulers of two data-parallel ranks, which their controller spawns
 MAX_FDS = 64
 
 
@@ -41,11 +44,18 @@ class Job(NamedTuple):
 def main() -> None:
     if os.fork():
         os._exit(0)  # Nobody's child: an engine that shuts down kills all descendants of its process.
-    control = socket.socket(fileno=int(sys.argv[1]))
+    stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     setproctitle.getproctitle()  # finds where titles are, which it cannot once the environment has been exchanged
     preload()
-    control.send(b"ready")
-    serve(control)
+    if os.fork():
+        ours.close()
+        stock.send(b"ready")
+        serve(stock)
+    else:
+        stock.close()
+        select.select([ours], [], [])  # nobody may ever ask for the plugin
+        plugin.install()
+        serve(ours)
 
 
 def serve(control: socket.socket) -> None:
@@ -98,13 +108,18 @@ def run(job: Job, report: int, source: int, output: int) -> NoReturn:
 
 
 class Spare:
-    """A fork of this process, for multiprocessing to use in place of a new interpreter."""
+    """A fork of this process, for multiprocessing to use in place of a new interpreter.
 
-    def __init__(self) -> None:
+    not_for_it: open files that it is to close.
+    """
+
+    def __init__(self, not_for_it: Sequence[int] = ()) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
             self.socket.close()
+            for fd in not_for_it:
+                os.close(fd)
             _become_spawned(theirs)
         theirs.close()
 
@@ -127,6 +142,7 @@ def _become_spawned(server: socket.socket) -> NoReturn:
     for fd, number in zip(aside, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    _spawn_from([Spare(numbers) for _ in range(NUM_SPARES_OF_SPAWNED)])
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["-c", "--multiprocessing-fork"]

@@ -4,7 +4,7 @@ import types
 from typing import Any
 
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.port.cache.beside import TextHiRadixCache, TextRadixCache
+from sglang_lazy.port.cache.cross import TextHiRadixCache, TextRadixCache
 from sglang_lazy.port.cache.hybrid import LazyHybridCache
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.cache.storage import StoredHiRadixCache, connect_storage

@@ -22,6 +22,10 @@ from sglang_lazy.port.model.layers import attention_layers
 from sglang_lazy.port.model.stock_part import StockPart
 
 
+class KeysStored(Exception):
+    """The pass ends here: `SegmentTable.last_layer` has stored its keys."""
+
+
 class LinkAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_link_path`.
 
@@ -147,6 +151,9 @@ class LinkAttention(AttentionBackend):
         return out.flatten(1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **kwargs):
+        if layer.layer_id == self.link_table.last_layer:
+            self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+            raise KeysStored
         metadata, stock_part = self.link_metadata, self.link_stock_part
         if metadata is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)

@@ -21,7 +21,6 @@ from sglang_lazy.core.policy import Policy, ServerTraits, refusal
 from sglang_lazy.core.state import lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.hooks import Hook
-from sglang_lazy.port.model import layer_range
 from sglang_lazy.port.model.attention import with_link_path
 from sglang_lazy.port.model.comb import ChunkPool, chunk_pool_of, num_cross_layers
 from sglang_lazy.port.model.compat import TESTED, Unfit, architecture, unfit_flags, unfit_kernels, unfit_model
@@ -127,11 +126,11 @@ def server_traits(runner: Any) -> ServerTraits:
     """What policies and admission have to know of the server that a `ModelRunner` belongs to."""
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
-        # A batch that mixes prefill and decode would cut the layers of both.
-        first_layers=layer_range.exists(runner.model) and not runner.server_args.enable_mixed_chunk,
+        # Of a batch that mixes prefill and decode, the pass of both would end there.
+        partial_pass=runner.model_config.num_hidden_layers > 1 and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
-        reads_beside=num_cross_layers(runner.model_config) > 0,
+        cross_attention=num_cross_layers(runner.model_config) > 0,
         masks_images=hasattr(runner.model, "prepare_attn_masks"),
     )
 
@@ -180,10 +179,10 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     for policy, reqs in by_policy(batch.reqs).items():
         policy.before_forward(reqs, table.model, batch.tree_cache.rows)
     batch.tree_cache.admission.producer.before_forward()
-    apart = batch.forward_mode.is_extend() and cost.pays_second_kernel(layer_time(runner, batch.extend_num_tokens))
+    separate = batch.forward_mode.is_extend() and cost.second_kernel_pays(layer_time(runner, batch.extend_num_tokens))
     max_rows = runner.req_to_token_pool.size if table.stock_attends else 0
-    current = table.batch_type.of(batch, apart, max_rows, windows=bool(table.model.windows))
-    with probing(batch, current, runner, table.model) as sums, table.running(current, sums):
+    current = table.batch_type.of(batch, separate, max_rows, windows=bool(table.model.windows))
+    with probing(batch, current, runner, table):
         return original(worker, batch, *args, **kwargs)
 
 
@@ -242,16 +241,16 @@ def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -
 
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
     """Around `PrefillCudaGraphRunner.can_run_graph`: a large batch with chunks is not padded to fit a graph."""
-    if layer_range.is_cut(graph_runner.model_runner.model):  # graphs run all layers
-        return False
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)
+    if runs and table is not None and table.last_layer is not None:  # graphs run all layers
+        return False
     if runs and table is not None and isinstance(table.current, CrossBatch):  # graphs have no cross layers
         return False
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
-    return cost.pays_padding(layer_time(runner, num_tokens))
+    return cost.padding_pays(layer_time(runner, num_tokens))
 
 
 def layer_time(runner: Any, num_tokens: int) -> float:

@@ -1,47 +1,57 @@
 """The forward passes of probes: how they are run, and what is measured in them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang.srt.distributed import get_tp_group
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 from sglang_lazy.attention.probes import (
-    NUM_FIRST_LAYERS,
     AllReduce,
     ProbeSums,
+    deviating_layer,
     measure_deviation,
     measure_key_size,
     probed_layers,
 )
 from sglang_lazy.attention.rows import LinkedBatch
-from sglang_lazy.core.model import ServedModel
+from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.state import as_linked, linked
-from sglang_lazy.port.model import layer_range
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.model.attention import KeysStored
 
 _MEASURES = {"deviation": measure_deviation, "key size": measure_key_size}
 """What is measured behind a pass; attention is summed up layer by layer."""
 
 
 @contextlib.contextmanager
-def probing(batch: Any, current: LinkedBatch | None, runner: Any, model: ServedModel) -> Iterator[ProbeSums | None]:
-    """Around the forward pass of a batch: measure what the probes in it are for. Gives what attention sums up."""
+def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: SegmentTable) -> Iterator[None]:
+    """Around the forward pass of a batch: make `current` the table's, and measure what the probes in it are for."""
     probes = [req for req in batch.reqs if (state := linked(req)) is not None and state.probe is not None]
-    if not probes:
-        yield None
-        return
-    sums = ProbeSums.of(current, probed_layers(model.layers), runner.device)
-    cut = any(as_linked(req).recomputes for req in probes)
-    with layer_range.first(runner.model, NUM_FIRST_LAYERS) if cut else contextlib.nullcontext():
-        yield sums
+    sums = ProbeSums.of(current, probed_layers(table.model.layers), runner.device) if probes else None
+    partial = any(as_linked(req).recomputes for req in probes)
+    with table.running(current, sums, deviating_layer(table.model) if partial else None):
+        yield
     reduce = _all_reduce(runner)
     if sums is not None:
         sums.deliver(batch.reqs, reduce)
     for req in probes:
         measure = _MEASURES.get(as_linked(req).policy.probes or "")
         if measure is not None and req is not batch.chunked_req:
-            measure(req, model, batch.tree_cache.rows, reduce)
+            measure(req, table.model, batch.tree_cache.rows, reduce)
 
 
 def _all_reduce(runner: Any) -> AllReduce:
     return get_tp_group().all_reduce if runner.ps.tp_size > 1 else lambda tensor: tensor
+
+
+def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `EagerRunner.execute`: probes that compare keys have no use for logits."""
+    try:
+        return original(eager_runner, *args, **kwargs)
+    except KeysStored:
+        return LogitsProcessorOutput(next_token_logits=None)
+
+
+HOOKS = (Hook("sglang.srt.model_executor.runner.eager_runner.EagerRunner.execute", end_at_keys, "AROUND"),)

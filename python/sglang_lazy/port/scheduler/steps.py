@@ -264,7 +264,7 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
         **({"storage": storage} if storage else {}),
         "chunk": state.num_reused_tokens,
         "chunk_hits": hits,
-        **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.beside else {}),
+        **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.cross else {}),
     }
 
 

@@ -1,5 +1,5 @@
-"""Several tokenizer workers. Our command's process spawns them, so that each imports the command first, and has all
-hooks; what they must know in common is kept by that process."""
+"""Several tokenizer workers. They are spawned by our command's process, so that each imports the command first and has
+all hooks; the state that they share stays in that process."""
 
 import os
 import sys
@@ -8,15 +8,15 @@ from typing import Any
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter, TokenizerWorker
 
 from sglang_lazy.serving import known_chunks, registration
-from sglang_lazy.serving.shared import Keeper, Kept, connect
+from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
 
 _COMMAND = "sglang_lazy.launch_server"
-_ADDRESS = "SGLANG_LAZY_KEEPER"
-"""The variable that tells workers where the keeper is."""
+_ADDRESS = "SGLANG_LAZY_SHARED"
+"""Environment variable with the address of the `ObjectServer`."""
 
 
 def share(_result: Any, global_state: Any) -> None:
-    """After `http_server.set_global_state`, which the workers call, and before them the process that spawns them.
+    """After `http_server.set_global_state`, called by the spawning process first and then by each worker.
 
     Raises RuntimeError in a process whose workers would lack the hooks.
     """
@@ -25,9 +25,9 @@ def share(_result: Any, global_state: Any) -> None:
         if getattr(sys.modules["__main__"].__spec__, "name", None) != _COMMAND:
             raise RuntimeError(f"several tokenizer workers need a server that python -m {_COMMAND} has started")
         chunks, progress = known_chunks.KnownChunks(), registration.Registrations()
-        keeper = Keeper(lambda: {"chunks": chunks, "registrations": registration.OfOneWorker(progress)})
-        os.environ[_ADDRESS] = keeper.address
+        server = ObjectServer(lambda: {"chunks": chunks, "registrations": registration.WorkerRegistrations(progress)})
+        os.environ[_ADDRESS] = server.address
     elif isinstance(manager, TokenizerWorker):
         connection = connect(os.environ[_ADDRESS])
-        known_chunks.replace(manager, Kept(connection, "chunks"))
-        registration.replace(manager, Kept(connection, "registrations"))
+        known_chunks.replace(manager, Proxy(connection, "chunks"))
+        registration.replace(manager, Proxy(connection, "registrations"))
