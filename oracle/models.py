@@ -223,6 +223,7 @@ _SPECS = [
         ),
         # Of SGLang's ways to attend, this model takes those for GPUs alone.
         cpu_options=dict(attention_backend="triton", enable_multimodal=False),
+        seed=4,
         core=False,
     ),
     # GPT-J pairing over the whole head
@@ -435,7 +436,7 @@ def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
                 weight.mul_(0.5)
             if spec.name == "gemma4":  # does not scale scores
                 weight.mul_(len(weight) ** -0.25 if "q_norm" in name or "k_norm" in name else 1)
-                weight.mul_(4 if name.endswith("language_model.norm.weight") else 1)  # or its choices would be close
+                weight.mul_(2 if name.endswith("language_model.norm.weight") else 1)  # or its choices would be close
             elif spec.name.startswith("gemma") and weight.dim() == 1:  # adds one to the weights of norms
                 weight.sub_(0.6)
     return model.eval()
