@@ -200,8 +200,8 @@ _SPECS = [
         seed=2,
         core=False,
     ),
-    # Windows in most layers, whose heads have another shape than those of the others; the last two layers read the keys
-    # and values of those before, which are the same where there is no window; embeddings for each layer. SGLang's experts are for GPUs alone, as of GELU.
+    # Layers with windows have heads of another shape than the others, whose keys are their values; the last two layers
+    # read the KV of those before; embeddings for each layer. SGLang's experts of GELU need a GPU.
     ModelSpec(
         "gemma4",
         "Gemma4Config",

@@ -118,8 +118,8 @@ class PolicyOracle:
 
     @property
     def last_third(self) -> list[int]:
-        """The layers that `query` sums up by default: of those without a window the last third, and all that read the KV
-        of these, which is that of the last one."""
+        """The layers that `query` sums up by default: of those without a window the last third, and those that read the
+        KV of the last of them."""
         return self.whole_layers[-math.ceil(len(self.whole_layers) / 3) :] + self._without_window(self._num_own, None)
 
     @property

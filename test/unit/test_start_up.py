@@ -193,9 +193,9 @@ def test_kernels_that_cuda_does_not_have(cuda_takes, caplog):
     assert "triton kernels instead of the CUDA ones: at most 512 segments" in caplog.text
     assert chosen(wide) == ["cuda", "cuda", "triton", "triton"]
     assert "triton kernels instead of the CUDA ones in layers 2, 5: heads of" in caplog.text
-    for layers, reason in ((layers, "at most 512 segments"), (wide, "heads of")):
+    for asked, reason in ((layers, "at most 512 segments"), (wide, "heads of")):
         with pytest.raises(compat.Unfit, match=f"--lazy-kernels cuda: {reason}"):
-            chosen(layers, kernels="cuda", max_chunks=513)
+            chosen(asked, kernels="cuda", max_chunks=513)
 
 
 class Target:

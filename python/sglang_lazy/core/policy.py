@@ -33,7 +33,8 @@ class ServerTraits(NamedTuple):
 
 
 IN_WINDOW_POOL = (
-    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all, if heads have one shape)"
+    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all, if all "
+    "have heads of one shape)"
 )
 """The reason for refusing policies that need the window KV of many tokens."""
 

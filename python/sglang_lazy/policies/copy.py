@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.model import LayerRope, ServedModel
+from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.policy import IN_WINDOW_POOL, ServerTraits
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.state import ChunkNodes, as_linked
@@ -88,18 +88,19 @@ class ChunkCopier:
     """Copies cached KV between slots in all layers of a model, rotating the keys."""
 
     def __init__(self, model: ServedModel):
-        groups: dict[int, tuple[LayerRope, list]] = {}
+        groups: dict[int, tuple[AttentionLayer, list]] = {}
         for layer_id, layer in model.layers.items():  # in one pool, so of one shape
-            self.copy_rotated = layer.kernels.copy_rotated
-            groups.setdefault(id(layer.rope), (layer.rope, []))[1].append(model.kv_buffers[layer_id])
+            groups.setdefault(id(layer.rope), (layer, []))[1].append(model.kv_buffers[layer_id])
         self.groups = list(groups.values())
         # Compile the kernel. Slot 0 never holds a request's KV.
-        slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][0].cos_sin_cache.device)
+        slots = torch.zeros(1, dtype=torch.int64, device=self.groups[0][0].rope.cos_sin_cache.device)
         self.copy(slots, slots, np.zeros(1, dtype=np.int64))
 
     def copy(self, source: torch.Tensor, target: torch.Tensor, offsets: np.ndarray) -> None:
         """Copy `source` to `target` (slots, int64 [n]) and rotate the keys by `offsets` (int64 [n])."""
         rotations = to_device(offsets, source.device)
-        for rope, caches in self.groups:
-            k_caches, v_caches = zip(*caches, strict=True)
-            self.copy_rotated(k_caches, v_caches, source, target, rotations, rope.cos_sin_cache, is_neox=rope.is_neox)
+        for layer, caches in self.groups:
+            (k_caches, v_caches), rope = zip(*caches, strict=True), layer.rope
+            layer.kernels.copy_rotated(
+                k_caches, v_caches, source, target, rotations, rope.cos_sin_cache, is_neox=rope.is_neox
+            )

@@ -63,8 +63,6 @@ def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
 HOOKS = (
     Hook("sglang.srt.server_args.ServerArgs.__post_init__", choose_backends, "BEFORE"),
-    Hook(
-        "sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", replace_triton, "BEFORE"
-    ),
+    Hook("sglang.srt.server_args.ServerArgs._handle_attention_backend_compatibility", replace_triton, "BEFORE"),
     *(Hook(f"{_LORA}.{method}", without_pinning, "AROUND") for method in ("__init__", "prepare_lora_batch")),
 )

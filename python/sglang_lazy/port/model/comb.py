@@ -94,8 +94,8 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
                 read_here(place)
             location = KVWriteLoc(torch.cat(places))
             kv = runner.model.encode(to_device(ids, rows.positions.device), rows)
-            for layer, (keys, values) in enumerate(kv):
-                pool.kv.set_kv_buffer(None, location, keys, values, layer_id_override=layer)
+            for layer_id, (keys, values) in enumerate(kv):
+                pool.kv.set_kv_buffer(None, location, keys, values, layer_id_override=layer_id)
 
     return encode
 

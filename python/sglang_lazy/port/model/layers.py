@@ -71,7 +71,8 @@ def window_of(attn: RadixAttention) -> int | None:
 def describe_layers(model: torch.nn.Module, max_position: int, device: str | torch.device) -> dict[int, AttentionLayer]:
     """Each attention layer by id, but for sinks, which only a run of it shows: see `check_layers`."""
     shared: dict[int, LayerRope] = {}
-    layers, given = {}, given_rotations(model)
+    layers: dict[int, AttentionLayer] = {}
+    given = given_rotations(model)
     for attn, rope in attention_layers(model):
         rope = given.get(attn.layer_id, rope)
         if id(rope) not in shared:

@@ -135,9 +135,7 @@ def server_traits(runner: Any) -> ServerTraits:
     )
 
 
-def choose_kernels(
-    config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]
-) -> dict[int, AttentionLayer]:
+def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]) -> dict[int, AttentionLayer]:
     """`layers`, each with the implementation to link with: the configured one, or the fastest that can serve it on this
     machine.
 
