@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix, Row
+from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, IGNORED, Mix, Row
 from benchmark.quality.recipe import Recipe, encoder
 from oracle.segments import Segment
 
-PARTS = ("ids", "positions", "worlds", "numbers")
-"""The arrays of a part of a row. numbers: of chunks for the encoder, of branches for the decoder."""
+CHUNK_FIELDS = ("ids", "positions", "worlds", "chunks")
+"""The arrays of what the encoder reads of a row."""
+TEXT_FIELDS = ("ids", "positions", "worlds", "branches", "kinds", "targets", "places")
+"""The arrays of what the decoder reads. places: where its tokens stand in the row; kinds: IGNORED outside questions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +68,8 @@ class CombRow(Row):
         self.limits = (recipe.chunk_length, recipe.text_length)
 
     def fits(self) -> bool:
-        chunks = np.count_nonzero(self.fields["chunks"])
-        sizes = (chunks, len(self.fields["chunks"]) - chunks)
+        text = self.fields["chunks"].count(0)
+        sizes = (len(self.fields["chunks"]) - text, text)
         return super().fits() and all(size <= limit for size, limit in zip(sizes, self.limits, strict=True))
 
     def add_example(self, example: Example) -> bool:
@@ -94,25 +96,19 @@ def group(rng: random.Random, row: np.ndarray, share: float) -> None:
 
 
 class Rows(NamedTuple):
-    """full: [rows, len(FIELDS), length]; chunks, texts: [rows, len(PARTS), chunk_length or text_length]; all int32.
-
-    scored: [2, n] int64, where the tokens before those of questions and answers stand in the texts and in the full
-    rows, rows one behind another.
-    """
+    """full: [rows, len(FIELDS), length]; chunks: [rows, len(CHUNK_FIELDS), chunk_length]; texts: [rows,
+    len(TEXT_FIELDS), text_length]; all int32. The sizes are those of every step, so that one compiled step does."""
 
     full: np.ndarray
     chunks: np.ndarray
     texts: np.ndarray
-    scored: np.ndarray
 
 
 def divide(rows: np.ndarray, recipe: CombRecipe) -> Rows:
     """rows: [rows, len(FIELDS), length]."""
     count, _, length = rows.shape
-    chunks, texts = (
-        np.zeros((count, len(PARTS), size), np.int32) for size in (recipe.chunk_length, recipe.text_length)
-    )
-    scored = []
+    chunks = np.zeros((count, len(CHUNK_FIELDS), recipe.chunk_length), np.int32)
+    texts = np.zeros((count, len(TEXT_FIELDS), recipe.text_length), np.int32)
     for number, row in enumerate(rows):
         fields = dict(zip(FIELDS, row, strict=True))
         world, chunk = fields["worlds"], fields["chunks"]
@@ -122,14 +118,15 @@ def divide(rows: np.ndarray, recipe: CombRecipe) -> Rows:
         passed = np.cumsum(in_chunk)
         first = np.r_[True, world[1:] != world[:-1]]
         before = np.maximum.accumulate(np.where(first, passed - in_chunk, 0))
-        text_positions = fields["positions"] - (passed - before)
+        own = {
+            "positions": fields["positions"] - (passed - before),
+            "kinds": np.where(fields["branches"] > 0, fields["kinds"], IGNORED),
+            "places": index,
+        }
         mine, its = np.flatnonzero(in_chunk), np.flatnonzero(~in_chunk & (world > 0))
         chunks[number, :, : len(mine)] = np.stack([fields["ids"], since, world, chunk])[:, mine]
-        texts[number, :, : len(its)] = np.stack([fields["ids"], text_positions, world, fields["branches"]])[:, its]
-        kinds = fields["kinds"][its]
-        chosen = np.flatnonzero((kinds == ANSWER) | ((kinds == CONTEXT) & (fields["branches"][its] > 0)))
-        scored.append([number * recipe.text_length + chosen, number * length + its[chosen]])
-    return Rows(rows.astype(np.int32), chunks, texts, np.concatenate(scored, axis=1))
+        texts[number, :, : len(its)] = np.stack([(fields | own)[name] for name in TEXT_FIELDS])[:, its]
+    return Rows(rows.astype(np.int32), chunks, texts)
 
 
 def world_row(rng: random.Random, mix: Mix, recipe: CombRecipe, grouped: float, split="train") -> np.ndarray:

@@ -9,17 +9,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from tokenizers import Tokenizer
-from torch.nn import functional
 
 from benchmark.quality import comb_rows, recipe
 from benchmark.quality.comb import Comb, save_comb
-from benchmark.quality.comb_rows import PARTS, CombRecipe, Example, Rows, divide, make_examples, make_worlds, world_row
+from benchmark.quality.comb_rows import (
+    CHUNK_FIELDS,
+    TEXT_FIELDS,
+    CombRecipe,
+    Example,
+    Rows,
+    divide,
+    make_examples,
+    make_worlds,
+    world_row,
+)
 from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.llama import Llama, Mask, load_llama
-from benchmark.quality.packing import ANSWER, Mix
+from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix
 from benchmark.quality.recipe import Feed
 from benchmark.quality.training import Batch, Training, as_mask, by_question, make_mask, to_batch
 
@@ -28,12 +36,11 @@ GROUPED = {"comb": 0, "comb, grouped": 1}
 
 
 class Parts(NamedTuple):
-    """A step's rows on the device. full: the teacher's; chunks, texts: PARTS, each [rows, length] int64."""
+    """A step's rows on the device. full: the teacher's; chunks: CHUNK_FIELDS; texts: TEXT_FIELDS."""
 
     full: Batch
     chunks: Batch
     texts: Batch
-    scored: torch.Tensor
 
 
 class Masks(NamedTuple):
@@ -46,11 +53,8 @@ class Masks(NamedTuple):
 
 
 def to_parts(rows: Rows, device: torch.device) -> Parts:
-    def part(array: np.ndarray) -> Batch:
-        return dict(zip(PARTS, torch.from_numpy(array).to(device).long().unbind(1), strict=True))
-
-    scored = torch.from_numpy(rows.scored).to(device)
-    return Parts(to_batch(rows.full, device), part(rows.chunks), part(rows.texts), scored)
+    fields = (FIELDS, CHUNK_FIELDS, TEXT_FIELDS)
+    return Parts(*(to_batch(part, device, names) for part, names in zip(rows, fields, strict=True)))
 
 
 def make_masks(parts: Parts, flex: bool) -> Masks:
@@ -58,8 +62,8 @@ def make_masks(parts: Parts, flex: bool) -> Masks:
 
     Padding is of world 0 in both; there its text sees one token, so that every token sees something.
     """
-    chunk_worlds, chunk_numbers = parts.chunks["worlds"], parts.chunks["numbers"]
-    text_worlds, branches = parts.texts["worlds"], parts.texts["numbers"]
+    chunk_worlds, chunk_numbers = parts.chunks["worlds"], parts.chunks["chunks"]
+    text_worlds, branches = parts.texts["worlds"], parts.texts["branches"]
 
     def within(b, h, q, k):
         return (chunk_worlds[b, q] == chunk_worlds[b, k]) & (chunk_numbers[b, q] == chunk_numbers[b, k])
@@ -89,19 +93,38 @@ def student(comb: Comb, decoder: Llama, chunks: Batch, texts: Batch, masks: Mask
     return comb.states(decoder, texts["ids"], texts["positions"], masks.texts, known, masks.cross)
 
 
+def distributions(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of student and teacher behind all text, both [rows, text_length, vocab_size] fp32."""
+    with torch.no_grad():
+        states = decoder.states(parts.full["ids"], parts.full["positions"], masks.full)
+        places = parts.texts["places"][..., None].expand(-1, -1, states.shape[-1])
+        target = decoder.logits(states.gather(1, places)).float().log_softmax(-1)
+    found = decoder.logits(student(comb, decoder, parts.chunks, parts.texts, masks))
+    return found.float().log_softmax(-1), target
+
+
 def divergence(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(target || found) of log-probabilities [n, vocab_size]; [n]."""
+    """KL(target || found) of log-probabilities [..., vocab_size]."""
     return (target.exp() * (target - found)).sum(-1)
 
 
-def is_answer(parts: Parts) -> torch.Tensor:
-    """Of `parts.scored`, those before an answer's tokens."""
-    return parts.full["kinds"].flatten()[parts.scored[1]] == ANSWER
+def losses(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
+    """The means of KL(teacher || student) with the cross entropy of answers, and of the KL of questions."""
+    found, target = distributions(comb, decoder, parts, masks)
+    kl = divergence(found, target)
+    surprise = -found.gather(-1, parts.texts["targets"][..., None]).squeeze(-1)
+    # Sums over all text in place of selections, whose sizes the host would have to wait for.
+    kinds = parts.texts["kinds"]
+    answer, question = (
+        (each * (kinds == kind)).sum() / (kinds == kind).sum()
+        for each, kind in ((kl + surprise, ANSWER), (kl, CONTEXT))
+    )
+    return answer, question
 
 
 def behind_answers(parts: Parts, values: torch.Tensor) -> float:
-    """The mean of one value for each of `parts.scored` over those before an answer's tokens."""
-    return values[is_answer(parts)].mean().item()
+    """The mean of `values` [rows, text_length] over the tokens before those of answers."""
+    return values[parts.texts["kinds"] == ANSWER].mean().item()
 
 
 class CombTrainer(Training):
@@ -122,8 +145,7 @@ class CombTrainer(Training):
         super().__init__(recipe, comb, directory, device)
         self.tokenizer = Tokenizer.from_file(str(Path(recipe.start) / "tokenizer.json"))
         self.examples = random.Random(recipe.seed).sample(list(examples), len(examples))
-        compile_ = torch.compile if flex else lambda function: function
-        self.student, self.teacher = compile_(student), compile_(self.decoder.states)
+        self.losses = torch.compile(losses) if flex else losses
 
     @property
     def held_out(self) -> int:
@@ -137,29 +159,10 @@ class CombTrainer(Training):
         return Feed(functools.partial(make, self.recipe), prepare, range(self.step, self.recipe.steps), workers)
 
     def train_step(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-        """The losses of answers, KL(teacher || student) and cross entropy, and of questions, KL alone."""
         parts = to_parts(rows, self.device)
-        masks = make_masks(parts, self.flex)
         with self.autocast():
-            states = self.student(self.model, self.decoder, parts.chunks, parts.texts, masks)
-            found, target = self.distributions(parts, masks, states, self.teacher)
-        answer, kl = is_answer(parts), divergence(found, target)
-        surprise = functional.nll_loss(found[answer], self.targets(parts)[answer])
-        return self.update(kl[answer].mean() + surprise, kl[~answer].mean())
-
-    def distributions(
-        self, parts: Parts, masks: Masks, states: torch.Tensor, teacher
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-probabilities of student and teacher, both [n, vocab_size] fp32."""
-        in_texts, in_full = parts.scored
-        with torch.no_grad():
-            known = teacher(parts.full["ids"], parts.full["positions"], masks.full)
-            target = self.decoder.logits(known.flatten(0, 1)[in_full]).float().log_softmax(-1)
-        return self.decoder.logits(states.flatten(0, 1)[in_texts]).float().log_softmax(-1), target
-
-    @staticmethod
-    def targets(parts: Parts) -> torch.Tensor:
-        return parts.full["targets"].flatten()[parts.scored[1]]
+            answer, question = self.losses(self.model, self.decoder, parts, make_masks(parts, self.flex))
+        return self.update(answer, question)
 
     @torch.inference_mode()
     def evaluate(self, num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
@@ -187,12 +190,8 @@ class CombTrainer(Training):
         """Which answers of a row are right, of the Comb model and of its teacher, and the KL behind answers."""
         rows = divide(world_row(random.Random(seed), mix, self.recipe, grouped, "test")[None], self.recipe)
         parts, found, target = self.both(rows)
-        matches = []
-        for logs in (found, target):
-            right = torch.ones_like(parts.full["ids"], dtype=torch.bool)
-            right.view(-1)[parts.scored[1]] = logs.argmax(-1) == self.targets(parts)
-            matches.append(by_question(parts.full, right))
-        return matches[0], matches[1], behind_answers(parts, divergence(found, target))
+        own, known = (by_question(parts.texts, logs.argmax(-1) == parts.texts["targets"]) for logs in (found, target))
+        return own, known, behind_answers(parts, divergence(found, target))
 
     def compare(self, rows: Rows) -> tuple[float, float]:
         """Behind answers, the KL and the share of equal best tokens."""
@@ -202,10 +201,8 @@ class CombTrainer(Training):
 
     def both(self, rows: Rows) -> tuple[Parts, torch.Tensor, torch.Tensor]:
         parts = to_parts(rows, self.device)
-        masks = make_masks(parts, flex=False)
         with self.autocast():
-            states = student(self.model, self.decoder, parts.chunks, parts.texts, masks)
-            return parts, *self.distributions(parts, masks, states, self.decoder.states)
+            return parts, *distributions(self.model, self.decoder, parts, make_masks(parts, flex=False))
 
     @torch.inference_mode()
     def is_plain(self) -> bool:

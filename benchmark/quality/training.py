@@ -5,7 +5,7 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,18 @@ from benchmark.quality.packing import ANSWER, FIELDS
 from benchmark.quality.recipe import Feed, Recipe
 
 Batch = dict[str, torch.Tensor]
-"""FIELDS, each [rows, length] int64."""
+"""FIELDS, or those of a part of the rows, each [rows, length] int64."""
 Sees = Callable[..., torch.Tensor]
 
+compiled_block_mask = torch.compile(create_block_mask, dynamic=False)  # static sizes for each of a step's masks
 
-def to_batch(rows: np.ndarray, device: torch.device) -> Batch:
-    fields = torch.from_numpy(rows).to(device).long().unbind(1)
-    return dict(zip(FIELDS, fields, strict=True))
+
+def to_batch(rows: np.ndarray, device: torch.device, names: Sequence[str] = FIELDS) -> Batch:
+    """rows: [rows, len(names), length]. The copy waits for nothing that the device still has to do."""
+    tensor = torch.from_numpy(rows)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # from pageable memory, the copy would wait
+    return dict(zip(names, tensor.to(device, non_blocking=True).long().unbind(1), strict=True))
 
 
 def make_mask(batch: Batch, flex: bool) -> Mask:
@@ -45,7 +50,8 @@ def as_mask(sees: Sees, sizes: tuple[int, int, int], device: torch.device, flex:
     """sees(row, head, query, key) for all of `sizes`, the numbers of rows, queries and keys."""
     rows, queries, keys = sizes
     if flex:
-        return create_block_mask(sees, rows, None, queries, keys, device=device, _compile=device.type == "cuda")
+        create = compiled_block_mask if device.type == "cuda" else create_block_mask
+        return create(sees, rows, None, queries, keys, device=device)
     row, query, key = (torch.arange(size, device=device) for size in sizes)
     return sees(row[:, None, None], 0, query[:, None], key)[:, None]
 

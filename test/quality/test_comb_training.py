@@ -15,9 +15,9 @@ from benchmark.policies.comb import CombModel
 from benchmark.quality import comb_rows, recipe
 from benchmark.quality.comb import Comb, load_comb, save_comb
 from benchmark.quality.comb_rows import CombRecipe, Example, divide, example_of, make_examples, make_worlds, world_row
-from benchmark.quality.comb_training import CombTrainer, make_masks, student, to_parts
+from benchmark.quality.comb_training import CombTrainer, losses, make_masks, student, to_parts
 from benchmark.quality.llama import Llama, Shape, load_llama, save_for_serving
-from benchmark.quality.packing import FIELDS
+from benchmark.quality.packing import ANSWER, FIELDS
 from benchmark.quality.training import train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from oracle.segments import chunk, text
@@ -178,15 +178,49 @@ def test_same_as_reference(opened, settings, tmp_path):
     parts, sizes = to_parts(rows, CPU), set()
     with torch.inference_mode():
         states = student(comb, decoder, parts.chunks, parts.texts, make_masks(parts, flex=False))
-        ours = decoder.logits(states).flatten(0, 1)[parts.scored[0]]
-        places = {place: index for index, place in enumerate(parts.scored[1].tolist())}
+        ours = decoder.logits(states)
         for before, chunks, after, number, where in prompts_of(rows):
             right = reference.logits(before, chunks, after)[len(before) : -1]
-            found = ours[[places[number * settings.length + place] for place in where[:-1]]]
+            found = ours[number, np.isin(parts.texts["places"][number], where[:-1])]
             torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-4)
             assert (right - reference.logits(before, chunks[1:], after)[len(before) : -1]).abs().max() > 0.1
             sizes.add(len(chunks))
     assert len(sizes) > 1
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_losses(opened, settings, stock, tmp_path):
+    """Those of single prompts: the plain model's logits against Hugging Face's under full attention."""
+    decoder, comb = opened
+    save_comb(decoder, comb, tmp_path, torch.float32, {})
+    reference, rows = Reference(tmp_path), rows_of(settings)
+    teacher, kinds = AutoModelForCausalLM.from_pretrained(stock, dtype=torch.float32), FIELDS.index("kinds")
+    answers, questions = [], []
+    with torch.inference_mode():
+        for before, chunks, after, number, where in prompts_of(rows):
+            prompt = [*before, *(token for ids in chunks for token in ids), *after]
+            target = teacher(torch.tensor([prompt])).logits[0, -len(after) : -1].log_softmax(-1)
+            found = reference.logits(before, chunks, after)[len(before) : -1].log_softmax(-1)
+            kl = (target.exp() * (target - found)).sum(-1)
+            begin = next(index for index, place in enumerate(where) if rows.full[number, kinds, place] == ANSWER)
+            questions.append(kl[:begin])
+            answers.append(kl[begin:] - found[begin:].gather(-1, torch.tensor(after[begin + 1 :])[:, None])[:, 0])
+        parts = to_parts(rows, CPU)
+        for flex in (False, True):
+            answer, question = losses(comb, decoder, parts, make_masks(parts, flex))
+            assert answer.item() == pytest.approx(torch.cat(answers).mean().item(), rel=1e-4)
+            assert question.item() == pytest.approx(torch.cat(questions).mean().item(), rel=1e-4)
+    assert question > 0.01
+
+
+def test_a_step_is_compiled_once(opened, settings):
+    """As one graph, which serves every step's data."""
+    decoder, comb = opened
+    compiled = torch.compile(losses, backend="eager", fullgraph=True)
+    for step in range(3):
+        parts = to_parts(make_worlds(settings, step), CPU)
+        with torch._dynamo.config.patch(error_on_recompile=step > 0):
+            compiled(comb, decoder, parts, make_masks(parts, flex=False))
 
 
 @pytest.mark.parametrize("together", [False, True])

@@ -95,7 +95,7 @@ def test_the_whole_hash_and_the_shape_are_in_an_images_digest():
         (hashed(1, (0, 1), (7, 8)), "block", "other than images"),
         (MultimodalDataItem(Modality.VIDEO, offsets=[(7, 8)]), "block", "other than images"),
         (hashed(1, (7, 8)), "query", "its probes see no images"),
-        (hashed(1, (0, 1)), "base:preamble=lead", "behind an image"),
+        (hashed(1, (0, 1)), "base:preamble=lead", "after an image"),
     ],
 )
 def test_refused_images(item, link, reason):

@@ -31,7 +31,7 @@ def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=Tru
         ps=SimpleNamespace(tp_size=tp_size),
         device="cuda",
     )
-    graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 2048, 2304, 8192])
+    graph_runner = SimpleNamespace(model_runner=runner, capture_num_tokens=[1024, 1536, 1792, 2048, 2304, 8192])
     forward_batch = SimpleNamespace(input_ids=torch.zeros(num_tokens))
 
     with pool.segment_table.running(None, last_layer=last_layer) if chunks else contextlib.nullcontext():
@@ -41,13 +41,14 @@ def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=Tru
 def test_a_large_batch_with_chunks_is_not_padded():
     assert not runs_graph(2080)
     assert not runs_graph(5000)
+    assert not runs_graph(1568)  # to 1,792
 
 
 def test_one_of_a_graphs_size_loses_nothing():
     assert runs_graph(2048)
 
 
-@pytest.mark.parametrize("small", [dict(num_tokens=900), dict(hidden_size=SMALL), dict(tp_size=4)])
+@pytest.mark.parametrize("small", [dict(num_tokens=900), dict(num_tokens=1500), dict(hidden_size=SMALL), dict(tp_size=4)])
 def test_where_launches_take_longer_graphs_are_worth_padding(small):
     assert runs_graph(**{"num_tokens": 2080, **small})
 

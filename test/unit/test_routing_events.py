@@ -359,6 +359,6 @@ def test_a_worker_that_does_not_answer_is_asked_again(run, log):
         worker.failures = [web.HTTPServiceUnavailable(), web.HTTPInternalServerError()]
         picker.pick({"sent": 1}, {url: 0})
         await followed(worker, picker, url)
-        assert picker._caches[url].has("sent") and log.text.count("does not say") == 2
+        assert picker._caches[url].has("sent") and log.text.count("does not report") == 2
 
     run(test)

@@ -32,7 +32,9 @@ def fits(monkeypatch):
         token_to_kv_pool=None,
         server_args=SimpleNamespace(enable_mixed_chunk=False),
         model=torch.nn.Module(),
-        model_config=SimpleNamespace(context_len=8, hidden_size=8, hf_config=SimpleNamespace(architectures=TESTED)),
+        model_config=SimpleNamespace(
+            context_len=8, hidden_size=8, num_hidden_layers=2, hf_config=SimpleNamespace(architectures=TESTED)
+        ),
         device="cpu",
         dtype=None,
         kv_cache_dtype=None,

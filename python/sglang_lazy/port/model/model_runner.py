@@ -248,7 +248,8 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
         return False
     if not runs or table is None or not table.has_chunks or num_tokens in graph_runner.capture_num_tokens:
         return runs
-    return cost.padding_pays(layer_time(runner, num_tokens))
+    padded = min(size for size in graph_runner.capture_num_tokens if size > num_tokens)
+    return cost.padding_pays(layer_time(runner, num_tokens), layer_time(runner, padded))
 
 
 def layer_time(runner: Any, num_tokens: int) -> float:
