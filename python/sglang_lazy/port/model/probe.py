@@ -95,7 +95,7 @@ def check_layers(
 
     Raises ValueError if something stands between the rotation and attention in one of them.
     """
-    checked = {}
+    checked: dict[int, AttentionLayer] = {}
     still: dict[LayerRope, LayerRope] = {}
     rotations = given_rotations(model)
     for module in attention_modules(model):
