@@ -233,11 +233,10 @@ def test_other_models(name, model_dir):
         served.engine.shutdown()
 
 
-@pytest.mark.slow
-def test_few_slots_for_windows(model_dir):
+@pytest.mark.parametrize("name", [on_one_worker(name) for name in ("gpt-oss", "gemma4")])
+def test_few_slots_for_windows(name, model_dir):
     """Layers with windows have a fifth of the others' slots: chunks lose what no prompt reads, and some of the rest."""
-    options = {**VARIANTS["gpt-oss"], "swa_full_tokens_ratio": 0.2}
-    served = Served("gpt-oss", model_dir, **options)
+    served = Served(name, model_dir, chunked_prefill_size=64, swa_full_tokens_ratio=0.2)
     try:
         asked_again = [hit for names in GROUPS * 2 for brought, hit in reuse(served.play(names)) if brought]
         assert asked_again.count(True) > 20 and asked_again.count(False) > 5

@@ -8,7 +8,7 @@ from oracle.models import MODELS, build
 from oracle.scenarios import Dice
 from oracle.segments import Segment
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("window pool")]
+pytestmark = pytest.mark.slow
 LINKS = [
     base + link
     for base in ("", "base+", "base:preamble=lead+")
@@ -17,10 +17,15 @@ LINKS = [
 SIZE, RATIO = 2400, 0.3
 
 
-@pytest.fixture(scope="module")
-def served(model_dir):
-    options = {**MODELS["gpt-oss"].cpu_options, "max_total_tokens": SIZE, "swa_full_tokens_ratio": RATIO}
-    served = Served(build("gpt-oss", model_dir), **options, chunked_prefill_size=96)
+# Gemma 4's pools hold heads of two shapes, and KV that later layers read, too.
+NAMES = [pytest.param(name, marks=pytest.mark.xdist_group(f"{name} window pool")) for name in ("gpt-oss", "gemma4")]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def served(request, model_dir):
+    spec = MODELS[request.param]
+    options = {**spec.cpu_options, "max_total_tokens": SIZE, "swa_full_tokens_ratio": RATIO}
+    served = Served(build(spec.name, model_dir), **options, chunked_prefill_size=96)
     yield served
     served.engine.shutdown()
 
