@@ -71,6 +71,37 @@ def _llama(name: str, rope: dict, **spec) -> ModelSpec:
     return ModelSpec(name, "LlamaConfig", _shape(128, 2, 4, 2, head_dim=32, rope_parameters=rope), **spec)
 
 
+def _gemma4(name: str, text: dict, vision: dict, **spec) -> ModelSpec:
+    """Layers with windows have heads of another shape than the others, whose keys are their values."""
+    text_config = {
+        **_shape(96, 6, 4, 2, head_dim=32, global_head_dim=64, num_global_key_value_heads=1),
+        **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION, sliding_window=24),
+        **dict(layer_types=["sliding_attention", "full_attention"] * 3, attention_k_eq_v=True),
+        **dict(vocab_size_per_layer_input=VOCAB_SIZE, pad_token_id=PAD),
+        **dict(moe_intermediate_size=64),  # which SGLang asks for on a CPU
+        "rope_parameters": {
+            "full_attention": _rope("proportional", partial_rotary_factor=0.25),
+            "sliding_attention": {**_rope(), "rope_theta": 100.0},
+        },
+        **text,
+    }
+    return ModelSpec(
+        name,
+        "Gemma4Config",
+        dict(
+            text_config=text_config,
+            vision_config={**_SMALL_VISION, **vision},
+            tie_word_embeddings=True,
+            **dict(eoi_token_id=None, eoa_token_index=None),  # SGLang would keep some models from answering these
+        ),
+        # Of SGLang's ways to attend, this model takes those for GPUs alone.
+        cpu_options=dict(attention_backend="triton", enable_multimodal=False),
+        seed=4,
+        core=False,
+        **spec,
+    )
+
+
 _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
 _SMALL_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -200,31 +231,18 @@ _SPECS = [
         seed=2,
         core=False,
     ),
-    # Layers with windows have heads of another shape than the others, whose keys are their values; the last two layers
-    # read the KV of those before; embeddings for each layer. SGLang's experts of GELU need a GPU.
-    ModelSpec(
+    # The last two layers read the KV of those before; embeddings for each layer. SGLang's experts of GELU need a GPU.
+    _gemma4(
         "gemma4",
-        "Gemma4Config",
-        dict(
-            text_config={
-                **_shape(96, 6, 4, 2, head_dim=32, global_head_dim=64, num_global_key_value_heads=1),
-                **dict(vocab_size=VOCAB_SIZE, max_position_embeddings=MAX_POSITION, sliding_window=24),
-                **dict(layer_types=["sliding_attention", "full_attention"] * 3, attention_k_eq_v=True),
-                **dict(num_kv_shared_layers=2, use_double_wide_mlp=True, pad_token_id=PAD),
-                **dict(moe_intermediate_size=64),  # which SGLang asks for on a CPU
-                **dict(hidden_size_per_layer_input=16, vocab_size_per_layer_input=VOCAB_SIZE),
-                "rope_parameters": {
-                    "full_attention": _rope("proportional", partial_rotary_factor=0.25),
-                    "sliding_attention": {**_rope(), "rope_theta": 100.0},
-                },
-            },
-            vision_config={**_SMALL_VISION, **dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64)},
-            tie_word_embeddings=True,
-        ),
-        # Of SGLang's ways to attend, this model takes those for GPUs alone.
-        cpu_options=dict(attention_backend="triton", enable_multimodal=False),
-        seed=4,
-        core=False,
+        dict(num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=16),
+        dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
+    ),
+    # The same without these
+    _gemma4(
+        "gemma4-unified",
+        dict(hidden_size_per_layer_input=0),
+        dict(model_patch_size=16, mm_embed_dim=32, mm_posemb_size=64, output_proj_dims=32),
+        architecture="Gemma4UnifiedForConditionalGeneration",
     ),
     # GPT-J pairing over the whole head
     ModelSpec(
@@ -434,7 +452,7 @@ def random_model(spec: ModelSpec) -> transformers.PreTrainedModel:
             _init(name, weight, generator, tied=model.config.tie_word_embeddings)
             if spec.name.startswith("gemma") and "embed" in name:  # scales them up
                 weight.mul_(0.5)
-            if spec.name == "gemma4":  # does not scale scores
+            if spec.name.startswith("gemma4"):  # does not scale scores
                 weight.mul_(len(weight) ** -0.25 if "q_norm" in name or "k_norm" in name else 1)
                 weight.mul_(2 if name.endswith("language_model.norm.weight") else 1)  # or its choices would be close
             elif spec.name.startswith("gemma") and weight.dim() == 1:  # adds one to the weights of norms

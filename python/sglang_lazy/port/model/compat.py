@@ -35,6 +35,7 @@ TESTED = frozenset(
         "Gemma3ForCausalLM",
         "Gemma3ForConditionalGeneration",
         "Gemma4ForConditionalGeneration",
+        "Gemma4UnifiedForConditionalGeneration",
         "GemmaForCausalLM",
         "Glm4ForCausalLM",
         "Glm4MoeForCausalLM",
