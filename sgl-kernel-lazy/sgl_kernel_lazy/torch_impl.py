@@ -32,11 +32,11 @@ def unsupported(
     sinks: bool,
     capped: bool,
 ) -> str | None:
-    """Why this implementation cannot serve such a model here, or None if it can, as this one always can.
+    """Why this implementation cannot serve such a layer here, or None if it can, as this one always can.
 
     kv_dtype: dtype, or fp8.
     max_segments: of a request, the width of the segment tables.
-    windowed, sinks, capped: whether some layer has a window, sinks, or a logit cap.
+    windowed, sinks, capped: whether it has a window, sinks, or a logit cap.
     """
     return None
 

@@ -19,6 +19,7 @@ CASES = {
     "head_dim 128": (6, Shape(num_qo_heads=8, num_kv_heads=1, head_dim=128, rotary_dim=128), None),
     "head_dim 192, partial": (7, Shape(num_qo_heads=4, num_kv_heads=1, head_dim=192, rotary_dim=64, bs=2), None),
     "head_dim 256, interleaved": (8, Shape(head_dim=256, rotary_dim=64, is_neox=False, bs=2), None),
+    "head_dim 512": (24, Shape(num_qo_heads=8, num_kv_heads=1, head_dim=512, rotary_dim=512, bs=2), None),
     "long chunks": (9, Shape(max_chunk_len=300, max_segments=3, max_text_len=70, bs=2), None),
     "many requests": (10, Shape(num_qo_heads=2, num_kv_heads=1, bs=9, max_segments=2), None),
     "50 segments": (11, Shape(max_segments=50, bs=1), [[("chunk", i % 4) for i in range(50)] + [("new", 3)]]),

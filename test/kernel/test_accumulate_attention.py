@@ -22,6 +22,7 @@ CASES = {
     "group of 4, partial": (2, Shape(num_qo_heads=8, rotary_dim=24, bs=2), None),
     "group of 8, interleaved": (3, Shape(num_qo_heads=8, num_kv_heads=1, is_neox=False, bs=2), None),
     "head_dim 80, partial, interleaved": (4, Shape(head_dim=80, rotary_dim=20, is_neox=False, bs=2), None),
+    "head_dim 512": (10, Shape(num_kv_heads=1, head_dim=512, rotary_dim=512, bs=1), None),
     "20 segments": (
         5,
         Shape(num_kv_heads=1, max_chunk_len=20, bs=1),

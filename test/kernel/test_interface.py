@@ -68,6 +68,7 @@ HOPPER = dict(
 REFUSED = {
     "queries in torch.float16 or torch.bfloat16, got torch.float32": dict(dtype=torch.float32, kv_dtype=torch.float32),
     "head_dim to be one of .*, got 96": dict(head_dim=96, rotary_dim=96),
+    "head_dim to be one of .*, got 512": dict(head_dim=512, rotary_dim=512),
     "rotary_dim to be a multiple of 16, got 24": dict(rotary_dim=24),
     "at most 32 query heads per kv head, got 64": dict(num_qo_heads=64, num_kv_heads=1),
     "at most 16 query heads per kv head, got 32": dict(num_kv_heads=1, head_dim=256),

@@ -279,8 +279,8 @@ def _plan(
     nnz_kv may be an upper bound, and requests may differ in length: that only costs time.
     """
     rows = max_extend_len * (num_qo_heads // num_kv_heads)
-    # Wide heads and fp32 leave no registers for 128 rows.
-    block_m = 16 if rows <= 16 else 64 if rows <= 64 or row_bytes > 256 else 128
+    # Wide heads and fp32 leave no registers for 128 rows, the widest in fp32 no shared memory for 64.
+    block_m = 16 if rows <= 16 or row_bytes > 1024 else 64 if rows <= 64 or row_bytes > 256 else 128
     programs = bs * num_kv_heads * -(-rows // block_m)
     tiles = max(1, -(-nnz_kv // (bs * 128)))
 
