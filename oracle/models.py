@@ -71,7 +71,14 @@ def _llama(name: str, rope: dict, **spec) -> ModelSpec:
     return ModelSpec(name, "LlamaConfig", _shape(128, 2, 4, 2, head_dim=32, rope_parameters=rope), **spec)
 
 
-def _gemma4(name: str, text: dict, vision: dict, **spec) -> ModelSpec:
+_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
+_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
+_SMALL_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
+_GEMMA4_VISION = {**_SMALL_VISION, **dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64)}
+
+
+def _gemma4(name: str, text: dict, vision: Mapping[str, object] = _GEMMA4_VISION, **spec) -> ModelSpec:
     """Layers with windows have heads of another shape than the others, whose keys are their values."""
     text_config = {
         **_shape(96, 6, 4, 2, head_dim=32, global_head_dim=64, num_global_key_value_heads=1),
@@ -90,7 +97,7 @@ def _gemma4(name: str, text: dict, vision: dict, **spec) -> ModelSpec:
         "Gemma4Config",
         dict(
             text_config=text_config,
-            vision_config={**_SMALL_VISION, **vision},
+            vision_config=dict(vision),
             tie_word_embeddings=True,
             **dict(eoi_token_id=None, eoa_token_index=None),  # SGLang would keep some models from answering these
         ),
@@ -101,11 +108,6 @@ def _gemma4(name: str, text: dict, vision: dict, **spec) -> ModelSpec:
         **spec,
     )
 
-
-_LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=256)
-_YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=MAX_POSITION // 4)
-_SMALL_VISION = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64)
 
 _SPECS = [
     ModelSpec("llama", "LlamaConfig", _shape(128, 3, 8, 2, head_dim=32, rope_parameters=_rope()), add_bos=True),
@@ -231,17 +233,18 @@ _SPECS = [
         seed=2,
         core=False,
     ),
-    # The last two layers read the KV of those before; embeddings for each layer. SGLang's experts of GELU need a GPU.
+    # The last two layers read the KV of those before; embeddings for each layer
+    _gemma4("gemma4", dict(num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=16)),
+    # Without these: with experts, and without encoders
     _gemma4(
-        "gemma4",
-        dict(num_kv_shared_layers=2, use_double_wide_mlp=True, hidden_size_per_layer_input=16),
-        dict(num_key_value_heads=2, head_dim=16, position_embedding_size=64),
+        "gemma4-moe",
+        dict(hidden_size_per_layer_input=0, enable_moe_block=True, num_experts=4, top_k_experts=2),
+        needs="a GPU: on a CPU SGLang has no experts of GELU",
     ),
-    # The same without these
     _gemma4(
         "gemma4-unified",
         dict(hidden_size_per_layer_input=0),
-        dict(model_patch_size=16, mm_embed_dim=32, mm_posemb_size=64, output_proj_dims=32),
+        dict(_SMALL_VISION, model_patch_size=16, mm_embed_dim=32, mm_posemb_size=64, output_proj_dims=32),
         architecture="Gemma4UnifiedForConditionalGeneration",
     ),
     # GPT-J pairing over the whole head

@@ -66,8 +66,9 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    own = {"gpt-oss": {"head_dim": 64}, "gemma4": {"head_dim": 256, "global_head_dim": 512}}  # as these families have
-    wider = {**WIDE, **own.get(name, {})}
+    # As these families have
+    own = {"gpt-oss": {"head_dim": 64}, "gemma4": {"head_dim": 256, "global_head_dim": 512}}
+    wider = {**WIDE, **own.get(name.removesuffix("-moe"), {})}
     inner = spec.settings.get("text_config")
     settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
     path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
@@ -102,6 +103,7 @@ def wide(name: str, model_dir) -> str:
         "gemma4",
         "gemma4 triton",
         "gemma4 few",
+        "gemma4-moe",
         "llama fp8",
         "llama tiers",
         "llama tiers fp8",
@@ -120,6 +122,8 @@ def served(request, model_dir):
     if torch.cuda.device_count() < options.get("tp_size", 1):
         pytest.skip("tensor parallelism needs as many GPUs")
     path = wide(name, model_dir)
+    if name in MODELS and "vision_config" in MODELS[name].settings:
+        options["enable_multimodal"] = False  # the folder has no processor
     engine = Engine(model_path=path, **ENGINE, **options)
     try:
         yield engine, path, torch.float8_e4m3fn if "fp8" in way else torch.bfloat16, "tiers" in way

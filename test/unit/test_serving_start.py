@@ -14,7 +14,7 @@ from sglang_lazy.core.config import LazyConfig, pop_keywords
 from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.entrypoints.runtime import Runtime
 from sglang_lazy.port import plugin, start
-from sglang_lazy.port.cpu import choose_backends
+from sglang_lazy.port.cpu import choose_backends, replace_triton
 from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.serving import workers
 
@@ -52,6 +52,24 @@ def test_lora_has_another_backend_on_a_cpu(given, caplog):
         choose_backends(args)
         assert args.lora_backend == chosen
     assert "--lora-backend torch_native" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "device, backend, fallback, left",
+    [
+        ("cpu", "triton", False, "torch_native"),
+        ("cpu", "triton", True, "triton"),
+        ("cpu", "intel_amx", False, "intel_amx"),
+        ("cuda", "triton", False, "triton"),
+    ],
+)
+def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallback, left):
+    caplog.set_level("WARNING", "sglang_lazy")
+    monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(fallback=fallback))
+    args = SimpleNamespace(device=device, attention_backend=backend)
+    replace_triton(args)
+    assert args.attention_backend == left
+    assert ("triton is replaced by torch_native" in caplog.text) == (left != backend)
 
 
 def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):

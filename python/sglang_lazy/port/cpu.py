@@ -33,10 +33,10 @@ def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def replace_triton(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs._handle_attention_backend_compatibility`, which follows on checks of what a model takes: on a
-    CPU, as SGLang does with a backend that it has no kernels for there. Of some models it takes those for GPUs alone.
+    """Before `ServerArgs._handle_attention_backend_compatibility`, which comes after SGLang's check that the model takes
+    the backend: on a CPU, torch_native in place of triton. For Gemma 4, SGLang accepts only backends that need a GPU.
 
-    Not where SGLang's attention may have to compute all: then such a check is right.
+    Not with the fallback, under which SGLang's own attention may have to serve the model: then the check is right.
     """
     if args.device == "cpu" and args.attention_backend == "triton" and not LazyConfig.current().fallback:
         logger.warning("sglang-lazy: on a CPU, --attention-backend triton is replaced by torch_native")
