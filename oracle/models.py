@@ -480,7 +480,8 @@ def _init(name: str, weight: torch.Tensor, generator: torch.Generator, tied: boo
         low, high = (1.1, 1.7) if "q_norm" in name or "k_norm" in name else (0.6, 1.4)
         weight.uniform_(low, high, generator=generator)
     elif "embed" in name:
-        weight.normal_(0, 0.1 if tied else 1, generator=generator)
+        # At this power, what a token gives itself is the same for any width.
+        weight.normal_(0, 0.1 * min(1, 128 / weight.shape[-1]) ** 0.75 if tied else 1, generator=generator)
     else:
         gains = {
             "q_proj": 1.4,
