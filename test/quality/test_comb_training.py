@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmark.policies.comb import CombModel
@@ -221,6 +222,13 @@ def test_a_step_is_compiled_once(opened, settings):
         parts = to_parts(make_worlds(settings, step), CPU)
         with torch._dynamo.config.patch(error_on_recompile=step > 0):
             compiled(comb, decoder, parts, make_masks(parts, flex=False))
+
+
+def test_the_host_does_not_wait(opened, settings):
+    """No size and no branch depends on values of tensors: fake ones have none."""
+    parts = to_parts(make_worlds(settings, 0), CPU)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        losses(*opened[::-1], parts, make_masks(parts, flex=False))
 
 
 @pytest.mark.parametrize("together", [False, True])
