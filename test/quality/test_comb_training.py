@@ -272,6 +272,20 @@ def test_closed_gates(stock, settings):
         assert torch.equal(student(comb, decoder, parts.chunks, parts.texts, masks), plain)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a device")
+def test_the_host_does_not_wait_for_the_device(settings, tmp_path):
+    """In a whole step, from rows to updated weights, once it is compiled."""
+    trainer = CombTrainer(settings, tmp_path, torch.device("cuda"), flex=True)
+    steps = [make_worlds(settings, step) for step in range(4)]
+    trainer.train_step(steps[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [loss for rows in steps[1:] for loss in trainer.train_step(rows)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(loss.isfinite() for loss in found)
+
+
 def after_training(settings, directory, minutes=1e9, **options):
     trainer = CombTrainer(settings, directory, CPU, flex=False, **options)
     trainer.resume()
