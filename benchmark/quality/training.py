@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from benchmark.quality.llama import Mask
 from benchmark.quality.packing import ANSWER, FIELDS
@@ -21,8 +22,6 @@ from benchmark.quality.recipe import Feed, Recipe
 Batch = dict[str, torch.Tensor]
 """FIELDS, or those of a part of the rows, each [rows, length] int64."""
 Sees = Callable[..., torch.Tensor]
-
-compiled_block_mask = torch.compile(create_block_mask, dynamic=False)  # static sizes for each of a step's masks
 
 
 def to_batch(rows: np.ndarray, device: torch.device, names: Sequence[str] = FIELDS) -> Batch:
@@ -50,10 +49,16 @@ def as_mask(sees: Sees, sizes: tuple[int, int, int], device: torch.device, flex:
     """sees(row, head, query, key) for all of `sizes`, the numbers of rows, queries and keys."""
     rows, queries, keys = sizes
     if flex:
-        create = compiled_block_mask if device.type == "cuda" else create_block_mask
+        create = compiled_block_mask() if device.type == "cuda" else create_block_mask
         return create(sees, rows, None, queries, keys, device=device)
     row, query, key = (torch.arange(size, device=device) for size in sizes)
     return sees(row[:, None, None], 0, query[:, None], key)[:, None]
+
+
+@functools.cache
+def compiled_block_mask() -> Callable[..., BlockMask]:
+    """One graph for each of a step's masks: left to itself, the compiler would make the second one's sizes symbolic."""
+    return torch.compile(create_block_mask, dynamic=False)
 
 
 def by_question(batch: Batch, right: torch.Tensor) -> list[bool]:

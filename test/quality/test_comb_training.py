@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmark.policies.comb import CombModel
@@ -223,6 +224,13 @@ def test_a_step_is_compiled_once(opened, settings):
             compiled(comb, decoder, parts, make_masks(parts, flex=False))
 
 
+def test_the_host_does_not_wait(opened, settings):
+    """No size and no branch depends on values of tensors: fake ones have none."""
+    parts = to_parts(make_worlds(settings, 0), CPU)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        losses(*opened[::-1], parts, make_masks(parts, flex=False))
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_prompts(opened, settings, tmp_path, together):
     """A prompt that is evaluated has the plain model's logits and its greedy answer, in any order of its chunks."""
@@ -262,6 +270,20 @@ def test_closed_gates(stock, settings):
     with torch.inference_mode():
         plain = decoder.states(parts.texts["ids"], parts.texts["positions"], masks.texts)
         assert torch.equal(student(comb, decoder, parts.chunks, parts.texts, masks), plain)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a device")
+def test_the_host_does_not_wait_for_the_device(settings, tmp_path):
+    """In a whole step, from rows to updated weights, once it is compiled."""
+    trainer = CombTrainer(settings, tmp_path, torch.device("cuda"), flex=True)
+    steps = [make_worlds(settings, step) for step in range(4)]
+    trainer.train_step(steps[0])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [loss for rows in steps[1:] for loss in trainer.train_step(rows)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(loss.isfinite() for loss in found)
 
 
 def after_training(settings, directory, minutes=1e9, **options):
