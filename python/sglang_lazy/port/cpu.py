@@ -33,7 +33,7 @@ def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def replace_triton(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs._handle_attention_backend_compatibility`, which follows SGLang's check that the model takes the
+    """Before `ServerArgs._handle_attention_backend_compatibility`, which follows SGLang's check that the model takes a
     backend: on a CPU, torch_native in place of triton. For Gemma 4, SGLang accepts only backends that need a GPU.
 
     Not with the fallback, under which SGLang's own attention may have to serve the model: then the check is right.
