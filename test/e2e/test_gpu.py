@@ -169,7 +169,7 @@ def test_chunks_on_cuda(served):
         [e, like_a, question],
     ]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    others = [[chunk(dice.ids(2000)), question]] if has_tiers else []  # after which little of it is on the device
+    others = [[chunk(dice.ids(1600)), question]] if has_tiers else []  # after which little of it is on the device
     one_by_one = [*prompts, *others, prompts[0]]
     alone = [
         engine.generate(segments=[s.to_request() for s in p], sampling_params=params, return_logprob=True)

@@ -48,7 +48,9 @@ def test_one_of_a_graphs_size_loses_nothing():
     assert runs_graph(2048)
 
 
-@pytest.mark.parametrize("small", [dict(num_tokens=900), dict(num_tokens=1500), dict(hidden_size=SMALL), dict(tp_size=4)])
+@pytest.mark.parametrize(
+    "small", [dict(num_tokens=900), dict(num_tokens=1500), dict(hidden_size=SMALL), dict(tp_size=4)]
+)
 def test_where_launches_take_longer_graphs_are_worth_padding(small):
     assert runs_graph(**{"num_tokens": 2080, **small})
 

@@ -29,5 +29,5 @@ def padding_pays(unpadded: float, padded: float) -> bool:
 
     unpadded, padded: `layer_time` of both. If the host launches faster than the device computes, a graph saves nothing.
     """
-    # Layers take some 1.3 times their lower bound: where that is 1.6 launch times, the device is behind a slow host, too.
+    # Layers take some 1.3 times their lower bound: at 1.6 launch times the device is slower than even a slow host.
     return padded < max(unpadded, 1.6 * LAUNCH_TIME)
