@@ -86,7 +86,7 @@ async def list_chunks(
     id, digest: SHA-256 of the token ids as little-endian int32: its first 16 hexadecimal digits, and all 64.
     state: missing, pending (being computed), fetching (from storage), host, loading (from the host) or resident.
     tiers: where its KV is now, of "device" and "host".
-    hits: prompts that found it cached since it was computed.  users: requests that hold its KV now, even as the
+    hits: prompts that found it cached since it was added.  users: requests that hold its KV now, even as the
         beginning of a longer chunk, and copies of it in progress.
     last_use: seconds since the epoch, null before the first use; idle_seconds is missing then.
     pinned, pinned_until: whether it is kept on the device, and until when, in seconds since the epoch; null for ever.
