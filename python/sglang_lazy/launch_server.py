@@ -15,7 +15,7 @@ plugin.load()
 
 
 def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
-    """Our configuration, and the remaining flags, which are SGLang's. Exits if one of ours is invalid, and on --help."""
+    """Our configuration, and the remaining flags, for SGLang. Exits if one of ours is invalid, and on --help."""
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
     add_cli_args(parser)
     if {"-h", "--help", "--config"}.intersection(argv):
