@@ -1,4 +1,4 @@
-"""What the examples have that benchmarks use too: samples of retrieval questions, and a trained model."""
+"""Data of the examples for benchmarks: samples of retrieval questions, and a trained model."""
 
 from pathlib import Path
 

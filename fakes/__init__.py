@@ -1,1 +1,1 @@
-"""SGLang's scheduler without a model: its own classes, our hooks, and a record of what the KV in every slot is."""
+"""SGLang's scheduler without a model: its own classes, our hooks, and a record of the KV in each slot."""

@@ -1,4 +1,4 @@
-"""Attention without a model: whether each new token meets what it should see, and what probes measure."""
+"""Attention without a model: check that each new token sees the right KV, and fake the measurements of probes."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ from sglang_lazy.core.state import fill_of
 
 
 def weight(query_position: int, query_token: int, position: int, token: int) -> int:
-    """How much attention a token pays to one that it sees: a whole number, so that sums are exact."""
+    """The attention of a token to one that it sees: a whole number, so that sums are exact."""
     return (5 * query_token + 3 * token + query_position + 2 * position) % 7
 
 
@@ -28,7 +28,7 @@ def most_attended(req: Req, chunks: Iterable[tuple[int, int]], ratio: float) -> 
 
 
 def attend(batch: ScheduleBatch, table: SegmentTable) -> None:
-    """Check what a prefill batch attends to, and give its probes what they ask for."""
+    """Check what a prefill batch attends to, and fill in the measurements of its probes."""
     if table.current is None:
         for req in batch.reqs:  # each new token sees all tokens before it
             positions = [_position(req, place) for place in positions_of(req, 0, req.kv_committed_len)]

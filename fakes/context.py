@@ -1,4 +1,4 @@
-"""What SGLang's modules need around them to work outside a server."""
+"""The global state that SGLang's modules need outside a server."""
 
 import contextlib
 from collections.abc import Iterator

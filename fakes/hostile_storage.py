@@ -11,9 +11,9 @@ FAULTS = ("", "hang", "half", "full", "reset")
 
 
 class HostileFile(HiCacheFile):
-    """SGLang's file backend, with the fault that the file `fault` in its directory names.
+    """SGLang's file backend, with the fault named in the file `fault` in its directory.
 
-    hang: calls do not return, ever.  half: half of what is written gets to its place, then the same.
+    hang: calls never return.  half: half of an object is written, then calls never return.
     full: the disk is full.  reset: reading fails halfway.
     """
 

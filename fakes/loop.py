@@ -1,4 +1,4 @@
-"""The scheduler over recording pools, checked after every step, and what tests ask of it."""
+"""The scheduler over recording pools, checked after every step, with queries for tests."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -58,7 +58,7 @@ class Loop(Scheduler):
         return self.admission.visible_queue(self.running_batch)
 
     def fills(self) -> list[Req]:
-        """The fills under way."""
+        """The fills in progress."""
         return list(dict.fromkeys(self.store.pending.values()))
 
     def counts(self, req: Req) -> tuple[int, int, int]:

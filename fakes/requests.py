@@ -1,4 +1,4 @@
-"""Requests that know the tokens they will generate, and what the KV of each of their tokens depends on."""
+"""Requests with known future tokens, and with what the KV of each of their tokens depends on."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ def new_request(
 ) -> Req:
     """A request for `parts`, pairs of (is chunk, tokens).
 
-    Beside SGLang's attributes it has:
+    Besides SGLang's attributes it has:
     parts, layout: what it was made of.
     future: the tokens that it will generate, and more.
     contents: per position, those of `future` included, what its KV depends on; see `contents_of`. None where that is

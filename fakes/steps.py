@@ -1,4 +1,4 @@
-"""Requests taken by hand through their phases, in any pieces and any order: admission's part is done at once."""
+"""Requests driven through their phases by hand, in any pieces and any order; admission is immediate."""
 
 from array import array
 from collections.abc import Sequence

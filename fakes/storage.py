@@ -1,4 +1,4 @@
-"""What stands for SGLang's storage backends."""
+"""A stand-in for SGLang's storage backends."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Streams on a CPU, where transfers are as late as a GPU allows: what is queued on one is done when somebody waits."""
+"""Streams on a CPU whose transfers are as late as a GPU allows: queued work is done when something waits for it."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""What must hold of window KV, that of the layer with a window, where this is in a pool of its own."""
+"""Invariants of window KV, that of the layer with a window, if this has its own pool."""
 
 import collections
 import itertools

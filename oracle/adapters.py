@@ -1,4 +1,4 @@
-"""Random LoRA adapters of tiny models, and the models that they stand for: the same weights with the product added."""
+"""Random LoRA adapters of tiny models, and the equivalent models, with the product added to the weights."""
 
 import json
 import shutil
@@ -34,9 +34,9 @@ def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tenso
 def random_adapter(
     model: str, path: Path, seed: int, rank: int = 4, modules: Sequence[str] = MODULES, prefix: str = ""
 ) -> Path:
-    """An adapter of the model in a folder that changes it about as much as other weights would.
+    """An adapter of the model in a folder, which changes it about as much as other weights would.
 
-    prefix: what the names of the weights begin with that it has.
+    prefix: of the names of its weights.
     """
     generator, alpha = torch.Generator().manual_seed(seed), 2 * rank
     weights = {}
@@ -51,7 +51,7 @@ def random_adapter(
 
 
 def merged(model: str, adapter: Path, path: Path) -> Path:
-    """The model with an adapter's weights in its own: W + alpha / r * B A."""
+    """The model with an adapter merged into its weights: W + alpha / r * B A."""
     shutil.copytree(model, path)
     weights = load_file(path / "model.safetensors")
     for name, product in products(adapter):
@@ -61,7 +61,7 @@ def merged(model: str, adapter: Path, path: Path) -> Path:
 
 
 def merge(model: torch.nn.Module, adapter: Path) -> None:
-    """The same with a model that is loaded."""
+    """The same for a loaded model."""
     weights = dict(model.named_parameters())
     with torch.no_grad():
         for name, product in products(adapter):
@@ -69,7 +69,7 @@ def merge(model: torch.nn.Module, adapter: Path) -> None:
 
 
 def products(adapter: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an adapter adds to weights, by their names, [out, in] each."""
+    """Yield the products that an adapter adds, [out, in], with the names of the weights."""
     config = json.loads((adapter / "adapter_config.json").read_text())
     factors = load_file(adapter / "adapter_model.safetensors")
     for name in factors:

@@ -7,11 +7,11 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .models import model_class
 from .segments import Segment, token_ids
 
-MIN_GAP = 1e-3  # between the best two log-probabilities: ten times what an implementation may be off
+MIN_GAP = 1e-3  # between the best two log-probabilities: ten times the tolerated error
 
 
 def visibility(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
-    """Which token (row) attends to which (column), diagonal included.
+    """Whether a token (row) attends to another (column), including itself.
 
     Returns [n, n] bool, where n counts the prompt and `num_generated` tokens after it. A text token sees every
     token before it; a chunk token sees the earlier tokens of its own chunk; the last token of the prompt and the
@@ -34,10 +34,10 @@ def first_visible(segments: list[Segment], num_generated: int = 0) -> torch.Tens
 def attention_mask(
     model: transformers.PreTrainedModel, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """What the model takes as `attention_mask`: one for all layers, or one for each kind of them.
+    """The model's `attention_mask`: one for all layers, or one for each kind of layer.
 
-    visible: [n, m] bool, but for windows.  queries, keys: [n] and [m], positions. A layer with a window of W sees a
-    distance of less than W.
+    visible: [n, m] bool, without windows.  queries, keys: [n] and [m], positions. A layer with a window of W sees
+    distances of less than W.
     """
 
     def additive(seen: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ def attention_mask(
 
 
 class Oracle:
-    """One model, its positions absolute everywhere: rotary scores depend on distances only, so a chunk encoded at
-    its place under the mask is the chunk encoded alone."""
+    """One model, with absolute positions: rotary scores depend only on distances, so a chunk encoded at its place under
+    the mask equals the chunk encoded alone."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32):
         self.model = load_model(model_path, dtype, "cpu")
@@ -88,10 +88,10 @@ class Oracle:
 
 
 class RoundedCache:
-    """Makes a Hugging Face Llama round its keys and values to a cache's type.
+    """Makes a Hugging Face Llama round its keys and values to a cache's dtype.
 
-    A key is rounded at the position that it is stored for, which is counted from the beginning of its chunk.
-    scales: what keys and values are divided by before they are rounded, and multiplied by when they are read.
+    A key is rounded at the position for which it is stored, relative to the beginning of its chunk.
+    scales: keys and values are divided by these before rounding, and multiplied by them when read.
     """
 
     def __init__(self, model, dtype: torch.dtype, scales: tuple[float, float] = (1.0, 1.0)):
@@ -101,7 +101,7 @@ class RoundedCache:
             layer.self_attn.v_proj.register_forward_hook(lambda _module, _args, values: self._round(values, v_scale))
 
     def expect(self, segments: list[Segment], num_generated: int) -> None:
-        """Say what the next forward pass is over."""
+        """Set the segments of the next forward pass."""
         start = first_visible(segments, num_generated)
         self.position = torch.arange(len(start)) - start
 
@@ -109,7 +109,7 @@ class RoundedCache:
         return (x / scale).to(self.dtype).to(x.dtype) * scale
 
     def _round_keys(self, keys: torch.Tensor) -> torch.Tensor:
-        """keys: [1, n, num_kv_heads * head_dim], before the rotation; turned, rounded, and turned back."""
+        """Rotate, round and rotate back.  keys: [1, n, num_kv_heads * head_dim], before the rotation."""
         by_head = keys.unflatten(-1, (-1, self.model.config.head_dim)).transpose(1, 2)
         cos, sin = self.model.rotary_emb(keys, self.position[None])
         rounded = self._round(apply_rotary_pos_emb(by_head, by_head, cos, sin)[1], self.k_scale)
@@ -117,7 +117,7 @@ class RoundedCache:
 
 
 class RoundingOracle(Oracle):
-    """The oracle of a Llama over a cache of a narrower type."""
+    """The oracle of a Llama over a cache of a narrower dtype."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class RoundingOracle(Oracle):
 
 
 def greedy(logprobs: torch.Tensor) -> list[int]:
-    """The best token of each row. Raises ValueError where another comes close: such a prompt is to be drawn anew."""
+    """The best token of each row. Raises ValueError if another is close, in which case tests draw another prompt."""
     best = logprobs.topk(2)
     gap = (best.values[:, 0] - best.values[:, 1]).min().item()
     if gap < MIN_GAP:
@@ -149,14 +149,14 @@ def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers
     model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
     _fix_dynamic_ntk(model)
     if model.config.model_type == "cohere2":
-        model.config.sliding_window += 1  # of which SGLang does not count the token itself
+        model.config.sliding_window += 1  # SGLang does not count the token itself
     return model.to(device).eval()
 
 
 def _fix_dynamic_ntk(model) -> None:
     """Give a dynamic-NTK model the frequencies SGLang serves it with.
 
-    Hugging Face raises the rotary base with the length of the prompt at hand; SGLang fixes it at the value for the
+    Hugging Face raises the rotary base with the length of the current prompt; SGLang fixes it at the value for the
     longest context, factor times max_position_embeddings, so that cached keys stay valid.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)
@@ -166,4 +166,4 @@ def _fix_dynamic_ntk(model) -> None:
     factor, dim = rope["factor"], 2 * len(rotary.inv_freq)
     base = rope["rope_theta"] * (factor * factor - (factor - 1)) ** (dim / (dim - 2))
     rotary.inv_freq = 1.0 / base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    rotary.rope_type = "default"  # or the forward pass would compute the base anew
+    rotary.rope_type = "default"  # or the forward pass would recompute the base

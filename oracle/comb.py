@@ -1,4 +1,4 @@
-"""A Comb model in plain PyTorch, fp32: random weights under the public names, and what they must answer."""
+"""A Comb model in plain PyTorch, fp32: random weights under the public names, and their correct answers."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ EPS, THETA, MAX_POSITION = 1e-5, 10000.0, 2048
 
 
 def build(folder: Path, *, causal: bool = False, head_dim: int = 32) -> Path:
-    """Write a checkpoint as the public ones are, and a tokenizer."""
+    """Write a checkpoint in the public format, and a tokenizer."""
     folder.mkdir(parents=True)
     build_tokenizer(folder, add_bos=True, chat_parts=True, max_length=MAX_POSITION)
     tokens = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -98,8 +98,8 @@ def _weights(head_dim: int) -> dict[str, torch.Tensor]:
 
 
 class CombOracle:
-    """Every call computes all anew, from the weights in the folder, in `dtype`; keys and values that a server caches
-    are rounded to `cache_dtype`."""
+    """The model in a folder, computed in `dtype` without caches; keys and values that a server caches are rounded to
+    `cache_dtype`."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None):
         self.weights = {name: w.to(dtype) for name, w in load_file(folder / "model.safetensors").items()}
@@ -136,7 +136,7 @@ class CombOracle:
         return self.weights["language_model.model.embed_tokens.weight"][list(ids)]
 
     def _encode(self, chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each cross layer the keys and values, [KV_HEADS, n, head_dim]."""
+        """The keys and values of each cross layer, [KV_HEADS, n, head_dim]."""
         x, n = self._embed(chunk), len(chunk)
         mask = self._causal(n) if self.causal else torch.zeros(n, n, dtype=self.dtype)
         found = []

@@ -1,7 +1,7 @@
-"""The oracle of policies: a Hugging Face model in fp32 over a past made of what a policy keeps of each chunk.
+"""The oracle of policies: a Hugging Face model in fp32 over a past of the KV that a policy keeps of each chunk.
 
-A mask cannot say that a position has two entries, one that later tokens of the chunk have seen and one that is computed
-again. So there are two passes: chunks alone, or behind a preamble, and then all other tokens over the entries kept.
+A mask cannot express that a position has two entries, one seen by later tokens of the chunk and one recomputed. So
+there are two passes: chunks alone, or after a preamble, and then all other tokens over the kept entries.
 """
 
 import math
@@ -22,7 +22,7 @@ Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 def chunk_spans(segments: list[Segment]) -> list[tuple[int, int]]:
-    """Where each chunk begins and ends in the prompt, without the last token of the prompt, which is text."""
+    """The range of each chunk in the prompt, without the prompt's last token, which is text."""
     ends = list(accumulate(len(segment.ids) for segment in segments))
     return [
         (end - len(segment.ids), min(end, ends[-1] - 1))
@@ -37,7 +37,7 @@ def candidates(segments: list[Segment]) -> list[int]:
 
 
 def keep_all_but(segments: list[Segment], recomputed: Sequence[int]) -> list[Ranges]:
-    """What is kept of each chunk when the tokens at these positions of the prompt are recomputed."""
+    """The kept ranges of each chunk if the tokens at these positions of the prompt are recomputed."""
     recomputed = set(recomputed)
     return [
         [(position - start, position - start + 1) for position in range(start, end) if position not in recomputed]
@@ -76,7 +76,7 @@ def without_best_of_each(segments: list[Segment], scores: torch.Tensor, ratio: f
 
 
 class PolicyOracle:
-    """One model, its positions absolute everywhere. A preamble may lie before position 0: only distances count."""
+    """One model, with absolute positions. A preamble may have negative positions, since only distances count."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         self.model = load_model(model_path, dtype, device)
@@ -90,8 +90,8 @@ class PolicyOracle:
     ) -> torch.Tensor:
         """Log-probabilities of the next token after the prompt and after each generated token.
 
-        kept: of each chunk, what keeps the KV of the chunk computed behind `preamble` (token ids; nobody else sees
-        them). The last token of the prompt is never kept. Returns [1 + len(generated), vocab_size] fp32.
+        kept: per chunk, the ranges that keep the KV computed after `preamble` (token ids, which no other token sees).
+        The last token of the prompt is never kept. Returns [1 + len(generated), vocab_size] fp32.
         """
         output = self.extend(segments, generated, kept, preamble, logits_to_keep=1 + len(generated))
         return output.logits[0].float().log_softmax(-1)
@@ -99,8 +99,8 @@ class PolicyOracle:
     def attention_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
         """The attention that each candidate gets from the query in each layer, [num_layers, n].
 
-        Weights are summed over all heads and the tokens behind the last candidate, in a pass of the text over all
-        chunks kept.
+        Weights are summed over all heads and the tokens after the last candidate, in a pass of the text over all
+        kept chunks.
         """
         positions = candidates(segments)
         if not positions:
@@ -124,7 +124,7 @@ class PolicyOracle:
 
     @property
     def whole_layers(self) -> list[int]:
-        """Those without a window that have KV of their own."""
+        """Those without a window that have their own KV."""
         return self._without_window(0, self._num_own)
 
     @property
@@ -177,7 +177,7 @@ class PolicyOracle:
 
     @torch.inference_mode()
     def fill(self, segments: list[Segment], preamble: Sequence[int] = ()) -> Layers:
-        """The KV of all candidates, each chunk computed directly behind `preamble`, whose own KV is left out."""
+        """The KV of all candidates, each chunk computed directly after `preamble`, whose own KV is left out."""
         ids, chunks = token_ids(segments), []
         for start, end in chunk_spans(segments):
             if start == end:  # a chunk of one token that ends the prompt
@@ -190,7 +190,7 @@ class PolicyOracle:
 
     @torch.inference_mode()
     def extend(self, segments: list[Segment], generated: Sequence[int], kept, preamble: Sequence[int] = (), **options):
-        """The output of one pass of all tokens that are not kept, the generated ones included, over those that are."""
+        """The output of one pass of all tokens that are not kept, including the generated ones, over the kept ones."""
         ids = [*token_ids(segments), *generated]
         reused = {
             start + index
@@ -205,7 +205,7 @@ class PolicyOracle:
         return self.forward([ids[i] for i in positions], positions, past, past_positions, **options)
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
-        """Where the rotation has tokens at these positions, [n]: `position_ids` of the model."""
+        """The model's `position_ids` for these positions, [n]."""
         return positions[None]
 
     @torch.inference_mode()
@@ -217,7 +217,7 @@ class PolicyOracle:
         past_positions: Sequence[int] = (),
         **options,
     ):
-        """The model's output for tokens that see the past and one another wherever the position is not greater."""
+        """The model's output for tokens that see past and new tokens at positions up to their own."""
         query = torch.tensor(list(positions), device=self.model.device)
         keys = torch.tensor([*past_positions, *positions], device=self.model.device)
         mask = attention_mask(self.model, keys[None, :] <= query[:, None], query, keys)

@@ -1,5 +1,5 @@
-"""Quantised checkpoints of tiny models, and the models they stand for: the same weights as read back, behind inputs
-that are rounded where kernels for the format round them."""
+"""Quantised checkpoints of tiny models, and the equivalent models: with the weights as read back, and inputs rounded
+where kernels for the format round them."""
 
 import dataclasses
 import json
@@ -33,14 +33,14 @@ FP8_MAX = torch.finfo(FP8).max
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""What stands for a layer's weight in a checkpoint, by suffix; and that weight as read back, [out, in]."""
+"""The tensors for a layer's weight in a checkpoint, by suffix; and the weight as read back, [out, in]."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """config: `quantization_config` of the model, None where a server quantises weights as it loads them.
-    store: how a weight, fp32 [out, in], is written.
-    rounded: a layer's input, [..., in], as its kernel sees it; None where that is the input itself.
+    """config: `quantization_config` of the model, None if a server quantises weights while loading.
+    store: writes a weight, fp32 [out, in].
+    rounded: rounds a layer's input, [..., in], like its kernel; None if kernels do not round it.
     """
 
     config: dict | None
@@ -92,13 +92,13 @@ def int8_rows(weight: torch.Tensor) -> Stored:
 
 
 def packed(x: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Eight numbers of 0 to 15, neighbours in the last dimension, in one of int32."""
+    """Pack eight adjacent numbers of 0 to 15 of the last dimension into one int32."""
     x = x.long().unflatten(-1, (-1, 8))
     return sum(x[..., place] << 4 * i for i, place in enumerate(order)).to(torch.int32)
 
 
 def int4_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers of 0 to 15 of which 8 stands for zero, [out, in]; scales, [out, in / GROUP]; the weight read back."""
+    """Numbers of 0 to 15, where 8 means zero, [out, in]; scales, [out, in / GROUP]; the weight as read back."""
     groups = weight.unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float()  # servers keep scales in their own type
     stored = (groups / scale).round().clamp(-8, 7)
@@ -123,7 +123,7 @@ def gptq(weight: torch.Tensor) -> Stored:
 
 
 def awq(weight: torch.Tensor) -> Stored:
-    """Each group has a zero of its own."""
+    """Each group has its own zero point."""
     groups = weight.unflatten(1, (-1, GROUP))
     low, high = groups.amin(-1, keepdim=True).clamp(max=0), groups.amax(-1, keepdim=True).clamp(min=0)
     scale = ((high - low) / 15).bfloat16().float()
@@ -182,7 +182,7 @@ FORMATS = {
 
 
 def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] | None = None) -> tuple[str, str]:
-    """The folders of a model with all projections of its layers in a format of `FORMATS`, and of what that stands for.
+    """The folders of a model with all projections of its layers in a format of `FORMATS`, and of its equivalent.
 
     kv_scales: of keys and values in an fp8 cache, written for each layer.
     """

@@ -1,1 +1,1 @@
-"""What policies cost in quality: a real model's answers under each, in PyTorch, without a server."""
+"""The quality of policies: a real model's answers under each, in PyTorch, without a server."""

@@ -1,8 +1,8 @@
 """A Comb model for training: a frozen Llama that reads chunks through an encoder and cross-attention layers.
 
-The encoder reads every chunk by itself, in both directions. Behind each of its layers, keys and values of a cross layer
-are made; that layer stands before one of the decoder's. The decoder holds the text alone: its positions do not count
-chunks, and without chunks it is the Llama that it was. Weights and config have the names of the public Comb models.
+The encoder encodes each chunk separately, in both directions. The output of each of its layers is projected to the keys
+and values of a cross layer, which precedes one of the decoder's layers. The decoder reads only the text: its positions
+do not count chunks, and without chunks it is an unchanged Llama. Weights and config are named as in the public models.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from torch import nn
 from benchmark.quality.llama import MLP, Layer, Llama, Mask, Shape, attend, shape_of
 
 SHARD = 16_000_000
-"""The bytes of weights that a file holds at most: with its header, less than 16 MiB."""
+"""The most bytes of weights in a file: with its header, less than 16 MiB."""
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
 """Of each cross layer, both [B, num_kv_heads, L, head_dim]; the keys are normalised."""

@@ -1,4 +1,4 @@
-"""What worlds of leaning documents are made of: people and things that do not come twice, facts, and questions."""
+"""The parts of worlds with leaning documents: people and things that do not recur, facts, and questions."""
 
 import functools
 import random

@@ -1,4 +1,4 @@
-"""What generated documents are made of: names of people and towns, values, and sentences that state or ask a fact."""
+"""The parts of generated documents: names of people and towns, values, and sentences that state or ask a fact."""
 
 import dataclasses
 import random

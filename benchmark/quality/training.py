@@ -1,4 +1,4 @@
-"""What trainings have in common: packed rows as batches, updates, checkpoints, the loop with its time limit and log."""
+"""The parts common to trainings: packed rows as batches, updates, checkpoints, the loop with its time limit and log."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""What tables share: Markdown, numbers, and rows of results."""
+"""Helpers for tables: Markdown, numbers, and rows of results."""
 
 import json
 import statistics

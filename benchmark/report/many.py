@@ -6,7 +6,7 @@ from benchmark.report.cells import lines, number, table
 
 
 def calls(sources: list[Path]) -> str:
-    """What the routes of a server take, and pauses between two tokens of a request that decodes meanwhile."""
+    """The time of a server's routes, and the pauses between two tokens of a request that decodes meanwhile."""
     columns = ("ms_p50", "ms_max", "seconds", "pause_ms_p50", "pause_ms_max")
     rows = [row for source in sources for row in lines(source) if "calls" in row]
     body = [
@@ -18,13 +18,13 @@ def calls(sources: list[Path]) -> str:
 
 
 def memory(sources: list[Path]) -> str:
-    """What a process has gained by each chunk."""
+    """The memory that a process gains per chunk."""
     rows = [row for source in sources for row in lines(source) if "bytes_per_chunk" in row]
     return table(["memory", "bytes a chunk"], ([row["what"], f"{row['bytes_per_chunk']:,}"] for row in rows))
 
 
 def pieces(sources: list[Path]) -> str:
-    """What the scheduler does between two batches, and in all, for one survey, page, set of gauges or deletion."""
+    """The scheduler's time between two batches, and in total, for one survey, page, set of gauges or deletion."""
     body = [
         [row["what"], f"{row['chunks']:,}", number(row["ms_p99"]), number(row["ms_max"]), number(row["ms_all"])]
         for source in sources

@@ -1,4 +1,4 @@
-"""Where, when and how something was measured, from what every benchmark notes of itself."""
+"""The environments of measurements, from the facts that each benchmark records."""
 
 import collections
 import json
@@ -9,7 +9,7 @@ from benchmark.report.cells import folders, lines, table
 
 
 def runs(sources: list[Path]) -> str:
-    """What differs between the sources, what does not, and their commands."""
+    """A table of the facts in which sources differ, those in common, and their commands."""
     found: dict[str, dict[str, list[str]]] = {}
     commands: dict[str, collections.Counter[str]] = {}
     for name, environment in (each for source in sources for each in environments(source)):
@@ -35,7 +35,7 @@ def runs(sources: list[Path]) -> str:
 
 
 def environments(source: Path) -> list[tuple[str, dict]]:
-    """What each run noted of itself, with the name of its file or folder."""
+    """The facts recorded by each run, with the name of its file or folder."""
     if source.is_dir():
         return [(f.name, json.loads((f / "environment.json").read_text(encoding="utf-8"))) for f in folders([source])]
     if source.suffix == ".json":

@@ -1,4 +1,4 @@
-"""Tables of what the host tier and storage are measured by: requests one at a time, host time, and plain copies."""
+"""Tables of the host tier and storage: requests one at a time, host time, and plain copies."""
 
 import collections
 from pathlib import Path

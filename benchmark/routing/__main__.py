@@ -1,4 +1,4 @@
-"""Command: which share of chunks is found cached by several servers behind `smg`, by how it is told where prompts go.
+"""Command: measure the chunk hit rate of several servers behind `smg`, by routing method.
 
     python -m benchmark.routing --out docs/results/routing/rows.jsonl
 

@@ -1,4 +1,4 @@
-"""Command: a real server with many cached chunks: what its routes take, and its memory.
+"""Command: measure the routes and the memory of a real server with many cached chunks.
 
     python -m benchmark.scheduler.many --chunks 50000 --out many.jsonl
 
@@ -32,7 +32,7 @@ from oracle.tokenizer import VOCAB_SIZE
 from sglang_lazy.testing import device_flags, running_server
 
 BATCH = 1000
-"""What one call registers, lists or deletes at most."""
+"""The most chunks that one call registers, lists or deletes."""
 TEXT = [11, 12, 13]
 IDLE = 3.0
 """Seconds without any call, for comparison."""

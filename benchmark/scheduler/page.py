@@ -1,4 +1,4 @@
-"""What surveys, lists, gauges, deletions and garbage take of the scheduler's time over many chunks; how `/lazy` looks.
+"""The scheduler's time for surveys, lists, gauges, deletions and garbage with many chunks; screenshots of `/lazy`.
 
 SGLang's own classes and our hooks run without a model. Half of the chunks fit the device, all fit the host's memory;
 prompts of the last hour draw theirs from a Zipf distribution over a tenth more than there were at first. Prints

@@ -20,7 +20,7 @@ COMB = {
     "architectures": ["CombLlamaForConditionalGeneration"],
     "cross_attention_layers": [3, 7, 11, 15, 19, 23, 27, 31],
 }
-"""Makes of a Llama with random weights and 32 layers a Comb model, which reads chunks through an encoder of 8."""
+"""Turns a Llama with random weights and 32 layers into a Comb model, which reads chunks through an encoder of 8."""
 HOST_TIER = ("--enable-hierarchical-cache",)
 """Its size, `--hicache-size` in GB, is given with the flags for every server: those without the tier ignore it."""
 

@@ -1,4 +1,4 @@
-"""What it takes to judge or repeat a measurement: machine, versions, commit, command, seed."""
+"""The facts needed to judge or repeat a measurement: machine, versions, commit, command, seed."""
 
 import importlib.metadata
 import os

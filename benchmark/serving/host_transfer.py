@@ -1,4 +1,4 @@
-"""How fast chunks travel between the host's memory and a GPU, by SGLang's own copies.
+"""Measure the bandwidth of SGLang's copies of chunks between the host's memory and a GPU.
 
     python -m benchmark.serving.host_transfer --out host_transfer.jsonl
 

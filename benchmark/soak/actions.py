@@ -1,4 +1,4 @@
-"""What clients of a soak do: each is a request or a few, and says whether the answer was one that it may be."""
+"""The actions of a soak's clients: each sends one or more requests and checks the answers."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The prompts of a soak, and what the model must answer to each."""
+"""The prompts of a soak, and the model's correct answer to each."""
 
 import dataclasses
 import itertools

@@ -43,7 +43,7 @@ class Workspace:
         self.planned: Items | None = None
 
     def fill_(self, value: float) -> "Workspace":
-        """Nothing, since the caller may not fill this workspace."""
+        """Do nothing: unlike the tensors of other implementations, it has no contents to fill."""
         return self
 
     def items(self, bs: int, max_segments: int) -> Items:
