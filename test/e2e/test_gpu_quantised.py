@@ -15,7 +15,10 @@ from oracle.quantised import FORMATS, FP8, MODEL, quantised, round_inputs
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise for GPUs alone")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise for GPUs alone"),
+    pytest.mark.usefixtures("freed_gpu"),
+]
 
 OPTIONS = {
     "fp8 block": {"fp8_gemm_runner_backend": "triton"},  # DeepGEMM would compile for minutes
@@ -78,7 +81,7 @@ def prompts_of(name: str) -> list:
 
 
 def oracle(path: str, name: str, dtype: torch.dtype) -> Oracle:
-    oracle = Oracle(path, dtype)
+    oracle = Oracle(path, dtype, "cuda")
     round_inputs(oracle.model, name)
     return oracle
 
@@ -92,7 +95,7 @@ def test_quantised_weights(serve, name):
 def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
     name = "fp8 tensor"
     engine, read = serve(name, KV_SCALES, kv_cache_dtype="fp8_e4m3")
-    oracles = [RoundingOracle(read, FP8, KV_SCALES, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    oracles = [RoundingOracle(read, FP8, KV_SCALES, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16)]
     for one in oracles:
         round_inputs(one.model, name)
     check(engine, prompts_of(name), oracles)
