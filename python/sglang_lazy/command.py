@@ -1,4 +1,4 @@
-"""What commands share that start an engine: their flags are cut at --, behind which are the engine's."""
+"""Helpers for commands that start an engine, whose flags follow after --."""
 
 import contextlib
 import dataclasses
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def cut(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command's own arguments, and those for its engine."""
+    """Split a command's arguments at --, into its own and those for its engine."""
     argv = list(argv)
     split = argv.index("--") if "--" in argv else len(argv)
     return argv[:split], argv[split + 1 :]

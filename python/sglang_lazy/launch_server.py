@@ -15,7 +15,7 @@ plugin.load()
 
 
 def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
-    """Our configuration, and the flags left for SGLang. Exits on bad flags of ours and on --help."""
+    """Our configuration, and the remaining flags, for SGLang. Exits if one of ours is invalid, and on --help."""
     parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
     add_cli_args(parser)
     if {"-h", "--help", "--config"}.intersection(argv):
@@ -28,7 +28,7 @@ def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:
-    """`argv` with the flags, ours among them, that a --config file sets. Exits after --help."""
+    """`argv` with the flags that a --config file sets, including ours. Exits on --help."""
     from sglang.srt.server_args import ServerArgs
 
     from sglang_lazy.port.start import merge_config_file

@@ -1,8 +1,8 @@
 """Command: compute a corpus of chunks into storage, so that servers started later find them there.
 
 The chunks file has one JSON object per line, with the text of a chunk, or its input_ids, as in the segments of
-/generate. Flags for SGLang and for us follow after --, a storage backend among them. What storage has already is not
-computed again: a run that was interrupted goes on where it was.
+/generate. Flags for SGLang and for us follow after --, including a storage backend. Chunks in storage are not computed
+again, so an interrupted run can be continued.
 
     python -m sglang_lazy.precompute --model-path meta-llama/Llama-3.1-8B-Instruct --chunks corpus.jsonl \\
         -- --hicache-storage-backend file
@@ -22,11 +22,11 @@ from sglang_lazy.command import cut, started
 from sglang_lazy.verify.prompts import read_json_lines
 
 BATCH_SIZE = 32
-"""Chunks that are computed before all of them must be stored."""
+"""The number of chunks that are computed before waiting until they are stored."""
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and those after -- for the engine. Exits on bad ones."""
+    """Our flags, and those after -- for the engine. Exits if one is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.precompute",
         description=__doc__,
@@ -44,7 +44,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def read_chunks(path: Path) -> Iterator[dict[str, Any]]:
-    """The segments of a chunks file. Raises ValueError that names the file and the line."""
+    """The segments in a chunks file. Raises ValueError, naming the file and the line."""
     for number, line in read_json_lines(path):
         if len(line.keys() & {"text", "input_ids"}) != 1:
             raise ValueError(f"{path}, line {number}: expected either text or input_ids, got {', '.join(line)}")
@@ -54,9 +54,9 @@ def read_chunks(path: Path) -> Iterator[dict[str, Any]]:
 def precompute(
     engine: Any, chunks: Iterable[dict[str, Any]], total: int | None = None, lora_path: str | None = None
 ) -> int:
-    """Have all chunks in storage; returns how many were there before. Raises RuntimeError if one cannot be stored.
+    """Compute all chunks into storage. Returns how many were there before. Raises RuntimeError if one cannot be stored.
 
-    total: how many they are, for the progress bar.  lora_path: the name of the adapter to compute them with.
+    total: the number of chunks, for the progress bar.  lora_path: the name of the adapter to compute them with.
     """
     num_found, chunks = 0, iter(chunks)
     with tqdm(total=total, desc="chunks", disable=None) as bar:
@@ -72,11 +72,11 @@ def precompute(
 
 
 def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> list[bool]:
-    """Have chunks computed that storage does not have, and written to it; returns which it had."""
+    """Compute and store the chunks that storage does not have. Returns for each whether it was there."""
     prompts = [[chunk, "\n"] for chunk in chunks]
     params = {"max_new_tokens": 1, "temperature": 0}
     outputs = engine.generate(segments=prompts, sampling_params=params, lora_path=lora_path)
-    # A flush waits until all is stored.
+    # A flush waits until everything is stored.
     flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
     if not flushed.success:
         raise RuntimeError("the engine did not store its chunks within ten minutes")
@@ -84,19 +84,19 @@ def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -
 
 
 def _num_stored(engine: Any) -> int:
-    """Chunks that the engine has written to storage since its start."""
+    """The number of chunks that the engine has written to storage since its start."""
     return sum(state["lazy_storage"]["stored"] for state in engine.get_server_info()["internal_states"])
 
 
 def _store_each(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> None:
-    """One by one, should they be too much for the host at once, and read back."""
+    """Compute chunks one by one, since together they may exceed the host's memory, until each is found in storage."""
     for chunk in chunks:
         if not any(_compute(engine, [chunk], lora_path)[0] for _ in range(2)):
             raise RuntimeError(f"storage does not take this chunk: {json.dumps(chunk)[:80]}…; the log may say why")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compute, and say how much of it was new."""
+    """Compute the chunks, and print how many were new."""
     args, flags = parse_args(sys.argv[1:] if argv is None else argv)
     try:
         num_chunks = sum(1 for _ in read_chunks(args.chunks))  # before a model is started, all lines are checked

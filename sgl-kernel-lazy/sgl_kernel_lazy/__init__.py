@@ -1,4 +1,4 @@
-"""Attention over cached chunks at any position: the query is rotated, the keys stay as stored."""
+"""Attention over cached chunks at any position: queries are rotated, keys stay as stored."""
 
 import importlib
 from types import ModuleType
@@ -16,9 +16,9 @@ IMPLEMENTATIONS = {
 
 
 def get_implementation(name: str) -> ModuleType:
-    """The module of this name, which has the ops of `sgl_kernel_lazy.torch_impl` with the same arguments.
+    """The implementation of this name, a module with the ops of `sgl_kernel_lazy.torch_impl`.
 
-    Its `unsupported` says what it cannot serve.
+    Its `unsupported` tells what it cannot serve.
     """
     if name not in IMPLEMENTATIONS:
         raise ValueError(f"implementation: expected one of {sorted(IMPLEMENTATIONS)}, got {name!r}")

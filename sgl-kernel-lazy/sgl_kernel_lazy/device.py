@@ -1,4 +1,4 @@
-"""What the launches of kernels depend on: the sizes of a GPU."""
+"""Properties of a GPU on which kernel launches depend."""
 
 import functools
 
@@ -7,13 +7,13 @@ import torch
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Streaming multiprocessors; 1 without a GPU, where Triton's interpreter still splits rows and merges them."""
+    """The number of streaming multiprocessors; 1 without a GPU, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one block may take; 0 without a GPU."""
+    """Bytes of shared memory that one block may use; 0 without a GPU."""
     if device.type != "cuda":
         return 0
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin")  # noqa: B009, in no stub

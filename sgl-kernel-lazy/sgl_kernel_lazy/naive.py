@@ -1,4 +1,4 @@
-"""The formula of linked attention, row by row with an explicit mask: what every implementation is tested against."""
+"""The formula of linked attention, row by row with an explicit mask: the reference for all implementations."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,10 +27,10 @@ def _scores(
     window: int | None = None,
     logit_cap: float | None = None,
 ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """For each query row that sees anything: its index, the KV tokens j that it sees, and sm_scale < R(-p_j) q, k_j >,
-    of which a logit cap c makes c tanh(score / c).
+    """Yield, for each query row that sees anything, its index, the KV tokens j that it sees, and the scores
+    sm_scale < R(-p_j) q, k_j >, which a logit cap c turns into c tanh(score / c).
 
-    The KV tokens are given as indices into kv_indices [n] and as slots [n]; scores are [num_qo_heads, n], in `dtype`.
+    KV tokens are indices into kv_indices [n] and slots [n]; scores are [num_qo_heads, n], in `dtype`.
     p_j is the offset of the chunk segment that KV token j belongs to, and 0 for text.
     """
     group = q.shape[1] // k_cache.shape[1]
@@ -68,10 +68,9 @@ def naive_link_extend(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out = sum_j softmax_j(sm_scale < R(-p_j) q, k_j >) v_j over the KV tokens j with kv_position_j <= q_position, and
-    kv_position_j > q_position - window where there is a window. A sink is one more score of its head, without a value.
+    kv_position_j > q_position - window if there is a window. A sink is an additional score of its head without a value.
 
-    Everything after the rotation is computed in `dtype`: float64 makes this the oracle, the inputs' own dtype makes it
-    plain PyTorch.
+    Everything after the rotation is computed in `dtype`: float64 gives the oracle, the inputs' own dtype plain PyTorch.
     Returns out [nnz_qo, num_qo_heads, head_dim] and lse [nnz_qo, num_qo_heads], both in `dtype`.
     """
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -93,7 +92,7 @@ def naive_link_decode(
     *segments_and_table: torch.Tensor,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`naive_link_extend` with one query row per request that sees every KV token; returns (out, lse) likewise."""
+    """`naive_link_extend` with one query row per request, which sees all its KV tokens; also returns (out, lse)."""
     rows = torch.arange(len(q) + 1)
     position = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
     return naive_link_extend(
@@ -111,14 +110,14 @@ def naive_accumulate_attention(
 ) -> None:
     """sums[j] += sum of softmax_j(sm_scale < R(-p_j) q, k_j >) over the query rows q and heads of KV token j's request.
 
-    sums: [>= kv_indptr[-1]], in the dtype that everything after the rotation is computed in.
+    sums: [>= kv_indptr[-1]]; everything after the rotation is computed in its dtype.
     """
     for _, seen, _, scores in _scores(q, k_cache, *rows_and_table, dtype=sums.dtype, **options):
         sums[seen] += _weights(scores, sinks).sum(dim=0)
 
 
 def _weights(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """The softmax of scores [num_qo_heads, n]; with a sink per head, which takes its part of it."""
+    """The softmax of scores [num_qo_heads, n], in which sinks, one per head, take part."""
     if sinks is None:
         return scores.softmax(dim=-1)
     return torch.cat([scores, sinks[:, None].to(scores.dtype)], dim=-1).softmax(dim=-1)[:, :-1]

@@ -7,8 +7,8 @@ def rope_cos_sin(inv_freq: torch.Tensor, max_position: int, num_negative: int = 
     """Table of cos(p * f) | sin(p * f) for positions p in [0, max_position), computed in float64.
 
     inv_freq: [rotary_dim / 2], the layer's own inverse frequencies after any scaling (llama3, YaRN, ...).
-    num_negative: so many rows follow for negative positions: of len(table) rows, row len(table) - j is position -j, as
-        Python indexes. All ops take such an index for a negative offset.
+    num_negative: the number of rows for negative positions, which follow: row len(table) - j is position -j, as in
+        Python's indexing. All ops take such an index as a negative offset.
     Returns float32 [max_position + num_negative, rotary_dim] on inv_freq's device, without any magnitude factor.
     """
     if inv_freq.dim() != 1:

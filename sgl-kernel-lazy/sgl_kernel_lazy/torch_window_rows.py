@@ -19,19 +19,19 @@ def window_rows(
     *,
     window: int,
 ) -> None:
-    """Write the rows of a batch as `link_decode` takes them in a layer with a window: what each of them has in it.
+    """Write the rows of a batch for `link_decode` in a layer with a window: the tokens of each row within it.
 
-    A row lists tokens in any order, and its window holds the last `window` positions. Its tail are those tokens that a
-    window may hold and that are in segments, or do not stand where their position says.
+    A row lists tokens in any order, and its window contains the last `window` positions. Its tail consists of the
+    tokens that a window may contain and that are in segments or whose index differs from their position.
 
     kv_indptr: [bs + 1] int32, of which the first is 0; kv_indices: [>= bs * window] int32; segment_ends: [bs,
         max_segments] int32. Written; the tail comes first in each row.
     num_segments: [bs] int32; no more segments than these are written.  rows: [bs] int64, of the following tables.
     seq_lens: [bs] int32 or int64, tokens of each row. The query's own is the last, in order and in position.
     req_to_token: [num_rows, width] int32, the slot of each token of a row.
-    tail_indices, tail_positions: [num_rows, max_tail] int32, where the tokens of the tail stand in the row, ascending,
-        and their positions, which are no less than -2**31 + window; entries of a lower position are left out.
-    tail_ends: [num_rows, max_segments] int32, where each segment ends among the entries of the tail.
+    tail_indices, tail_positions: [num_rows, max_tail] int32, the indices of the tail's tokens in the row, ascending,
+        and their positions, at least -2**31 + window; entries with a lower position are ignored.
+    tail_ends: [num_rows, max_segments] int32, the end of each segment among the entries of the tail.
     Raises ValueError on a shape, dtype, device or stride mismatch.
     """
     check_window_inputs(

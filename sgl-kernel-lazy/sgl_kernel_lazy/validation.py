@@ -1,4 +1,4 @@
-"""Checks shared by the implementations: shapes, dtypes, devices and strides only, so the device is never waited for."""
+"""Checks shared by the implementations: of shapes, dtypes, devices and strides, without device synchronization."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Raise ValueError unless tensor has this shape (None matches any length), one of these dtypes, this device and a
-    contiguous last dimension. Every layer makes a dozen of these calls, so a tensor that fits passes quickly."""
+    contiguous last dimension. Each layer makes a dozen of these calls, so valid tensors pass quickly."""
     actual = tensor.shape
     if actual != shape and not _matches(actual, shape):
         expected = ["any" if e is None else e for e in shape]
@@ -48,7 +48,7 @@ def check_rows(
     segment_ids: torch.Tensor | None,
     device: torch.device,
 ) -> None:
-    """Check what describes the rows of a batch: the tensors of `plan_decode`, which the ops take too."""
+    """Check the tensors that describe the rows of a batch, which `plan_decode` and the ops take."""
     check_tensor("num_segments", num_segments, (None,), (torch.int32,), device)
     bs = num_segments.shape[0]
     check_tensor("kv_indptr", kv_indptr, (bs + 1,), (torch.int32,), device)
@@ -78,9 +78,9 @@ def check_link_inputs(
     kv_dtypes: Sequence[torch.dtype] = FP8,
     segment_ids: torch.Tensor | None = None,
 ) -> None:
-    """Check what `link_decode` and `link_extend` have in common; see their docstrings.
+    """Check the common arguments of `link_decode` and `link_extend`; see their docstrings.
 
-    kv_dtypes: what the caches may hold besides q's dtype.
+    kv_dtypes: the dtypes of caches besides q's.
     """
     device = q.device
     check_tensor("q", q, (None, None, None), FLOATS, device)
@@ -195,7 +195,7 @@ def check_accumulate_inputs(
     logit_cap: float | None = None,
     kv_dtypes: Sequence[torch.dtype] = FP8,
 ) -> None:
-    """Check the arguments of `accumulate_attention`: those of `link_extend` with keys alone, and sums."""
+    """Check the arguments of `accumulate_attention`: those of `link_extend` without values, and sums."""
     check_extend_inputs(
         q, k_cache, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
         segment_offsets, cos_sin_cache, max_extend_len, None, None, sm_scale, sinks=sinks, logit_cap=logit_cap,

@@ -1,4 +1,4 @@
-"""What `Engine` has for chunks beside prompts: as the routes of a server, and with their answers."""
+"""Methods of `Engine` that manage chunks, with the answers of the server's routes."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,21 +10,21 @@ from sglang_lazy.serving.requests import check_cache_salt
 
 
 class ChunkMethods:
-    """Each is there twice: to be called, and, as `async_…`, for use in an event loop.
+    """Each method also exists as `async_…`, for use in an event loop.
 
-    Raises ValueError on bad input. cache_salt: whose chunks; None for the shared namespace.
+    All raise ValueError for bad input. cache_salt: the tenant; None for the shared namespace.
     """
 
     loop: Any
     tokenizer_manager: Any
 
     def register_chunks(self, chunks: Iterable[Any], **options: Any) -> dict[str, Any]:
-        """Compute chunks ahead of use, so that prompts find them cached, and may name them by their ids.
+        """Compute chunks ahead of use, so that prompts find them cached and may refer to them by id.
 
         chunks: 1 to 1,000 texts, `chunk(…)`s or dicts with `text` or `input_ids`.
         options: `link`, the policy that will use them; `pin` and `ttl`, as for `pin_chunks`; `cache_salt`.
 
-        Returns {"requested": 2, "affected": [ids], "skipped": [{"id": …, "reason": …}]} when they are computed.
+        Returns {"requested": 2, "affected": [ids], "skipped": [{"id": …, "reason": …}]} after they are computed.
         """
         return self.loop.run_until_complete(self.async_register_chunks(chunks, **options))
 
@@ -68,10 +68,10 @@ class ChunkMethods:
         return await chunk_calls.get_chunk(self.tokenizer_manager, check_cache_salt(cache_salt), chunk_id)
 
     def pin_chunks(self, ids: Iterable[str], **options: Any) -> dict[str, Any]:
-        """Keep the KV of cached chunks on the device, or, with pin=False, no longer.
+        """Pin the KV of cached chunks to the device or, with pin=False, end their pins.
 
-        options: `pin`; `ttl`, for how many seconds after it was set or the chunk was last found by a prompt, None for
-            no end; `cache_salt`. A pin whose time is over ends with the next call of the engine.
+        options: `pin`; `ttl`, in seconds after the pin was set or a prompt last hit the chunk, None for no end;
+            `cache_salt`. An expired pin ends with the next call of the engine.
 
         Returns {"requested": 1, "affected": [{"id": …, "pinned": True, "pinned_until": …}], "skipped": []}.
         """
@@ -86,10 +86,10 @@ class ChunkMethods:
         return await pin_chunks(self.tokenizer_manager, check_cache_salt(cache_salt), names, pin, ttl)
 
     def delete_chunks(self, ids: Iterable[str], cache_salt: str | None = None) -> dict[str, Any]:
-        """Take the KV of chunks out of the cache, and forget their ids.
+        """Remove the KV of chunks from the cache, and forget their ids.
 
-        Returns {"requested": 1, "affected": [{"id": …, "state": "deleted"}], "skipped": []}. The state is "in use"
-        where requests hold the KV; it is gone when they have ended.
+        Returns {"requested": 1, "affected": [{"id": …, "state": "deleted"}], "skipped": []}. The state is "in use" if
+        requests hold the KV; it is removed after they have ended.
         """
         return self.loop.run_until_complete(self.async_delete_chunks(ids, cache_salt))
 

@@ -20,7 +20,7 @@ class Engine(ChunkMethods, engine.Engine):
     """`sgl.Engine` whose prompts may be segments: strings and `chunk(…)`s.
 
     Takes the arguments of `sgl.Engine`, and `lazy_…` keywords for the fields of `LazyConfig`. Creating one activates
-    chunk reuse for all engines and servers that this process starts from then on.
+    chunk reuse for all engines and servers that this process starts later.
     """
 
     def __init__(self, **kwargs: Any):
@@ -45,10 +45,10 @@ class Engine(ChunkMethods, engine.Engine):
     ) -> dict | list[dict] | Iterator[dict]:
         """`sgl.Engine.generate`, which takes the other arguments, with `segments` in place of `prompt`.
 
-        segments: one prompt, or a list of prompts; a registered chunk may stand there as {"type": "chunk", "id": …}.
+        segments: one prompt, or a list of prompts; {"type": "chunk", "id": …} refers to a registered chunk.
         cache_salt: namespace of the KV; requests with another one, or with none, do not reuse it. link: policy of the
-        chunks, like "block" or "query:ratio=0.3"; None for the engine's default. These two are one for all prompts, or
-        a list with one for each. Raises ValueError on bad input.
+        chunks, like "block" or "query:ratio=0.3"; None for the engine's default. Both may be lists with a value for
+        each prompt. Raises ValueError for bad input.
         """
         args, kwargs = self._arguments(args, kwargs, segments, cache_salt, link)
         return super().generate(*args, **kwargs)
@@ -63,7 +63,7 @@ class Engine(ChunkMethods, engine.Engine):
     def _arguments(
         self, args: tuple, kwargs: dict[str, Any], segments: Any, cache_salt: Any, link: Any
     ) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of `sgl.Engine.generate` for the prompt that `segments` stand for."""
+        """Arguments of `sgl.Engine.generate` for the prompt made of `segments`."""
         if segments is None:
             refuse_without_segments(cache_salt, link)
             return args, kwargs

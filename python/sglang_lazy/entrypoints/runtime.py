@@ -10,10 +10,10 @@ from sglang_lazy.port import plugin
 
 
 class Runtime(runtime_endpoint.Runtime):
-    """`sgl.Runtime`: a server in a process of its own. Takes its arguments, and `lazy_…` keywords as `Engine` does."""
+    """`sgl.Runtime`, a server in its own process. Takes its arguments, and `lazy_…` keywords like `Engine`."""
 
     def __init__(self, log_level: str = "error", launch_timeout: float = 300.0, *args: Any, **kwargs: Any):
-        self.pid = None  # shutdown() reads it, even if this fails before the server is started
+        self.pid = None  # shutdown() reads it even if the server was never started
         config = pop_keywords(kwargs)
         get_policy(config.default_link)
         if kwargs.get("tokenizer_worker_num", 1) > 1:

@@ -1,8 +1,8 @@
-"""Text that remembers where its chunks are.
+"""Text that keeps track of its chunks.
 
 SGLang's interpreter keeps a program's prompt as one string. `MarkedText` is a string that carries the positions of its
-chunks, and their link, through the operations that the interpreter uses. The marks stand beside the characters, not
-among them: no document can forge a boundary, and users see plain text.
+chunks, and their link, through the operations that the interpreter uses. The marks are not part of the text: no
+document can forge a boundary, and users see plain text.
 """
 
 from typing import Any
@@ -66,7 +66,7 @@ def chunks_of(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def link_of(text: str) -> str | None:
-    """The link of any string, None where it has none."""
+    """The link of any string, None if it has none."""
     return text.link if isinstance(text, MarkedText) else None
 
 

@@ -1,4 +1,4 @@
-"""Chunks and links in programs of SGLang's frontend language, and how a program's text is sent with them."""
+"""Chunks and links in programs of SGLang's frontend language, and requests that carry them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +42,7 @@ def make_chunk(text: Any) -> SglExpr:
 
 
 def make_link(policy: Any) -> SglExpr:
-    """Text without characters that carries `policy`; see `sglang_lazy.link`."""
+    """Empty text that carries `policy`; see `sglang_lazy.link`."""
     hook_http_request(send)
     if isinstance(policy, SglExpr):  # an argument whose value is unknown while SGLang traces a program
         return policy
@@ -50,7 +50,7 @@ def make_link(policy: Any) -> SglExpr:
 
 
 def send(stock: Callable, url: str, json: Any = None, **kwargs: Any) -> Any:
-    """Stands around the requests of SGLang's frontend backends: text with chunks is sent as segments.
+    """Around the requests of SGLang's frontend backends: send text with chunks as segments.
 
     Raises RuntimeError if the server does not understand chunks.
     """

@@ -1,1 +1,1 @@
-"""The one door to SGLang 0.5.17: every hook, every private name, and what fits."""
+"""The one door to SGLang 0.5.17: all hooks, all uses of private names, and the compatibility checks."""

@@ -1,4 +1,4 @@
-"""On a CPU, what SGLang needs to run there: settings, and LoRA without pinned memory."""
+"""Workarounds for SGLang on a CPU: default backends, and LoRA without pinned memory."""
 
 import logging
 from collections.abc import Callable
@@ -16,9 +16,9 @@ CPU_SETTINGS = {"attention_backend": "torch_native", "sampling_backend": "pytorc
 
 
 def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: on a CPU, give values that work to the backends that are not set.
+    """Before `ServerArgs.__post_init__`: on a CPU, set the backends that are not set to ones that work.
 
-    SGLang's own choice of attention backend needs kernels that only some CPUs have, that of LoRA a GPU.
+    SGLang's default attention backend needs kernels that only some CPUs have; its LoRA backend needs a GPU.
     """
     if args.device != "cpu":
         return
@@ -33,10 +33,10 @@ def choose_backends(args: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def replace_triton(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs._handle_attention_backend_compatibility`, which follows SGLang's check that the model takes a
-    backend: on a CPU, torch_native in place of triton. For Gemma 4, SGLang accepts only backends that need a GPU.
+    """Before `ServerArgs._handle_attention_backend_compatibility`, which runs after SGLang has checked that the model
+    supports the backend: on a CPU, replace triton by torch_native. For Gemma 4, SGLang accepts only GPU backends.
 
-    Not with the fallback, under which SGLang's own attention may have to serve the model: then the check is right.
+    Not with the fallback: SGLang's own attention may then have to serve the model, and the check is right.
     """
     if args.device == "cpu" and args.attention_backend == "triton" and not LazyConfig.current().fallback:
         logger.warning("sglang-lazy: on a CPU, --attention-backend triton is replaced by torch_native")
@@ -44,7 +44,7 @@ def replace_triton(args: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 class Unpinned(TorchFunctionMode):
-    """Within this, memory that was to be pinned is ordinary memory: pinning takes a driver."""
+    """A mode in which requests to pin memory are ignored, since pinning needs a GPU driver."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.pin_memory:
@@ -53,7 +53,7 @@ class Unpinned(TorchFunctionMode):
 
 
 def without_pinning(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around the methods of SGLang's LoRA that pin memory."""
+    """Around methods of SGLang's `LoRAManager` that pin memory."""
     if torch.cuda.is_available():
         return original(*args, **kwargs)
     with Unpinned():

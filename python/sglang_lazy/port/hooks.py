@@ -1,4 +1,4 @@
-"""Hooks on SGLang: declared beside the functions that they call, applied and verified here."""
+"""Hooks on SGLang: declared next to the functions that they call, applied and verified here."""
 
 import pkgutil
 from collections.abc import Callable, Iterable
@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 
 class Hook(NamedTuple):
-    """`function` hooks `target`, a dotted path, in SGLang's sense of `kind`."""
+    """A hook that calls `function` at `target`, a dotted path; `kind` is an SGLang `HookType`."""
 
     target: str
     function: Callable
@@ -14,11 +14,11 @@ class Hook(NamedTuple):
 
 
 _applied: dict[str, Any] = {}
-"""What each hooked target was replaced with."""
+"""By target, the function that replaced it."""
 
 
 def apply(hooks: Iterable[Hook]) -> None:
-    """Apply hooks through SGLang's registry; targets that have been hooked before are left as they are."""
+    """Apply hooks through SGLang's registry, except on targets that are hooked already."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     new = [hook for hook in hooks if hook.target not in _applied]
@@ -33,7 +33,7 @@ def apply(hooks: Iterable[Hook]) -> None:
 
 
 def missing(hooks: Iterable[Hook]) -> list[str]:
-    """The targets that are not hooked, or not any more. SGLang itself only logs hooks that it could not apply."""
+    """The targets that are not hooked, or no longer. SGLang itself only logs hooks that it could not apply."""
     return [hook.target for hook in hooks if not _in_place(hook.target)]
 
 
@@ -42,7 +42,7 @@ def _in_place(target: str) -> bool:
     while function is not None:
         if function is _applied.get(target):
             return True
-        function = getattr(function, "__wrapped__", None)  # by other plugins
+        function = getattr(function, "__wrapped__", None)  # other plugins may have wrapped it
     return False
 
 

@@ -1,7 +1,7 @@
-"""Puts the plugin into SGLang's processes. Every touch on SGLang is made in this package.
+"""Install the plugin in SGLang's processes.
 
-SGLang calls `load` in each of its processes (entry point `sglang.srt.plugins`). Nothing happens unless the plugin was
-asked for: `activate` publishes the configuration, and the processes that SGLang spawns inherit it.
+SGLang calls `load` in each of its processes (entry point `sglang.srt.plugins`). It does nothing unless the plugin is
+active: `activate` publishes the configuration in the environment, which the processes that SGLang spawns inherit.
 """
 
 import importlib.metadata
@@ -20,21 +20,21 @@ _hooks: tuple[Hook, ...] = ()
 
 
 def activate(config: LazyConfig) -> None:
-    """Ask for the plugin in this process and in every process it spawns."""
+    """Activate the plugin in this process and in all processes that it spawns."""
     config.to_env()
     install()
 
 
 def load() -> None:
-    """Entry point that SGLang calls in each of its processes."""
+    """Install the plugin if it is active; SGLang calls this entry point in each of its processes."""
     if LazyConfig.from_env() is not None:
         install()
 
 
 def install() -> None:
-    """Register the cache, wrap the attention backends and apply every hook in this process; once.
+    """Register the cache, wrap the attention backends and apply all hooks in this process, once.
 
-    Raises RuntimeError for another SGLang version, or if a hook did not take.
+    Raises RuntimeError for another SGLang version, or if a hook could not be applied.
     """
     global _hooks
     if _hooks:
@@ -78,7 +78,7 @@ def install() -> None:
 
 
 def check_version() -> None:
-    """Raise RuntimeError unless the SGLang installed is the one whose internals are hooked."""
+    """Raise RuntimeError unless the installed SGLang is the version that the hooks were written for."""
     installed = importlib.metadata.version("sglang")
     if installed != SGLANG_VERSION:
         raise RuntimeError(f"sglang-lazy needs sglang {SGLANG_VERSION}, but sglang {installed} is installed")
@@ -93,7 +93,7 @@ def verify() -> None:
 
 
 def provide_rotary_import() -> None:
-    """Off CUDA, SGLang's rotary embedding imports a vLLM kernel that its forward pass then never calls."""
+    """Provide the vLLM kernel that SGLang's rotary embedding imports without CUDA, but never calls."""
     from sglang.srt.utils import is_cuda
 
     if not is_cuda() and "vllm._custom_ops" not in sys.modules:
@@ -103,13 +103,13 @@ def provide_rotary_import() -> None:
 
 
 def choose_cache(args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ServerArgs.__post_init__`: our cache is the default one."""
+    """Before `ServerArgs.__post_init__`: make ours the default cache."""
     if args.radix_cache_backend is None:
         args.radix_cache_backend = CACHE_BACKEND
 
 
 def create_cache(context: Any) -> Any:
-    """Radix-cache factory; where chunk reuse does not fit and the user agreed, the stock cache."""
+    """Radix-cache factory: ours, or with --lazy-fallback SGLang's own if chunks cannot be reused here."""
     from sglang.srt.mem_cache.registry import default_radix_cache_factory
 
     from sglang_lazy.attention.table import table_of

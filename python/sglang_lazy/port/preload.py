@@ -1,4 +1,4 @@
-"""What a server's processes import of SGLang, to have it imported before they start."""
+"""Import the modules of SGLang that a server's processes need, before these are forked."""
 
 import contextlib
 import importlib
@@ -14,7 +14,7 @@ MODULES = (
 
 
 def preload() -> None:
-    """Import them, and every model that can be imported here: SGLang's registry tries all in each scheduler."""
+    """Import MODULES, and every model that can be imported here: SGLang's registry tries all in each scheduler."""
     for name in MODULES:
         importlib.import_module(name)
     models = importlib.import_module("sglang.srt.models")

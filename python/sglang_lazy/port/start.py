@@ -1,4 +1,4 @@
-"""Before SGLang starts: its flags from a file, and what can be refused before the model is loaded."""
+"""Before SGLang starts: flags from a configuration file, and checks that do not need the model."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,12 +13,12 @@ from sglang_lazy.port.model.compat import Unfit, unfit_flags
 
 
 def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """`argv` with the flags of `parser` that the file named by --config sets."""
+    """`argv` and the flags of `parser` that are set in the file named by --config."""
     return ConfigArgumentMerger(parser).merge_config_with_args(list(argv))
 
 
 def check_start(config: LazyConfig, args: ServerArgs) -> None:
-    """Raise Unfit if chunk reuse does not fit SGLang's flags or this machine, unless `config` has the fallback."""
+    """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback."""
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):
         raise Unfit(reasons)
 

@@ -1,4 +1,4 @@
-"""A server whose process has died ends soon: SGLang's watch over its processes, where that has gaps."""
+"""Close gaps in SGLang's watchdog, so that a server ends soon after one of its processes has died."""
 
 import os
 from typing import Any
@@ -11,9 +11,9 @@ from sglang_lazy.port.hooks import Hook
 
 
 class Grandchild:
-    """A process that a child started, as SGLang's watchdog sees one."""
+    """A process started by a child process, with the interface that SGLang's watchdog expects."""
 
-    exitcode = None  # only its parent learns it
+    exitcode = None  # known only to its parent
 
     def __init__(self, process: psutil.Process):
         self.pid, self._process = process.pid, process
@@ -26,9 +26,9 @@ class Grandchild:
 
 
 def watch_schedulers(watchdog: Any) -> None:
-    """Before `SubprocessWatchdog.start`: watch the schedulers of data-parallel ranks, too.
+    """Before `SubprocessWatchdog.start`: also watch the schedulers of data-parallel ranks.
 
-    SGLang watches their controller, which goes on without one that was killed: requests for that rank would hang.
+    SGLang watches only their controller, which keeps running if one is killed; requests to that rank would hang.
     """
     children = {process.pid for process in watchdog._processes}
     for process in collect_scheduler_processes():
@@ -40,7 +40,7 @@ def watch_schedulers(watchdog: Any) -> None:
 def skip_impossible_dump(_manager: Any, *_args: Any, **_kwargs: Any) -> None:
     """Before `TokenizerManager.dump_requests_before_crash`: do not wait for a CUDA core dump that nobody enabled.
 
-    For that minute the server would take requests and answer none.
+    During that minute the server would accept requests and answer none.
     """
     if os.environ.get("CUDA_ENABLE_USER_TRIGGERED_COREDUMP") != "1":
         envs.SGLANG_CUDA_COREDUMP_BEFORE_CRASH.set(False)

@@ -1,6 +1,6 @@
-"""Tools for programs that start a server to try it out: launchers, a client and a tiny model.
+"""Tools for examples, tests and benchmarks: server launchers, a client and a tiny model.
 
-The examples, the tests and the benchmarks use them. They need no file of the repository.
+They need no files of the repository.
 """
 
 from sglang_lazy.testing.client import Client, Generation

@@ -1,4 +1,4 @@
-"""A client that measures what a server streams."""
+"""A streaming client that measures time to first token and reuse."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from sglang_lazy.testing.server import wait_for
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One finished request: what the server reported and what the client's clock saw, in seconds from the send."""
+    """One finished request: the server's counts, and `ttft` in seconds on the client's clock."""
 
     text: str
     prompt_tokens: int
@@ -27,7 +27,7 @@ class Generation:
 
 
 class Client:
-    """Talks to one server over one kept-alive connection."""
+    """A client of one server, over one persistent connection."""
 
     def __init__(self, url: str, timeout: float = 120):
         self.url = url
@@ -35,15 +35,15 @@ class Client:
         self.session = requests.Session()
 
     def flush_cache(self) -> None:
-        """Empty the KV cache; the server refuses while it is busy, so try until it agrees."""
+        """Empty the KV cache, retrying while the server is busy."""
         if not wait_for(lambda: self.session.post(f"{self.url}/flush_cache", timeout=self.timeout).ok, timeout=10):
             raise ServerError("the server did not empty its cache: is another client using it?")
 
     def generate(self, prompt: dict, max_new_tokens: int, *, ignore_eos: bool = True) -> Generation:
-        """Stream one greedy answer of exactly `max_new_tokens` tokens, or of at most so many.
+        """Stream one greedy answer of `max_new_tokens` tokens, or fewer without `ignore_eos`.
 
-        prompt: the fields of `/generate` that hold the prompt, for instance {"segments": [...]}.
-        ignore_eos: go on after the end of sequence.
+        prompt: the fields of `/generate` with the prompt, for instance {"segments": [...]}.
+        ignore_eos: continue after the end of sequence.
         """
         body = {
             **prompt,

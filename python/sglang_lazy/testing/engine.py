@@ -1,4 +1,4 @@
-"""An `Engine` in a process of its own, which starts quicker than one in this process where that can be forked."""
+"""An `Engine` in its own process, which starts faster than in this one where it can be forked."""
 
 import socket
 import sys
@@ -11,7 +11,7 @@ HOST = "sglang_lazy.testing.engine_host"
 
 
 class EngineProcess:
-    """An engine, by the calls that tests make of it.  options: the arguments of `Engine`."""
+    """An engine with the methods that tests call.  options: the arguments of `Engine`."""
 
     def __init__(self, **options: Any):
         ours, theirs = socket.socketpair()
@@ -26,15 +26,15 @@ class EngineProcess:
             raise
 
     def generate(self, **prompt: Any) -> Any:
-        """`Engine.generate`, without streams."""
+        """Call `Engine.generate`, without streaming."""
         return self._call("generate", prompt)
 
     def call(self, name: str, **arguments: Any) -> Any:
-        """Another method of `Engine`."""
+        """Call another method of `Engine`."""
         return self._call(name, arguments)
 
     def flush_cache(self) -> None:
-        """Empty the cache, as soon as the last batch has wound up."""
+        """Empty the cache as soon as the last batch has finished."""
         self._call("flush_cache", {})
 
     def shutdown(self) -> None:
@@ -42,7 +42,7 @@ class EngineProcess:
         end(self.process)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Raises what the call raised in the engine's process."""
+        """Call a method of the engine. Raises the exception that it raised in the engine's process."""
         try:
             self.calls.send((name, arguments))
             result = self.calls.recv()

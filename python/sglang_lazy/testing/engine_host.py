@@ -1,4 +1,4 @@
-"""The process of an `EngineProcess`: takes calls from its standard input, a socket, and sends back what they return."""
+"""The process of an `EngineProcess`: reads calls from its standard input, a socket, and sends back their results."""
 
 import os
 from multiprocessing.connection import Connection

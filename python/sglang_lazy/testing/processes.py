@@ -1,4 +1,4 @@
-"""Starts processes that import SGLang: as commands, or quicker, as forks of a process that has done so."""
+"""Start processes that use SGLang, as commands or, faster, as forks of a process that has imported it."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ class ServerError(RuntimeError):
 
 
 class Process(Protocol):
-    """What `subprocess.Popen` and `Forked` have in common. It leads a session and process group of its own."""
+    """The common interface of `subprocess.Popen` and `Forked`. The process leads its own session and process group."""
 
     pid: int
     returncode: int | None
@@ -45,19 +45,19 @@ def start(
     """Run `python -m MODULE ARGUMENTS`.
 
     source: its standard input; None for nothing. output: for its standard output and errors.
-    environment: variables for it, over those of this process.
-    as_command: a new interpreter even where a fork would do. On a GPU there are no forks.
+    environment: variables for it, which override those of this process.
+    as_command: start a new interpreter even if a fork is possible. On a GPU there are no forks.
     """
-    # Threads that spin while they wait would take a small machine's cores from the server's other processes.
+    # Threads that spin while waiting would take cores from the server's other processes.
     variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environment}
-    # An engine of ours asks for the plugin in all that its process starts; for a server its own module decides.
+    # Our engines activate the plugin in all processes that this one starts; for a server, its own module decides.
     variables.pop(ENV_VAR, None)
     if as_command or torch.cuda.is_available():
         command = [sys.executable, "-m", module, *arguments]
-        # A session of its own: Ctrl-C reaches us alone, and the group holds every process the server starts.
-        files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # mypy checks no unpacked ones
+        # Its own session: Ctrl-C reaches only us, and the group contains all processes that the server starts.
+        files = dict(stdin=source or subprocess.DEVNULL, stdout=output, stderr=output)  # unpacked, hence the ignore
         return subprocess.Popen(command, **files, env=variables, start_new_session=True)  # type: ignore[call-overload]
-    # Some of SGLang's layers would have a C++ compiler busy for longer than all that a test asks of its server.
+    # Compiling some of SGLang's layers with C++ would take longer than all requests of a test.
     variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     job = module, list(arguments), variables, os.getcwd()
     with open(os.devnull, "rb") as nothing:
@@ -65,7 +65,7 @@ def start(
 
 
 class Template:
-    """The processes that have imported SGLang. They end with this one, and with them all that they forked."""
+    """The processes that have imported SGLang. They end with this process, and all their forks end with them."""
 
     def __init__(self, variables: Mapping[str, str]):
         pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
@@ -74,7 +74,7 @@ class Template:
         command = [sys.executable, "-m", "sglang_lazy.testing.template", *map(str, numbers)]
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 (open while they run)
         files = dict(stdin=subprocess.DEVNULL, stdout=self.errors, stderr=self.errors)
-        # As above, mypy checks none of these.
+        # Unpacked, as above.
         how = dict(env=variables, start_new_session=True, pass_fds=numbers)
         subprocess.run(command, check=True, **files, **how)  # type: ignore[call-overload]
         for control in theirs:
@@ -83,7 +83,8 @@ class Template:
             raise self.ended()
 
     def fork(self, job: tuple, source: int, output: int) -> "Forked":
-        """job: the fields of a `template.Job`; modules of ours find the plugin in place. source, output: open files."""
+        """Fork a process.  job: the fields of a `template.Job`; our modules find the plugin installed.
+        source, output: open files."""
         control = self.ours if job[0].startswith("sglang_lazy.") else self.stock
         read, write = os.pipe()
         try:
@@ -93,13 +94,13 @@ class Template:
         return Forked(self, read)
 
     def ended(self) -> ServerError:
-        """The error that says what they wrote before they ended."""
+        """The error for their unexpected end, with their output."""
         self.errors.seek(0)
         return ServerError(f"the process that forks servers has ended:\n{self.errors.read().decode(errors='replace')}")
 
 
 class Forked:
-    """A fork, seen through the pipe by which the template reports on it."""
+    """A fork.  report: the pipe through which the template reports on it."""
 
     def __init__(self, template: Template, report: int):
         self.template = template  # must not end before this does
@@ -108,7 +109,7 @@ class Forked:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Its exit status, as that of `subprocess.Popen`; None while it runs."""
+        """Its exit status, as from `subprocess.Popen`; None while it runs."""
         if self.returncode is None and select.select([self.report], [], [], 0)[0]:
             self.wait()
         return self.returncode
@@ -138,14 +139,14 @@ READ_LATE = {
     "SGLANG_TIMEOUT_KEEP_ALIVE",
     "SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT",
 }
-"""Variables that differ between tests or engines, and decide nothing of what is imported first: it is
-servers that read them, when they start or later. What PYTHONPATH adds is added in forks."""
+"""Variables that differ between tests or engines and do not affect imports: servers read them when they start or later.
+Forks add the folders of PYTHONPATH."""
 
 _current: tuple[dict[str, str], Template] | None = None
 
 
 def _template(variables: Mapping[str, str]) -> Template:
-    """The template of servers with these variables: modules read some when they are imported. The last one is kept."""
+    """The template of servers with these variables, some of which modules read on import. The last one is kept."""
     global _current
     key = {name: value for name, value in variables.items() if name not in READ_LATE}
     if _current is None or _current[0] != key:
@@ -154,8 +155,8 @@ def _template(variables: Mapping[str, str]) -> Template:
 
 
 def end(process: Process) -> None:
-    """Kill its process group, and wait for it. Asked to end, SGLang takes ten seconds and more, to drain requests:
-    nobody who tried a server out has any left."""
+    """Kill its process group, and wait for it. A graceful shutdown of SGLang takes ten seconds or more to drain
+    requests, and there are none."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""The router `smg` and our middleware of it, for the length of a `with` block."""
+"""Context managers that run the router `smg` and our middleware for it."""
 
 import contextlib
 import subprocess
@@ -14,9 +14,9 @@ from sglang_lazy.testing.server import free_ports, wait_for
 
 @contextlib.contextmanager
 def running_smg(command: Path, workers: Sequence[str], log: Path, flags: Sequence[str] = ()) -> Iterator[str]:
-    """Start the router of this environment's `smg` as docs/routing.md says, yield its URL once it has all workers.
+    """Start the router `smg` as in docs/routing.md, and yield its URL once all workers are healthy.
 
-    workers: their URLs.  flags: others than those.
+    command: the executable.  workers: their URLs.  flags: additional ones.
     """
     port, metrics_port = free_ports(2)
     arguments = ["launch", "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
@@ -34,7 +34,7 @@ def running_smg(command: Path, workers: Sequence[str], log: Path, flags: Sequenc
 
 @contextlib.contextmanager
 def running_middleware(router: str, log: Path, flags: Sequence[str] = ()) -> Iterator[str]:
-    """Start `python -m sglang_lazy.routing` before the router, and yield its URL once it answers."""
+    """Start `python -m sglang_lazy.routing` in front of the router, and yield its URL once it answers."""
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "sglang_lazy.routing", "--router", router, "--port", str(port), *flags]
     url = f"http://127.0.0.1:{port}"

@@ -1,4 +1,4 @@
-"""A server for the length of a `with` block."""
+"""A context manager that runs a server."""
 
 import collections
 import contextlib
@@ -23,13 +23,13 @@ CPU_OPTIONS: dict[str, Any] = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
     "grammar_backend": "none",
-    "sleep_on_idle": True,  # a scheduler that spins while it waits takes a core that others need
+    "sleep_on_idle": True,  # a scheduler that spins while waiting takes a core that others need
 }
 """The SGLang options for a CPU, as `Engine` takes them."""
 
 
 def device_options() -> dict[str, Any]:
-    """The SGLang options that fit this machine, as `Engine` takes them."""
+    """The SGLang options for this machine, as `Engine` takes them."""
     return {"dtype": "bfloat16"} if torch.cuda.is_available() else CPU_OPTIONS
 
 
@@ -42,10 +42,10 @@ def device_flags() -> list[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody has, from below those of outgoing connections.
+    """Unused ports, from below the range of outgoing connections.
 
-    A server binds them seconds after this, SGLang's own choice of a NCCL port even a minute after it was made: from the
-    range of outgoing connections another program's connection could take it in between.
+    A server binds them seconds later, a NCCL port even a minute later: within that range, another program's outgoing
+    connection could take them meanwhile.
     """
     found = []
     for port in random.sample(range(20_000, 32_000), 1000):
@@ -69,19 +69,18 @@ def running_server(
     environment: Mapping[str, str] | None = None,
     as_command: bool = False,
 ) -> Iterator[str]:
-    """Start a server on a loopback port, yield its URL once it is healthy, stop it on the way out.
+    """Start a server on a loopback port, yield its URL once it is healthy, and stop it on exit.
 
     log: file for the server's output.
-    port: a free one if none is given.
-    timeout, usual: seconds to wait at most, and seconds the progress bar expects.
-    environment: variables for the server, over those of this process.
-    as_command: start it as a user would. Off GPUs it is otherwise forked, for speed, from a process that has imported
-        SGLang.
+    port: a free one by default.
+    timeout, usual: seconds to wait at most, and seconds that the progress bar expects.
+    environment: variables for the server, which override those of this process.
+    as_command: start it like a user. Otherwise, without a GPU, it is forked from a process that has imported SGLang.
     """
     free_port, nccl_port = free_ports(2)
     port = port or free_port
     arguments = ["--host", "127.0.0.1", "--port", str(port), *flags]
-    if "--dp-size" not in flags:  # SGLang would have all of its ranks listen on this one
+    if "--dp-size" not in flags:  # all ranks would listen on this port
         arguments += ["--nccl-port", str(nccl_port)]
     environment = environment or {}
     with open(log, "wb") as output:

@@ -1,10 +1,10 @@
 """A process that has imported SGLang and forks servers: `python -m sglang_lazy.testing.template SOCKET SOCKET`.
 
-Importing SGLang takes each of a server's three processes about ten seconds of a core, and the plugin's hooks take three
-more; forks of this one have done it. It is two processes: forks that the first socket asks for are without the plugin,
-those of the second one have it in place. Otherwise a fork is what the command would be: its module runs as `__main__`,
-with the variables, folder and files that it was given. Processes that SGLang spawns there are forks, too, made before
-anything else ran, which then do what multiprocessing has new interpreters do.
+Importing SGLang takes about ten seconds of CPU time in each of a server's three processes, and installing the plugin's
+hooks three more; forks skip both. There are two template processes: forks requested through the first socket are
+without the plugin, those through the second one have it installed. Otherwise a fork equals the command: its module runs
+as `__main__`, with the given variables, folder and files. Processes that SGLang spawns there are also forks, made
+before anything else ran, which then run the code that multiprocessing passes to new interpreters.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ MAX_FDS = 64
 
 
 class Job(NamedTuple):
-    """What a fork is to run. With it come three files: for its report, its input and its output."""
+    """The program of a fork. Three files are sent with it: for its report, its input and its output."""
 
     module: str
     arguments: Sequence[str]
@@ -43,9 +43,9 @@ class Job(NamedTuple):
 
 def main() -> None:
     if os.fork():
-        os._exit(0)  # Nobody's child: an engine that shuts down kills all descendants of its process.
+        os._exit(0)  # Become an orphan, since an engine that shuts down kills all descendants of its process.
     stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
-    setproctitle.getproctitle()  # finds where titles are, which it cannot once the environment has been exchanged
+    setproctitle.getproctitle()  # locates the title's memory, which it cannot after the environment is replaced
     preload()
     if os.fork():
         ours.close()
@@ -53,13 +53,13 @@ def main() -> None:
         serve(stock)
     else:
         stock.close()
-        select.select([ours], [], [])  # nobody may ever ask for the plugin
+        select.select([ours], [], [])  # install the plugin only when it is needed
         plugin.install()
         serve(ours)
 
 
 def serve(control: socket.socket) -> None:
-    """Fork for each job, whose report is two integers: process id and status. At the end of `control`, kill all."""
+    """Fork for each job, and report its process id and its exit status. When `control` is closed, kill all forks."""
     running: dict[int, tuple[int, int]] = {}  # by pidfd
     while True:
         for ready in select.select([control.fileno(), *running], [], [])[0]:
@@ -89,9 +89,9 @@ def serve(control: socket.socket) -> None:
 
 
 def run(job: Job, report: int, source: int, output: int) -> NoReturn:
-    """Be the process that `job` describes."""
+    """Run `job` in this process."""
     os.setsid()
-    os.write(report, struct.pack("i", os.getpid()))  # not before: it is to name a process group
+    os.write(report, struct.pack("i", os.getpid()))  # after setsid, since it also names the process group
     for fd, number in ((source, 0), (output, 1), (output, 2)):
         os.dup2(fd, number)
     for fd in (report, source, output):
@@ -108,9 +108,9 @@ def run(job: Job, report: int, source: int, output: int) -> NoReturn:
 
 
 class Spare:
-    """A fork of this process, for multiprocessing to use in place of a new interpreter.
+    """A fork of this process, for multiprocessing to use instead of a new interpreter.
 
-    not_for_it: open files that it is to close.
+    not_for_it: open files that the fork closes.
     """
 
     def __init__(self, not_for_it: Sequence[int] = ()) -> None:
@@ -124,7 +124,7 @@ class Spare:
         theirs.close()
 
     def start(self, code: str, fds: Sequence[int]) -> None:
-        """Have it run `code`, as `python -c` would, with copies of these files under the same numbers."""
+        """Run `code` in it, like `python -c`, with copies of these files under the same numbers."""
         socket.send_fds(self.socket, [pickle.dumps((code, list(fds), dict(os.environ)))], list(fds))
         self.socket.close()
 
@@ -135,7 +135,7 @@ def _become_spawned(server: socket.socket) -> NoReturn:
     if not message:
         os._exit(0)  # the server has ended
     code, numbers, environment = pickle.loads(message)
-    # Out of the way first: the number that one came with may be the one that another has to have.
+    # Move them to high numbers first: one may have arrived under the number that another needs.
     aside = [fcntl.fcntl(fd, fcntl.F_DUPFD, 256) for fd in files]
     for fd in files:
         os.close(fd)
@@ -151,18 +151,18 @@ def _become_spawned(server: socket.socket) -> NoReturn:
 
 
 def _spawn_from(spares: list[Spare]) -> None:
-    """Have multiprocessing use these when it spawns, while there are any."""
+    """Let multiprocessing use these when it spawns, as long as there are any."""
     spawn = multiprocessing.util.spawnv_passfds
 
     def spawnv_passfds(path: Any, arguments: Sequence[Any], fds: Sequence[int]) -> int:
-        # Not where it would start something else: its resource tracker, or a tool that sets memory or cores.
+        # Only for its own children, not for its resource tracker or a wrapper such as numactl.
         if not spares or arguments[-1] != "--multiprocessing-fork" or os.fsdecode(path) != sys.executable:
             return spawn(path, arguments, fds)
         spare = spares.pop()
         spare.start(arguments[-2], sorted(set(fds)))
         return spare.pid
 
-    # A function of another name: mypy lets none be assigned to one of a module.
+    # mypy does not allow assignments to functions of a module.
     multiprocessing.util.spawnv_passfds = spawnv_passfds  # type: ignore[assignment]
 
 

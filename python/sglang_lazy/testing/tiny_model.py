@@ -1,4 +1,4 @@
-"""A small Llama with random weights: enough to run a server anywhere in seconds. What it generates is noise."""
+"""A small Llama with random weights, to run a server anywhere in seconds. Its output is noise."""
 
 import hashlib
 import os
@@ -12,7 +12,7 @@ import torch
 from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-lazy"
-"""Where models are kept once they are built."""
+"""The folder for models once they are built."""
 
 VOCAB_SIZE = 4096
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def all_texts(requests: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Every text of retrieval requests (`docs`, `question`) once, to train a tokenizer on."""
+    """All texts of retrieval requests (`docs`, `question`), each document once, to train a tokenizer on."""
     requests = list(requests)
     documents = {document_text(doc): None for request in requests for doc in request["docs"]}
     return [INSTRUCTION, *documents, *map(question_text, requests)]
@@ -54,20 +54,20 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE):
 def tiny_model(texts: Iterable[str]) -> Path:
     """The directory of the tiny model whose tokenizer is trained on `texts`, built on first use."""
     texts = list(texts)
-    # The builder's own source is part of the name: a changed recipe is another model.
+    # The name includes a hash of this file: a changed recipe is another model.
     digest = hashlib.sha256(Path(__file__).read_bytes() + "\0".join(texts).encode()).hexdigest()
     directory = CACHE / f"tiny-model-{digest[:12]}"
     if not directory.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             _build(Path(scratch) / "model", texts)
-            # Renamed when complete, so that an interrupted build leaves nothing half made.
+            # Renamed when complete, so that an interrupted build leaves no partial model.
             (Path(scratch) / "model").replace(directory)
     return directory
 
 
 def _build(directory: Path, texts: Iterable[str]) -> None:
-    """Write a 14M-parameter Llama and its tokenizer to `directory`, the same ones every time."""
+    """Write a 14M-parameter Llama and its tokenizer to `directory`, with a fixed seed."""
     import transformers
 
     tokenizer = train_tokenizer(texts)

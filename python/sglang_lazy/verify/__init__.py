@@ -1,4 +1,4 @@
-"""Is chunk reuse good enough for a model and its prompts, and which policy? Answers with each, compares, and judges.
+"""Measure whether chunk reuse is good enough for a model and its prompts, and with which policy.
 
     from sglang_lazy.verify import Thresholds, verify
 
@@ -36,12 +36,12 @@ def verify(
     generate: `Engine.generate` of an engine with chunk reuse, or `connect(url)` for a running server.
     prompts: objects like the lines of the command's file: `segments` as in `/generate`, or `docs` (each with `title`
         and `text`) and `question`; optionally `answers`, a list of gold answers.
-    thresholds: what the verdict judges; without any there is no verdict.
+    thresholds: limits for the verdict; without any there is no verdict.
     policies: links, such as those in `ALL`; None for the server's default.
-    max_new_tokens, stop: where answers end.
+    max_new_tokens, stop: end answers.
 
-    Raises ValueError, naming the prompt, for a prompt that cannot be compared; for thresholds that these prompts cannot
-    be measured by; and for link full, which is what policies are compared with. Errors of `generate` pass through.
+    Raises ValueError for a prompt that cannot be compared, naming it; for thresholds that cannot be measured with these
+    prompts; and for link full, the reference of the comparison. Errors of `generate` pass through.
     """
     parsed = []
     for index, prompt in enumerate(prompts):
@@ -58,7 +58,7 @@ def verify(
 
 
 def _links(generate: Generate, prompt: Prompt, policies: Sequence[str] | None) -> list[str]:
-    """The policies as the server spells them out, each once."""
+    """The policies in the server's notation, each once."""
     params = {"temperature": 0, "max_new_tokens": 0}
     links: dict[str, None] = {}
     for policy in [None] if policies is None else policies:

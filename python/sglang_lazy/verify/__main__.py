@@ -23,7 +23,7 @@ from sglang_lazy.verify.policies import ALL, parse_policies
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and those after -- for the engine. Exits on bad ones."""
+    """Our flags, and those after -- for the engine. Exits if one is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.verify",
         description=__doc__,

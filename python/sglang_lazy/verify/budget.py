@@ -1,4 +1,4 @@
-"""How much a policy may recompute within a budget: a line through the times measured at several of its parameters."""
+"""The most that a policy may recompute within a time budget, by a line fitted to measured times."""
 
 import math
 import re
@@ -11,11 +11,11 @@ _PARAMETER = re.compile(r"(?P<family>.+[:,])(?P<name>ratio|tokens)=(?P<value>[\d
 
 
 def within_budget(ttft_ms: Mapping[str, float], budget_ms: float) -> dict[str, float]:
-    """For each policy measured with at least two values of `ratio` or `tokens`: the one with the largest value that is
-    expected to stay within the budget, and the time expected, in milliseconds.
+    """For each policy measured with several values of `ratio` or `tokens`, the link with the largest value expected to
+    stay within the budget, and the expected time in milliseconds.
 
-    ttft_ms: measured time to the first token by link. It grows with the number of tokens computed, nearly in
-        proportion, so values between those measured are read off a line through them; none is extrapolated.
+    ttft_ms: measured time to the first token, by link. It grows almost linearly with the number of computed tokens, so
+        it is interpolated by a fitted line; nothing is extrapolated.
     """
     families: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
     for link, time in ttft_ms.items():
@@ -30,7 +30,7 @@ def within_budget(ttft_ms: Mapping[str, float], budget_ms: float) -> dict[str, f
         largest = values.max()
         if start + slope * largest > budget_ms:
             largest = (budget_ms - start) / slope if slope > 0 else -1.0
-        steps = 1 if name == "tokens" else 1000  # in which a parameter is given
+        steps = 1 if name == "tokens" else 1000  # rounded down to 1/steps
         value = math.floor(largest * steps + 1e-6) / steps
         if value >= values.min():
             chosen[f"{family}{name}={value:g}"] = float(start + slope * value)

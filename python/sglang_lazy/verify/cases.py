@@ -18,7 +18,7 @@ class Prompt:
 
 
 def parse_prompt(value: Any) -> Prompt:
-    """The prompt in a line of a file. Raises ValueError for anything else, and if there is nothing to compare."""
+    """The prompt in a line of a file. Raises ValueError if it is not a prompt or has nothing to compare."""
     if not isinstance(value, Mapping):
         raise ValueError(f"expected an object with segments, or with docs and question, got {type(value).__name__}")
     if "segments" in value:
@@ -43,7 +43,7 @@ def _to_request(segment: Any) -> dict[str, Any]:
 
 
 def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
-    """The prompts on the lines of a JSON Lines file. Raises ValueError that names the file and the line."""
+    """The prompts in a JSON Lines file. Raises ValueError, naming the file and the line."""
     for number, value in read_json_lines(path):
         try:
             parse_prompt(value)

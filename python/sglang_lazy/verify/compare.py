@@ -1,4 +1,4 @@
-"""Compares link full with other policies, prompt by prompt: greedy answers, next-token distributions, and cost."""
+"""Compare link full with other policies, prompt by prompt: greedy answers, next-token distributions, and cost."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from sglang_lazy.verify.cases import Prompt
 from sglang_lazy.verify.cost import Generate, measure_cost
 
 TOP_TOKENS = 32
-"""How many of the likeliest tokens under full attention are compared one by one; all others count as one outcome."""
+"""The number of most likely tokens under full attention that are compared; all others count as one outcome."""
 
 _BATCH = 16
 
@@ -45,7 +45,7 @@ class Comparison:
     """One prompt's greedy answers.
 
     full: with link full. linked: by link, in the order of the policies.
-    mass: the probability under link full, at the first position, of the tokens that are compared one by one.
+    mass: the probability of the compared tokens under link full, at the first position.
     """
 
     prompt: Prompt
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def common_beginning(left: Sequence[int], right: Sequence[int]) -> float:
-    """The length of the common beginning of two answers, as a fraction of the longer one."""
+    """The length of the common prefix of two answers, as a fraction of the longer one."""
     pairs = zip(left, right, strict=False)
     same = next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(left), len(right)))
     return same / max(len(left), len(right), 1)
@@ -71,8 +71,8 @@ def compare(
 ) -> list[Comparison]:
     """Compare the answers to `prompts` with link full and with each of `links`.
 
-    Every policy has a cache of its own, by its cache salt, so that it finds nothing that another one, or an earlier
-    run, has computed. A ValueError from `generate` is raised again with the indices of the prompts that were sent.
+    Each policy has its own cache salt, so that it does not find KV computed by another one or by an earlier run. A
+    ValueError from `generate` is raised again with the indices of the prompts that were sent.
     """
     comparisons: list[Comparison] = []
     greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": stop or []}
@@ -92,10 +92,10 @@ def compare(
 
 
 def _batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """`prompts` in order; no two of a batch are the same up to the end of their chunks.
+    """`prompts` in order, in batches without two prompts that are equal up to the end of their chunks.
 
-    A policy that chooses by the question remembers its last choice for such a beginning. Scoring an answer must find
-    the choice for its own prompt there: a new one would be made by the answer, too.
+    A policy that selects tokens by the question remembers its last selection for such a prefix. Scoring an answer must
+    find the selection of its own prompt: a new one would depend on the answer, too.
     """
     batch: list[Prompt] = []
     beginnings: set[str] = set()
@@ -135,7 +135,7 @@ def _compare_batch(ways: Mapping[str, Generate], batch: Sequence[Prompt], greedy
 def _linked_answers(
     generate: Generate, segments: list[list[dict[str, Any]]], full: Sequence[dict[str, Any]], greedy: dict[str, Any]
 ) -> list[LinkedAnswer]:
-    """The answers under one policy, and the full answers scored by it.  full: results with link full."""
+    """The answers under one policy, with its scores of the full answers.  full: results with link full."""
     answers = generate(segments=segments, sampling_params=greedy)
     top = [[_logprobs(row) for row in answer["meta_info"]["output_top_logprobs"]] for answer in full]
     scored = generate(
@@ -145,7 +145,7 @@ def _linked_answers(
         ],
         sampling_params={"temperature": 0, "max_new_tokens": 0},
         return_logprob=True,
-        # The first row returned is for the token at this position, and empty. Policies may add tokens to the prompt.
+        # The first row returned, for the token at this position, is empty. Policies may add tokens to the prompt.
         logprob_start_len=[answer["meta_info"]["prompt_tokens"] - 1 for answer in answers],
         token_ids_logprob=[sorted(set().union(*rows)) for rows in top],
     )
@@ -159,15 +159,15 @@ def _linked_answers(
 
 
 def _logprobs(row: Sequence[Sequence[Any]]) -> dict[int, float]:
-    """Log probability by token id, from SGLang's (log probability, id, text)."""
+    """Log probability by token id, from SGLang's triples (log probability, id, text)."""
     return {token: logprob for logprob, token, _ in row}
 
 
 def kl_divergence(p: Mapping[int, float], q: Mapping[int, float]) -> float:
-    """KL(P || Q) in nats, at least 0, where all tokens but those of `p` count as one outcome.
+    """KL(P || Q) in nats, at least 0, where all tokens not in `p` count as one outcome.
 
-    Merging outcomes never increases the divergence, so this is a lower bound of the one over the whole vocabulary; both
-    are equal if P and Q distribute the rest alike. p, q: log probabilities by token; q has every token of p.
+    Merging outcomes never increases the divergence, so this is a lower bound of the one over the whole vocabulary; the
+    two are equal if P and Q distribute the rest alike. p, q: log probabilities by token; q has all tokens of p.
     """
     divergence = sum(math.exp(logprob) * (logprob - q[token]) for token, logprob in p.items())
     p_rest, q_rest = (1 - sum(math.exp(logprobs[token]) for token in p) for logprobs in (p, q))

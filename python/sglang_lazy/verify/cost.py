@@ -1,17 +1,17 @@
-"""What an answer costs once its documents are cached."""
+"""The cost of an answer whose documents are cached."""
 
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 Generate = Callable[..., Any]
-"""`Engine.generate`, or what `connect` returns: takes the fields of `/generate`, returns one result for each prompt."""
+"""`Engine.generate`, or the result of `connect`: takes the fields of `/generate`, returns one result per prompt."""
 
 
 class Cost(NamedTuple):
-    """Of a prompt whose chunks are cached and come in a new order.
+    """The cost of a prompt whose chunks are cached and in a new order.
 
-    ttft_ms: milliseconds from the request to the first token; None for a prompt that has no other order.
+    ttft_ms: milliseconds from the request to the first token; None for a prompt whose chunks have only one order.
     recomputed: share of its chunk tokens whose cached KV is not used.
     """
 
@@ -20,7 +20,7 @@ class Cost(NamedTuple):
 
 
 def measure_cost(generate: Generate, segments: list[dict[str, Any]]) -> Cost:
-    """Compute a prompt, so that its chunks are cached, and measure a second one with its chunks in another order."""
+    """Compute a prompt, so that its chunks are cached, and measure it with the chunks in another order."""
     generate(segments=[segments], sampling_params={"temperature": 0, "max_new_tokens": 0})
     reordered = rotate_chunks(segments)
     begin = time.perf_counter()
@@ -30,7 +30,7 @@ def measure_cost(generate: Generate, segments: list[dict[str, Any]]) -> Cost:
 
 
 def rotate_chunks(segments: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`segments` with the second chunk in the place of the first and so on; text stays where it is."""
+    """`segments` with the second chunk in place of the first, and so on; text stays."""
     chunks = [segment for segment in segments if segment["type"] == "chunk"]
     rotated = iter([*chunks[1:], *chunks[:1]])
     return [next(rotated) if segment["type"] == "chunk" else segment for segment in segments]

@@ -1,4 +1,4 @@
-"""Metrics of a policy with their intervals, and the thresholds that they are judged by."""
+"""Metrics of a policy with confidence intervals, and thresholds for them."""
 
 import dataclasses
 import math
@@ -18,12 +18,12 @@ _LIMITS = {
     "f1_drop": ("max_f1_drop", "<="),
     "ttft_ms": ("budget_ms", "<="),
 }
-"""By metric: the field of `Thresholds` that limits it, and how."""
+"""By metric, the field of `Thresholds` that limits it, and the comparison."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """Limits for a policy to be good enough; what is None is not judged.
+    """Limits for a policy to be good enough; None sets no limit.
 
     min_agreement, min_first_token_agreement: shares of prompts, 0..1. max_kl: mean KL of the first token, in nats.
     max_em_drop, max_f1_drop: points of 100 that a policy may lose against full. budget_ms: median time to the first
@@ -55,8 +55,8 @@ class Thresholds:
 
 @dataclasses.dataclass(frozen=True)
 class Metric:
-    """A mean over prompts, of times the median; its 95% interval (None for fewer than two prompts); and the verdict if
-    it is judged."""
+    """A mean over prompts (for times, the median), its 95% interval (None for fewer than two prompts), and the verdict
+    if it has a threshold."""
 
     value: float
     interval: tuple[float, float] | None
@@ -65,7 +65,7 @@ class Metric:
 
 
 def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds) -> dict[str, Metric]:
-    """The metrics of one policy by name; those of gold answers and of time only if there are any."""
+    """The metrics of one policy by name; scores and times only if there are gold answers and measured times."""
     pairs = [(one.full, one.linked[link]) for one in comparisons]
     samples: dict[str, list[float]] = {
         "agreement": [full.tokens == linked.tokens for full, linked in pairs],

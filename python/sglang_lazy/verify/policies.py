@@ -1,4 +1,4 @@
-"""Which policies are compared, and how they are named on the command line."""
+"""The policies to compare, and their notation on the command line."""
 
 import re
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ ALL = (
     "base+query:ratio=0.15",
     "base+query:ratio=0.3",
 )
-"""What `--policies all` stands for: from what costs nothing to what recomputes much."""
+"""The policies of `--policies all`, from no recomputation to much."""
 
-_NEXT_POLICY = re.compile(r",(?!\w+=)")  # what follows any other comma is one more parameter
+_NEXT_POLICY = re.compile(r",(?!\w+=)")  # other commas separate parameters of one policy
 
 
 def parse_policies(text: str) -> Sequence[str]:
-    """The links in a list with commas between them, or `ALL` for "all". Whether they exist is the server's to say."""
+    """The links in a comma-separated list, or `ALL` for "all". The server checks whether they exist."""
     return ALL if text == "all" else _NEXT_POLICY.split(text)

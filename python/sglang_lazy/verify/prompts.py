@@ -1,4 +1,4 @@
-"""The prompt template of retrieval questions, and the files they come in; examples and benchmarks use it too."""
+"""The prompt template of retrieval questions, and their file format; examples and benchmarks use them, too."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,7 +9,7 @@ INSTRUCTION = "Answer the question from the documents.\n\n"
 
 
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers from 1, and the objects on these lines. Raises ValueError that names the file and the line."""
+    """Yield line numbers, from 1, and the objects on these lines. Raises ValueError, naming the file and the line."""
     try:
         file = path.open(encoding="utf-8")
     except OSError as error:
@@ -26,20 +26,20 @@ def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def document_text(doc: Mapping[str, str]) -> str:
-    """A retrieved document as it stands in a prompt."""
+    """A retrieved document, formatted for a prompt."""
     return f"{doc['title']}\n{doc['text']}\n\n"
 
 
 def question_text(request: Mapping[str, Any]) -> str:
-    """A retrieval request's question as it stands in a prompt."""
+    """A retrieval request's question, formatted for a prompt."""
     return f"Question: {request['question']}\nAnswer:"
 
 
 def earlier_exchanges(history: Any) -> list[str]:
     """Each earlier question of a chat with its answer, formatted like the question that follows.
 
-    history: messages, each with `role` and `text`. Raises ValueError for another shape, and unless user and agent take
-    turns and the agent is last.
+    history: messages, each with `role` and `text`. Raises ValueError if it has another structure, or unless user and
+    agent alternate and the agent is last.
     """
     if not isinstance(history, list | tuple):
         raise ValueError(f"history must be a list, got {type(history).__name__}")
@@ -57,11 +57,11 @@ def earlier_exchanges(history: Any) -> list[str]:
 
 
 def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The prompt of a retrieval request: an instruction, one text per earlier exchange, one chunk per document, the
+    """The prompt of a retrieval request: an instruction, one text per earlier exchange, one chunk per document, and the
     question.
 
-    request: `docs`, each with `title` and `text`, `question`, and in a chat `history`, as `earlier_exchanges` takes it.
-    Raises ValueError for another shape.
+    request: `docs`, each with `title` and `text`; `question`; and in a chat `history`, see `earlier_exchanges`.
+    Raises ValueError if it has another structure.
     """
     history = [{"type": "text", "text": exchange} for exchange in earlier_exchanges(request.get("history", []))]
     try:

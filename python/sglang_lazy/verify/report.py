@@ -36,12 +36,12 @@ _COLUMNS = {
     "ttft_ms": "TTFT, ms",
 }
 _TIE = 0.05
-"""Policies whose times differ by less than this fraction count as equally fast: medians of few prompts are no finer."""
+"""Policies whose times differ by less than this fraction count as equally fast: medians of few prompts are noisy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyReport:
-    """metrics: by name, see `measure`. passed: whether all thresholds hold; None if nothing was judged."""
+    """metrics: by name, see `measure`. passed: whether all thresholds are met; None without any."""
 
     metrics: dict[str, Metric]
     passed: bool | None
@@ -59,12 +59,12 @@ class PolicyReport:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was measured.
+    """The results for all policies.
 
-    policies: by link. full_ttft_ms: median of the same times with link full, None if nothing was timed.
+    policies: by link. full_ttft_ms: median time to the first token with link full, None if nothing was timed.
     recommended: the cheapest policy that passed: the fastest with the documents cached and, of those equally fast, the
-        one that recomputes least. None if none passed or nothing was judged.
-    passed: whether any policy passed; None if nothing was judged.
+        one that recomputes least. None if none passed, or without thresholds.
+    passed: whether any policy passed; None without thresholds.
     within_budget: see the function of that name; empty without a budget.
     """
 
@@ -77,7 +77,7 @@ class Report:
 
     @classmethod
     def of(cls, comparisons: Sequence[Comparison], thresholds: Thresholds) -> "Report":
-        """The report on all policies that the prompts were answered under."""
+        """The report on all policies in `comparisons`."""
         policies = {link: PolicyReport.of(measure(comparisons, link, thresholds)) for link in comparisons[0].linked}
         times = [one.full.ttft_ms for one in comparisons if one.full.ttft_ms is not None]
         judged = any(policy.passed is not None for policy in policies.values())
@@ -115,7 +115,7 @@ class Report:
 
 
 def recommend(policies: dict[str, PolicyReport]) -> str | None:
-    """The cheapest of the policies that passed, as `Report.recommended`."""
+    """The cheapest of the policies that passed, see `Report.recommended`."""
     measured = _times(policies)
     times = {link: measured.get(link, 0.0) for link, policy in policies.items() if policy.passed}
     if not times:
@@ -125,7 +125,7 @@ def recommend(policies: dict[str, PolicyReport]) -> str | None:
 
 
 def _times(policies: dict[str, PolicyReport]) -> dict[str, float]:
-    """Milliseconds to the first token by link, as far as they were measured."""
+    """Milliseconds to the first token by link, for policies with measured times."""
     return {link: policy.metrics["ttft_ms"].value for link, policy in policies.items() if "ttft_ms" in policy.metrics}
 
 

@@ -1,6 +1,6 @@
-"""SQuAD's scores of an answer against gold answers, and intervals of means.
+"""SQuAD's scores of an answer against gold answers, and confidence intervals.
 
-SQuAD compares in lower case, without punctuation and articles. The implementation is that of Hugging Face transformers,
+SQuAD compares in lower case, without punctuation and articles. The scores are computed by Hugging Face Transformers,
 which SGLang pins.
 """
 
@@ -23,7 +23,7 @@ def f1(answer: str, gold: Sequence[str]) -> float:
 
 
 def wilson(outcomes: Sequence[float]) -> tuple[float, float] | None:
-    """Wilson's 95% interval of the share of `outcomes`, each 0 or 1, that are 1; None for fewer than two."""
+    """Wilson's 95% interval of the share of ones among `outcomes`, each 0 or 1; None for fewer than two."""
     from scipy.stats import binomtest
 
     if len(outcomes) < 2:

@@ -1,4 +1,4 @@
-"""Check every implementation on every shape against the formula, then time it; what fails its check is not timed.
+"""Check every implementation on every shape against the formula, then time those that pass.
 
     python -m sgl_kernel_lazy.bench --out results            # everything, on a GPU
     python -m sgl_kernel_lazy.bench --shapes decode --implementations triton --quick
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def checked(kind: type[Baseline] | type[Link], name: str, reference: Reference) -> tuple:
-    """(row, launch, step): a row, with what it is timed with if the result is right, else with `failed` saying why."""
+    """(row, launch, step): a row, and the functions to time if the result is right; else `failed` has the reason."""
     problem = reference.problem
     caches = len(problem.caches)
     row = dict(
@@ -81,12 +81,12 @@ def checked(kind: type[Baseline] | type[Link], name: str, reference: Reference) 
         if problem.shape.op == "decode" and candidate.stepped:
             return row, launch, timing.steps(candidate.plan, call, caches, graph=candidate.graph)
         return row, launch, lambda: (timing.wall_ms(candidate.plan), None)
-    except Exception as error:  # whatever went wrong, the others can still be measured
+    except Exception as error:  # the others can still be measured
         return row | dict(failed=f"{type(error).__name__}: {error}"[:300]), None, None
 
 
 def measure(shape: Shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list[dict]:
-    """The rows of one shape. Everything that is compared is timed in turns."""
+    """The rows of one shape, timed in turns."""
     problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
     reference = Reference(problem)
     if shape.window is not None or shape.sinks:

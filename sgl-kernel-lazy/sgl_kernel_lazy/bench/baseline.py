@@ -11,9 +11,9 @@ WORKSPACE_BYTES = 512 << 20
 
 
 class Baseline:
-    """FlashInfer's fa2 or fa3 on one problem, causal where there is new text: what equal lengths cost at least.
+    """FlashInfer's fa2 or fa3 on one problem, causal if there is new text: the least cost of these lengths.
 
-    New text that lies in several spans is taken for one span at the end. Sinks are left out.
+    New text in several spans is treated as one span at the end. Sinks are left out.
     """
 
     rotated, graph, stepped = False, True, True
@@ -35,7 +35,7 @@ class Baseline:
         if self.decode and backend == "fa2":
             self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, use_tensor_cores=True, backend="fa2")
             self.wrapper.plan(*kv, *heads, **types)
-            # As servers plan from their second step on: lengths are known on the host, tables stay on the device.
+            # Plan like servers from their second step: lengths are known on the host, tables stay on the device.
             device_kv = (tables["kv_indptr"], tables["kv_indices"], self.last_page_len)
             self.replan = lambda: flashinfer.fast_decode_plan(
                 self.wrapper, *device_kv, *heads, **types, global_override_indptr_cpu=self.indptr_host

@@ -1,4 +1,4 @@
-"""What is measured, behind one interface: plan once per step, call once per layer."""
+"""The implementations to measure, with one interface: plan once per step, call once per layer."""
 
 from typing import Any
 
@@ -7,14 +7,14 @@ import torch
 from sgl_kernel_lazy import get_implementation
 from sgl_kernel_lazy.bench.shapes import Problem
 
-# These wait for the device or copy from it in every call, which a CUDA graph cannot hold.
+# These synchronize with the device or copy from it in every call, which CUDA graphs cannot capture.
 NOT_CAPTURABLE = ("torch",)
 # These take a plan of the batch in link_extend, which is made on the host.
 PLANNED_EXTEND = ("flashinfer",)
 
 
 def takes(name: str, problem: Problem) -> bool:
-    """Whether an implementation takes the windows and sinks, or the fp8 caches, of a problem."""
+    """Whether an implementation supports the windows and sinks, or the fp8 caches, of a problem."""
     dims, shape = problem.dims, problem.shape
     return (
         get_implementation(name).unsupported(
@@ -58,7 +58,7 @@ class Link:
             self.options["window"] = problem.shape.window
 
     def plan(self) -> None:
-        """What happens once per batch, before the layers."""
+        """Plan the batch, once before all layers."""
         if self.problem.shape.op == "decode":
             self.ops.plan_decode(self.options["workspace"], **self.problem.rows, **self.sizes)
         elif self.name in PLANNED_EXTEND:

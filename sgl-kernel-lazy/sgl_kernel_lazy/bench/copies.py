@@ -1,4 +1,4 @@
-"""What it costs to copy a prompt's chunks and rotate their keys, all layers at once, instead of attending in place.
+"""Measure the cost of copying a prompt's chunks and rotating their keys, all layers at once, instead of linking them.
 
     python -m sgl_kernel_lazy.bench.copies          # on a GPU
 

@@ -1,4 +1,4 @@
-"""Reads a large tensor and hardly writes: the read bandwidth of the memory."""
+"""A kernel that reads a large tensor and writes little, to measure the memory's read bandwidth."""
 
 import torch
 import triton

@@ -16,7 +16,7 @@ COLUMNS = dict(
 
 
 def header(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Everything that a reader needs to judge or repeat the numbers."""
+    """The facts needed to judge or repeat the numbers."""
     versions: dict[str, str | None] = {}
     for name in ("triton", "flashinfer"):
         try:
@@ -44,7 +44,7 @@ def _run(*command: str) -> str | None:
 
 
 def finish_rows(rows: list[dict], bandwidth: dict) -> None:
-    """Add to the rows of one shape what compares them: bandwidths, and the ratio to the better baseline."""
+    """Add bandwidths, and ratios to the better baseline, to the rows of one shape."""
     floor = min((row["p50"] for row in rows if row["baseline"] and "p50" in row), default=None)
     for row in rows:
         if "p50" in row:
@@ -55,7 +55,7 @@ def finish_rows(rows: list[dict], bandwidth: dict) -> None:
 
 
 def print_rows(rows: list[dict]) -> None:
-    """The rows of one shape below its name; a column that does not apply is left blank."""
+    """The rows of one shape below its name; columns that do not apply are blank."""
     print(f"\n{rows[0]['shape']}\n{'':14}" + " ".join(f"{name:>{width(form)}}" for name, form in COLUMNS.items()))
     for row in rows:
         cells = (f"{row[c]:{form}}" if c in row else " " * width(form) for c, form in COLUMNS.items())

@@ -1,4 +1,4 @@
-"""The batches that are measured: prompts by family, and their tensors over shuffled slots."""
+"""The measured batches: prompts by family, and their tensors over shuffled slots."""
 
 import dataclasses
 import random
@@ -33,7 +33,7 @@ class Dims:
     num_qo_heads: int = 32
     num_kv_heads: int = 8
     head_dim: int = 128
-    kv_dtype: torch.dtype | None = None  # of the caches, where it is not dtype
+    kv_dtype: torch.dtype | None = None  # of the caches, if it differs from dtype
 
     @property
     def token_bytes(self) -> int:
@@ -45,16 +45,16 @@ class Dims:
 class Shape:
     """One batch: per request its parts in prompt order, ("chunk", id, n), ("text", n) or ("new", n).
 
-    Chunks of one id are the same slots. New text is what `link_extend` computes; a decode has none.
-    window: what a prefill's rows see; the rows of a decode hold what is in it.
-    sinks: whether heads have some.
+    Chunks with the same id share slots. New text is computed by `link_extend`; a decode has none.
+    window: of a prefill's rows; the rows of a decode contain only the tokens within it.
+    sinks: whether heads have sinks.
     """
 
     name: str
     family: str
     op: str
     requests: list
-    heads: dict[str, Any] = dataclasses.field(default_factory=dict)  # of Dims, where they are not those of the run
+    heads: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of Dims that differ from the run's
     window: int | None = None
     sinks: bool = False
 
@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def rows(self) -> dict[str, torch.Tensor]:
-        """What `plan_decode` takes."""
+        """The arguments of `plan_decode`."""
         names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
         return {name: self.tables[name] for name in names} | dict(segment_ids=self.segment_ids)
 

@@ -1,4 +1,4 @@
-"""Measures calls: CUDA-graph replays over rotated caches, wall time of steps, and the memory's own bandwidth."""
+"""Time calls: CUDA-graph replays over alternating caches, wall time of steps, and the memory's own bandwidth."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ LAYERS = 32
 
 
 def cold_bytes(device: torch.device) -> int:
-    """How much must be read before a cache is read again: eight times the L2."""
+    """The number of bytes to read before a cache is read again: eight times the L2."""
     return 8 * torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 0
 
 
@@ -20,7 +20,7 @@ def quantiles(times: list[float]) -> dict[str, float]:
 
 
 def captured(calls: Iterable[Callable[[], object]]) -> Callable[[], object]:
-    """A replay function of these calls as one CUDA graph; every call has run before."""
+    """A function that replays these calls as one CUDA graph; each call has run before."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:

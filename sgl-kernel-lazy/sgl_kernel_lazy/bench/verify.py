@@ -1,4 +1,4 @@
-"""Checks a result against the formula in fp64 on a sample of rows, within twice plain PyTorch's error."""
+"""Check a result against the formula in fp64 on a sample of rows, within twice plain PyTorch's error."""
 
 import random
 
@@ -21,7 +21,7 @@ class Reference:
         self.results: dict[bool, Results] = {}
 
     def __call__(self, rotated: bool) -> Results:
-        """{dtype: (out, lse)} of the sampled rows. Without rotation every request is taken for plain causal text, and
+        """{dtype: (out, lse)} of the sampled rows. Without rotation, requests are treated as plain causal text, and
         sinks are left out."""
         if rotated not in self.results:
             dtypes = (torch.float64, self.problem.dims.dtype)
@@ -56,7 +56,7 @@ class Reference:
 
 
 def check(out: torch.Tensor, lse: torch.Tensor, reference: Reference, rotated: bool) -> dict[str, float]:
-    """Errors and budgets of a result; raises ValueError where an error is over its budget."""
+    """Errors and budgets of a result. Raises ValueError if an error exceeds its budget."""
     results = reference(rotated)
     dtype = reference.problem.dims.dtype
     exact, exact_lse = results[torch.float64]
@@ -68,7 +68,7 @@ def check(out: torch.Tensor, lse: torch.Tensor, reference: Reference, rotated: b
         lse_error=(lse[reference.rows] - exact_lse).abs().max().item(),
         lse_budget=2 * max(eps * exact_lse.abs().max().item(), (plain_lse - exact_lse).abs().max().item()),
     )
-    # The sample says that some rows are right; every row must at least have been written.
+    # The sample checks only some rows; all rows must at least have been written.
     if not out.isfinite().all() or not lse.isfinite().all():
         raise ValueError("a row was not written, or is not finite")
     for name in ("", "lse_"):

@@ -1,4 +1,4 @@
-"""Builds and loads the CUDA modules through FlashInfer's JIT; nvcc takes some seconds the first time."""
+"""Build and load the CUDA modules through FlashInfer's JIT; nvcc takes some seconds the first time."""
 
 import functools
 import importlib.util
@@ -16,7 +16,7 @@ KV_FP8 = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
 
 
 def missing(device: torch.device) -> str | None:
-    """What this machine lacks for these modules, or None."""
+    """What this machine lacks to build or run these modules, or None."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the kernels need a Hopper GPU"
     if importlib.util.find_spec("flashinfer") is None:
@@ -29,7 +29,7 @@ def missing(device: torch.device) -> str | None:
 
 @functools.cache
 def load_module(op: str, **macros: str | int) -> Any:
-    """The module of csrc/<op>.cu compiled for Hopper with these macros, each as LAZY_<NAME>."""
+    """The module of csrc/<op>.cu, compiled for Hopper with these macros, each named LAZY_<NAME>."""
     from flashinfer.jit import env, gen_jit_spec
     from flashinfer.jit.core import sm90a_nvcc_flags
 

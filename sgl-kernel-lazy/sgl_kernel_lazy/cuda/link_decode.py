@@ -6,7 +6,7 @@ from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
 from sgl_kernel_lazy.device import num_sms
 from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
 
-# A chunk is read once for all its users, rather than by each, from this many reads saved: (users - 1) * tokens.
+# A chunk is read once for all its users, rather than by each, if that saves this many reads: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
 # Tiles of what a block does before it asks for more, or 0: as the plan finds best.
 SPAN = 0
@@ -17,7 +17,7 @@ MAX_GROUP_SIZES = {64: 32, 128: 32, 256: 16}
 def refusal(
     dtype: torch.dtype, kv_dtype: torch.dtype, num_qo_heads: int, num_kv_heads: int, head_dim: int, rotary_dim: int
 ) -> str | None:
-    """What `link_decode` expects and does not get, or None; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
+    """The unmet requirement of `link_decode`, or None; `sgl_kernel_lazy.triton` supports all that it refuses."""
     group_size = num_qo_heads // num_kv_heads
     if dtype not in CTYPES:
         return f"expected queries in {' or '.join(map(str, CTYPES))}, got {dtype}"
@@ -47,14 +47,14 @@ def decode_workspace(
     head_dim: int,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """A float32 buffer for `plan_decode` and `link_decode`, for every batch of at most max_bs requests of at most
-    max_segments segments (the width of the segment tables); its contents never matter.
+    """A float32 buffer for `plan_decode` and `link_decode`, for batches of up to max_bs requests of up to max_segments
+    segments (the width of the segment tables); it may be uninitialized.
 
     Its bytes: 20 * max_bs * max_segments for the plan, and num_qo_heads * (2 * head_dim + 8) for each partial result:
     one per request, and 9,000 to 20,000 for shared chunks and cuts (with fewer than 4 kv heads, each is in several
     parts). With 32 query heads and 8 kv heads of 128, 256 requests of 256 segments take 104 MB, and 4,097 take 157 MB.
-    Where a batch shares more than fits, 8,192 uses of chunks and 32,768 ids, each request reads the rest by itself.
-    Calls that use a workspace which is too small for their batch raise ValueError.
+    If a batch shares more than fits, 8,192 uses of chunks and 32,768 ids, each request reads the rest by itself.
+    Calls raise ValueError if the workspace is too small for their batch.
     """
     device = torch.device(device)
     words = load_module("plan_decode").workspace_words(
@@ -111,10 +111,10 @@ def link_decode(
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, for fp16 and bf16.
 
-    k_cache, v_cache: the heads of a slot one after another. With fp8, queries and weights are multiplied as fp16.
+    k_cache, v_cache: the heads of a slot are contiguous. With fp8, queries and weights are multiplied as fp16.
 
-    With workspace and out given, nothing is allocated and the device is never waited for, so the call can be captured
-    in a CUDA graph, the plan inside or outside of it.
+    With workspace and out, the call allocates nothing and does not synchronize with the device, so it can be captured
+    in a CUDA graph, with the plan inside or outside of it.
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,

@@ -6,20 +6,20 @@ from sgl_kernel_lazy.cuda.jit import CTYPES, KV_FP8, load_module
 from sgl_kernel_lazy.device import num_sms
 from sgl_kernel_lazy.validation import check_extend_inputs
 
-# Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have small items only.
+# Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have only small items.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
 # The runs of a request, 16 bytes each and two for each segment under a window, share a block's shared memory with its
 # tiles.
 MAX_SEGMENTS, MAX_SEGMENTS_WINDOWED = 1900, 949
 NO_WINDOW = 2**31 - 1
-# No request is split where this many tiles are seen at most: merging would take longer.
+# Requests that see at most this many tiles are not split: merging would take longer.
 WORTH_SPLITTING = 4
 
 
 def refusal(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, rotary_dim: int, max_segments: int, windowed: bool
 ) -> str | None:
-    """What `link_extend` expects and does not get, or None; whatever it refuses, `sgl_kernel_lazy.triton` takes."""
+    """The unmet requirement of `link_extend`, or None; `sgl_kernel_lazy.triton` supports all that it refuses."""
     if dtype not in CTYPES:
         return f"expected queries in {' or '.join(map(str, CTYPES))}, got {dtype}"
     if head_dim not in BLOCK_N:
@@ -43,9 +43,9 @@ def _room(
     head_dim: int,
     sms: int,
 ) -> tuple[int, int, int]:
-    """(block_m, max_items, max_partials): packed rows of a work item, and room for the splits that the device chooses.
+    """(block_m, max_items, max_partials): packed rows of a work item, and limits for the splits chosen on the device.
 
-    max_seen: how many KV tokens a work item sees at most, where its rows are neighbours.
+    max_seen: the largest number of KV tokens that a work item sees, if its rows are adjacent.
     """
     block_m = SMALL_BLOCK_M if head_dim == 256 or max_extend_len * group_size <= SMALL_BLOCK_M else BLOCK_M
     row_tiles = min(
@@ -83,7 +83,7 @@ def link_extend(
     lse: torch.Tensor | None = None,
     validate: bool = True,
 ) -> torch.Tensor:
-    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16; never waits for the device.
+    """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, for fp16 and bf16; without device synchronization.
 
     Rows of q, k_cache, v_cache, cos_sin_cache and out begin at multiples of 16 bytes. fp8 caches are for head_dim 64
     and 128; queries and weights are then multiplied as fp16.

@@ -1,4 +1,4 @@
-"""Linked attention on FlashInfer's own kernels: one of their requests per (request, segment), merged afterwards."""
+"""Linked attention with FlashInfer's kernels: one of their requests per (request, segment), merged afterwards."""
 
 import torch
 

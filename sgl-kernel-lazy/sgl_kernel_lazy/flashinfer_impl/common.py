@@ -1,6 +1,6 @@
 """FlashInfer's attention over work items, and the Triton kernels around it: rotate the queries, merge the results.
 
-A work item is a stretch of query rows over a stretch of KV tokens, one request of FlashInfer's.
+A work item is a range of query rows over a range of KV tokens: one request of FlashInfer's.
 """
 
 import functools
@@ -25,7 +25,7 @@ NON_CAUSAL, CAUSAL, NHD = 0, 1, 0
 def refusal(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, windowed: bool, sinks: bool, capped: bool
 ) -> str | None:
-    """What FlashInfer's kernels, as they are used here, expect and do not get, or None."""
+    """The unmet requirement of FlashInfer's kernels as used here, or None."""
     if dtype not in DTYPES:
         return f"expected queries in {' or '.join(map(str, DTYPES))}, got {dtype}"
     if kv_dtype != dtype:
@@ -45,7 +45,7 @@ def check_supported(
     sinks: torch.Tensor | None,
     logit_cap: float | None,
 ) -> None:
-    """Raise ValueError on what `refusal` names."""
+    """Raise ValueError with the result of `refusal`, if any."""
     asked = window is not None, sinks is not None, logit_cap is not None
     if reason := refusal(q.dtype, k_cache.dtype, q.shape[-1], *asked):
         raise ValueError(f"{op}: {reason}")
@@ -61,8 +61,8 @@ def float_workspace(group: int, device: torch.device) -> torch.Tensor:
 class Kernel:
     """FlashInfer's fa2 or fa3, planned for items: rows qo_indptr[i] .. [i + 1] over slots kv_indptr[i] .. [i + 1].
 
-    Holds the plan; every run is given the lists again, as device tensors. Where split is False, those of the keys may
-    differ from the planned ones as long as no tile becomes empty.
+    Holds the plan; each run gets the lists again, as device tensors. If split is False, the lists of keys may differ
+    from the planned ones as long as no tile becomes empty.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Kernel:
         lse: torch.Tensor,
         sm_scale: float,
     ) -> None:
-        """Write out [rows, num_qo_heads, head_dim], normalised, and lse [rows, num_qo_heads], fp32, base 2."""
+        """Write out [rows, num_qo_heads, head_dim], normalized, and lse [rows, num_qo_heads], fp32, base 2."""
         self.module.paged_run(
             self.floats, self.ints, self.plan, q, k_cache.unsqueeze(1), v_cache.unsqueeze(1),
             qo_indptr, kv_indptr, kv_indices, self.last_page_len, out, lse, self.mask, NHD, -1, self.pdl,
@@ -197,7 +197,7 @@ def merge(
     *,
     at_once: int,
 ) -> None:
-    """Merge FlashInfer's partial rows, at_once at a time, into out, and into lse where given; see `_merge_kernel`."""
+    """Merge FlashInfer's partial rows, at_once at a time, into out, and into lse if given; see `_merge_kernel`."""
     rows, heads, head_dim = out.shape
     _merge_kernel[(rows, heads)](
         partial_out, partial_lse, first, parts, out, lse,

@@ -1,10 +1,10 @@
-"""The work items of a prefill, listed on the host: which query rows see which stretches of KV tokens."""
+"""The work items of a prefill, listed on the host: the query rows that see each range of KV tokens."""
 
 from collections.abc import Iterator, Sequence
 
 import numpy
 
-# Tiles per SM that a batch is cut into where its items give fewer, and the fewest slots of a piece.
+# The least number of tiles per SM into which a batch is cut, and of slots in a piece.
 FA2_FILL, FA3_FILL, MIN_PIECE = 1, 2, 128
 
 Item = tuple[int, int, int, int, int]
@@ -22,9 +22,9 @@ def list_items(
 ) -> tuple[list[Item], numpy.ndarray]:
     """The items in the order of kv_indices, and the query rows by position.
 
-    The KV tokens of an item become visible to one row, and so to all later ones, in one segment, in the cached text or
-    in the new text. Rows count in the order of their positions. The new text is one causal item, with the cached text
-    where every row sees all of that.
+    The KV tokens of an item are in one segment, in the cached text or in the new text, and become visible to one row
+    and all later ones. Rows are counted in the order of positions. The new text is one causal item, together with the
+    cached text if all rows see all of it.
     """
     items: list[Item] = []
     order = []
@@ -53,7 +53,7 @@ def list_items(
 
 
 def _stretches(positions: numpy.ndarray, rows: numpy.ndarray, begin: int, offset: int) -> Iterator[Item]:
-    """The stretches of ascending positions by the rows, ascending too, that see them; no row may see the last one."""
+    """Split ascending positions into ranges by the rows, also ascending, that see them; no row may see the last one."""
     seen = numpy.searchsorted(positions, rows, side="right")
     levels, first = numpy.unique(seen, return_index=True)
     low = 0
@@ -68,7 +68,7 @@ def _stretches(positions: numpy.ndarray, rows: numpy.ndarray, begin: int, offset
 def cut_items(items: numpy.ndarray, backend: str, num_qo_heads: int, num_kv_heads: int, num_sms: int) -> numpy.ndarray:
     """Cut the items that are not causal into pieces, of MIN_PIECE slots at least, that keep all SMs busy.
 
-    This is the split-KV of FlashInfer's planner, but the pieces are merged where the segments are merged anyway.
+    This is the split-KV of FlashInfer's planner, but pieces are merged together with segments.
     """
     _, rows, slots, _, causal = items.T
     if backend == "fa3":

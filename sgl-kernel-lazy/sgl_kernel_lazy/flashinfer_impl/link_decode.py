@@ -11,17 +11,17 @@ from sgl_kernel_lazy.flashinfer_impl.common import Kernel, check_supported, merg
 from sgl_kernel_lazy.triton.common import jit
 from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
 
-# Pieces of a short batch per SM and kv head, and the fewest tokens that a piece is worth.
+# Pieces of a short batch per SM and kv head, and the least number of tokens in a piece.
 FILL, MIN_PIECE = 2, 128
 MERGED = 32
 
 
 @dataclasses.dataclass
 class Items:
-    """The work items of batches of one size, on the device, and FlashInfer's plan, which holds for all of them.
+    """The work items of batches of one size, on the device, and FlashInfer's plan, which is valid for all of them.
 
     Item i is one query row over kv_indices[kv_indptr[i] : kv_indptr[i + 1]]; those of request b are first[b] ..
-    first[b + 1]. Items beyond the last have no slots, and -1 for a row.
+    first[b + 1]. Unused items have no slots and row -1.
     """
 
     kv_indptr: torch.Tensor
@@ -43,7 +43,7 @@ class Workspace:
         self.planned: Items | None = None
 
     def fill_(self, value: float) -> "Workspace":
-        """Nothing here has contents that the caller may set."""
+        """Nothing, since the caller may not fill this workspace."""
         return self
 
     def items(self, bs: int, max_segments: int) -> Items:
@@ -79,7 +79,7 @@ def _items_kernel(
     end = tl.where(is_chunk, end, row_end - row_begin)
     length = tl.where(within & (s <= segments), end - begin, 0)
     offset = tl.load(segment_offsets + b * stride_offsets + s, mask=is_chunk, other=0)
-    # Every segment's last piece is short: where segments are few, as many pieces are reserved for those.
+    # The last piece of each segment is short: if there are few segments, as many pieces are reserved for these.
     wanted = tl.maximum(pieces - tl.sum((length > 0).to(tl.int32), 0), tl.cdiv(pieces, 2))
     size = tl.maximum(tl.cdiv(tl.sum(length, 0), wanted), MIN_PIECE)
     number = tl.cdiv(length, size)
@@ -109,7 +109,7 @@ def decode_workspace(
     head_dim: int,
     device: torch.device | str,
 ) -> Workspace:
-    """A workspace for `plan_decode` and `link_decode`; what it holds grows with the batch sizes that are planned."""
+    """A workspace for `plan_decode` and `link_decode`; it grows with the batch sizes that are planned."""
     return Workspace(num_kv_heads, torch.device(device))
 
 
@@ -185,7 +185,7 @@ def link_decode(
     items = workspace.planned
     assert items is not None
     if items.kernel is None:
-        # A tile per item whatever its length, so one plan, made for lengths of 1, serves them all.
+        # One tile per item of any length, so a plan made for lengths of 1 is valid for all.
         alike = torch.arange(len(items.rows) + 1, dtype=torch.int32)
         items.kernel = Kernel("fa2", q, num_kv_heads, alike, alike, causal=False, split=False)
     rotated = rotate(q, items.rows, items.offsets, cos_sin_cache, is_neox)

@@ -1,4 +1,4 @@
-"""Prefill on FlashInfer: an item is a stretch of KV tokens, with the query rows from the first that sees it on."""
+"""Prefill on FlashInfer: an item is a range of KV tokens, with the query rows from the first that sees it."""
 
 import dataclasses
 import functools
@@ -53,7 +53,7 @@ def plan_extend(
     segment_ends: torch.Tensor,
     segment_offsets: torch.Tensor,
 ) -> Plan:
-    """The plan of a batch, made on the host, which waits for the device; arguments as for `link_extend`."""
+    """The plan of a batch, made on the host, which synchronizes with the device; arguments as for `link_extend`."""
     listed, order = list_items(
         qo_indptr.cpu().numpy(), q_positions.cpu().numpy(), kv_indptr.cpu().numpy(), kv_positions.cpu().numpy(),
         num_segments.tolist(), segment_ends.tolist(), segment_offsets.tolist(),
@@ -129,7 +129,7 @@ def link_extend(
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_extend`, caches in fp16 or bf16, head_dim 64, 128 or 256.
 
-    plan: this batch's, from `plan_extend`, for all layers; made here where it is None, which waits for the device.
+    plan: this batch's, from `plan_extend`, for all layers; if None, made here, which synchronizes with the device.
     """
     if validate:
         check_extend_inputs(
@@ -161,7 +161,7 @@ def link_extend(
         )  # fmt: skip
 
     if q.is_cuda and len(plan.launches) == 2:
-        # The new text among itself is short: it runs beside the rest.
+        # Attention within the new text is short: run it in parallel with the rest.
         stream, side = torch.cuda.current_stream(q.device), _side_stream(q.device)
         side.wait_stream(stream)
         with torch.cuda.stream(side):

@@ -1,7 +1,7 @@
-"""How much attention KV tokens get: first the log-sum-exp of each query row and head, then sums of weights per token.
+"""Sums of attention weights per KV token: first the log-sum-exp of each query row and head, then the sums.
 
-A program of the first kernel keeps its queries and meets many keys, so it rotates the queries, as `link_extend` does.
-One of the second keeps its keys and meets all queries, so it rotates the keys to their positions in the prompt.
+A program of the first kernel keeps its queries and loops over keys, so it rotates the queries, like `link_extend`. A
+program of the second keeps its keys and loops over queries, so it rotates the keys to their positions in the prompt.
 """
 
 import torch
@@ -31,7 +31,7 @@ TILE_BYTES, QUERY_TILE_BYTES, PROGRAMS, MAX_SPLITS = 16384, 32768, 4, 64
 
 @triton.jit
 def _query_rows(packed, kv_head, b, qo_indptr, q_positions, GROUP: tl.constexpr):
-    """Of packed rows (token, query head) of request b and a kv head: token, head, whether they exist, and position."""
+    """Token, head, existence and position of packed rows (token, query head) of request b and a kv head."""
     begin = tl.load(qo_indptr + b)
     token = begin + packed // GROUP
     known = token < tl.load(qo_indptr + b + 1)
@@ -131,8 +131,8 @@ def _sum_kernel(
 ):  # fmt: skip
     """sums += the weights of BLOCK_N KV tokens of one request, summed over all of its query rows and heads.
 
-    lse: [nnz_qo, num_qo_heads] ACC, natural log. No other program adds to the same sums, and rows and heads come in a
-    fixed order, so the same input gives the same bits.
+    lse: [nnz_qo, num_qo_heads] ACC, natural log. Deterministic: no other program adds to the same sums, and the order
+    of rows and heads is fixed.
     """
     LOG2E: tl.constexpr = 1.4426950408889634
     b = tl.program_id(1)
@@ -155,7 +155,7 @@ def _sum_kernel(
     kv_mask = within[:, None] & (dim < HEAD_DIM)[None, :]
     frequency, begins_pair = place_in_pairs(dim, ROTARY_DIM, IS_NEOX)
     angles = cos_sin_cache + offset.to(tl.int64)[:, None] * stride_position + frequency[None, :]
-    # Each element adds up one row of every tile: a reduction in each turn would cost more than these registers.
+    # Each element sums one row of every tile: a reduction in each iteration would cost more than these registers.
     total = tl.zeros([BLOCK_N, BLOCK_M], ACC)
     for kv_head in range(NUM_KV_HEADS):
         k_rows = k_cache + kv_head * stride_k_head + slot[:, None] * stride_k_slot
@@ -191,9 +191,9 @@ def _tiles(packed_rows: int, head_dim: int, dtype: torch.dtype) -> tuple[dict[st
 
 
 def _num_splits(bs: int, row_tiles: int, kv_tiles: int, num_kv_heads: int, num_sms: int) -> int:
-    """How many splits of the KV tokens let a few queries over long rows fill the GPU.
+    """The number of splits of the KV tokens with which few queries over long rows fill the GPU.
 
-    row_tiles, kv_tiles: of a request, on average or at most; where requests differ, that only costs time.
+    row_tiles, kv_tiles: of a request, on average or at most; if requests differ, that only costs time.
     """
     return max(1, min(MAX_SPLITS, kv_tiles, PROGRAMS * num_sms // (bs * num_kv_heads * row_tiles)))
 

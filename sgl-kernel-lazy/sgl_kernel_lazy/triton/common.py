@@ -10,7 +10,7 @@ import triton.language as tl
 from sgl_kernel_lazy.validation import FP8
 
 LOG2E = 1.4426950408889634
-# Arguments whose value or alignment changes from batch to batch and would each time compile a variant of no use.
+# Arguments whose value or alignment changes between batches; specializing on them would compile useless variants.
 VARYING = ("bs", "nnz_qo", "num_splits", "num_spans", "stride_ends", "stride_offsets")
 UNALIGNED = (
     "sums", "qo_indptr", "q_positions", "kv_indptr", "kv_indices", "kv_positions",
@@ -19,19 +19,19 @@ UNALIGNED = (
 
 
 def accumulator(dtype: torch.dtype) -> tuple[tl.dtype, torch.dtype]:
-    """ACC, the type of scores, weights and sums, and the same in PyTorch: wider than the inputs' type, so that only
-    results are rounded to the latter.
+    """ACC, the type of scores, weights and sums, and its PyTorch dtype: wider than the inputs', so that only results
+    are rounded to the latter.
     """
     return (tl.float64, torch.float64) if dtype == torch.float32 else (tl.float32, torch.float32)
 
 
 def kv_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """What caches may hold besides queries of this dtype: Triton does not widen fp8 to ACC for float32."""
+    """The dtypes of caches besides that of the queries: Triton does not widen fp8 to ACC for float32."""
     return () if dtype == torch.float32 else FP8
 
 
 def operand_size(dtype: torch.dtype) -> int:
-    """Bytes per element of the tiles that are multiplied: float32 is widened to ACC, other inputs are as they are."""
+    """Bytes per element of the multiplied tiles: float32 is widened to ACC, other inputs are not."""
     return 8 if dtype == torch.float32 else dtype.itemsize
 
 
@@ -47,7 +47,7 @@ def table_block(length: int, least: int) -> int:
 
 
 def jit(kernel: Callable) -> Any:
-    """triton.jit for a kernel, specialised on nothing that varies between batches."""
+    """triton.jit for a kernel, without specialization on arguments that vary between batches."""
     names = kernel.__code__.co_varnames[: kernel.__code__.co_argcount]
     return triton.jit(
         do_not_specialize=[name for name in names if name in VARYING],
@@ -57,7 +57,7 @@ def jit(kernel: Callable) -> Any:
 
 @triton.jit
 def partner_dim(dim, ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr):
-    """The dimension that each dimension is paired with; those beyond ROTARY_DIM stand alone."""
+    """The dimension that each dimension is paired with; those beyond ROTARY_DIM are unpaired."""
     if IS_NEOX:
         partner = tl.where(dim < ROTARY_DIM // 2, dim + ROTARY_DIM // 2, dim - ROTARY_DIM // 2)
     else:
@@ -107,7 +107,7 @@ def score_scales(sm_scale: float, logit_cap: float | None) -> dict[str, float]:
 
 @triton.jit
 def capped(scores, CAP_SCALE: tl.constexpr):
-    """tanh(scores CAP_SCALE), of which tl has no function that is as exact as sums are."""
+    """tanh(scores CAP_SCALE); tl has no function as accurate as the sums."""
     if CAP_SCALE > 0:
         TWICE_LOG2E: tl.constexpr = 2.8853900817779268
         scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (CAP_SCALE * TWICE_LOG2E)))
@@ -118,7 +118,7 @@ def capped(scores, CAP_SCALE: tl.constexpr):
 def softmax_step(scores, row_max, SCALE_LOG2: tl.constexpr):
     """One online-softmax step, in base 2: the weights of scores [rows, keys], -inf where a row does not see a key.
 
-    Returns (weights, decay, new_max): what was summed up under row_max is to be multiplied by decay.
+    Returns (weights, decay, new_max): earlier sums, relative to row_max, must be multiplied by decay.
     """
     new_max = tl.maximum(row_max, tl.max(scores, 1) * SCALE_LOG2)
     # A row that has seen nothing keeps the maximum -inf; shifting it by 0 instead keeps its weights exp2(-inf) = 0.
@@ -142,7 +142,7 @@ def accumulate(q, k, v, visible, acc, row_max, row_sum, SCALE_LOG2: tl.constexpr
 
 @triton.jit
 def finish(acc, row_max, row_sum):
-    """The normalised output and its base-2 lse; zeros and -inf for a row that saw nothing."""
+    """The normalized output and its base-2 lse; zeros and -inf for a row that saw nothing."""
     seen = row_sum > 0
     total = tl.where(seen, row_sum, 1.0)
     return acc / total[:, None], tl.where(seen, row_max + tl.log2(total), float("-inf"))
@@ -150,7 +150,7 @@ def finish(acc, row_max, row_sum):
 
 @triton.jit
 def share_beside_sink(sink, lse):
-    """exp(lse) / (exp(lse) + exp(sink)): what an output row keeps of itself where its head has a sink."""
+    """exp(lse) / (exp(lse) + exp(sink)), by which a sink scales an output row of its head."""
     return 1.0 / (1.0 + tl.exp(sink.to(lse.dtype) - lse))
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from sgl_kernel_lazy.validation import check_copy_inputs
 
 BLOCK_T, NUM_WARPS = 16, 4
-# The compiler must know what the distances that it loads are multiples of, else it copies one element at a time.
+# The compiler must know a divisor of the distances that it loads, or it copies one element at a time.
 DISTANCE_UNIT = tl.constexpr(16)
 
 

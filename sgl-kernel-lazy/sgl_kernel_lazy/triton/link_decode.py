@@ -1,4 +1,4 @@
-"""Decode over cached chunks: split-KV attention whose query tile is rotated back at each chunk it meets."""
+"""Decode over cached chunks: split-KV attention whose query tile is rotated back for each chunk."""
 
 import torch
 import triton
@@ -30,7 +30,7 @@ TILE_BYTES, NUM_WARPS, NUM_STAGES, PROGRAMS = 8192, 2, 5, 4
 
 @triton.jit
 def _span_size(kv_indptr, bs, num_spans, BLOCK_N: tl.constexpr):
-    """KV tokens of each of the equal spans that all rows, one after another, are cut into."""
+    """The number of KV tokens in each of the equal spans into which the concatenated rows are cut."""
     return tl.cdiv(tl.cdiv(tl.load(kv_indptr + bs), num_spans), BLOCK_N) * BLOCK_N
 
 
@@ -154,9 +154,9 @@ def decode_workspace(
     head_dim: int,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """A float32 buffer that serves `link_decode` for every batch size up to max_bs; its contents never matter.
+    """A float32 buffer for `link_decode`, for batch sizes up to max_bs; it may be uninitialized.
 
-    It takes 4 * num_qo_heads * (head_dim + 2) bytes per request, and as much per span: a few hundred of them.
+    It takes 4 * num_qo_heads * (head_dim + 2) bytes per request and per span, of which there are a few hundred.
     """
     _, num_spans = _plan(num_qo_heads, num_kv_heads, torch.device(device))
     return torch.empty((num_spans + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
@@ -175,7 +175,7 @@ def plan_decode(
     num_kv_heads: int,
     head_dim: int,
 ) -> None:
-    """Check the arguments, and nothing else: every program finds its span by itself."""
+    """Only check the arguments, since each program finds its span by itself."""
     check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
 
 
@@ -202,8 +202,8 @@ def link_decode(
 ) -> torch.Tensor:
     """Same contract as `sgl_kernel_lazy.torch_impl.link_decode`, fp8 caches with fp16 and bf16 queries.
 
-    With workspace and out given, nothing is allocated; the grid depends on shapes alone and the device is never waited
-    for, so the call can be captured in a CUDA graph.
+    With workspace and out, the call allocates nothing; the grid depends only on shapes and there is no device
+    synchronization, so it can be captured in a CUDA graph.
     """
     check_decode_inputs(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
@@ -223,7 +223,7 @@ def link_decode(
     if workspace.numel() < rows * (head_dim + 2):
         raise ValueError(f"workspace: expected at least {rows * (head_dim + 2)} elements, got {workspace.numel()}")
     acc, acc_dtype = accumulator(q.dtype)
-    # An lse takes two elements of the workspace where it is float64, else one.
+    # An lse takes two elements of the workspace if it is float64, else one.
     partial_out, partial_lse = workspace[: rows * (head_dim + 2)].split([rows * head_dim, rows * 2])
     partial_lse = partial_lse.view(acc_dtype)
 

@@ -28,7 +28,7 @@ MAX_SPLITS = 64
 # Microseconds of an earlier kernel on an H200, whose SMs ran one program at a time: per 128 KV tokens, to begin and end
 # a program and to merge, and bytes merged in one.
 TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
-# Bytes of a tile of keys; shared memory per program, as Hopper's, from which on a third stage is taken.
+# Bytes of a tile of keys; shared memory per program, as on Hopper, from which a third stage is used.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
 
 
@@ -58,7 +58,7 @@ def _rotated_queries(
     q_rows, q_mask, dim, offsets, run, segments, cos_sin_cache, stride_position,
     ROTARY_DIM: tl.constexpr, IS_NEOX: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The query tile rotated for a run's keys. It is loaded for every run: caches are near and registers are few."""
+    """The query tile rotated for a run's keys. It is loaded again for each run, to save registers."""
     offset = tl.load(offsets + run, mask=run < segments, other=0)
     q_stored = tl.load(q_rows + dim[None, :], mask=q_mask, other=0.0)
     q_partner = tl.load(q_rows + partner_dim(dim, ROTARY_DIM, IS_NEOX)[None, :], mask=q_mask, other=0.0)
@@ -67,10 +67,10 @@ def _rotated_queries(
 
 @triton.jit
 def _load_rows(rows, slot, dim, within, STRIDE_SLOT: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """The tile [keys, dims] of keys or values at the slots, or at those within; unmasked where nothing is left out.
+    """The tile [keys, dims] of keys or values at the slots, or at those within; unmasked if all are.
 
     The stride is a constant, like head_dim, so that a row's address costs one instruction: all caches of a server have
-    one layout, whatever the batch.
+    the same layout.
     """
     pointers = rows + slot.to(tl.int64)[:, None] * STRIDE_SLOT + dim[None, :]
     if within is None and dim.shape[0] == HEAD_DIM:
@@ -109,7 +109,7 @@ def _attend_masked(
 ):  # fmt: skip
     """The softmax state after what each row sees of the KV tokens [begin, end): few blocks, which are not pipelined.
 
-    WINDOW: 0 where it leaves none of them out.
+    WINDOW: 0 if it excludes none of them.
     """
     for start in tl.range(begin, end, BLOCK_N, num_stages=1):
         place = start + tl.arange(0, BLOCK_N)
@@ -188,9 +188,8 @@ def _link_extend_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), ACC)
     row_sum = tl.zeros([BLOCK_M], ACC)
     run_begin = low
-    # The queries are rotated for the next run at the end of each: a value carried around the loop is put in shared
-    # memory, where tensor cores read it; a tile made where it is used would be loaded into registers for every block of
-    # keys.
+    # The queries are rotated for the next run at the end of each: a loop-carried value is put in shared memory, where
+    # tensor cores read it; a tile made where it is used would be loaded into registers for every block of keys.
     q_tile = _rotated_queries(
         q_rows, q_mask, dim, offsets, first_run, segments, cos_sin_cache, stride_position, ROTARY_DIM, IS_NEOX, ACC
     )
@@ -279,7 +278,7 @@ def _plan(
     nnz_kv may be an upper bound, and requests may differ in length: that only costs time.
     """
     rows = max_extend_len * (num_qo_heads // num_kv_heads)
-    # Wide heads and fp32 leave no registers for 128 rows, the widest in fp32 no shared memory for 64.
+    # Wide heads and fp32 leave no registers for 128 rows; the widest in fp32 leave no shared memory for 64.
     block_m = 16 if rows <= 16 or row_bytes > 1024 else 64 if rows <= 64 or row_bytes > 256 else 128
     programs = bs * num_kv_heads * -(-rows // block_m)
     tiles = max(1, -(-nnz_kv // (bs * 128)))

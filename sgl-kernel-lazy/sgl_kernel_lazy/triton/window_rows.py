@@ -1,4 +1,4 @@
-"""The KV tokens that a window leaves of each row in decode, one program per row."""
+"""The KV tokens of each row within a window in decode, one program per row."""
 
 import torch
 import triton.language as tl
@@ -54,7 +54,7 @@ def window_rows(
     *,
     window: int,
 ) -> None:
-    """See `sgl_kernel_lazy.torch_impl.window_rows`; never waits for the device."""
+    """See `sgl_kernel_lazy.torch_impl.window_rows`; without device synchronization."""
     check_window_inputs(
         kv_indptr, kv_indices, segment_ends, num_segments, req_to_token, rows, seq_lens, tail_ends, tail_indices,
         tail_positions, window,

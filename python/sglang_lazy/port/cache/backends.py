@@ -1,4 +1,4 @@
-"""How objects, uint8 tensors of any length, are put into SGLang's storage backends, and got from there."""
+"""Put objects, uint8 tensors of any length, into SGLang's storage backends, and get them."""
 
 from typing import Any
 
@@ -12,15 +12,15 @@ class TensorBackend:
         self.backend = backend
 
     def new_memory(self, num_bytes: int) -> torch.Tensor:
-        """Memory, uint8, of which objects may be put, and into which they may be got, for as long as it lives."""
+        """Allocate a uint8 buffer for `put` and `get`, to be used for as long as it lives."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def put(self, key: str, stored: torch.Tensor) -> bool:
-        """Whether an object has been stored."""
+        """Store an object. Returns whether that succeeded."""
         return bool(self.backend.batch_set([key], [stored]))
 
     def get(self, key: str, stored: torch.Tensor) -> bool:
-        """Whether there was an object to fill in."""
+        """Read an object into `stored`. Returns whether it was found."""
         if not self.backend.exists(key):
             return False
         found = self.backend.batch_get([key], [stored])
@@ -28,7 +28,7 @@ class TensorBackend:
 
 
 class AddressBackend(TensorBackend):
-    """One that takes addresses in memory which it has registered: Mooncake."""
+    """A backend that takes addresses in registered memory: Mooncake."""
 
     def new_memory(self, num_bytes: int) -> torch.Tensor:
         memory = super().new_memory(num_bytes)

@@ -1,8 +1,8 @@
-"""Which chunks on the device need no copy on the host, where room there is scarce.
+"""Choose chunks on the device whose copies a full host can give up.
 
-A copy of what is on the device is of use only once that has left the device. So when the host is full, it gives up
-copies of chunks that came to the device last, before it gives up what it alone has: device and host then hold different
-chunks. A chunk without a copy is copied again while it is among the next to leave.
+A copy of a chunk on the device is useful only after the chunk has left the device. So when the host is full, it first
+gives up copies of the chunks that came to the device last, and only then chunks that only it has: device and host then
+hold different chunks. A chunk without a copy is copied again when it is among the next to leave.
 """
 
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from typing import Any
 from sglang_lazy.core.keys import Namespace
 
 NEXT_SHARE = 10
-"""Of the device's slots, one in so many belongs to what counts as next to leave."""
+"""The chunks in 1/NEXT_SHARE of the device's slots count as next to leave."""
 MAX_LOOKS = 64
-"""At copies that cannot be given up, for one that can."""
+"""The number of copies that cannot be given up after which a search ends."""
 
 
 class Copies:
     """Bookkeeping beside a tree.
 
-    next_leaves: gives the evictable leaves that hold the next so many tokens to be evicted, in that order.
-    size: slots of the device.
+    next_leaves: returns the evictable leaves with the next given number of tokens to be evicted, in that order.
+    size: the number of slots on the device.
     """
 
     def __init__(self, next_leaves: Callable[[int], list[Any]], size: int):
@@ -50,7 +50,7 @@ class Copies:
             self._without.add(above.id)
 
     def wanted(self, node: Any) -> bool:
-        """Whether `node`, which has no copy, shall have one now."""
+        """Whether `node`, which has no copy, should get one now."""
         return node.id not in self._without
 
     def copied(self, node: Any) -> None:
@@ -58,7 +58,7 @@ class Copies:
         self._without.discard(node.id)
 
     def give_up(self, num_tokens: int) -> list[Any]:
-        """Nodes whose copies are to be freed now: of `num_tokens`, or less."""
+        """Nodes whose copies should be freed now, with up to `num_tokens` tokens."""
         self._look()
         given_up: list[Any] = []
         looks = 0
@@ -84,7 +84,7 @@ class Copies:
         return again
 
     def _look(self) -> None:
-        """Find out what is next to leave, unless little has left since that was done last."""
+        """Determine the next leaves to leave, unless few have left since the last time."""
         if self._num_evicted < max(1, self._num_next // 4):
             return
         self._num_evicted = 0

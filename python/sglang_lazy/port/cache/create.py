@@ -1,4 +1,4 @@
-"""The cache of a server: of the trees and tiers that its model and its flags ask for."""
+"""Create the cache of a server, with the trees and tiers that its model and flags need."""
 
 import types
 from typing import Any
@@ -12,7 +12,7 @@ from sglang_lazy.port.model.comb import chunk_pool_of
 
 
 def new_cache(context: Any, runner: Any) -> LazyRadixCache:
-    """context: SGLang's, for factories of caches.  runner: a `ModelRunner` whose model reuses chunks."""
+    """The cache of a server.  context: SGLang's, for cache factories.  runner: a `ModelRunner` that reuses chunks."""
     params, args, pool = context.params, context.server_args, chunk_pool_of(runner)
     if not context.enable_hierarchical_cache:
         if pool is None:
@@ -31,14 +31,14 @@ def new_cache(context: Any, runner: Any) -> LazyRadixCache:
 
 
 def _tier_flags(args: Any, share: float) -> Any:
-    """SGLang's flags for a pool that gets this share of the memory of the host.
+    """SGLang's flags for a pool with this share of the host's memory.
 
-    Without storage, which SGLang would use in its own way: ours comes later. By layers, since at page size 1 the
-    scheduler would copy to a host laid out by pages token by token, 7 us each.
+    Without SGLang's use of storage; ours is connected later. Laid out by layers, since at page size 1 the scheduler
+    would copy to a host laid out by pages token by token, 7 us each.
     """
     changed = {
         "hicache_storage_backend": None,
         "hicache_mem_layout": "layer_first",
-        "hicache_size": args.hicache_size * share,  # in proportion already where it is given as a ratio
+        "hicache_size": args.hicache_size * share,  # a ratio is already relative to the pool
     }
     return types.SimpleNamespace(**{**vars(args), **changed})

@@ -1,4 +1,4 @@
-"""The cache of text where chunks have a tree and a pool of their own: the only one that SGLang knows."""
+"""The cache of text if chunks have their own tree and pool, of which SGLang is unaware."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from sglang_lazy.port.cache.radix import LazyRadixCache
 
 
 class TextRadixCache(LazyRadixCache):
-    """Text, that which depends on chunks too.  chunks: the tree that these are in."""
+    """The tree of text, including text that depends on chunks.  chunks: the tree of chunks."""
 
     def __init__(self, *params: Any, chunks: LazyRadixCache):
         self.chunks = chunks
@@ -30,21 +30,21 @@ class TextRadixCache(LazyRadixCache):
 
 
 class TextHiRadixCache(TextRadixCache, LazyHiRadixCache):
-    """The same with a host tier behind both pools."""
+    """The same with a host tier for both pools."""
 
     chunks: LazyHiRadixCache
 
     def __init__(self, *params: Any, chunks: LazyHiRadixCache):
         super().__init__(*params, chunks=chunks)
-        chunks.host_report = self.host_report  # which counts for both
+        chunks.host_report = self.host_report  # it counts both
 
     def check_hicache_events(self) -> None:
         super().check_hicache_events()
         self.chunks.check_hicache_events()
 
     def ready_to_load_host_cache(self) -> int:
-        """Start what is queued for either tree. All passes that are launched from now on wait where they read chunks:
-        that of the batch formed now may read none. For text, SGLang has them wait."""
+        """Start the queued loads of both trees. All passes launched from now on wait before they read chunks, since the
+        batch formed now may read none. For text, SGLang makes them wait."""
         if self.chunks.has_queued_loads:
             started = self.chunks.ready_to_load_host_cache()
             self.chunks.cache_controller.layer_done_counter.set_consumer(started)

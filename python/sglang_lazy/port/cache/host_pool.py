@@ -1,4 +1,4 @@
-"""The host tier's memory on a CPU, where none is pinned and SGLang's transfer kernels do not run."""
+"""The host tier's memory on a CPU, where memory cannot be pinned and SGLang's transfer kernels do not run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from sglang_lazy.port.hooks import Hook
 
 
 class CpuHostPool(MHATokenToKVPoolHost):
-    """SGLang's host pool over a "device" that is the CPU: transfers are done when they are asked for."""
+    """SGLang's host pool with the CPU as the device, and synchronous transfers."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs, pin_memory=False)
@@ -26,7 +26,7 @@ class CpuHostPool(MHATokenToKVPoolHost):
 
 
 def host_pool_class(original: Callable, device_pool: Any) -> type:
-    """Around `get_mha_host_pool_cls`, as the cache calls it."""
+    """Around `get_mha_host_pool_cls`, as called by the cache."""
     return CpuHostPool if torch.device(device_pool.device).type == "cpu" else original(device_pool)
 
 

@@ -1,7 +1,7 @@
 """The radix cache over SGLang's hybrid pool, in which layers with windows have fewer slots than the others.
 
-A cached token has KV in all other layers. Its *window KV*, a slot of the smaller pool, may be taken away earlier. What
-ends at a token can be read if as many tokens before that end as a window holds still have their window KV.
+A cached token has KV in all other layers. Its *window KV*, a slot of the smaller pool, may be evicted earlier. A prefix
+or chunk can be read if its last tokens, as many as a window holds, still have their window KV.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from sglang_lazy.port.cache.radix import LazyRadixCache
 
 @dataclasses.dataclass
 class WindowKV:
-    """The window KV of a tree node, for all its tokens.
+    """The window KV of all tokens of a tree node.
 
-    last_use: in the count of uses; 0 for that of a chunk which nobody has needed since it was computed.
+    last_use: as counted by the tree; 0 for a chunk that has not been used since it was computed.
     """
 
     last_use: int
@@ -32,10 +32,10 @@ class WindowKV:
 
 
 class LazyHybridCache(LazyRadixCache):
-    """Nodes lose their window KV where the pool of that runs short, those first whose last use is longest ago.
+    """A cache whose nodes lose their window KV when its pool runs short, the least recently used first.
 
-    Each lock on a node holds window KV of a number of tokens before the end of that node. Where the last of them is
-    within a node, this is split, so that the same tokens are unlocked later.
+    A lock on a node also locks the window KV of a number of tokens up to the end of that node. If the first of them is
+    inside a node, that node is split, so that the same tokens can be unlocked later.
     """
 
     def __init__(self, params: CacheInitParams, *more: Any):
@@ -47,10 +47,10 @@ class LazyHybridCache(LazyRadixCache):
         self._window_heap = EvictionHeap(lambda node: self._windows[node].last_use)
         self._unlocked_windows: set[TreeNode] = set()
         self._num_locked = self._num_unlocked = 0  # tokens
-        self._own_start = 0  # of the row that SGLang inserts next: where slots of the request's own have window KV
+        self._own_start = 0  # in the row that SGLang inserts next, where the request's own slots with window KV begin
         super().reset()
 
-    # What SGLang asks of a cache over its hybrid pool
+    # SGLang's interface of a cache over its hybrid pool
 
     def supports_swa(self) -> bool:
         return True
@@ -68,7 +68,7 @@ class LazyHybridCache(LazyRadixCache):
         return self._num_locked
 
     def sanity_check(self) -> None:
-        """SGLang calls it at each idle step, beside its own comparison of sizes, which suffices."""
+        """Nothing: SGLang also compares sizes at each idle step, which suffices."""
 
     @property
     def device_memory(self) -> dict[str, int]:
@@ -92,7 +92,7 @@ class LazyHybridCache(LazyRadixCache):
         return True
 
     def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
-        """The longest beginning that can be read."""
+        """The longest prefix that can be read."""
         pieces, end = super()._match_prefix_helper(node, key)
         node, num_passed, num_left_out, count = end, 0, 0, 0
         while node is not self.root_node and count < self.sliding_window_size:
@@ -123,7 +123,7 @@ class LazyHybridCache(LazyRadixCache):
         super().use(node, priority)
         if node is self.root_node:
             return
-        # Text is asked for again without its last token, since that one is computed in any case.
+        # Text is matched again without its last token, which is computed in any case.
         count, now = self.sliding_window_size + spread + (not _is_chunk(node)), node.last_access_time
         while count > 0 and node is not self.root_node:
             if (kept := self._windows.get(node)) is not None:
@@ -163,7 +163,7 @@ class LazyHybridCache(LazyRadixCache):
         return super().unlock(node, spread)
 
     def _last(self, node: TreeNode, count: int) -> Iterator[TreeNode]:
-        """The nodes of the last `count` tokens up to the end of `node`, the last first; one is split if need be."""
+        """The nodes of the last `count` tokens up to the end of `node`, last node first, splitting one if needed."""
         while count > 0 and node is not self.root_node:
             if count < len(node.key):
                 self._split_node(node.key, node, len(node.key) - count)
@@ -194,7 +194,7 @@ class LazyHybridCache(LazyRadixCache):
         super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """Of a plain request, by SGLang's code: its passes were launched, and it frees at once what is here already."""
+        """Insert a plain request, for SGLang's code: its passes were launched, and it frees duplicate slots at once."""
         inserted = super().insert(params)
         self.take_lent(self._keep_windows(inserted, params.value, self._own_start))
         return inserted
@@ -214,8 +214,8 @@ class LazyHybridCache(LazyRadixCache):
         return Inserted(inserted.prefix_len, inserted.last_device_node, lent)
 
     def _keep_windows(self, inserted: InsertResult, slots: torch.Tensor, start: int) -> torch.Tensor:
-        """Nodes of what has been inserted that have no window KV get that of `slots`, which have it from `start` on.
-        Returns those of the slots that share it with a node's own."""
+        """Give inserted nodes without window KV that of `slots`, which have it from `start` on. Returns the slots that
+        now share it with a node's own slots."""
         mapping, lent = self.token_to_kv_pool_allocator.full_to_swa_index_mapping, [slots[:0]]
         node, end = inserted.last_device_node, len(slots)
         while end > start:
@@ -255,7 +255,7 @@ class LazyHybridCache(LazyRadixCache):
         return result
 
     def _evict_window(self, node: TreeNode) -> None:
-        """Take a node's window KV. Nobody can read a leaf without it, so a leaf leaves the tree unless it is held."""
+        """Evict a node's window KV. A leaf cannot be read without it, so a leaf leaves the tree unless it is held."""
         slots = self.token_to_kv_pool_allocator
         if node in self.evictable_leaves:
             slots.free(self._nodes.evict_leaf(node))
@@ -263,7 +263,7 @@ class LazyHybridCache(LazyRadixCache):
         self._drop_window(node)
         slots.free_swa(node.value)
         behind = [(node, 0)]
-        while behind:  # chunks that end less than a window behind
+        while behind:  # forget chunks that end less than a window later
             end, distance = behind.pop()
             self._nodes.forget(end)
             nearer = ((child, distance + len(child.key)) for child in end.children.values())

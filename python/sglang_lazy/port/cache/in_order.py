@@ -1,4 +1,4 @@
-"""Threads whose results are taken in the order in which these were asked for."""
+"""Threads whose results are taken in the order of the requests for them."""
 
 import collections
 import itertools
@@ -16,7 +16,7 @@ NUM_THREADS = 8
 
 
 class Ended(NamedTuple):
-    """What calls were asked for, whether all succeeded, and how many seconds they took once the first had begun."""
+    """A request, whether all its calls succeeded, and the seconds from the start of the first call to the last end."""
 
     what: Any
     succeeded: bool
@@ -24,7 +24,7 @@ class Ended(NamedTuple):
 
 
 class InOrder:
-    """What threads do, with its results in the order in which it was asked for."""
+    """A thread pool whose results are taken in the order of requests."""
 
     def __init__(self) -> None:
         self._asked: collections.deque[tuple[Any, list[Future]]] = collections.deque()
@@ -33,7 +33,7 @@ class InOrder:
             threading.Thread(target=self._work, daemon=True).start()
 
     def ask(self, what: Any, calls: Iterable[Callable[[], bool]]) -> None:
-        """Have all `calls` made; `what` succeeds if they all return True. One that raises is logged and fails."""
+        """Request all `calls`; `what` succeeds if they all return True. A call that raises is logged and fails."""
         futures: list[Future] = []
         for call in calls:
             futures.append(Future())
@@ -41,35 +41,35 @@ class InOrder:
         self._asked.append((what, futures))
 
     def __len__(self) -> int:
-        """How many have not been taken."""
+        """The number of requests whose results have not been taken."""
         return len(self._asked)
 
     def num_ended(self) -> int:
-        """How many can be taken."""
+        """The number of results that can be taken."""
         ended = itertools.takewhile(lambda each: all(future.done() for future in each[1]), self._asked)
         return sum(1 for _ in ended)
 
     def take(self) -> Ended:
-        """The oldest, once it has ended."""
+        """Take the result of the oldest request, which has ended."""
         what, futures = self._asked.popleft()
         succeeded, begun, ended = zip(*(future.result() for future in futures), strict=True)
         return Ended(what, all(succeeded), max(ended) - min(begun))
 
     def settle(self, patience: float) -> bool:
-        """Wait until all has ended. False if no call ends for `patience` seconds."""
+        """Wait until all calls have ended. Returns False if none ends for `patience` seconds."""
         pending = collections.deque(future for _, futures in self._asked for future in futures)
         while pending:
             if pending[0].done():
                 pending.popleft()
                 continue
-            # Those that are under way; to watch all of them each time would take too long.
+            # Only those that may be running; watching all would take too long.
             first = [future for future in itertools.islice(pending, 2 * NUM_THREADS) if not future.done()]
             if first and not wait(first, patience, FIRST_COMPLETED).done:
                 return False
         return True
 
     def stop(self) -> None:
-        """Have the threads end once they have made all calls."""
+        """End the threads after all requested calls."""
         for _ in range(NUM_THREADS):
             self._calls.put(None)
 
@@ -79,7 +79,7 @@ class InOrder:
             begun = time.perf_counter()
             try:
                 succeeded = call()
-            except Exception:  # of the backend: whatever it raises, the server goes on
+            except Exception:  # the server must survive any error of the backend
                 logger.exception("sglang-lazy: the storage backend failed")
                 succeeded = False
             future.set_result((succeeded, begun, time.perf_counter()))

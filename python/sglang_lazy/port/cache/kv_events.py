@@ -1,8 +1,8 @@
-"""KV events of chunks, as SGLang publishes those of prefixes (`--kv-events-config`).
+"""KV events of chunks, published like SGLang's events of prefixes (`--kv-events-config`).
 
-SGLang names the KV of a token by it and all tokens before it. That of a chunk computed alone is what a prompt that
-began with it would have, so such a name says the truth of it. It would not of a chunk that is private to a tenant, or
-was computed behind a preamble, nor of text behind chunks: of these there are no events.
+SGLang identifies a token's KV by a hash of it and all tokens before it. The KV of a chunk computed alone equals that of
+a prompt that begins with it, so its hash is correct. It would be wrong for chunks that are private to a tenant or were
+computed after a preamble, and for text after chunks: these have no events.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ PLAIN_CHUNKS = Namespace("chunk", None, None, None)
 
 
 class ChunkEvents(KVCacheEventMixin):
-    """Events of a tree in which the same KV may be twice, as a chunk and as the beginning of a plain prompt: it is
-    stored with the first of them, and removed with the last."""
+    """Events of a tree that may hold the same KV twice, as a chunk and as the prefix of a plain prompt: it counts as
+    stored with the first of them, and as removed with the last."""
 
     root_node: Any
     enable_kv_cache_events: bool
@@ -27,7 +27,7 @@ class ChunkEvents(KVCacheEventMixin):
     def _record_store_event(self, node: Any, medium: StorageMedium | None = None) -> None:
         if not self.enable_kv_cache_events or not _is_public(node):
             return
-        if not node.hash_value:  # empty for what comes from storage
+        if not node.hash_value:  # empty for nodes from storage
             node.hash_value = None
         start = len(self.kv_event_queue)
         super()._record_store_event(node, medium=medium)
@@ -42,7 +42,7 @@ class ChunkEvents(KVCacheEventMixin):
             del self.kv_event_queue[-1].block_hashes[:num_kept]
 
     def _num_twice(self, node: Any, medium: StorageMedium | None) -> int:
-        """Of how many tokens of `node`, its first ones, the tree has the same KV in the same place a second time."""
+        """The number of first tokens of `node` whose KV the tree holds a second time in the same place."""
         namespace = node.key.extra_key
         if namespace not in (None, PLAIN_CHUNKS):
             return 0
@@ -59,7 +59,7 @@ class ChunkEvents(KVCacheEventMixin):
         return max(0, self._num_held(RadixKey(tokens, twin), medium) - (len(tokens) - len(node.key)))
 
     def _num_held(self, key: RadixKey, medium: StorageMedium | None) -> int:
-        """How many of its first tokens are in the place that `medium` names."""
+        """The number of first tokens of `key` that are in the place named by `medium`."""
         node, num_held = self.root_node, 0
         while num_held < len(key):
             rest = key[num_held:]
@@ -74,6 +74,6 @@ class ChunkEvents(KVCacheEventMixin):
 
 
 def _is_public(node: Any) -> bool:
-    """Whether its KV is what SGLang's name for it says. The namespaces that clients choose are left to SGLang."""
+    """Whether SGLang's hash of a node is correct. Namespaces chosen by clients are left to SGLang."""
     namespace = node.key.extra_key
     return not isinstance(namespace, Namespace) or namespace == PLAIN_CHUNKS

@@ -1,4 +1,4 @@
-"""What a tree has to say of window KV and of other tiers where there is one pool, on the device."""
+"""The methods of a tree about window KV and tiers, for a single pool on the device."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from sglang_lazy.core.prompt import ChunkSlice
 
 
 class OnePool:
-    """The part of `sglang_lazy.chunks.tree.Tree` that is about more."""
+    """Implements the part of `sglang_lazy.chunks.tree.Tree` that concerns other pools and tiers."""
 
     # Window KV
 
@@ -26,7 +26,7 @@ class OnePool:
         return True
 
     def take_lent(self, slots: torch.Tensor) -> None:
-        """Nothing is lent where all layers are in one pool."""
+        """Nothing is lent if all layers share one pool."""
 
     def num_lost(self, req: Any) -> int:
         return 0
@@ -45,7 +45,7 @@ class OnePool:
 
     @property
     def is_copying(self) -> bool:
-        """Whether anything is on the way to the host or from there."""
+        """Whether anything is being copied to or from the host."""
         return False
 
     def fetch(self, chunk: ChunkSlice) -> bool:
@@ -59,8 +59,8 @@ class OnePool:
         return False
 
     def started(self, nodes: Iterable[TreeNode]) -> bool:
-        """Whether the loads of all these nodes, if any, have been started: by a batch that waits for them."""
+        """Whether the loads of all these nodes, if any, have been started by a batch that waits for them."""
         return True
 
     def finish_loads(self) -> None:
-        """Start loads that are queued, if any, and wait for them."""
+        """Start the queued loads, if any, and wait for them."""

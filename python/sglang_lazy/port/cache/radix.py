@@ -1,7 +1,7 @@
-"""SGLang's radix cache with chunks: the tree beneath the chunk store, and the face that SGLang's scheduler sees.
+"""SGLang's radix cache with chunks: the tree of the chunk store, with the interface of SGLang's scheduler.
 
-Every slot of the pool is free, in exactly one tree node, or owned by one running request. The row of a linked request
-lists slots of shared nodes; those are neither counted nor freed with the request.
+Each slot of the pool is free, in exactly one tree node, or owned by one running request. The row of a linked request
+also lists slots of shared nodes, which are neither counted nor freed with the request.
 """
 
 import contextlib
@@ -37,23 +37,23 @@ from sglang_lazy.port.model.images import order_images
 
 
 class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
-    """SGLang's radix cache, whose nodes many rows may share at any place.
+    """SGLang's radix cache, whose nodes many rows may share at any position.
 
-    Plain requests are served by the stock code. Those with chunks, and fills, go through `rows` and `store`.
-    It implements `sglang_lazy.chunks.tree.Tree` for them.
+    SGLang's own code serves plain requests. Requests with chunks, and fills, go through `rows` and `store`, for which
+    this class implements `sglang_lazy.chunks.tree.Tree`.
 
-    Recency is counted, not clocked, so that every tensor-parallel rank evicts in the same order.
+    Recency is a counter, not a time, so that all tensor-parallel ranks evict in the same order.
 
-    store: of chunks. They are in this tree; see `TextRadixCache` for one that they are not in.
-    more: what a cache of SGLang's that stands behind this one takes besides.
+    store: of the chunks, which are in this tree; see `TextRadixCache` for a separate tree.
+    more: further arguments of the next class in the method resolution order.
     num_locks: as in `Tree`.
-    forward_stream: the stream of SGLang's forward passes, None where there are no streams.
+    forward_stream: the stream of SGLang's forward passes, None without streams.
     """
 
     def __init__(self, params: CacheInitParams, *more: Any):
         self._ticks = itertools.count(1)
         self.store = self._nodes = ChunkStore(self, lambda node: self.eviction_strategy.get_priority(node))
-        self.admission: Any = None  # attached, like the next one, when SGLang's scheduler is complete
+        self.admission: Any = None  # set, like the stream, once SGLang's scheduler is complete
         self.forward_stream: Any = None
         self._ranks = False
         super().__init__(params, *more)
@@ -64,7 +64,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     def reset(self) -> None:
         left = [self.root_node] if hasattr(self, "root_node") else []  # SGLang calls this for a new tree, too
         super().reset()
-        while left:  # nodes refer to one another, so they would wait for the garbage collector
+        while left:  # cyclic references would leave the nodes to the garbage collector
             children = left.pop().children
             left += children.values()
             children.clear()
@@ -93,7 +93,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
                 return False
             known = node.key.token_ids
             count = min(len(known), end - start)
-            # The last one first: texts that differ mostly differ there, and the others need not be fetched.
+            # Compare the last token first: different texts mostly differ there, which saves fetching the others.
             if known[count - 1] != tokens[start + count - 1] or known[:count] != tokens[start : start + count]:
                 return False
             start += count
@@ -140,7 +140,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         slots = leaf.value
         self._delete_leaf(leaf)
         self._record_remove_event(leaf)
-        leaf.value = None  # makes it `evicted` to whoever has found it before
+        leaf.value = None  # marks it as `evicted` for holders of references
         return slots
 
     def discardable(self, node: TreeNode) -> bool:
@@ -158,7 +158,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     # Recency: SGLang stamps nodes with the time of day.
 
     def _stamp(self, node: TreeNode) -> None:
-        """A node is new, as a leaf or because another was split."""
+        """Mark a node as new, whether inserted or split off."""
         node.last_access_time, node.creation_time = next(self._ticks), node.id
 
     def _match(self, key: RadixKey) -> MatchResult:
@@ -181,7 +181,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
 
     @contextlib.contextmanager
     def ranking(self) -> Iterator[None]:
-        """Within this, matches of waiting requests only say how much is cached for them; nothing is laid out."""
+        """A context in which matches of waiting requests only tell how much is cached, without laying out rows."""
         self._ranks = True
         try:
             yield
@@ -190,7 +190,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
 
     def _rank(self, req: Any, state: LinkedRequest) -> MatchResult:
         slots, on_host, longest = self.rows.rank(req, state, self.admission.cached(state))
-        # A queue that is sorted by the tree of text must lose nobody to another one.
+        # A queue that is sorted by the tree of text must not lose requests with nodes of another tree.
         node = self.root_node if longest is None or self.store.tree is not self else longest
         return MatchResult(slots, node, node, node, host_hit_length=on_host)
 
@@ -219,7 +219,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         if state is not None and not state.recomputes:
             self.rows.publish(req, row_len, chunked)
             req.cache_protected_len = row_len
-        if chunked:  # it goes on from here
+        if chunked:  # its prefill continues from here
             req.prefix_indices = self.rows.read(req, 0, row_len)
 
     def cache_finished_req(self, req: Any, is_insert: bool = True, *, kv_len_to_handle: int) -> None:
@@ -248,7 +248,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         return EvictResult(num_tokens_evicted=num_evicted)
 
     def _update_leaf_status(self, node: TreeNode) -> None:
-        """A leaf that nobody holds may be evicted."""
+        """Make a leaf evictable if nothing holds it."""
         if node.lock_ref or not self._is_leaf(node):
             self.evictable_leaves.discard(node)
             return
@@ -262,5 +262,5 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
 
 
 def _last_node(found: MatchResult) -> TreeNode:
-    """Where a match ends, in whatever tier."""
+    """The node at which a match ends, in any tier."""
     return found.last_host_node if found.last_host_node.evicted else found.last_device_node

@@ -1,4 +1,4 @@
-"""What host tier and storage do, in numbers: on /metrics, beside what SGLang has there, and in the server's state."""
+"""Counts of the host tier and storage, on /metrics with SGLang's own and in the server's state."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -21,12 +21,12 @@ COUNTERS = {
     "unstored": "chunks that storage did not take, or not in time",
 }
 WAITS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
-"""Seconds, the bounds of the histogram of fetches."""
+"""Bounds of the histogram of fetches, in seconds."""
 
 
 @dataclasses.dataclass
 class HostReport:
-    """Counts tokens since the start.  counters: by the names in HOST_COUNTERS, empty where metrics are off."""
+    """Counts of tokens since the start.  counters: by the names in HOST_COUNTERS, empty if metrics are off."""
 
     counters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     num_backup_tokens: int = 0
@@ -34,7 +34,7 @@ class HostReport:
 
     @classmethod
     def measured(cls, labels: Mapping[str, Any]) -> "HostReport":
-        """One that is on /metrics, with these labels."""
+        """A report on /metrics, with these labels."""
         return cls(_counters("host", HOST_COUNTERS, labels))
 
     def backed_up(self, num_tokens: int) -> None:
@@ -54,12 +54,12 @@ class HostReport:
 
 @dataclasses.dataclass
 class StorageReport:
-    """Counts chunks since the start.
+    """Counts of chunks since the start.
 
-    token_size: bytes.
-    collector: SGLang's, of the metrics of storage; None where metrics are off, and then the next two are empty.
-    counters: by the names in COUNTERS.
-    waits: takes how many seconds each fetch took, from being asked to its end.
+    token_size: bytes per token.
+    collector: SGLang's, of storage metrics; None if metrics are off.
+    counters: by the names in COUNTERS, empty if metrics are off.
+    waits: observes the seconds from the request to the end of each fetch.
     """
 
     token_size: int
@@ -73,7 +73,7 @@ class StorageReport:
     num_late: int = 0
 
     def stored(self, num_tokens: int, seconds: float) -> None:
-        """A chunk has been written within `seconds`."""
+        """A chunk has been written in `seconds`."""
         self.num_stored += 1
         if self.collector is not None:
             self.collector.log_backuped_tokens(num_tokens)
@@ -86,7 +86,7 @@ class StorageReport:
         _count(self.counters, "unstored", count)
 
     def fetched(self, num_tokens: int, seconds: float, wait: float) -> None:
-        """A chunk has been read within `seconds`, `wait` seconds after it was asked for."""
+        """A chunk has been read in `seconds`, and `wait` seconds after the request for it."""
         self.num_fetched += 1
         self.waits(wait)
         if self.collector is not None:
@@ -95,7 +95,7 @@ class StorageReport:
             self.collector.log_storage_metrics(StorageMetrics(prefetch_pgs=[num_tokens], prefetch_bandwidth=[speed]))
 
     def missed(self, wait: float) -> None:
-        """A chunk was not there, which took `wait` seconds."""
+        """A chunk was not in storage, which took `wait` seconds to find out."""
         self.num_missed += 1
         self.waits(wait)
         _count(self.counters, "fetch_misses")
@@ -124,7 +124,7 @@ def _numbers(report: Any) -> dict[str, int]:
 
 
 def measured(token_size: int, labels: Mapping[str, Any], args: Any) -> StorageReport:
-    """A report that is on /metrics, with these labels.  args: SGLang's."""
+    """A report on /metrics, with these labels.  args: SGLang's."""
     from prometheus_client import Histogram  # not before SGLang has set up its directory of metrics
 
     collector = resolve_collector_class(args, STAT_LOGGER_ROLE_STORAGE, StorageMetricsCollector)(labels=dict(labels))

@@ -1,1 +1,1 @@
-"""Where the forward pass meets SGLang: attention backends, the model runner, what fits, Comb."""
+"""The forward pass in SGLang: attention backends, the model runner, compatibility checks, Comb."""

@@ -1,8 +1,8 @@
 """The link path of an attention backend: linked rows take it, all others go to SGLang's own code.
 
-A prefill batch may hold both, as that of a cold prompt does, whose chunks are ordinary prefills; a small one takes the
-link path as a whole, see `LinkedBatch.linked`. A backend keeps its stock name and class, because much of SGLang is
-decided by them; `with_link_path` gives one instance a subclass of its class.
+A prefill batch may hold both kinds: a cold prompt's chunks are ordinary prefills. A small batch takes the link path as
+a whole, see `LinkedBatch.linked`. SGLang often checks a backend's name and class, so `with_link_path` keeps its name
+and gives the instance a subclass of its class.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,19 @@ from sglang_lazy.port.model.stock_part import StockPart
 
 
 class KeysStored(Exception):
-    """The pass ends here: `SegmentTable.last_layer` has stored its keys."""
+    """Ends the forward pass: `SegmentTable.last_layer` has stored its keys."""
 
 
 class LinkAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_link_path`.
 
-    link_metadata, link_stock_part: of the current prefill batch, None for what it does not have.
-    link_planned: of the current decode batch, by plan. All three are None if the batch is SGLang's.
-    link_window_slots: where layers with windows store the KV of the new tokens, where they have a pool of their own.
+    link_metadata, link_stock_part: the two parts of the current prefill batch, None for one that is empty.
+    link_planned: the rows of the current decode batch, by plan. All three are None if the batch is entirely SGLang's.
+    link_window_slots: slots of the new tokens in the pool of window layers, if these have their own.
     """
 
     def init_link_path(self, runner: Any, table: SegmentTable) -> None:
-        """Read what the link path needs from a `ModelRunner` whose model is loaded."""
+        """Set up the link path for a `ModelRunner` whose model is loaded."""
         self.link_metadata: LinkMetadata | None = None
         self.link_stock_part: StockPart | None = None
         self.link_planned: dict[DecodePlan, PlannedRows] | None = None
@@ -54,7 +54,7 @@ class LinkAttention(AttentionBackend):
                 compiled.add(layer)
 
     def _compile_extend(self, attn: Any, runner: Any) -> None:
-        """Attend with one token to itself, so that the kernels are compiled before the first request needs them."""
+        """Run the kernels on one token, so that they are compiled before the first request."""
         ints = dict(dtype=torch.int32, device=runner.device)
         zero, indptr = torch.zeros(1, **ints), torch.arange(2, **ints)
         copy_slots(self.link_rows.req_to_token, zero.clone(), zero.to(torch.int64), zero, zero, zero)
@@ -123,7 +123,7 @@ class LinkAttention(AttentionBackend):
             super().init_forward_metadata_in_graph(forward_batch)
 
     def _copy_windows(self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]) -> None:
-        """windows: of `windows_of`, on the device."""
+        """Copy the slots of `windows` to `out`.  windows: from `windows_of`, on the device."""
         requests, *windows = windows
         copy_slots(self.link_rows.req_to_token, out, forward_batch.req_pool_indices[requests], *windows)
 
@@ -158,7 +158,7 @@ class LinkAttention(AttentionBackend):
         if metadata is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         heads, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        # In graphs SGLang hands over the memory that it would copy the result to.
+        # In graphs, SGLang provides the output buffer.
         out = forward_batch._attn_output
         if stock_part is not None:
             stock_part.batch._attn_output = out
@@ -195,7 +195,7 @@ class LinkAttention(AttentionBackend):
         return out.flatten(1)
 
     def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
-        """Store new keys and values; returns q by head, the layer's caches, and arguments common to all kernels."""
+        """Store the new keys and values. Returns q by head, the layer's caches and the kernels' common arguments."""
         unknown = [name for name, value in kwargs.items() if value is not None and name != "sinks"]
         if unknown:
             raise NotImplementedError(
@@ -213,9 +213,9 @@ class LinkAttention(AttentionBackend):
         )
 
     def _options(self, layer: Any, sinks: torch.Tensor | None) -> dict[str, Any]:
-        """Arguments common to the attention kernels that are the same for every batch."""
+        """The kernels' common arguments, which do not depend on the batch."""
         described = self.link_model.layers[layer.layer_id]
-        # The pool divides by the scales only where it rounds to fp8.
+        # The pool divides by the scales only when it rounds to fp8.
         k_scale = kv_scales(layer)[0] if self.link_fp8 else 1.0
         return {
             "cos_sin_cache": described.rope.cos_sin_cache,
@@ -229,7 +229,7 @@ class LinkAttention(AttentionBackend):
         return kv_scales(layer)[1] if self.link_fp8 else 1.0
 
     def _measure(self, q: torch.Tensor, k_cache: torch.Tensor, layer: Any, options: dict[str, Any]) -> None:
-        """Add this layer's part to what the probes of the batch measure.  q: of all new tokens, by head."""
+        """Add this layer's attention to the sums of the batch's probes.  q: of all new tokens, by head."""
         probes, metadata = self.link_table.probes, self.link_metadata
         if probes is None or layer.layer_id not in probes.layers:
             return
@@ -253,7 +253,7 @@ class LinkAttention(AttentionBackend):
 
 
 def with_link_path(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:
-    """`backend` itself, with the link path before its own methods."""
+    """Mix the link path into `backend`, which is returned."""
     stock = type(backend)
     backend.__class__ = type(f"Link{stock.__name__}", (LinkAttention, stock), {})
     backend.init_link_path(runner, table)

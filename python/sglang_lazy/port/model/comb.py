@@ -1,4 +1,4 @@
-"""Serving Comb models: the pool of what their encoder makes, its size, and the encoder's passes."""
+"""Serving Comb models: the KV pool of encoded chunks, its size, and the encoder's forward passes."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -23,26 +23,26 @@ from sglang_lazy.scheduler.producer import shares
 logger = logging.getLogger(__name__)
 
 NO_ROTATION = 16
-"""Frequencies, all zero, of a rotation that changes nothing: so many dimensions suit all kernels."""
+"""Number of frequencies, all zero, of a rotation that changes nothing; all kernels support this many."""
 
 
 def num_cross_layers(model_config: Any) -> int:
-    """How many layers of a model read chunks beside the text; 0 for other models."""
+    """The number of cross layers of a Comb model; 0 for other models."""
     config = model_config.hf_config
     return len(config.cross_attention_layers) if ARCHITECTURE in (config.architectures or ()) else 0
 
 
 class ChunkPool:
-    """Keys and values of chunks, with slots of their own and the cross layers alone.
+    """The KV pool of chunks, which has its own slots and only the cross layers.
 
-    kv: SGLang's pool, whose layers are the cross layers.  allocator: of its slots.
+    kv: a pool of SGLang's, whose layers are the cross layers.  allocator: of its slots.
     layers: the cross layers as attention sees them, without rotation.
     """
 
     def __init__(self, runner: Any, share: float):
-        """share: of the memory for KV, of which the decoder's pool has got the rest."""
+        """share: of the memory for KV; the decoder's pool has the rest."""
         config, num_layers = runner.model_config, num_cross_layers(runner.model_config)
-        per_slot = config.num_hidden_layers / num_layers  # slots of this pool in the memory of one of the other
+        per_slot = config.num_hidden_layers / num_layers  # slots of this pool in the memory of one decoder slot
         size = int(runner.token_to_kv_pool.size * per_slot * share / (1 - share))
         self.kv = MHATokenToKVPool(
             size,
@@ -62,23 +62,25 @@ class ChunkPool:
         logger.info("sglang-lazy: a pool of %d tokens for chunks, %d for text", size, runner.token_to_kv_pool.size)
 
     def served_model(self, layers: Mapping[int, AttentionLayer]) -> ServedModel:
-        """What kernels see of the cross layers.  layers: these, each with its kernels."""
+        """The cross layers as a `ServedModel`.  layers: these, each with its kernels."""
         return ServedModel({i: self.kv.get_kv_buffer(i) for i in layers}, layers)
 
     def tree_params(self, params: CacheInitParams) -> CacheInitParams:
-        """`params` of a tree of text, for a tree of what is in this pool."""
+        """`params` of the tree of text, changed for the tree of the chunks in this pool."""
         changed = dict(token_to_kv_pool_allocator=self.allocator, enable_metrics=False, enable_kv_cache_events=False)
         return CacheInitParams(**{**vars(params), **changed})
 
 
 def chunk_pool_of(runner: Any) -> ChunkPool | None:
-    """The pool of chunks beside a `ModelRunner`'s, None where they are in that."""
+    """The pool of chunks of a `ModelRunner`; None if chunks share the runner's own pool."""
     return getattr(runner.req_to_token_pool, "chunk_pool", None)
 
 
 def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], None] | None:
-    """What launches the encoder on missing chunks, at most `max_tokens` tokens at once or one longer chunk; None where
-    the model has no encoder."""
+    """A function that launches the encoder on missing chunks; None if the model has no encoder.
+
+    max_tokens: of one pass, unless a single chunk is longer.
+    """
     pool, table = chunk_pool_of(runner), table_of(runner.req_to_token_pool)
     if pool is None or table is None:
         return None
@@ -90,7 +92,7 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
             rows = EncoderRows([chunk.num_tokens for chunk in chunks], causal, layer.kernels, layer.rope)
             ids = np.concatenate([np.frombuffer(chunk.tokens, dtype=np.int64) for chunk in chunks])
             places = [slots[chunk.key] for chunk in chunks]
-            for place in places:  # a request may end, and its tensors go, while this is still to run
+            for place in places:  # its request may end and free it before the pass has run
                 read_here(place)
             location = KVWriteLoc(torch.cat(places))
             kv = runner.model.encode(to_device(ids, rows.positions.device), rows)
@@ -101,8 +103,8 @@ def new_encoder(runner: Any, max_tokens: int) -> Callable[[Sequence[Encoding]], 
 
 
 def leave_room(original: Callable, configurator: Any, token_capacity: int) -> int:
-    """Around `KVCacheConfigurator._apply_token_constraints`: of the memory that SGLang has measured, or was told in
-    tokens, the decoder's pool does not get the chunks' share."""
+    """Around `KVCacheConfigurator._apply_token_constraints`: take the chunks' share from the decoder's pool, whose size
+    SGLang has measured or was given."""
     num_tokens = original(configurator, token_capacity)
     if not num_cross_layers(configurator.model_config):
         return num_tokens
@@ -115,7 +117,7 @@ def plans_to_resize(original: Callable, args: Any) -> bool:
 
 
 def register_model(_runner: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `ModelRunner.initialize`: SGLang knows our models, as those of an external package."""
+    """Before `ModelRunner.initialize`: register our models with SGLang, like those of an external package."""
     from sglang.srt.models.registry import ModelRegistry
 
     from sglang_lazy.port.model.comb_llama import EntryClass

@@ -1,4 +1,4 @@
-"""The configuration of Comb models: a Llama's, and where its cross layers stand."""
+"""The configuration of Comb models: that of a Llama, and the places of the cross layers."""
 
 from typing import Any
 
@@ -6,15 +6,14 @@ from transformers import AutoConfig, LlamaConfig
 
 ARCHITECTURE = "CombLlamaForConditionalGeneration"
 DECODER, CROSS, ENCODER = "language_model.", "language_model.model.cross_layers.", "chunk_model."
-"""What the names of weights begin with; those of cross layers come before the decoder's others."""
+"""Prefixes of weight names. Test for CROSS first, since it begins with DECODER."""
 
 
 class CombLlamaConfig(LlamaConfig):
-    """A decoder's configuration, flat. Public ones keep it in `text_config`, which counts cross layers among its own.
+    """The decoder's configuration, flat. Public models nest it in `text_config`, whose layers include the cross layers.
 
-    cross_attention_layers: the decoder's layers that cross layers stand before, ascending.
-    chunk_is_causal: whether the tokens of a chunk see only those before them in the encoder; in the public models they
-        see all of the chunk.
+    cross_attention_layers: the decoder layers that have a cross layer before them, ascending.
+    chunk_is_causal: whether the encoder's attention is causal; in the public models each token sees its whole chunk.
     """
 
     model_type = "combllama"
@@ -30,5 +29,5 @@ class CombLlamaConfig(LlamaConfig):
 
 
 def register() -> None:
-    """Have Transformers, and by it SGLang, read such configurations."""
+    """Register the configuration with Transformers, through which SGLang reads it."""
     AutoConfig.register(CombLlamaConfig.model_type, CombLlamaConfig, exist_ok=True)

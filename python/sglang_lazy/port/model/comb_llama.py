@@ -1,8 +1,8 @@
 """Comb, a Llama that reads chunks through an encoder, composed of SGLang's layers.
 
-The encoder reads every chunk by itself; behind each of its layers, keys and values of one cross layer are made, which
-stands before one of the decoder's layers. The decoder holds the text alone, and is the Llama that it was: a token whose
-request has no chunks skips cross layers. Names of weights are those of the public models.
+The encoder encodes each chunk separately. The output of each of its layers is projected to the keys and values of one
+cross layer, which precedes one of the decoder's layers. The decoder reads only the text and is an unchanged Llama:
+tokens of requests without chunks skip the cross layers. Weights are named as in the public models.
 """
 
 import functools
@@ -26,10 +26,10 @@ from sglang_lazy.port.model.comb_config import CROSS, DECODER, ENCODER, CombLlam
 
 
 class ChunkAttention(nn.Module):
-    """In an encoder layer, in place of attention over cached KV: each chunk attends to itself."""
+    """Attention of an encoder layer: each chunk attends to itself, without a KV cache."""
 
     def __init__(self, stock: Any):
-        """stock: the layer's own attention, a `RadixAttention`."""
+        """stock: the `RadixAttention` that it replaces."""
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim = stock.tp_q_head_num, stock.tp_k_head_num, stock.qk_head_dim
         self.scaling = stock.scaling
@@ -40,15 +40,15 @@ class ChunkAttention(nn.Module):
         return rows.attend(q, k, v, self.scaling).flatten(1)
 
 
-def _parted_by_heads(num_kv_heads: int) -> dict[str, int]:
-    """Which part of keys and values a tensor-parallel rank has: several have the same one if there are fewer heads."""
+def _kv_partition(num_kv_heads: int) -> dict[str, int]:
+    """A tensor-parallel rank's part of the KV heads. If there are fewer heads than ranks, several share a part."""
     parallel = get_parallel()
     num_parts = min(parallel.tp_size, num_kv_heads)
     return {"tp_rank": parallel.tp_rank * num_parts // parallel.tp_size, "tp_size": num_parts}
 
 
 class ChunkModel(nn.Module):
-    """The encoder, without the embedding, which is the decoder's."""
+    """The encoder, without its embedding, which is the decoder's."""
 
     def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None, prefix: str):
         super().__init__()
@@ -68,7 +68,7 @@ class ChunkModel(nn.Module):
                     bias=False,
                     quant_config=quant_config,
                     prefix=add_prefix(f"{name}.{i}", prefix),
-                    **_parted_by_heads(config.num_key_value_heads),
+                    **_kv_partition(config.num_key_value_heads),
                 )
                 for i in range(count)
             )
@@ -76,7 +76,7 @@ class ChunkModel(nn.Module):
         self.k_proj, self.v_proj = projections("k_proj"), projections("v_proj")
 
     def forward(self, x: torch.Tensor, rows: EncoderRows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """x: [number of tokens, hidden_size], embedded. Gives keys and values for each cross layer, by token."""
+        """Yield the keys and values of each cross layer, by token.  x: embeddings, [number of tokens, hidden_size]."""
         residual = None
         for layer, k_proj, v_proj in zip(self.layers, self.k_proj, self.v_proj, strict=True):
             x, residual = layer(rows.positions, x, rows, residual)
@@ -96,7 +96,7 @@ class CrossAttention(nn.Module):
             size, config.hidden_size, bias=False, quant_config=quant_config, prefix=add_prefix("o_proj", prefix)
         )
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)  # of keys in the cache
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)  # applied by `encode`: cached keys are normalized
 
     def forward(self, x: torch.Tensor, reader: CrossReader) -> torch.Tensor:
         q = self.q_norm(self.q_proj(x)[0].reshape(-1, self.head_dim)).view(len(x), -1, self.head_dim)
@@ -104,7 +104,7 @@ class CrossAttention(nn.Module):
 
 
 class CrossLayer(nn.Module):
-    """Stands before a layer of the decoder."""
+    """Gated cross-attention and MLP before a decoder layer."""
 
     def __init__(self, config: CombLlamaConfig, index: int, quant_config: QuantizationConfig | None, prefix: str):
         super().__init__()
@@ -122,7 +122,7 @@ class CrossLayer(nn.Module):
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
     def forward(self, x: torch.Tensor, reader: CrossReader) -> torch.Tensor:
-        """x: the states, [n, hidden_size], of tokens that read chunks."""
+        """x: [n, hidden_size], hidden states of tokens that read chunks."""
         x = x + self.cross_attn_attn_gate.tanh() * self.cross_attn(self.input_layernorm(x), reader)
         return x + self.cross_attn_mlp_gate.tanh() * self.mlp(self.post_attention_layernorm(x))
 
@@ -130,13 +130,13 @@ class CrossLayer(nn.Module):
 class CombLlamaForConditionalGeneration(nn.Module):
     """The decoder with its cross layers, and the encoder of chunks.
 
-    reader: of the chunks of a batch. Without one, as where chunks are not reused, the decoder is alone.
+    reader: attends to the chunks of a batch. Without one, if chunks are not reused, cross layers are skipped.
     """
 
     reader: CrossReader | None = None
 
     def __init__(self, config: CombLlamaConfig, quant_config: QuantizationConfig | None = None, prefix: str = ""):
-        """Raises ValueError for cross layers that the decoder has no place for."""
+        """Raises ValueError if cross layers are not before layers of the decoder, in ascending order."""
         super().__init__()
         places, num_layers = list(config.cross_attention_layers), config.num_hidden_layers
         if not places or places != sorted(set(places)) or not 0 <= places[0] <= places[-1] < num_layers:
@@ -162,10 +162,10 @@ class CombLlamaForConditionalGeneration(nn.Module):
         return self.language_model(input_ids, positions, forward_batch, input_embeds)
 
     def _read_chunks(self, cross: CrossLayer, _layer: nn.Module, arguments: tuple) -> tuple | None:
-        """A hook on the layer behind `cross`: its arguments, changed for tokens that read chunks and for no other.
+        """A hook on the layer after `cross`: its arguments, changed only for tokens that read chunks.
 
-        SGLang's layers take a state as two summands, and norm their sum before it is rounded: for other tokens these
-        stay apart, so that they get the same bits as without chunks in the batch.
+        SGLang's layers take `hidden` and `residual` and normalize their sum before rounding it. For other tokens the
+        two stay separate, so that their results are bit-identical to those in a batch without chunks.
         """
         reader = self.reader
         if reader is None or (readers := reader.readers()) is None:
@@ -180,9 +180,9 @@ class CombLlamaForConditionalGeneration(nn.Module):
 
     @torch.no_grad()
     def encode(self, input_ids: torch.Tensor, rows: EncoderRows) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """For each cross layer the keys, normalised, and the values of chunks, both [n, num_kv_heads, head_dim].
+        """Yield for each cross layer the chunks' normalized keys and values, both [n, num_kv_heads, head_dim].
 
-        input_ids: int64 [n], of all chunks, one after another.
+        input_ids: int64 [n], of all chunks, concatenated.
         """
         head_dim, cross_layers = self.config.head_dim, self.language_model.model.cross_layers
         kv = self.chunk_model(self.get_input_embeddings()(input_ids), rows)
@@ -191,8 +191,8 @@ class CombLlamaForConditionalGeneration(nn.Module):
             yield k_norm(k.reshape(-1, head_dim)).view(len(k), -1, head_dim), v.view(len(v), -1, head_dim)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError for an unknown name, for an embedding of chunks that is not the decoder's, and unless all
-        weights of the encoder and the cross layers are loaded, now or before."""
+        """Raises ValueError for an unknown name, if the encoder's embedding differs from the decoder's, and if a weight
+        of the encoder or the cross layers is loaded neither now nor before."""
         embeddings: dict[str, torch.Tensor] = {}
         own = {name: parameter for name, parameter in self.named_parameters() if name.startswith((CROSS, ENCODER))}
 
@@ -216,7 +216,7 @@ class CombLlamaForConditionalGeneration(nn.Module):
 
 
 def _load(name: str, weight: torch.Tensor, parameters: dict[str, nn.Parameter]) -> str:
-    """Load one weight of the encoder or a cross layer; returns the name of the parameter that it belongs to."""
+    """Load one weight of the encoder or a cross layer. Returns the name of its parameter."""
     stacked = (STANDARD_QKV_MAPPING, STANDARD_GATE_UP_MAPPING) if ".self_attn." in name else (STANDARD_GATE_UP_MAPPING,)
     for mapping in stacked:
         if (target := mapping.try_load(name, weight, parameters)) is not None:

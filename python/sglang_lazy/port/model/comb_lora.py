@@ -1,4 +1,4 @@
-"""LoRA adapters of Comb models: those of the decoder, as if there were no other layers."""
+"""LoRA adapters of Comb models, which change only the decoder."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from sglang_lazy.port.model.comb_config import ARCHITECTURE, CROSS, ENCODER
 
 
 def keep_to_the_decoder(_result: Any, manager: Any) -> None:
-    """After `LoRAManager.init_lora_modules`, which goes by the ends of names: layers beside the decoder's are as they
-    were."""
+    """After `LoRAManager.init_lora_modules`, which selects modules by the end of their names: restore those of the
+    encoder and the cross layers."""
     from sglang.srt.utils import replace_submodule
 
     for modules in manager.lora_modules:
@@ -17,8 +17,8 @@ def keep_to_the_decoder(_result: Any, manager: Any) -> None:
 
 
 def check_weight(adapter: Any, name: str, *_args: Any) -> None:
-    """Before `LoRAAdapter._process_weight`, which goes by the number of a layer. Raises ValueError for a weight of one
-    beside the decoder's."""
+    """Before `LoRAAdapter._process_weight`, which selects layers by their number: raise ValueError for a weight of the
+    encoder or a cross layer."""
     is_comb = ARCHITECTURE in (adapter.base_hf_config.architectures or ())
     if is_comb and any(part in name for part in (".cross_layers.", ENCODER)):
         raise ValueError(f"adapters of a Comb model change its decoder alone; this one has {name!r}")

@@ -1,7 +1,7 @@
-"""What chunk reuse fits: every flag and model property it cannot honour, each with its reason.
+"""Compatibility checks: all flags and model properties that chunk reuse does not support, each with the reason.
 
-Rotating the query by an offset is right only where a score depends on positions through RoPE's distance alone, where
-every token's KV has a slot that kernels can read, and where a row of `req_to_token` may be any list of slots.
+Rotating a query by an offset is right only if scores depend on positions only through RoPE's relative distance, if the
+KV of every token has a slot that kernels can read, and if a row of `req_to_token` may be any list of slots.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from sglang_lazy.port.model.rope import INV_FREQ
 ATTENTION_BACKENDS = ("fa3", "flashinfer", "triton", "torch_native")
 
 STORAGE_BACKENDS = ("file", "mooncake", "dynamic")
-"""Those that store objects of any length."""
+"""The storage backends that store objects of any length."""
 
 TESTED = frozenset(
     {
@@ -65,11 +65,11 @@ TESTED = frozenset(
         "Starcoder2ForCausalLM",
     }
 )
-"""Models tested against the oracle. Whether another one fits is for the probe to say, if the user wants to try."""
+"""Models tested against the oracle. With --lazy-untested-model, the start-up probe decides about others."""
 
 
 class Unfit(ValueError):
-    """Chunk reuse does not fit this server; the message says why and what to do."""
+    """This server cannot reuse chunks; the message says why and what to do."""
 
     def __init__(self, reasons: list[str]):
         self.reasons = reasons
@@ -81,7 +81,7 @@ class Unfit(ValueError):
 
 
 def unfit_flags(args: ServerArgs) -> list[str]:
-    """Reasons in the server's flags, known before the model is loaded."""
+    """Reasons in the server's flags, found before the model is loaded."""
     wanted = {
         f"page size {args.page_size}: chunks of any length pack without padding only at --page-size 1": (
             args.page_size not in (None, 1)
@@ -120,7 +120,7 @@ def unfit_flags(args: ServerArgs) -> list[str]:
 
 
 def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
-    """What does not fit of a hierarchical cache."""
+    """Reasons in the flags of the hierarchical cache."""
     wanted = {
         "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
             args.hicache_write_policy == "write_back"
@@ -141,14 +141,14 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
 
 
 def architecture(runner: Any) -> str:
-    """What the model that a `ModelRunner` has loaded calls itself."""
+    """The architecture of a `ModelRunner`'s model."""
     return (runner.model_config.hf_config.architectures or ["unknown"])[0]
 
 
 def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
-    """Reasons in the model that a `ModelRunner` has loaded, and in how it runs it.
+    """Reasons in the model that a `ModelRunner` has loaded, and in how it runs this model.
 
-    untested: whether it may be one that no test has served.
+    untested: whether architectures outside TESTED are allowed.
     """
     config, args = runner.model_config, runner.server_args
     reasons = []
@@ -171,7 +171,7 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
         )
     if (num_layers := len(list(attention_layers(runner.model)))) != config.num_hidden_layers:
         reasons.append(f"attention in {num_layers} of {config.num_hidden_layers} layers: chunks hold no other state")
-    # The blocks of mxfp8 have scales of their own.
+    # Blocks of mxfp8 have their own scales.
     if runner.kv_cache_dtype not in (runner.dtype, *FP8) or runner.kv_cache_dtype_str == "mxfp8":
         reasons.append(
             f"KV cache dtype {runner.kv_cache_dtype_str}: linked attention reads fp8_e4m3, fp8_e5m2 and the model's "
@@ -181,12 +181,12 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     if runner.kv_cache_dtype != runner.dtype and scaled and "torch_native" in backends:
         reasons.append("the model's scales of fp8 keys and values: attention backend torch_native does not apply them")
     if num_cross_layers(config):
-        reasons += [reason for reason, applies in _unfit_beside(runner).items() if applies]
+        reasons += [reason for reason, applies in _unfit_comb(runner).items() if applies]
     return [*reasons, *_unfit_layers(runner.model)] or _unfit_pools(runner)
 
 
-def _unfit_beside(runner: Any) -> dict[str, bool]:
-    """What does not fit a model that reads chunks through an encoder."""
+def _unfit_comb(runner: Any) -> dict[str, bool]:
+    """Reasons in the flags for a model that reads chunks through an encoder."""
     args = runner.server_args
     return {
         "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
@@ -199,7 +199,7 @@ def _unfit_beside(runner: Any) -> dict[str, bool]:
 
 
 def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int) -> str | None:
-    """Why this implementation cannot serve a layer of a model that fits otherwise, or None."""
+    """Why this kernel implementation cannot serve a layer of an otherwise supported model, or None."""
     return get_implementation(name).unsupported(
         torch.device(runner.device),
         runner.dtype,
@@ -216,15 +216,15 @@ def unfit_kernels(name: str, runner: Any, layer: AttentionLayer, max_chunks: int
 
 
 def kv_scales(layer: Any) -> tuple[float, float]:
-    """What a layer's keys and values are divided by before they are rounded to fp8.
+    """The scales by which a layer's keys and values are divided before they are rounded to fp8.
 
-    As numbers; reading the tensors that SGLang keeps beside them would wait for the device.
+    Python floats, since reading SGLang's tensors of them would synchronize with the device.
     """
     return layer.k_scale_float or 1.0, layer.v_scale_float or 1.0
 
 
 def _unfit_layers(model: torch.nn.Module) -> list[str]:
-    """Reasons in the attention layers themselves, each given once."""
+    """Reasons in the attention layers, each given once."""
     reasons: dict[str, None] = {}
     for attn, rope in attention_layers(model):
         properties = {
@@ -248,7 +248,7 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
 
 
 def _unfit_pools(runner: Any) -> list[str]:
-    """Reasons in where SGLang keeps the KV of a model that fits otherwise."""
+    """Reasons in the KV pools of an otherwise supported model."""
     pool = runner.token_to_kv_pool
     if isinstance(pool, SWAKVPool) and runner.server_args.enable_hierarchical_cache:
         return ["--enable-hierarchical-cache: it copies one pool, and heads of two shapes take two"]

@@ -1,6 +1,6 @@
-"""Cross attention beside SGLang's own: an attention backend that also tells cross layers of each batch.
+"""An attention backend that also prepares cross-attention for each batch.
 
-The backend keeps its stock name and class, as with the link path.
+As with the link path, the backend keeps its name and gets a subclass of its class.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from sglang_lazy.attention.table import SegmentTable
 class CrossAttention(AttentionBackend):
     """Mixed into a stock backend's class by `with_cross_attention`.
 
-    cross_reader: the model's. SGLang may have a backend for prefill and one for decode.
+    cross_reader: the model's, which SGLang's backends for prefill and decode may share.
     """
 
     cross_reader: CrossReader
@@ -35,7 +35,7 @@ class CrossAttention(AttentionBackend):
 
 
 def with_cross_attention(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:
-    """`backend` itself, which tells the cross layers of the runner's model of each batch."""
+    """Mix `CrossAttention` into `backend`, which is returned."""
     stock, model = type(backend), runner.model
     if model.reader is None:
         model.reader = CrossReader(table, runner.dtype, runner.req_to_token_pool.chunk_pool.kv.get_kv_buffer)

@@ -1,4 +1,4 @@
-"""The rows of decode batches on the link path: whole for some layers, of others what is in their window."""
+"""The rows of decode batches on the link path: whole, and cut to the windows that layers have."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ def copy_slots(
     lens: torch.Tensor,
     places: torch.Tensor,
 ) -> None:
-    """Copy `lens` slots of these rows of `req_to_token`, the first those at `starts` (None: 0), to `places` of out."""
+    """Copy slots from rows of `req_to_token` to `out`: `lens` of each row, from `starts` (None: 0), to `places`."""
     if req_to_token.is_cuda:
         create_flashinfer_kv_indices_triton[(len(rows),)](
             req_to_token, rows, lens, places, starts, out, req_to_token.stride(0)
@@ -34,15 +34,14 @@ def copy_slots(
 
 
 class PlannedRows(NamedTuple):
-    """What `link_decode` takes of a batch, and the workspace in which it is planned."""
+    """The metadata of a batch for `link_decode`, and the workspace with its plan."""
 
     metadata: LinkMetadata
     workspace: torch.Tensor | None
 
 
 class DecodeRows:
-    """Prepares decode batches: rows once for each window that layers have, and for those that have none; plans for each
-    shape of heads and implementation beside.
+    """Prepares decode batches: metadata for each window size, including none, and a plan for each `DecodePlan`.
 
     pool: SGLang's `ReqToTokenPool`.
     """
@@ -58,14 +57,14 @@ class DecodeRows:
         self._for_graphs: Mapping[int | None, LinkMetadata] = {}
 
     def allocate_for_graphs(self, max_bs: int) -> None:
-        """Memory that batches of at most `max_bs` rows share, since CUDA graphs read them there."""
+        """Allocate the metadata that CUDA graphs read, for batches of up to `max_bs` rows."""
         max_context = self._pool.req_to_token.shape[1]
         self._for_graphs = self._allocate(max_bs, max_bs * max_context)
         tensors = [tensor for metadata in self._for_graphs.values() for tensor in metadata.tensors]
         _log_size("decode metadata", tensors)
 
     def of(self, forward_batch: Any, for_graph: bool = False) -> dict[DecodePlan, PlannedRows]:
-        """By plan, the rows of a decode batch, copied out of the live tables, and planned."""
+        """By plan, the rows of a decode batch, copied from the live tables and planned."""
         bs = forward_batch.batch_size
         if for_graph:
             memory = {window: metadata.first(bs) for window, metadata in self._for_graphs.items()}

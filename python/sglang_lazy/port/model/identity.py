@@ -1,4 +1,4 @@
-"""What the KV of a served model depends on besides tokens, as a name for stored chunks."""
+"""A hash of everything but tokens that the KV of a served model depends on, to name stored chunks."""
 
 import hashlib
 import json
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By bytes of an element."""
+"""Integer types by element size in bytes."""
 
 
 def identity_of(runner: Any, adapter: str | None) -> bytes | None:
-    """SHA-256 for the model of a `ModelRunner`, or for the LoRA adapter with this id; None if that is not loaded."""
+    """SHA-256 of a `ModelRunner`'s model, or of the LoRA adapter with this id; None if it is not loaded."""
     if adapter is None:
         return model_identity(runner)
     loaded = runner.lora_manager.loras.get(adapter)
@@ -20,11 +20,10 @@ def identity_of(runner: Any, adapter: str | None) -> bytes | None:
 
 
 def model_identity(runner: Any) -> bytes:
-    """SHA-256 of what the KV of a `ModelRunner` depends on besides tokens: its model, the type of its cache, and its
-    part of the heads.
+    """SHA-256 of a `ModelRunner`'s model, its KV cache dtype, and its part of the heads.
 
-    Weights count by the sums of the bits in each row and each column. These are quick on the device, and differ even
-    where training has changed no more than the rows of a few tokens.
+    Weights are hashed through the sums of the bits of each row and each column. These are fast on the device and differ
+    even if training has changed only the rows of a few tokens.
     """
     config = {**runner.model_config.hf_config.to_dict(), "_name_or_path": None, "transformers_version": None}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
@@ -34,7 +33,7 @@ def model_identity(runner: Any) -> bytes:
 
 
 def adapter_identity(loaded: Any) -> bytes:
-    """SHA-256 of a `LoRAAdapter`: its weights, on the host, and what their product is multiplied by."""
+    """SHA-256 of a `LoRAAdapter`: its weights, on the host, its rank and its scaling."""
     digest = hashlib.sha256(repr((loaded.config.r, loaded.scaling)).encode())
     for part in (*(layer.weights for layer in loaded.layers), loaded.embedding_layers):
         _add_weights(digest, part.items())
@@ -42,11 +41,11 @@ def adapter_identity(loaded: Any) -> bytes:
 
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that a model's layers compute with, by name."""
+    """All tensors that a model's layers compute with, by name."""
     for name, weight in model.named_parameters():
         name = name.replace(".base_layer.", ".")  # layers that take adapters have their parameters one module deeper
         yield name, weight
-        # What bitsandbytes reads a weight with hangs on it, in parts where several weights have been put into one.
+        # The quantization state of bitsandbytes is an attribute of the weight, in parts if several weights are fused.
         for part, state in getattr(weight, "bnb_quant_state", {}).items():
             values = {"scale": state} if isinstance(state, torch.Tensor) else state.as_dict()
             for key, value in values.items():

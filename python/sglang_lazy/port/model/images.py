@@ -1,4 +1,4 @@
-"""Images beside chunks in SGLang's processes: their tokens in the prompt, their embeddings and places in the row."""
+"""Images in prompts with chunks: their tokens in the prompt, their embeddings and positions in the row."""
 
 import dataclasses
 import hashlib
@@ -23,7 +23,7 @@ from sglang_lazy.serving.tokenization import TokenizedPrompt
 def keeping_tokens(manager: Any, obj: Any) -> Any:
     """A tokenizer manager that keeps the token ids of `obj`, if that is a prompt with chunks and images.
 
-    SGLang's processors decode a prompt that shows images and encode it again, which moves the borders of chunks.
+    SGLang's processors decode a prompt with images and encode it again, which would move the boundaries of chunks.
     """
     if not getattr(obj, "image_data", None) or obj.input_ids is None:
         return manager
@@ -38,7 +38,7 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
         raise ValueError("chunks can be combined with images, but not with videos or audio")
 
     async def process(image_data: Any, input_text: Any, request_obj: Any, **kwargs: Any) -> Any:
-        """In place of `process_mm_data_async`: the images alone, put into the prompt as it is."""
+        """In place of `process_mm_data_async`: process only the images, and insert them into the prompt."""
         if any(isinstance(image, dict) for image in image_data):
             raise ValueError("chunks cannot be combined with images that are processed already")
         tokens, prompt = processor.mm_tokens, TokenizedPrompt(list(obj.input_ids), layout.chunks)
@@ -73,15 +73,15 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
 
 
 def _is_known(processor: Any) -> bool:
-    """Whether it is of the kind that Qwen's models have."""
+    """Whether it is the image processor of Qwen's models."""
     from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor  # imports all of Qwen's models
 
     return isinstance(processor, QwenVLImageProcessor)
 
 
 def name_apart(item: Any) -> None:
-    """Let the hash by which SGLang finds an image's embedding depend on its shape: SGLang's own depends on its patches
-    alone, so that white images of 4 x 2 and 2 x 4 patches would be the same."""
+    """Include an image's shape in the hash by which SGLang finds its embedding. SGLang hashes only the patches, so that
+    white images of 4 x 2 and 2 x 4 patches would be the same."""
     item.set_pad_value()
     named = b"%d %b" % (item.hash, repr(item.image_grid_thw.tolist()).encode())
     item.set_hash(int.from_bytes(hashlib.sha256(named).digest()[:8], "big"))
@@ -91,10 +91,10 @@ def name_apart(item: Any) -> None:
 
 
 def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> None:
-    """Positions on all axes of a prefill batch whose requests lay out their rows in their own order.
+    """Set the multi-axis positions of a prefill batch whose rows are permuted.
 
-    Text stands at the same place on all axes, unless there are images before it; then SGLang has listed places by
-    position.
+    Text has the same position on all axes, unless images precede it; then SGLang has listed the axes' positions by
+    position in the prompt.
     """
     inputs_of = batch.multimodal_inputs
     places = [places_of(inputs_of[row.request], row.positions[row.prefix_len :]) for row in rows]
@@ -102,7 +102,7 @@ def place_rows(forward_batch: Any, batch: Any, rows: Sequence[AttentionRow]) -> 
 
 
 def places_of(inputs: Any, positions: np.ndarray) -> torch.Tensor:
-    """Where the tokens at these positions stand on all axes, int64 [3, n], behind a prompt's end too.
+    """The positions on all axes of tokens at `positions`, int64 [3, n], even after the prompt's end.
 
     inputs: SGLang's, of their request; None without images.
     """
@@ -115,8 +115,8 @@ def places_of(inputs: Any, positions: np.ndarray) -> torch.Tensor:
 
 
 def order_images(inputs: Any, images: Images, row: Row) -> None:
-    """Tell SGLang's `inputs` of a request where its row has the images, and in which order: it takes them out of the
-    row by index. Each stands there in one piece, see `RowCache`."""
+    """Set the offsets and order of the images in SGLang's `inputs` of a request to those in its row, by which SGLang
+    finds them. Each image is contiguous in the row, see `RowCache`."""
     places = np.argsort(row.positions)
     for item, (start, end) in zip(images.items, images.ranges, strict=True):
         item.offsets = [(int(places[start]), int(places[end - 1]))]

@@ -14,12 +14,12 @@ from sglang_lazy.port.model.rope import layer_rope
 
 
 def attention_modules(model: torch.nn.Module) -> Iterator[Any]:
-    """Each module of `model` that prepares queries and keys for an attention layer of its own."""
+    """Each module of `model` that computes queries and keys for its own attention layer."""
     return (module for module in model.modules() if isinstance(getattr(module, "attn", None), RadixAttention))
 
 
 def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, torch.nn.Module | None]]:
-    """Each attention layer of `model` with the rotary embedding beside it, or None."""
+    """Each attention layer of `model` with its rotary embedding, or None."""
     found = set()
     for module in attention_modules(model):
         found.add(module.attn)
@@ -31,10 +31,10 @@ def attention_layers(model: torch.nn.Module) -> Iterator[tuple[RadixAttention, t
 
 @torch.inference_mode()
 def given_rotations(model: torch.nn.Module) -> dict[int, Any]:
-    """By layer id, the module whose cos and sin an attention layer is given, where its own rotary embedding is idle:
-    Hugging Face's modules, and SGLang's like them, compute them once for several layers.
+    """By layer id, the rotary module whose cos and sin an attention layer is passed instead of using its own.
 
-    Which is given to whom only the code around the layers knows: it is run, without attention.
+    Hugging Face's models, and SGLang's ports of them, compute them once for several layers. Only the code around the
+    layers knows which module serves which layer, so it is run here without attention.
     """
     rotations = [each for each in model.modules() if hasattr(each, "inv_freq") and hasattr(each, "rope_init_fn")]
     if not rotations:
@@ -64,12 +64,12 @@ def given_rotations(model: torch.nn.Module) -> dict[int, Any]:
 
 
 def window_of(attn: RadixAttention) -> int | None:
-    """How many positions a token sees in a layer, its own included; SGLang counts those before it."""
+    """The layer's window size, including the token itself, which SGLang does not count."""
     return attn.sliding_window_size + 1 if attn.sliding_window_size > -1 else None
 
 
 def describe_layers(model: torch.nn.Module, max_position: int, device: str | torch.device) -> dict[int, AttentionLayer]:
-    """Each attention layer by id, but for sinks, which only a run of it shows: see `check_layers`."""
+    """Each attention layer by id, without sinks, which are found by running it: see `check_layers`."""
     shared: dict[int, LayerRope] = {}
     layers: dict[int, AttentionLayer] = {}
     given = given_rotations(model)
@@ -84,9 +84,9 @@ def describe_layers(model: torch.nn.Module, max_position: int, device: str | tor
 
 
 def add_layer(layers: dict[int, AttentionLayer], layer_id: int, layer: AttentionLayer) -> None:
-    """Enter a layer.  layer_id: SGLang's, which is that of another one where a layer reads the KV of that.
+    """Add a layer.  layer_id: SGLang's; layers that read another layer's KV have that layer's id.
 
-    Raises ValueError if these two differ.
+    Raises ValueError if `layer` differs from one with the same id.
     """
     if layers.setdefault(layer_id, layer) != layer:
         raise ValueError(f"layers that read the KV of layer {layer_id} differ in more than their queries")

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's model runner: where a forward pass learns of its linked rows; and the backend factory."""
+"""Hooks on SGLang's model runner, which give forward passes their linked rows; and the backend factory."""
 
 import dataclasses
 import inspect
@@ -34,14 +34,16 @@ logger = logging.getLogger(__name__)
 
 
 def link_variant(stock: str | None) -> str:
-    """What names the decode graphs of batches with linked rows, beside those of SGLang's of the same size, which have a
-    name only where there are several: with and without LoRA adapters."""
+    """The variant label of decode graphs for batches with linked rows.
+
+    stock: SGLang's label for the same batch, None unless it has several variants: with and without LoRA adapters.
+    """
     return "link" if stock is None else f"link {stock}"
 
 
 def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `ModelConfig.from_server_args`: where chunk reuse may fit, layers with windows keep KV of all tokens under
-    the host tier, which copies one pool, and where all layers have windows. One pool has one shape of heads."""
+    """After `ModelConfig.from_server_args`: if chunks may be reused, let window layers keep the KV of all tokens with
+    the host tier, which copies one pool, and if all layers have windows. One pool needs heads of one shape."""
     may_fit = LazyConfig.current().untested_model or TESTED.intersection(config.hf_config.architectures or ())
     if not config.is_hybrid_swa or not may_fit:
         return
@@ -54,7 +56,7 @@ def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) 
 
 
 def wrap_backend(factory: Callable) -> Callable:
-    """An attention backend factory like `factory`, whose backends have the link path wherever it fits."""
+    """An attention backend factory like `factory`, whose backends have the link path if chunks can be reused."""
 
     def create(runner: Any) -> Any:
         backend = factory(runner)
@@ -75,7 +77,7 @@ def wrap_backend(factory: Callable) -> Callable:
 
 
 def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
-    """The segment table of a `ModelRunner` whose model is loaded. Raises Unfit if chunks cannot be linked here.
+    """The segment table of a `ModelRunner` whose model is loaded. Raises Unfit if chunks cannot be reused here.
 
     backend: SGLang's own attention.
     """
@@ -111,8 +113,9 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
 
 
 def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer], hybrid: bool) -> bool:
-    """Whether SGLang's own attention is right for these layers: that for CPUs knows neither sinks nor logit caps, and
-    reads the slots of one pool in the other, where there are two.
+    """Whether SGLang's own attention is correct for these layers.
+
+    Its CPU backend ignores sinks and logit caps, and with two pools it reads slots of one in the other.
     """
     takes_sinks = "sinks" in inspect.signature(backend.forward_extend).parameters
     for_cpus = isinstance(backend, TorchNativeAttnBackend)
@@ -123,10 +126,10 @@ def stock_attends(backend: Any, layers: Mapping[int, AttentionLayer], hybrid: bo
 
 
 def server_traits(runner: Any) -> ServerTraits:
-    """What policies and admission have to know of the server that a `ModelRunner` belongs to."""
+    """The properties of a `ModelRunner`'s server that policies and admission depend on."""
     return ServerTraits(
         fp8_cache=runner.kv_cache_dtype != runner.dtype,
-        # Of a batch that mixes prefill and decode, the pass of both would end there.
+        # In a batch that mixes prefill and decode, the pass would end for both.
         partial_pass=runner.model_config.num_hidden_layers > 1 and not runner.server_args.enable_mixed_chunk,
         whole_layers=any(window_of(attn) is None for attn, _ in attention_layers(runner.model)),
         window_pool=isinstance(runner.token_to_kv_pool, SWAKVPool),
@@ -136,10 +139,9 @@ def server_traits(runner: Any) -> ServerTraits:
 
 
 def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]) -> dict[int, AttentionLayer]:
-    """`layers`, each with the implementation to link with: the configured one, or the fastest that can serve it on this
-    machine.
+    """`layers`, each with its kernels: the configured implementation, or the fastest that supports it on this machine.
 
-    Raises Unfit if the configured one cannot serve all.
+    Raises Unfit if the configured one does not support all layers.
     """
     fastest = "cuda" if torch.device(runner.device).type == "cuda" else "torch"
     name = fastest if config.kernels == "auto" else config.kernels
@@ -157,7 +159,7 @@ def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, Attenti
 
 
 def forward_batch_generation(original: Callable, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Around `TpModelWorker.forward_batch_generation`: the whole forward pass of a batch knows its linked rows."""
+    """Around `TpModelWorker.forward_batch_generation`: make a batch's linked rows known to its whole forward pass."""
     runner = worker.model_runner
     table = table_of(runner.req_to_token_pool)
     if table is None or batch is None:
@@ -169,7 +171,7 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
     if not involved and table.stock_attends:
         return original(worker, batch, *args, **kwargs)
     if batch.forward_mode.is_decode():
-        # Decode steps wait for no load. Their rows began with an extend, which did: they run behind it.
+        # Decode steps do not wait for loads: they run after the extend of their rows, which did.
         nodes = (node for req in batch.reqs if linked(req) is not None for node in req.last_node.chunks.nodes)
         assert batch.tree_cache.store.tree.started(nodes), "a decode step would read what is loading"
     if any(state.needs_resident for req in batch.reqs if (state := linked(req)) is not None):
@@ -185,15 +187,15 @@ def forward_batch_generation(original: Callable, worker: Any, batch: Any = None,
 
 
 def wait_for_loads(batch: Any, runner: Any) -> None:
-    """Order what is launched next behind all that is loaded with a batch. Attention waits for its own layer only; not
-    all passes run all layers, and some read KV before attention does."""
+    """Let the kernels launched next wait for all layers that are loaded with a batch. Attention waits only for its own
+    layer, but some passes do not run all layers, and some read KV before attention does."""
     if batch.hicache_consumer_index >= 0:
         counter = runner.token_to_kv_pool.layer_transfer_counter
         counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
 
 
 def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
-    """The linked requests among `reqs`."""
+    """The linked requests among `reqs`, grouped by policy."""
     groups: dict[Policy, list[Any]] = {}
     for req in reqs:
         state = linked(req)
@@ -203,14 +205,14 @@ def by_policy(reqs: Sequence[Any]) -> dict[Policy, list[Any]]:
 
 
 def involves_chunks(batch: Any, table: SegmentTable) -> bool:
-    """Whether a batch has linked requests or fills. Plain decode, the per-token path, returns early."""
+    """Whether a batch has linked requests or fills. Returns early for plain decode, which runs for every token."""
     if batch.forward_mode.is_decode() and not table.linked_rows:
         return False
     return any(lazy_state(req) is not None for req in batch.reqs)
 
 
 def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any, **kwargs: Any) -> None:
-    """After `ForwardBatch.init_new`: rows are permuted, so positions are set explicitly."""
+    """After `ForwardBatch.init_new`: set positions explicitly, since rows are permuted."""
     table = table_of(runner.req_to_token_pool)
     if table is not None and table.current is not None and table.current.rows:
         positions = to_device(table.current.q_positions, forward_batch.positions.device)
@@ -222,7 +224,7 @@ def init_new(forward_batch: Any, _cls: Any, batch: Any, runner: Any, *args: Any,
 def capture_one_shape(
     original: Callable, graph_runner: Any, size: int, forward: Any, stream_idx: Any = None, variant_label: Any = None
 ) -> None:
-    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape a second time, for linked rows."""
+    """Around `DecodeCudaGraphRunner.capture_one_shape`: capture each shape again for linked rows."""
     original(graph_runner, size, forward, stream_idx, variant_label)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     if table is not None:
@@ -231,14 +233,14 @@ def capture_one_shape(
 
 
 def resolve_variant(original: Callable, graph_runner: Any, forward_batch: Any) -> Any:
-    """Around `DecodeCudaGraphRunner._resolve_lora_variant`: linked batches replay their own graphs."""
+    """Around `DecodeCudaGraphRunner._resolve_lora_variant`: let batches with linked rows replay their own graphs."""
     stock = original(graph_runner, forward_batch)
     table = table_of(graph_runner.model_runner.req_to_token_pool)
     return stock if table is None or table.current is None else link_variant(stock)
 
 
 def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: Any) -> bool:
-    """Around `PrefillCudaGraphRunner.can_run_graph`: a large batch with chunks is not padded to fit a graph."""
+    """Around `PrefillCudaGraphRunner.can_run_graph`: do not pad a large batch with chunks to the size of a graph."""
     runs = original(graph_runner, forward_batch)
     runner, num_tokens = graph_runner.model_runner, len(forward_batch.input_ids)
     table = table_of(runner.req_to_token_pool)
@@ -253,7 +255,7 @@ def can_run_prefill_graph(original: Callable, graph_runner: Any, forward_batch: 
 
 
 def layer_time(runner: Any, num_tokens: int) -> float:
-    """Milliseconds that one layer of this model takes the device at least, see `cost.layer_time`."""
+    """A lower bound of the device time for one layer of this model, in milliseconds; see `cost.layer_time`."""
     on_gpu = torch.device(runner.device).type == "cuda"
     return cost.layer_time(num_tokens, runner.model_config.hidden_size, runner.ps.tp_size, on_gpu)
 

@@ -1,4 +1,4 @@
-"""Start-up check that a model's queries and keys enter attention exactly as the rotation left them."""
+"""Start-up check that nothing changes a model's queries and keys between their rotation and attention."""
 
 import dataclasses
 import inspect
@@ -16,20 +16,21 @@ from sglang_lazy.port.model.layers import add_layer, attention_modules, given_ro
 from sglang_lazy.port.model.rope import on_axes
 
 POSITIONS = (1, 1000, 1 << 62)
-"""Where a layer is compared with itself at position 0; the last stands for the end of the context."""
+"""Positions at which a layer is compared with itself at position 0; the last means the end of the context."""
 
 
 @torch.inference_mode()
 def run_layer(
     module: torch.nn.Module, layer: AttentionLayer, hidden_size: int, dtype: torch.dtype, rotation: Any = None
 ) -> tuple[list[int], list[torch.Tensor], bool]:
-    """Positions, q and k, if it has any, at position 0 and at these, each [1 + number of positions, heads, head_dim],
-    and whether attention is given sinks.
+    """Run an attention module on one random hidden state at position 0 and others, up to its `RadixAttention`.
 
-    module: an attention module of the model, run on one random hidden state at position 0 and others, up to the call of
-        its `RadixAttention`, which is replaced meanwhile. Its weights must be loaded.
-    rotation: what computes cos and sin, if it is given them.
-    Raises ValueError if more than q, k, v and sinks is given to attention.
+    Returns these other positions; q, and k if it has any, at position 0 and at them, each [1 + number of positions,
+    heads, head_dim]; and whether attention is passed sinks.
+
+    module: of the model, with its weights loaded.
+    rotation: the module that computes its cos and sin, if they are passed to it.
+    Raises ValueError if attention is passed more than q, k, v and sinks.
     """
     attn, cos_sin_cache = module.attn, layer.rope.cos_sin_cache
     device = cos_sin_cache.device
@@ -44,7 +45,7 @@ def run_layer(
         if given := [name for name, value in more.items() if value is not None]:
             raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
         for name, x in (("q", q), ("k", k)):
-            if x is not None:  # no keys where a layer reads those of another
+            if x is not None:  # a layer may read the keys of another
                 seen[name] = x.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()
         return q.new_zeros(len(places) + 1, attn.tp_q_head_num * attn.v_head_dim)
 
@@ -56,7 +57,7 @@ def run_layer(
     if rotation is not None:
         arguments["position_embeddings"] = rotation(hidden, positions[None])
     names = inspect.signature(module.forward).parameters
-    # Without a KV pool of a known dtype, models store nothing while they rotate.
+    # Models that fuse rotating and storing do not store without a KV pool of a known dtype.
     pools = SimpleNamespace(token_to_kv_pool=SimpleNamespace(dtype=None), req_to_token_pool=None)
     attn.forward = capture
     try:
@@ -68,9 +69,9 @@ def run_layer(
 
 
 def first_misfit(rope: LayerRope, places: Sequence[int], seen: Sequence[torch.Tensor]) -> str | None:
-    """Where R(-m) does not take q and k at a position m back to position 0, or None.
+    """The first position m at which R(-m) does not rotate q and k back to those of position 0, as text; or None.
 
-    places, seen: of `run_layer`.
+    places, seen: from `run_layer`.
     """
     for row, position in enumerate(places, 1):
         off = 0.0
@@ -91,9 +92,9 @@ def first_misfit(rope: LayerRope, places: Sequence[int], seen: Sequence[torch.Te
 def check_layers(
     model: torch.nn.Module, layers: Mapping[int, AttentionLayer], hidden_size: int, dtype: torch.dtype
 ) -> dict[int, AttentionLayer]:
-    """`layers` of `model`, and which of them have sinks, and which do not rotate: those have angles of 0.
+    """`layers` of `model`, with sinks set, and with angles of 0 for layers that do not rotate.
 
-    Raises ValueError if something stands between the rotation and attention in one of them.
+    Raises ValueError if one of them changes q or k between rotation and attention.
     """
     checked: dict[int, AttentionLayer] = {}
     still: dict[LayerRope, LayerRope] = {}

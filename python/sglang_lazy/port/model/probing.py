@@ -1,4 +1,4 @@
-"""The forward passes of probes: how they are run, and what is measured in them."""
+"""The forward passes of probes, and the measurements taken in them."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.attention import KeysStored
 
 _MEASURES = {"deviation": measure_deviation, "key size": measure_key_size}
-"""What is measured behind a pass; attention is summed up layer by layer."""
+"""The measurements taken after a pass; attention is summed layer by layer during it."""
 
 
 @contextlib.contextmanager
 def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: SegmentTable) -> Iterator[None]:
-    """Around the forward pass of a batch: make `current` the table's, and measure what the probes in it are for."""
+    """A context for a batch's forward pass: make `current` the table's batch, and take the measurements of probes."""
     probes = [req for req in batch.reqs if (state := linked(req)) is not None and state.probe is not None]
     sums = ProbeSums.of(current, probed_layers(table.model.layers), runner.device) if probes else None
     partial = any(as_linked(req).recomputes for req in probes)
@@ -47,7 +47,7 @@ def _all_reduce(runner: Any) -> AllReduce:
 
 
 def end_at_keys(original: Callable, eager_runner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around `EagerRunner.execute`: probes that compare keys have no use for logits."""
+    """Around `EagerRunner.execute`: return no logits from a pass that ends at keys."""
     try:
         return original(eager_runner, *args, **kwargs)
     except KeysStored:

@@ -18,7 +18,7 @@ def _linear(rope: Any) -> torch.Tensor:
 
 
 def _dynamic_ntk(rope: Any) -> torch.Tensor:
-    # SGLang stretches the base once, for the longest sequence; the stretch does not follow the sequence's length.
+    # SGLang scales the base once, for the longest sequence, and not by the length of each.
     stretch = rope.scaling_factor**2 - (rope.scaling_factor - 1)
     return rope._compute_inv_freq(rope.base * stretch ** (rope.rotary_dim / (rope.rotary_dim - 2)))
 
@@ -40,21 +40,21 @@ INV_FREQ = {
     yarn.YaRNScalingRotaryEmbedding: _yarn,
     # Some of its frequencies are 0.
     rope_variant.Gemma4RotaryEmbedding: _plain,
-    # Its axes share these frequencies, each turning some of the dimensions; text stands at the same place on all.
+    # Its axes share these frequencies, each rotating some of the dimensions; text has the same position on all.
     mrope.MRotaryEmbedding: _plain,
 }
-"""Rotary embeddings whose angle is position times a fixed frequency: those that an opposite rotation undoes."""
+"""Rotary embeddings whose angles are position times a fixed frequency, which the opposite rotation undoes."""
 
 
 def on_axes(positions: torch.Tensor, rope: Any) -> torch.Tensor:
-    """Positions of text, [n], as SGLang's module `rope` takes them: [3, n] where it has several axes."""
+    """Positions of text, [n], in the shape that SGLang's module `rope` expects: [3, n] if it has several axes."""
     return positions.repeat(3, 1) if isinstance(rope, mrope.MRotaryEmbedding) else positions
 
 
 def layer_rope(rope: Any, max_position: int, device: str | torch.device) -> LayerRope:
-    """The rotation that SGLang's module `rope` applies, or one of those that Hugging Face's models have.
+    """The rotation of `rope`, a rotary module of SGLang or Hugging Face.
 
-    Raises ValueError unless our angles are the module's own, up to its float32 rounding and a magnitude.
+    Raises ValueError unless our angles match SGLang's module, up to its float32 rounding and a magnitude.
     """
     if type(rope) not in INV_FREQ:
         return LayerRope(rope.inv_freq, max_position, True, device)

@@ -1,4 +1,4 @@
-"""The part of a prefill batch that SGLang's own attention computes, where linked rows or rows of chunks are in it."""
+"""The part of a prefill batch with linked rows or fills that SGLang's own attention computes."""
 
 import contextlib
 import copy
@@ -13,12 +13,12 @@ from sglang_lazy.attention.rows import LinkedBatch, windows_of
 from sglang_lazy.core.device import ints_to_device
 
 MIN_TABLE_WIDTH = 8192
-"""Columns of the table that SGLang's own attention reads instead of `req_to_token`, at least."""
+"""The least number of columns of the table that SGLang's own attention reads instead of `req_to_token`."""
 
 
 class StockPart(NamedTuple):
-    """batch: the description that SGLang's attention is given.
-    req_to_token: int32 [rows of `batch`, width], which it reads instead of the pool's.
+    """batch: passed to SGLang's attention.
+    req_to_token: int32 [rows of `batch`, width], read instead of the pool's.
     """
 
     batch: ForwardBatch
@@ -31,12 +31,12 @@ class StockPart(NamedTuple):
         current: LinkedBatch,
         copy_windows: Callable[[torch.Tensor, ForwardBatch, Sequence[torch.Tensor]], None],
     ) -> "StockPart":
-        """`forward_batch`, row by row as `current` cuts it.
+        """`forward_batch`, with the rows of `current`.
 
-        Linked rows cannot be left out, since new tokens must follow one another there; their results are replaced. To
-        make them cheap, they are shown as if they had no KV tokens but the new ones.
+        Linked rows cannot be left out, since the new tokens of all rows are contiguous; their results are replaced
+        later. To make them cheap, they attend only to their new tokens.
 
-        copy_windows: writes the slots of windows, see `windows_of`, to a tensor.
+        copy_windows: copies the slots of windows, see `windows_of`, to a tensor.
         """
         linked = set(current.linked)
         rows = [
@@ -45,7 +45,7 @@ class StockPart(NamedTuple):
         ]
         prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
         seq_lens, indices = prefix_lens + extend_lens, np.arange(len(rows))
-        # Few widths, since SGLang's Triton kernels are compiled for each.
+        # Powers of two, since SGLang's Triton kernels are compiled for each width.
         width = max(MIN_TABLE_WIDTH, 1 << int(seq_lens.max() - 1).bit_length())
         starts, windows = extend_lens.cumsum() - extend_lens, windows_of(rows, indices * width)
         part = copy.copy(forward_batch)
@@ -64,7 +64,7 @@ class StockPart(NamedTuple):
 
     @contextlib.contextmanager
     def shown_to(self, pool_req_to_token: torch.Tensor) -> Iterator[None]:
-        """Have SGLang's code read these rows instead of the pool's: its backends keep references to one tensor."""
+        """Let SGLang's code read these rows instead of the pool's, whose tensor its backends keep references to."""
         kept, pool_req_to_token.data = pool_req_to_token.data, self.req_to_token
         try:
             yield

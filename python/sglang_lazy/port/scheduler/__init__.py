@@ -1,1 +1,1 @@
-"""Where the scheduler meets SGLang: its steps, its queue, its metrics, messages to it."""
+"""Hooks on SGLang's scheduler: its steps, queue, metrics and control messages."""

@@ -1,7 +1,7 @@
-"""What happens to chunks, on /metrics beside SGLang's own: docs/metrics.md lists it.
+"""Metrics of chunks, on /metrics with SGLang's own; docs/metrics.md lists them.
 
 The scheduler counts in plain numbers, see `chunks/counts.py`. They are published when SGLang logs its statistics, and
-while it is idle.
+when it is idle.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ COUNTERS = {
     "evicted_chunks": ("num_evicted_chunks", "chunks that left the device to make room"),
     "evicted_chunk_tokens": ("num_evicted_tokens", "tokens of chunks that left the device to make room"),
 }
-"""By name: a field of `Counts`, and the help text."""
+"""By metric name, the field of `Counts` and the help text."""
 REFUSED = "requests with chunks, and pins, that were refused"
 BATCHES = "forward passes, and whether they computed or attended to chunks"
 HISTOGRAMS = {
@@ -37,16 +37,16 @@ GAUGES = {
     "evictable": "on the device, neither pinned nor locked",
     "host": "in the host's memory alone",
 }
-"""By field of `Occupancy`: where the chunks in `…_chunks` and the tokens in `…_chunk_tokens` are."""
+"""By field of `Occupancy`, the end of the help texts of `…_chunks` and `…_chunk_tokens`."""
 TIME_SHARE = 1000
-"""Publishing takes at most one part in so many of the scheduler's time."""
+"""Publishing takes at most 1/TIME_SHARE of the scheduler's time."""
 
 _ATTR = "_sglang_lazy_chunk_metrics"
 
 
 @dataclasses.dataclass
 class Followed:
-    """A number that grows, and what adds to its metric."""
+    """A growing number, and the function that adds to its metric."""
 
     read: Callable[[], float]
     add: Callable[[float], None]
@@ -60,7 +60,7 @@ class Followed:
 
 
 class ChunkMetrics:
-    """Publishes what the store of one scheduler counts, with these labels.  clock: in seconds."""
+    """Publishes the counts of one scheduler's store, with these labels.  clock: in seconds."""
 
     def __init__(self, store: ChunkStore, labels: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter):
         import prometheus_client as prometheus  # not before SGLang has set up its directory of metrics
@@ -84,7 +84,7 @@ class ChunkMetrics:
         for name, (field, text) in HISTOGRAMS.items():
             ours = getattr(counts, field)
             theirs = prometheus.Histogram(f"sglang_lazy:{name}", text, names, buckets=ours.bounds).labels(**labels)
-            # Its own methods take one value at a time.
+            # `Histogram.observe` takes one value at a time.
             for i, bucket in enumerate(theirs._buckets):
                 self._follow(partial(ours.counts.__getitem__, i), bucket.inc)
             self._follow(partial(getattr, ours, "total"), theirs._sum.inc)
@@ -100,7 +100,7 @@ class ChunkMetrics:
         self._followed.append(Followed(read, add))
 
     def publish(self) -> None:
-        """Unless that was done a moment ago. Chunks are counted some at a time, and gauges set when all have been."""
+        """Publish, unless done a moment ago. Each call counts some chunks; gauges are set after the last ones."""
         start = self._clock()
         if start < self._due:
             return
@@ -114,7 +114,7 @@ class ChunkMetrics:
 
 
 def attach(scheduler: Any) -> None:
-    """Have a scheduler whose cache has chunks publish them, if it publishes anything."""
+    """Publish the chunk metrics of a scheduler whose cache has chunks, if its metrics are enabled."""
     if scheduler.metrics_reporter.current_scheduler_metrics_enabled:
         collector = scheduler.metrics_collector
         setattr(collector, _ATTR, ChunkMetrics(scheduler.tree_cache.store, collector.labels))
@@ -148,8 +148,8 @@ def observe_one_finished_request(
     cached_tokens_details: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> None:
-    """Around the method of `TokenizerMetricsCollector`: tokens of chunks that were on the device have a source of their
-    own, so that the sources of SGLang's counter of cached tokens still add up to all of them."""
+    """Around the method of `TokenizerMetricsCollector`: count tokens of chunks on the device under their own source, so
+    that the sources of SGLang's counter of cached tokens still add up to its total."""
     details = cached_tokens_details
     if details is not None and "chunk" in details:
         on_device = details["chunk"] - details["host"] - details.get("storage", 0)

@@ -1,7 +1,8 @@
-"""Python's garbage collector, in the scheduler: a full collection looks at every object there is.
+"""Keep Python's garbage collector from pausing the scheduler: a full collection visits every object.
 
-Those of SGLang's modules and of cached chunks are many and live long: with 50,000 chunks it would stop the scheduler
-for a second. So they are set aside, where no collection sees them: they still go when nobody refers to them.
+The objects of SGLang's modules and of cached chunks are many and long-lived: with 50,000 chunks, a collection would
+stop the scheduler for a second. So they are frozen, which exempts them from collection; reference counting still frees
+them.
 """
 
 import gc
@@ -11,19 +12,19 @@ from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.scheduler.steps import admission_of
 
 COLLECTIONS = 2
-"""What has survived so many collections of young objects, each of some thousands, is set aside next."""
+"""Freeze after so many collections of the middle generation, each after some thousands of new objects."""
 
 
 def set_aside(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `Scheduler.__init__`: what is there will stay."""
+    """After `Scheduler.__init__`: freeze all objects, which will stay."""
     if admission_of(scheduler) is not None:
         gc.collect()
         gc.freeze()
 
 
 def on_idle(scheduler: Any) -> None:
-    """Before `Scheduler.on_idle`, which may sleep until a request comes. Nothing runs or waits, so what is no garbage
-    is there to stay."""
+    """Before `Scheduler.on_idle`, which may sleep until a request comes: collect, and freeze what is left. Nothing runs
+    or waits, so these objects will stay."""
     if gc.get_count()[2] >= COLLECTIONS and scheduler.is_fully_idle() and admission_of(scheduler) is not None:
         gc.collect()
         gc.freeze()

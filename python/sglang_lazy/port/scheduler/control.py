@@ -1,6 +1,6 @@
-"""Messages about chunks between SGLang's HTTP process and its scheduler, as SGLang's own control messages travel.
+"""Messages about chunks from SGLang's HTTP process to its schedulers, sent like SGLang's own control messages.
 
-SGLang gives each to all ranks of a scheduler in the same step; the first of them answers.
+SGLang delivers each to all ranks of a scheduler in the same step; the first rank answers.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _COMMUNICATOR = "_sglang_lazy_chunks_communicator"
 
 # mypy does not know that msgspec structs take class arguments.
 class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """verb: what `ChunkControl` is to do.  arguments: its keywords.  now: seconds since the epoch."""
+    """verb: the action of `ChunkControl`.  arguments: its keyword arguments.  now: seconds since the epoch."""
 
     verb: str
     arguments: PickleWrapper | dict[str, Any]
@@ -26,25 +26,25 @@ class ChunksReqInput(BaseReq, kw_only=True):  # type: ignore[call-arg]
 
 
 class ChunksReqOutput(BaseReq, kw_only=True):  # type: ignore[call-arg]
-    """answer: None from a scheduler that serves without chunk reuse.  dp_rank: of the scheduler."""
+    """answer: None if the scheduler serves without chunk reuse.  dp_rank: of the scheduler."""
 
     answer: PickleWrapper | dict[str, Any] | None
     dp_rank: int
 
 
-# In every process: with several tokenizer workers, the one that started them passes messages on.
+# In every process: with several tokenizer workers, the process that started them forwards messages.
 hook_custom_types(ChunksReqInput, ChunksReqOutput)
 
 
 def init_communicators(_result: Any, manager: Any, server_args: Any) -> None:
-    """After `TokenizerControlMixin.init_communicators`: one more."""
+    """After `TokenizerControlMixin.init_communicators`: add ours."""
     communicator: Any = FanOutCommunicator(manager._dispatch_to_scheduler, server_args.dp_size)
     setattr(manager, _COMMUNICATOR, communicator)
     manager._result_dispatcher += TypeBasedDispatcher([(ChunksReqOutput, communicator.handle_recv)])
 
 
 def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
-    """After `Scheduler.init_request_dispatcher`: take our messages."""
+    """After `Scheduler.init_request_dispatcher`: handle our messages."""
 
     def handle(message: ChunksReqInput) -> ChunksReqOutput:
         admission = getattr(scheduler.tree_cache, "admission", None)
@@ -58,14 +58,14 @@ def init_request_dispatcher(_result: Any, scheduler: Any) -> None:
 
 
 async def ask(manager: Any, verb: str, **arguments: Any) -> list[dict[str, Any]]:
-    """The answers of `ChunkControl`, one of each data-parallel rank, in their order.
+    """The answers of `ChunkControl`, one from each data-parallel rank, in the order of ranks.
 
-    Raises ValueError where the server runs without chunk reuse.
+    Raises ValueError if the server runs without chunk reuse.
     """
     manager.auto_create_handle_loop()
     message = ChunksReqInput(verb=verb, arguments=wrap_as_pickle(arguments), now=time.time())
     call = getattr(manager, _COMMUNICATOR)(message)
-    # A caller that is cancelled must not leave its turn before its answer is there: the next one would be given it.
+    # A cancelled caller must keep its turn until its answer arrives, or the next caller would get that answer.
     outputs = await asyncio.shield(call)
     if any(output.answer is None for output in outputs):
         raise ValueError("this server runs without chunk reuse, so it has no chunks")

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's LoRA: chunks are each adapter's own, and fills need the adapter of their parents."""
+"""Hooks on SGLang's LoRA: each adapter has its own chunks, and fills need the adapter of their parents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,9 +9,9 @@ from sglang_lazy.port.scheduler.steps import admission_of
 
 
 def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters: set[str | None]) -> bool:
-    """Around `Scheduler._can_schedule_lora_req`: where a fill is left out of a batch, so are its parents.
+    """Around `Scheduler._can_schedule_lora_req`: if a fill is left out of a batch, leave out its parents, too.
 
-    SGLang goes on with the next request. An adapter that it loads meanwhile may be ready when it comes to the parent.
+    SGLang continues with the next request, and an adapter that is being loaded may be ready when it reaches the parent.
     """
     admission = admission_of(scheduler)
     if admission is None:
@@ -25,9 +25,9 @@ def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters:
 
 
 def unload_adapter(scheduler: Any, message: Any) -> None:
-    """Before `Scheduler.unload_lora_adapter`: whoever loads it again, under whatever name, gets another id.
+    """Before `Scheduler.unload_lora_adapter`: forget the adapter's chunks, since it gets a new id if loaded again.
 
-    Its users' requests have ended, but a fill may be left that one of them had started.
+    The requests that used it have ended, but a fill that one of them started may still run.
     """
     admission = admission_of(scheduler)
     if admission is None:

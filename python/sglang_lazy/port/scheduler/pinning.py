@@ -1,4 +1,4 @@
-"""Pins of chunks, and their end in time: this process has the clock that all ranks go by."""
+"""Pins of chunks and their expiry, by the clock of this process, which all ranks use."""
 
 import asyncio
 import contextlib
@@ -17,8 +17,10 @@ async def pin_chunks(
     ttl: float | None,
     only: tuple[bool, str | None] | None = None,
 ) -> dict[str, Any]:
-    """`affected`: the chunks that were pinned, or whose pin has ended, on any data-parallel rank; `skipped`: the others
-    with their reasons. See `ChunkControl.pin`.
+    """Pin chunks or end their pins, see `ChunkControl.pin`.
+
+    Returns `affected`, the chunks for which that was done on any data-parallel rank, and `skipped`, the others with
+    their reasons.
     """
     answers = await ask(manager, "pin", tenant=tenant, ids=ids, pin=pin, ttl=ttl, only=only)
     _end_in_time(manager, answers)
@@ -31,7 +33,7 @@ async def pin_chunks(
 
 
 def _end_in_time(manager: Any, answers: list[dict[str, Any]]) -> None:
-    """Have pins ended when their time is over. `answers` say when the next one may be."""
+    """Schedule the end of expired pins. `answers` say when the next pin may expire."""
     waits = [answer["next"] for answer in answers if answer["next"] is not None]
     ends = getattr(manager, _ATTR, None)
     if ends is not None and not ends.task.done():
@@ -41,7 +43,7 @@ def _end_in_time(manager: Any, answers: list[dict[str, Any]]) -> None:
 
 
 class _EndOfPins:
-    """Asks the scheduler, when the next pin may have to end, to end those whose time is over; until none is left."""
+    """Asks the scheduler to end expired pins whenever one may have expired, until none is left."""
 
     def __init__(self, manager: Any, wait: float):
         self.changed = asyncio.Event()
@@ -51,6 +53,6 @@ class _EndOfPins:
         while wait is not None or self.changed.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self.changed.wait(), wait)
-            self.changed.clear()  # what is pinned from here on sets it again
+            self.changed.clear()  # pins set from here on set it again
             answers = await ask(manager, "expire")
             wait = min((answer["next"] for answer in answers if answer["next"] is not None), default=None)

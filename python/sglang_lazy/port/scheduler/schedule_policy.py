@@ -1,4 +1,4 @@
-"""Hooks on SGLang's order of the queue: by arrival, by priority, or by what is cached."""
+"""Hooks on SGLang's scheduling policies: by arrival, by priority, or by cached prefix."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from sglang_lazy.port.hooks import Hook
 
 
 def calc_priority(original: Callable, policy: Any, waiting_queue: list[Any], running_batch: Any = None) -> None:
-    """Around `SchedulePolicy.calc_priority`, which puts the queue in order before a batch is formed from it: leave what
+    """Around `SchedulePolicy.calc_priority`, which sorts the queue before a batch is formed: leave only requests that
     can run, with fills before their parents."""
     admission = getattr(policy.tree_cache, "admission", None)
     if admission is None:
@@ -21,9 +21,9 @@ def calc_priority(original: Callable, policy: Any, waiting_queue: list[Any], run
 
 
 def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[Any], *_args: Any) -> set[str]:
-    """After `SchedulePolicy._compute_prefix_matches`, which puts off those whose beginning another request computes.
+    """After `SchedulePolicy._compute_prefix_matches`, which defers requests whose prefix another request will compute.
 
-    Chunks are computed once in any case, so the beginning of a linked request is its leading text.
+    Only the leading text of a linked request counts as such a prefix, since chunks are computed once in any case.
     """
     for req in waiting_queue:
         state = linked(stand_in(req)) if req.rid in put_off else None
@@ -33,8 +33,8 @@ def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[
 
 
 def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
-    """Around `PrefillAdder.preempt_to_schedule`, which evicts beyond what it frees: parents that are shown to the batch
-    keep their chunks."""
+    """Around `PrefillAdder.preempt_to_schedule`, which evicts more than it frees: keep the locks on chunks of parents
+    that are shown to the batch."""
     admission = getattr(adder.tree_cache, "admission", None)
     if admission is None:
         return original(adder, *args)
@@ -46,8 +46,8 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
 
 
 def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
-    """Around `PrefillAdder.add_one_req`: behind a request of which only a piece fits, nothing is added, since that may
-    be a fill. SGLang goes on if the pool of window KV has cut it, and the batch has room."""
+    """Around `PrefillAdder.add_one_req`: add nothing after a request of which only a part fits, since that may be a
+    fill. SGLang would continue if the pool of window KV has cut it and the batch has room."""
     if has_chunked_req or adder.new_chunked_req is not None:
         return AddReqResult.OTHER
     return original(adder, req, has_chunked_req, *args, **kwargs)

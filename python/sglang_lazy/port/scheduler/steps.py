@@ -1,4 +1,4 @@
-"""Hooks on SGLang's scheduler: where its steps meet chunk admission."""
+"""Hooks on the steps of SGLang's scheduler, which call chunk admission."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -28,12 +28,12 @@ from sglang_lazy.scheduler.producer import FillProducer, NewRequest, Producer, m
 
 
 def admission_of(scheduler: Any) -> ChunkAdmission | None:
-    """The scheduler's admission, or None where it serves without chunk reuse."""
+    """The scheduler's admission, or None if it serves without chunk reuse."""
     return getattr(scheduler.tree_cache, "admission", None)
 
 
 def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `Scheduler.__init__`: put admission beside a cache that can hold chunks."""
+    """After `Scheduler.__init__`: attach admission to a cache that can hold chunks."""
     if isinstance(scheduler.tree_cache, LazyRadixCache):
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
@@ -63,8 +63,8 @@ def new_admission(
 ) -> ChunkAdmission:
     """Admission for a scheduler whose tree cache is a `LazyRadixCache`.
 
-    max_pinned: a share of the pool that chunks are in.
-    encode: computes chunks where these have a pool of their own.
+    max_pinned: a share of the chunks' pool.
+    encode: computes chunks that have their own pool.
     """
     rows, new_request = scheduler.tree_cache.rows, internal_requests(scheduler)
     limits = Limits(
@@ -90,9 +90,9 @@ def new_admission(
 
 
 def neutral_preamble(text: str, tokenizer: Any) -> array:
-    """The tokens of `--lazy-preamble`, int64, as they would begin a prompt; none where the server has no tokenizer.
+    """The tokens of `--lazy-preamble` at the beginning of a prompt, int64; none if the server has no tokenizer.
 
-    Raises ValueError if they are too many.
+    Raises ValueError if there are too many.
     """
     tokens = array("q", tokenizer.encode(text) if tokenizer is not None and text else ())
     if len(tokens) > MAX_PREAMBLE_LEN:
@@ -101,7 +101,7 @@ def neutral_preamble(text: str, tokenizer: Any) -> array:
 
 
 def internal_requests(scheduler: Any) -> NewRequest:
-    """What makes the requests of fills and probes."""
+    """A function that makes the requests of fills and probes."""
     params = SamplingParams(max_new_tokens=0, temperature=0)
     params.normalize(None)
 
@@ -116,22 +116,22 @@ def internal_requests(scheduler: Any) -> NewRequest:
             extra_key=parent.extra_key,
             priority=parent.priority,
         )
-        req.lora_id = parent.lora_id  # which the parent's `extra_key` has already
+        req.lora_id = parent.lora_id  # not through the constructor: `extra_key` includes it already
         req.time_stats.wait_queue_entry_time = parent.time_stats.wait_queue_entry_time
         req.tokenizer = scheduler.tokenizer
         req.logprob_start_len = len(tokens)
-        req.finished_output = True  # nothing of it is ever streamed
+        req.finished_output = True  # its output is never streamed
         return req
 
     return new_request
 
 
 def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: Any, **kwargs: Any) -> None:
-    """Around `Scheduler._add_request_to_queue`, the one way into the waiting queue, retracted requests included."""
+    """Around `Scheduler._add_request_to_queue`, through which all requests, even retracted ones, enter the queue."""
     admission = admission_of(scheduler)
     if admission is None:
         _refuse_chunks(req)
-    elif fill_of(req) is not None:  # retracted: its parents' next admission starts it again
+    elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
         return admission.producer.forget(req)
     elif is_internal(req):  # a retracted probe: its parent has another one by now
         return None
@@ -144,15 +144,15 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
 
 
 def _drop_layout(req: Req) -> None:
-    """What `req.lazy` says now is not kept in the request's parameters, where SGLang has put the request itself: all
-    that it holds would wait for the garbage collector."""
+    """Remove the layout from the request's parameters: `req.lazy` has it now. SGLang has put the request itself there,
+    a cycle that would leave all it holds to the garbage collector."""
     params = req.sampling_params
     if isinstance(params.custom_params, dict) and params.custom_params.keys() <= {LAYOUT_PARAM, "__req__"}:
         params.custom_params = None
 
 
 def _refuse_chunks(req: Req) -> None:
-    """Without chunk reuse, prompts with chunks are taken only under a policy that reuses none."""
+    """Without chunk reuse, refuse prompts with chunks unless their policy reuses none."""
     if req.to_finish is not None:
         return
     try:
@@ -164,14 +164,14 @@ def _refuse_chunks(req: Req) -> None:
 
 
 def prefetch_kvcache(original: Callable, scheduler: Any, req: Req) -> None:
-    """Around `Scheduler._prefetch_kvcache`: storage keeps chunks alone, and is asked for them on arrival."""
+    """Around `Scheduler._prefetch_kvcache`: skip it, since storage has only chunks, which are fetched on arrival."""
     if admission_of(scheduler) is None:
         original(scheduler, req)
 
 
 def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """Around `Scheduler.get_next_batch_to_run`: internal requests, which decode nothing, leave the last batch before it
-    is merged into the running one."""
+    """Around `Scheduler.get_next_batch_to_run`: remove internal requests, which decode nothing, from the last batch
+    before it is merged into the running one."""
     was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
     if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
         last_batch.filter_batch(chunked_req_to_exclude=internal)
@@ -184,8 +184,8 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
 def get_new_batch_prefill_raw(
     original: Callable, scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
 ) -> tuple[Any, Any]:
-    """Around `Scheduler._get_new_batch_prefill_raw`, which `calc_priority` has shown only what can run: put the others
-    back in order."""
+    """Around `Scheduler._get_new_batch_prefill_raw`, which sees only requests that can run, see `calc_priority`: put
+    the others back into the queue, in order."""
     admission = admission_of(scheduler)
     if admission is None:
         return original(scheduler, prefill_delayer_single_pass, running_batch)
@@ -198,19 +198,19 @@ def get_new_batch_prefill_raw(
         scheduler.waiting_queue = admission.put_back(scheduler.waiting_queue)
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
-        # In a pool of text and chunks, the head of the queue is admitted by now; not in one where chunks lack room.
+        # With one pool for text and chunks, the head of the queue is admitted by now; with two, chunks may lack room.
         if shown or admission.holders or (scheduler.waiting_queue and not admission.rows.shares_pool):
             admission.make_room()
-        scheduler.tree_cache.finish_loads()  # no batch is there to wait for them
+        scheduler.tree_cache.finish_loads()  # there is no batch to wait for them
     return batch, running_batch
 
 
 def prepare_for_extend(_result: Any, batch: Any) -> None:
-    """After `ScheduleBatch.prepare_for_extend`, which assigns the rows: enter the chunks and segments of each row."""
+    """After `ScheduleBatch.prepare_for_extend`, which assigns rows: publish chunks, and enter each row's segments."""
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
-    # A row's chunks are loaded with its first pass, an extend, or before: decode steps, which do not wait, come later.
+    # A row's chunks are loaded no later than its first pass, an extend; decode steps, which do not wait, come later.
     assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
     batch.tree_cache.admission.launch(batch)
     states = {req.req_pool_idx: linked(req) for req in batch.reqs}
@@ -222,7 +222,7 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
 
 
 def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False) -> bool:
-    """Around `Scheduler.is_fully_idle`, which asks the one tree that it knows whether anything is being copied."""
+    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies; SGLang asks only the tree of text."""
     idle = original(scheduler, for_health_check)
     if for_health_check or admission_of(scheduler) is None:
         return idle
@@ -230,16 +230,16 @@ def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = F
 
 
 def on_idle(_result: Any, scheduler: Any) -> None:
-    """After `Scheduler.on_idle`: nothing may be locked when nothing runs."""
+    """After `Scheduler.on_idle`: check that nothing is locked when nothing runs."""
     admission = admission_of(scheduler)
     if admission is not None and scheduler.is_fully_idle():
         admission.check_idle()
 
 
 def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: Any) -> tuple[tuple, dict]:
-    """Before `_GenerationStreamAccumulator.__init__`, once a step: where it asks for details, give those of chunks too.
+    """Before `_GenerationStreamAccumulator.__init__`, once a step: add chunks to the details that it asks for.
 
-    It asks with every token of every request, so a hook on what it asks would be the dearest of all to plain traffic.
+    A hook on the method that it asks would cost plain traffic most of all: it is called for every token.
     """
 
     def details(req: Req) -> dict | None:
@@ -247,7 +247,7 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
         if state is None:
             return get_cached_tokens_details(req)
         reported = cached_tokens_details(req, state)
-        if "storage" in reported:  # SGLang's metrics have the name in a label
+        if "storage" in reported:  # a label of SGLang's metrics
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.store.tree.storage_name
         return reported
 
@@ -255,8 +255,8 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
 
 
 def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
-    """What results say of a linked request's reused tokens: among them those that came from chunks."""
-    hits = f"{state.hit_mask:x}"  # a string: with many chunks it outgrows the integers that a message may hold
+    """A linked request's reused tokens by source, as results report them."""
+    hits = f"{state.hit_mask:x}"  # a string: with many chunks it exceeds the integers of a message
     host, storage = state.num_loaded_tokens(fetched=False), state.num_loaded_tokens(fetched=True)
     return {
         "device": req.cached_tokens - host - storage,
@@ -269,7 +269,7 @@ def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
 
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
-    """After `Scheduler.get_internal_state`: what the host tier and storage have done."""
+    """After `Scheduler.get_internal_state`: add the counts of the host tier and storage."""
     if admission_of(scheduler) is not None:
         tree = scheduler.tree_cache.store.tree
         for name, report in (("lazy_host", "host_report"), ("lazy_storage", "report")):

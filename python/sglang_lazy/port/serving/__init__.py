@@ -1,1 +1,1 @@
-"""Where the HTTP process meets SGLang: routes, the request models of each API, the tokenizer manager."""
+"""Hooks on SGLang's HTTP process: routes, the request models of each API, the tokenizer manager."""

@@ -1,4 +1,4 @@
-"""Chunks in SGLang's OpenAI chat, and what the Responses and Messages APIs share with it."""
+"""Chunks in SGLang's OpenAI chat API, and code shared with the Responses and Messages APIs."""
 
 import copy
 from collections.abc import Callable
@@ -23,14 +23,14 @@ from sglang_lazy.serving.requests import (
 
 
 class MessagesWithChunks(BaseModel):
-    """A request for messages whose chunks are taken out before SGLang sees them."""
+    """A request with messages whose chunks are taken out before SGLang parses them."""
 
     link: str | None = None
     chunk_separator: str | None = None
     chunk_roles: list[str] | None = None
 
     blocks: ClassVar[dict[str, Callable]] = {}
-    """Types of content blocks, beside chunk parts, that are chunks in this API: what reads their text."""
+    """Types of content blocks, besides chunk parts, that are chunks in this API, and functions that read their text."""
 
     _chunk_parts: ChunkParts = PrivateAttr(default_factory=ChunkParts)
     _given: frozenset[str] = PrivateAttr(default=frozenset())
@@ -53,7 +53,7 @@ class MessagesWithChunks(BaseModel):
 
     @classmethod
     def take_chunks(cls, data: dict[str, Any], chunk_parts: ChunkParts) -> dict[str, Any]:
-        """A copy of the request's body in which placeholders replace the chunks."""
+        """A copy of the request's body with placeholders in place of the chunks."""
         return {**data, "messages": chunk_parts.take_from(data.get("messages"))}
 
     @property
@@ -61,12 +61,12 @@ class MessagesWithChunks(BaseModel):
         return bool(self._chunk_parts.parts)
 
     def refuse_without_chunks(self) -> None:
-        """Raise ValueError if fields that belong to chunks come without any."""
+        """Raise ValueError for fields that need chunks if there are none."""
         if self.link is not None and not self._chunk_parts.of_text:
             raise ValueError("link needs a prompt with chunk parts")
 
     def refuse_misplaced(self) -> None:
-        """Raise ValueError for fields of other surfaces, which SGLang would drop."""
+        """Raise ValueError for fields of other APIs, which SGLang would ignore."""
         if "segments" in self._given:
             raise ValueError(
                 "segments are for /generate and /v1/completions: in a chat, chunks are content parts "
@@ -81,9 +81,9 @@ class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
 
 
 def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
-    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` apart.
+    """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` separate.
 
-    It takes every model for one of text: for others SGLang would decode the prompt, to find images in it.
+    The model counts as text-only: for multimodal ones SGLang would decode the prompt to find images.
     """
     manager = serving.tokenizer_manager
     view = copy.copy(serving)
@@ -96,9 +96,9 @@ def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
 def put_chunks(
     manager: Any, request: Any, rendered: Any, chunk_parts: ChunkParts
 ) -> tuple[list[int], PromptLayout | None]:
-    """The token ids and the layout of a prompt that was rendered with placeholders.
+    """The token ids and the layout of a prompt rendered with placeholders.
 
-    request: gives `link` and `cache_salt`. Raises ValueError, naming the part, on bad chunks.
+    request: has `link` and `cache_salt`. Raises ValueError for bad chunks, naming the part.
     """
     tokenizer, link = segment_tokenizer(manager), choose_link(request.link)
     chunks = chunk_parts.parse(manager.model_config.vocab_size)
@@ -108,7 +108,7 @@ def put_chunks(
 
 
 def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkParts) -> None:
-    """Raise ValueError for what can be refused before the template is rendered."""
+    """Raise ValueError for errors that can be found before the template is rendered."""
     refuse_salt(request._given)
     if manager.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
@@ -116,14 +116,14 @@ def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkPa
 
 
 def refuse_media(rendered: Any, *kinds: str) -> None:
-    """Raise ValueError if a chat with chunk parts has others of these kinds, under any policy."""
+    """Raise ValueError if a chat with chunk parts also has parts of these kinds, under any policy."""
     for kind in kinds:
         if getattr(rendered, f"{kind}_data", None):
             raise ValueError(f"chunk parts cannot be combined with {kind} parts")
 
 
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
-    """Around `OpenAIServingChat._convert_to_internal_request`: render with placeholders, then put the chunks in."""
+    """Around `OpenAIServingChat._convert_to_internal_request`: render with placeholders, then insert the chunks."""
     if not isinstance(request, ChatRequest):
         return convert(serving, request, raw_request)
     try:
@@ -146,6 +146,6 @@ def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request:
     adapted, _ = convert(with_placeholders(serving, chunk_parts), request, raw_request)
     refuse_media(adapted, "video", "audio")
     adapted.input_ids, layout = put_chunks(manager, request, adapted.input_ids, chunk_parts)
-    adapted.extra_key = request.extra_key  # the cache salt travels in the layout, as from every surface
+    adapted.extra_key = request.extra_key  # as in all APIs, the layout carries the cache salt
     adapted.sampling_params = with_layout(adapted.sampling_params, layout, manager)
     return adapted, request

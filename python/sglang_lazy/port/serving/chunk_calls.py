@@ -1,7 +1,7 @@
-"""What the routes about chunks and `Engine` do: calls of a tokenizer manager. The answers are those of the routes.
+"""Chunk management for routes and `Engine`: calls to a tokenizer manager, with the answers of the routes.
 
-tenant: the salt, None for the shared namespace; the callers have checked it. Raises ValueError on bad input, and where
-the server runs without chunk reuse.
+tenant: the salt, checked by the caller; None for the shared namespace. All raise ValueError for bad input, and if the
+server runs without chunk reuse.
 """
 
 import asyncio
@@ -34,13 +34,13 @@ from sglang_lazy.serving.surveys import surveys_of
 from sglang_lazy.serving.usage import usage_of
 
 MAX_DELETED = 100
-"""Chunks that the scheduler deletes between two batches, which takes a few milliseconds."""
+"""The number of chunks that the scheduler deletes between two batches, which takes a few milliseconds."""
 
 logger = logging.getLogger(__name__)
 
 
 async def list_chunks(manager: Any, tenant: str | None, everybody: bool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """One page of a tenant's chunks, or of everybody's.  arguments: what `list_arguments` gave."""
+    """One page of a tenant's chunks, or of everybody's.  arguments: from `list_arguments`."""
     wanted = {"tenant": tenant, "everybody": everybody, **arguments_of_ranks(arguments)}
     pieces = await all_pieces(lambda starts: ask(manager, "page", starts=starts, **wanted))
     page = merged_page(pieces, arguments)
@@ -48,7 +48,7 @@ async def list_chunks(manager: Any, tenant: str | None, everybody: bool, argumen
 
 
 async def survey(manager: Any, tenant: str | None, everybody: bool) -> dict[str, Any]:
-    """What the page shows of a tenant, or of everybody."""
+    """The numbers that the page `/lazy` shows of a tenant, or of everybody."""
     found = await surveys_of(manager).get(
         (tenant, everybody), lambda starts: ask(manager, "survey", starts=starts, tenant=tenant, everybody=everybody)
     )
@@ -64,7 +64,7 @@ async def survey(manager: Any, tenant: str | None, everybody: bool) -> dict[str,
 
 
 async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, Any]:
-    """The chunks with this id, and how its registration goes. Raises UnknownChunk if there is neither."""
+    """The chunks with this id and the state of its registration. Raises UnknownChunk if there is neither."""
     answers = await ask(manager, "get", tenant=tenant, prefix=check_id(name))
     chunks = [{**chunk, "dp_rank": rank} for rank, answer in enumerate(answers) for chunk in answer["chunks"]]
     registration = registrations(manager).get(tenant, name)
@@ -74,7 +74,7 @@ async def get_chunk(manager: Any, tenant: str | None, name: str) -> dict[str, An
 
 
 async def delete_chunks(manager: Any, tenant: str | None, ids: Sequence[str]) -> dict[str, Any]:
-    """Take the KV of chunks out of the cache, and forget their ids."""
+    """Remove the KV of chunks from the cache, and forget their ids."""
     ids = list(dict.fromkeys(map(check_id, ids)))
     answers = []
     for first in range(0, len(ids), MAX_DELETED):
@@ -88,12 +88,12 @@ async def delete_chunks(manager: Any, tenant: str | None, ids: Sequence[str]) ->
 
 
 def _adapters(manager: Any) -> dict[str, str]:
-    """The ids of the LoRA adapters that are loaded, by name."""
+    """The ids of the loaded LoRA adapters, by name."""
     return {name: ref.lora_id for name, ref in manager.lora_registry.get_all_adapters().items()}
 
 
 async def register_chunks(manager: Any, tenant: str | None, body: Any) -> dict[str, Any]:
-    """Compute chunks ahead of use.  body: of `POST /chunks`."""
+    """Compute chunks ahead of use.  body: as of `POST /chunks`."""
     chunks, link = parse_registration(manager, body, tenant)
     if (adapter := body.get("lora_path")) is not None and adapter not in _adapters(manager):
         raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
@@ -132,13 +132,13 @@ async def _generate(manager: Any, input_ids: list[int], layout: PromptLayout, ad
     try:
         async for _ in manager.generate_request(one):
             pass
-    except HTTPException as error:  # it was aborted, or waited for too long
+    except HTTPException as error:  # it was aborted or timed out
         raise ValueError(str(error.detail)) from None
     return one.lora_id
 
 
 _under_way: set[asyncio.Future] = set()
-"""Registrations: an event loop alone would not keep those that nobody waits for."""
+"""Registrations that are being computed; event loops keep only weak references to tasks."""
 
 
 def _end(work: asyncio.Future) -> None:

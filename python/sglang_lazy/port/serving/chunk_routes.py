@@ -1,4 +1,4 @@
-"""Routes that show a tenant its chunks and let it manage them."""
+"""Routes through which tenants list and manage their chunks."""
 
 import functools
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def _refused(error: Exception | str, status: HTTPStatus = HTTPStatus.BAD_REQUEST
 
 
 def _parsed(parse: Callable) -> Any:
-    """A parameter of a route: what `parse` makes of the request's query and headers, which its signature names."""
+    """A route parameter: the result of `parse`, whose signature names query parameters and headers of the request."""
 
     @functools.wraps(parse)
     def parsed(*args: Any, **kwargs: Any) -> Any:
@@ -83,19 +83,19 @@ async def list_chunks(
 
     total: how many chunks match, on all pages.
     next: the `cursor` of the page that follows, null on the last one.
-    id, digest: SHA-256 of the token ids as little-endian int32, its first 16 hexadecimal digits and all 64.
-    state: missing, pending (being computed), fetching (from storage), host, loading (from there) or resident.
+    id, digest: SHA-256 of the token ids as little-endian int32: its first 16 hexadecimal digits, and all 64.
+    state: missing, pending (being computed), fetching (from storage), host, loading (from the host) or resident.
     tiers: where its KV is now, of "device" and "host".
-    hits: prompts that found it cached, since it is.  users: requests that hold its KV now, also as the beginning of a
-        longer chunk, and copies of it under way.
-    last_use: seconds since the epoch, null before the first; idle_seconds is missing then.
-    pinned, pinned_until: whether it is kept on the device, and when that ends, seconds since the epoch; null for never.
-    preamble: whether it was computed behind one (`base`).  lora_path: the name of the adapter that computed it. A text
+    hits: prompts that found it cached since it was added.  users: requests that hold its KV now, even as the
+        beginning of a longer chunk, and copies of it in progress.
+    last_use: seconds since the epoch, null before the first use; idle_seconds is missing then.
+    pinned, pinned_until: whether it is kept on the device, and until when, in seconds since the epoch; null for ever.
+    preamble: whether it was computed after one (`base`).  lora_path: the name of the adapter that computed it. A text
         may be listed once for each.
 
     Query: `cache_salt` (or the header X-Cache-Salt) names the tenant; none is the shared namespace. `all=true` lists
-    every tenant's, where the server has an admin key, and so the caller. `sort` is last_use, hits, tokens or created,
-    `order` desc or asc, `limit` 1 to 1000; `state` filters.
+    the chunks of all tenants; it needs a server with an admin key, sent by the caller. `sort` is last_use, hits, tokens
+    or created, `order` desc or asc, `limit` 1 to 1000; `state` filters.
     """
     try:
         return await chunk_calls.list_chunks(_manager(), tenant, everybody, arguments)
@@ -105,9 +105,9 @@ async def list_chunks(
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def get_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
-    """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank that it has.
+    """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank.
 
-    Beside them `registration`, null or `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` of the last one.
+    `registration` is null, `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` if the last one failed.
     """
     try:
         return await chunk_calls.get_chunk(_manager(), tenant, chunk_id)
@@ -117,17 +117,17 @@ async def get_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def delete_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
-    """Take the KV of a chunk out of the cache; if requests hold it, when they have ended ("state": "in use").
+    """Remove the KV of a chunk from the cache; if requests hold it, after they have ended ("state": "in use").
 
         {"requested": 1, "affected": [{"id": "9f0c…", "state": "deleted"}], "skipped": []}
 
-    What a longer chunk begins with stays with that one, and so does what has been written to storage. A pin ends.
+    KV shared with a longer chunk stays, and so do copies in storage. A pin ends.
     """
     return _one(chunk_id, await delete_chunks([chunk_id], tenant))
 
 
 def _one(chunk_id: str, answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer about one chunk; HTTPException if it was skipped."""
+    """The answer about one chunk. Raises HTTPException if it was skipped."""
     for skip in answer["skipped"]:
         if skip["reason"] == "unknown":
             raise _refused(f"chunk {chunk_id} is unknown, or not cached", HTTPStatus.NOT_FOUND)
@@ -150,11 +150,11 @@ async def patch_chunk(request: Request, chunk_id: str, tenant: Tenant) -> dict[s
 
         {"pin": true, "ttl": 3600}
 
-    ttl: the pin ends so many seconds after it was set or the chunk was last found by a prompt; a hit may lengthen it to
-        twice that. null, or none: it stays until it is ended. What was set last holds.
+    ttl: the pin ends this many seconds after it was set or a prompt last hit the chunk; hits may extend it to twice
+        that. null or absent: it stays until it is ended. The last setting holds.
 
     Answers `{"requested": 1, "affected": [{"id": "9f0c…", "pinned": true, "pinned_until": 1763903600.1}], "skipped":
-    []}`, with 409 where it cannot be pinned. Pins end where a running request could not go on otherwise.
+    []}`, or 409 if it cannot be pinned. Pins end early if a running request could not continue otherwise.
     """
     try:
         pin, ttl = pin_arguments(await _body(request))
@@ -170,9 +170,9 @@ async def register_chunks(request: Request) -> Response:
         {"chunks": ["a text", {"input_ids": [5, 6, 7]}], "link": "base", "cache_salt": "tenant-7", "wait": true,
          "lora_path": "an adapter's name", "pin": true, "ttl": 3600}
 
-    Answers with 202 and `{"requested": 2, "accepted": [ids], "skipped": []}` while they are computed: `get_chunk` says
-    how far each is, and why it failed. With `wait`, when that is done, with 200 and `affected` in place of `accepted`;
-    `skipped` names those that could not be computed or pinned, and why. For `pin` and `ttl` see `patch_chunk`.
+    Answers at once with 202 and `{"requested": 2, "accepted": [ids], "skipped": []}`; `get_chunk` then tells each one's
+    state, and why it failed. With `wait`, answers when all are computed, with 200 and `affected` instead of `accepted`;
+    `skipped` has those that could not be computed or pinned, with reasons. For `pin` and `ttl` see `patch_chunk`.
     """
     try:
         body = await _body(request)
@@ -185,23 +185,23 @@ async def register_chunks(request: Request) -> Response:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
-    """What the page `/lazy` shows of the caller's chunks; as large for a million of them as for ten.
+    """The numbers that the page `/lazy` shows of the caller's chunks; its size does not grow with their number.
 
         {"time": 1763900000.1, "memory": {"device": {"size": 65536, "free": 1200}, "host": null},
          "chunks": {"resident": {"chunks": 2, "tokens": 150}, "pinned": …, "locked": …, "evictable": …, "host": …,
                     "pending": 1, "fetching": 0},
          "hottest": […], "largest": […], "pinned": […], "history": […], "prompts": […]}
 
-    memory: tokens that device and host can hold, and how many more, of all tenants together; host is null without that
-        tier.
-    chunks: how many are where, and their tokens, by the names of the gauges in docs/metrics.md.
-    pending, fetching: chunks that are being computed, and fetched from storage.
+    memory: tokens that the device and the host can hold, and how many are free, for all tenants together; host is null
+        without that tier.
+    chunks: numbers of chunks and their tokens, named like the gauges in docs/metrics.md.
+    pending, fetching: chunks that are being computed, or fetched from storage.
     hottest, largest, pinned: up to 10 chunks each, as `list_chunks` shows them.
     history: see `Usage.history`.
     prompts: the last 12, newest first: `{"time", "link", "cache_salt", "num_chunks", "chunks": [{"id", "tokens",
         "hit"}]}`, where `chunks` has the first 40.
 
-    A survey is some seconds old where there are many chunks. Query: `cache_salt` and `all` as for `list_chunks`.
+    With many chunks, a survey is some seconds old. Query: `cache_salt` and `all` as for `list_chunks`.
     """
     try:
         return await chunk_calls.survey(_manager(), tenant, everybody)
@@ -211,7 +211,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def uses(chunk_id: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
-    """Which of the caller's last prompts have a chunk, and what else these have; see `Usage.uses`."""
+    """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
     try:
         return usage_of(_manager()).uses(tenant, everybody, check_id(chunk_id)[:MIN_DIGITS])
     except ValueError as error:
@@ -219,7 +219,7 @@ async def uses(chunk_id: str, tenant: Tenant, everybody: Everybody) -> dict[str,
 
 
 def add_routes(app: Any) -> None:
-    """Serve them, once."""
+    """Add the routes, once."""
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
         app.get(CHUNKS_ROUTE)(list_chunks)
         app.post(CHUNKS_ROUTE)(register_chunks)

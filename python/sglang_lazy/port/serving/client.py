@@ -1,4 +1,4 @@
-"""The one hook on SGLang's frontend language."""
+"""The hook on SGLang's frontend language."""
 
 from collections.abc import Callable
 
@@ -6,5 +6,5 @@ from sglang_lazy.port.hooks import Hook, apply
 
 
 def hook_http_request(send: Callable) -> None:
-    """Have `send(stock, url, json, …)` called around the requests that `RuntimeEndpoint` sends; once."""
+    """Call `send(stock, url, json, …)` around the requests that `RuntimeEndpoint` sends. Hooks only once."""
     apply((Hook("sglang.lang.backend.runtime_endpoint.http_request", send, "AROUND"),))

@@ -1,4 +1,4 @@
-"""Segments in SGLang's OpenAI completions: the request model, and its conversion to SGLang's internal request."""
+"""Segments in SGLang's OpenAI completions API: the request model, and its conversion to an internal request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,11 @@ from sglang_lazy.serving.requests import refuse_salt, to_generate_args
 from sglang_lazy.serving.text import chosen_separator, segments_in
 
 _STAND_IN = "segments"
-"""The prompt that SGLang sees while it checks a request whose prompt is given as segments."""
+"""The prompt with which SGLang validates a request whose prompt is given as segments."""
 
 
 class CompletionsRequest(CompletionRequest):
-    """SGLang's completion request with a prompt, or a batch of prompts, made of segments."""
+    """SGLang's completion request with a prompt, or a batch of prompts, of segments."""
 
     segments: Any = None
     cache_salt: list[str | None] | str | None = None
@@ -43,7 +43,7 @@ class CompletionsRequest(CompletionRequest):
 
 @reading()
 def convert_request(convert: Callable, serving: Any, request: Any, raw_request: Any = None) -> tuple[Any, Any]:
-    """Around `OpenAIServingCompletion._convert_to_internal_request`: the prompt is what the segments stand for."""
+    """Around `OpenAIServingCompletion._convert_to_internal_request`: turn segments into the prompt."""
     if not isinstance(request, CompletionsRequest):
         return convert(serving, request, raw_request)
     if request.echo and request.logprobs == 0:
@@ -53,7 +53,7 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
             raise ValueError("link needs a prompt given as segments")
         return convert(serving, request, raw_request)
     _check(serving, request)
-    # The cache salt, which may be a list here, travels in the layout, as from every surface.
+    # As in all APIs, the layout carries the cache salt, which may be a list here.
     adapted, _ = convert(serving, request.model_copy(update={"cache_salt": None}), raw_request)
     args = to_generate_args(
         serving.tokenizer_manager, request.segments, request.cache_salt, adapted.sampling_params, request.link

@@ -1,4 +1,4 @@
-"""HTTP: prompts with chunks on SGLang's routes, and `/lazy_info`."""
+"""HTTP endpoints: SGLang's routes with prompts that have chunks, and `/lazy_info`."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from sglang_lazy.serving.text import chosen_separator, segments_in
 
 @dataclasses.dataclass
 class GenerateRequest(GenerateReqInput):
-    """SGLang's `/generate` body with a prompt, or a batch of prompts, made of segments."""
+    """SGLang's `/generate` body with a prompt, or a batch of prompts, of segments."""
 
     segments: Any = None
     cache_salt: Any = None
@@ -70,7 +70,7 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
 
 
 def _plain(obj: GenerateRequest) -> GenerateReqInput:
-    """`obj` as SGLang's own request. Not copied field by field: that would slow down prompts without chunks."""
+    """`obj` as SGLang's own request. Copying field by field would slow down prompts without chunks."""
     plain = GenerateReqInput.__new__(GenerateReqInput)
     vars(plain).update(vars(obj))
     for field in _OURS:
@@ -97,9 +97,9 @@ def _status(error: ValueError) -> HTTPStatus:
 
 
 def _take_salt(request: Any, raw_request: Request) -> None:
-    """Put the salt of the header into the request, and tokens in place of the ids of chunks.
+    """Put the header's salt into the request, and replace chunk ids by tokens.
 
-    Raises ValueError if its body names another salt, UnknownChunk for an id that its tenant has not registered.
+    Raises ValueError if the body names another salt, UnknownChunk for an id that the tenant has not registered.
     """
     request.cache_salt = salt_of(request.cache_salt, raw_request.headers.get(SALT_HEADER))
     if isinstance(request, CompletionsRequest):
@@ -172,7 +172,7 @@ async def lazy_info() -> dict[str, Any]:
 
 
 def install_routes(result: Any = None, global_state: Any = None) -> None:
-    """After `http_server.set_global_state`: serve our endpoints in place of SGLang's."""
+    """After `http_server.set_global_state`: replace SGLang's endpoints by ours, and add our own."""
     extend_protocol()
     app = http_server.app
     _replace_route(app, "/generate", generate)
@@ -190,7 +190,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
 
 
 def _replace_route(app: Any, path: str, endpoint: Callable) -> None:
-    """Serve `path` by `endpoint`, everything else about its route as before."""
+    """Replace the endpoint of `path`; everything else about its route stays."""
     routes = app.router.routes
     index = next(index for index, route in enumerate(routes) if getattr(route, "path", None) == path)
     stock = routes[index]

@@ -1,4 +1,4 @@
-"""Requests that SGLang stumbles over: refused with a 400, where it would answer with a 500 or lose its scheduler."""
+"""Refuse with a 400 malformed requests that SGLang would answer with a 500, or that would crash its scheduler."""
 
 import contextlib
 import logging
@@ -28,19 +28,18 @@ _ONE_FOR_EACH_PROMPT = (
     "bootstrap_pair_key",
     "decode_tp_size",
 )
-"""Fields that are lists where the prompts are a batch, and only there."""
+"""Fields that may be lists only in batches of prompts."""
 MAX_SAMPLES = 16_384
-"""Of all prompts of a request together, where it wants several of each."""
+"""Limit on the samples of all prompts of a request, if n > 1."""
 MIN_PENALTY, MAX_BIAS = 1e-6, 1e6
 _logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """Raise ValueError, which surfaces answer with a 400, for whatever Python cannot do while a request is read.
+    """A context that turns Python's errors while a request is read into ValueError, which APIs answer with a 400.
 
-    Until it is sent to a scheduler, nothing can be wrong but the request itself. Should that be untrue, the log has the
-    whole story.
+    Before a request is sent to a scheduler, errors should be the request's fault; if not, the traceback is in the log.
     """
     try:
         yield
@@ -50,13 +49,13 @@ def reading() -> Iterator[None]:
 
 
 def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Around what reads requests."""
+    """Around functions that read requests."""
     with reading():
         return function(*args, **kwargs)
 
 
 def check_lists(normalize: Callable, obj: Any) -> None:
-    """Around `GenerateReqInput.normalize_batch_and_arguments`: there is one value for each prompt."""
+    """Around `GenerateReqInput.normalize_batch_and_arguments`: check that lists have a value for each prompt."""
     with reading():
         normalize(obj)
     for name in _ONE_FOR_EACH_PROMPT:
@@ -70,7 +69,7 @@ def check_lists(normalize: Callable, obj: Any) -> None:
 
 
 def check_samples(_result: Any, obj: Any) -> None:
-    """After `GenerateReqInput._handle_parallel_sampling`: each sample takes memory, and SGLang has no limit."""
+    """After `GenerateReqInput._handle_parallel_sampling`: limit the samples, which SGLang does not."""
     num_samples = obj.batch_size * obj.parallel_sample_num
     if obj.parallel_sample_num < 1:
         raise ValueError(f"n must be at least 1, got {obj.parallel_sample_num}")
@@ -79,7 +78,7 @@ def check_samples(_result: Any, obj: Any) -> None:
 
 
 def check_one(obj: Any, vocab_size: int) -> None:
-    """Raise ValueError for a request, one of a batch, that would end the scheduler."""
+    """Raise ValueError for a single request that would crash the scheduler."""
     ids = None if obj.contains_mm_input() else obj.input_ids
     if ids is not None and (max(ids) >= vocab_size or min(ids) < 0):
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
@@ -91,7 +90,7 @@ def check_one(obj: Any, vocab_size: int) -> None:
 
 
 def _check_sampling(params: dict[str, Any]) -> None:
-    """Raise ValueError for numbers that SGLang's tensors do not hold, or that make logits infinite."""
+    """Raise ValueError for numbers that overflow SGLang's tensors or make logits infinite."""
     top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
     biases = params.get("logit_bias") or {}
     if top_k is not None and top_k >= 2**31:
@@ -103,7 +102,7 @@ def _check_sampling(params: dict[str, Any]) -> None:
 
 
 def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
-    """Before `OpenAIServingDetokenize._convert_to_internal_request`: tokenizers take numbers of 32 bits."""
+    """Before `OpenAIServingDetokenize._convert_to_internal_request`: refuse numbers that do not fit in 32 bits."""
     for item in request.tokens:
         for token in item if isinstance(item, list) else [item]:
             if not 0 <= token < 2**32:

@@ -1,4 +1,4 @@
-"""Chunks in SGLang's Messages API, which is Anthropic's: the request model, and its conversion to a chat."""
+"""Chunks in SGLang's Anthropic Messages API: the request model, and its conversion to a chat."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from sglang_lazy.serving.chat import ChunkParts
 
 
 class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
-    """SGLang's request to `/v1/messages` in which documents and search results are chunks, as chunk parts are."""
+    """SGLang's request to `/v1/messages`, in which documents, search results and chunk parts are chunks."""
 
     cache_salt: str | None = None
 
@@ -28,7 +28,7 @@ class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
 
 
 class CountRequest(AnthropicCountTokensRequest):
-    """SGLang's request to `/v1/messages/count_tokens`, refused where SGLang fails to read it."""
+    """SGLang's request to `/v1/messages/count_tokens`, refused with a 400 if SGLang fails to read it."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -38,20 +38,20 @@ class CountRequest(AnthropicCountTokensRequest):
 
 
 class Refused(BaseException):
-    """A request that is not valid. SGLang answers any Exception of the conversion with a 500, so this is none."""
+    """A request is invalid. Not an Exception, since SGLang answers those of the conversion with a 500."""
 
 
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
-    """Around `AnthropicServing._convert_to_chat_completion_request`: the chat has the request's chunks and salt."""
-    if not isinstance(request, MessagesRequest):  # whose tokens are only counted
+    """Around `AnthropicServing._convert_to_chat_completion_request`: pass on the request's chunks and salt."""
+    if not isinstance(request, MessagesRequest):  # only its tokens are counted
         chat = convert(serving, request)
-        if not chat.messages:  # templates fail, which SGLang would answer with a 500
+        if not chat.messages:  # templates would fail, and SGLang answer with a 500
             raise ValueError("messages is empty")
         return chat
     request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
-    # As SGLang left it: validated again, fields that it has set meanwhile might be taken for the user's.
+    # Without validation, which might take fields that SGLang has set for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
     ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused
     return ours

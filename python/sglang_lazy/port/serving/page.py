@@ -1,5 +1,4 @@
-"""`/lazy`, a page for people: one static answer, made of the files in `web`, which asks the routes about chunks for all
-that it shows."""
+"""`/lazy`, the dashboard: a static page, built from the files in `web`, that gets its numbers from the chunk routes."""
 
 import base64
 import hashlib
@@ -18,7 +17,7 @@ def _read(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """How a policy names a script or style that it allows."""
+    """The source expression of a content security policy that allows this script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
@@ -43,19 +42,19 @@ def _page(status: HTTPStatus) -> HTMLResponse:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def page() -> HTMLResponse:
-    """The page. Its numbers come from other routes; with a key set, it asks for the one that these need."""
+    """The page. Its numbers come from other routes; it asks for the key if these need one."""
     return _page(HTTPStatus.OK)
 
 
 def add_route(app: Any) -> None:
-    """Serve it, once."""
+    """Add the route, once."""
     if not any(getattr(route, "path", None) == PAGE_ROUTE for route in app.router.routes):
         app.get(PAGE_ROUTE, include_in_schema=False)(page)
 
 
 class _AskForKey:
-    """Around SGLang's check of keys: a browser sends none with the address of a page. What it gets with the 401 is the
-    page, which is no secret, to ask for the key."""
+    """Middleware around SGLang's API key check, which a browser opening the page cannot pass: the 401's body is the
+    page, which is not secret and asks for the key."""
 
     def __init__(self, app: Any):
         self._app = app
@@ -77,5 +76,5 @@ class _AskForKey:
 
 
 def ask_for_key(_result: Any, app: Any, **_keys: Any) -> None:
-    """After `add_api_key_middleware`."""
+    """After `add_api_key_middleware`: add ours around it."""
     app.add_middleware(_AskForKey)

@@ -1,4 +1,4 @@
-"""SGLang's OpenAI usage models with a field for what was reused from chunks."""
+"""Add fields for tokens reused from chunks to SGLang's OpenAI usage models."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from sglang_lazy.serving.results import CachedTokens
 
 
 def extend_protocol() -> None:
-    """Add `chunk_tokens` to usage details and `chunk` to sglext details; left out of answers where they are None."""
+    """Add `chunk_tokens` to usage details and `chunk` to sglext details; answers omit them if None."""
     added = ((protocol.PromptTokensDetails, "chunk_tokens"), (protocol.CachedTokensDetails, "chunk"))
     if all(name in model.model_fields for model, name in added):
         return
@@ -23,13 +23,13 @@ def extend_protocol() -> None:
 
 
 def usage_details(details: Any, count: int) -> Any:
-    """After `UsageProcessor._details_if_cached`: say how much of the reuse came from chunks."""
+    """After `UsageProcessor._details_if_cached`: add the number of tokens reused from chunks."""
     if details is not None and isinstance(count, CachedTokens):
         details.chunk_tokens = count.chunk
     return details
 
 
 def cached_tokens_details(details: Any, raw: dict[str, Any]) -> Any:
-    """After `cached_tokens_details_from_dict`: keep the part from chunks."""
+    """After `cached_tokens_details_from_dict`: copy the part from chunks."""
     details.chunk = raw.get("chunk")
     return details

@@ -1,6 +1,6 @@
-"""Data-parallel ranks: each has a cache of its own, so a prompt goes to one that has its chunks.
+"""Data-parallel ranks: each has its own cache, so a prompt goes to a rank that has its chunks.
 
-SGLang's controller sends a request that names a rank there, and spreads the others by `--load-balance-method`.
+SGLang's controller sends a request to the rank that it names, and distributes others by `--load-balance-method`.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ _PICKER, _PICK = "_sglang_lazy_picker", "_sglang_lazy_pick"
 
 
 def choose_rank(manager: Any, obj: Any, layout: PromptLayout, input_ids: list[int]) -> None:
-    """Name the rank for a prompt that reuses chunks, unless the request does. Where there is one, nothing is done."""
+    """Choose the rank of a prompt that reuses chunks, unless the request names one. Does nothing with a single rank."""
     if manager.server_args.dp_size == 1:
         return
     picker = vars(manager).setdefault(_PICKER, Picker())
@@ -32,7 +32,7 @@ def choose_rank(manager: Any, obj: Any, layout: PromptLayout, input_ids: list[in
 
 
 def learned(outputs: AsyncGenerator[dict, None], obj: Any) -> AsyncGenerator[dict, None]:
-    """`outputs` of a request, whose report on chunks tells what its rank had."""
+    """`outputs` of a request, learning from its chunk report which chunks its rank had."""
     chosen = getattr(obj, _PICK, None)
     return outputs if chosen is None else _learning(outputs, *chosen)
 
@@ -48,7 +48,7 @@ async def _learning(
 
 
 def _names(obj: Any, layout: PromptLayout, input_ids: list[int]) -> list[Hashable]:
-    """What tells each chunk's KV from that of others, as far as the HTTP process knows it."""
+    """Keys that identify each chunk's KV, as far as the HTTP process knows."""
     kind = get_policy(layout.link).preamble
     lead = input_ids[: layout.chunks[0][0]] if kind == "lead" else ()
     namespace = (obj.extra_key, obj.lora_id, kind, *lead)

@@ -16,26 +16,26 @@ from sglang_lazy.serving.requests import check_cache_salt, with_layout
 class ResponsesRequest(MessagesWithChunks, StockRequest):
     """SGLang's request to `/v1/responses` with chunk parts and their link."""
 
-    metadata: dict[str, str] | None = None  # as events of streams have it, which would break off with other values
+    metadata: dict[str, str] | None = None  # as in stream events, which would fail with other values
 
     _layout: PromptLayout | None = PrivateAttr(default=None)
     _manager: Any = PrivateAttr(default=None)
 
     @classmethod
     def take_chunks(cls, data: dict[str, Any], chunk_parts: ChunkParts) -> dict[str, Any]:
-        """Chunks stand in messages, in outputs of functions, and in text that a separator divides."""
+        """Take chunks out of messages, function outputs, and text divided by a separator."""
         given = data.get("input")
         if isinstance(given, str):
             return {**data, "input": chunk_parts.take_from_content(given, "input", "user")}
         return {**data, "input": chunk_parts.take_from(given, "input")}
 
     def to_sampling_params(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """SGLang's, which carry the layout."""
+        """SGLang's parameters, with the layout."""
         return with_layout(super().to_sampling_params(*args, **kwargs), self._layout, self._manager)
 
 
 class _Messages(list):
-    """Messages as SGLang stores them for the next turn, with placeholders, and the chunks that these stand for."""
+    """Messages with placeholders, as SGLang stores them for the next turn, and the chunks in their place."""
 
     def __init__(self, messages: Any, chunk_parts: ChunkParts):
         super().__init__(messages)
@@ -43,7 +43,7 @@ class _Messages(list):
 
 
 async def make_request(make: Callable, serving: Any, request: Any, earlier: Any, tokenizer: Any) -> tuple:
-    """Around `OpenAIServingResponses._make_request`: render with placeholders, then put the chunks in.
+    """Around `OpenAIServingResponses._make_request`: render with placeholders, then insert the chunks.
 
     earlier: the response that the request follows, or None.
     """
@@ -67,14 +67,14 @@ async def _make_request(make: Callable, serving: Any, request: ResponsesRequest,
     check_cache_salt(request.cache_salt)
     view = with_placeholders(serving, chunk_parts)
     messages, _, _, processed = await make(view, request, earlier, view.tokenizer_manager.tokenizer)
-    refuse_media(processed, "image", "video", "audio")  # SGLang's requests of this API carry none of them
+    refuse_media(processed, "image", "video", "audio")  # SGLang would drop them in this API
     input_ids, request._layout = put_chunks(manager, request, processed.prompt_ids, chunk_parts)
-    request._manager, request.cache_salt = manager, None  # the cache salt travels in the layout
+    request._manager, request.cache_salt = manager, None  # the layout carries the cache salt
     return _Messages(messages, chunk_parts), [input_ids], [input_ids], processed
 
 
 def refuse_empty(messages: list, serving: Any, request: Any, earlier: Any = None) -> list:
-    """After `OpenAIServingResponses._construct_input_messages`: templates fail without any, which would be a 500."""
+    """After `OpenAIServingResponses._construct_input_messages`: refuse an empty list, which would lead to a 500."""
     if not messages:
         raise ValueError("input is empty")
     return messages

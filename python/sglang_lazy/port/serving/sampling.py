@@ -1,4 +1,4 @@
-"""Types of sampling parameters, as SGLang declares them."""
+"""Check sampling parameters against the types that SGLang declares."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,16 +8,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(SamplingParams)}
 _TYPES |= {
-    "stop_token_ids": list[int | None] | None,  # SGLang leaves nulls out
-    "custom_params": dict | None,  # may hold anything while SGLang's processes exchange pickles, their default
+    "stop_token_ids": list[int | None] | None,  # SGLang skips nulls
+    "custom_params": dict | None,  # may hold anything, since SGLang's processes exchange pickles by default
 }
 
 
 def check_sampling_params(params: Any) -> None:
-    """Raise ValueError, naming the parameter, for one that SGLang does not know or whose type it does not declare.
+    """Raise ValueError for an unknown parameter or one of a wrong type, naming it.
 
-    SGLang checks ranges, but not types: some make its surfaces answer with a 500, others end its scheduler. None stands
-    for a parameter's default. params: one object, or a list of them for a batch.
+    SGLang checks ranges but not types; wrong ones lead to a 500 or crash its scheduler. None means a parameter's
+    default.  params: one object, or a list of them for a batch.
     """
     if isinstance(params, list | tuple) and not params:
         raise ValueError("sampling_params is an empty list")
@@ -33,7 +33,7 @@ def check_sampling_params(params: Any) -> None:
 
 def _check_type(name: str, value: Any) -> None:
     try:
-        # Not strict with numbers: SGLang takes 16.0 for 16 and 1 for true.
+        # Numbers are converted: SGLang accepts 16.0 for 16 and 1 for true.
         msgspec.convert(value, _TYPES[name], strict=not isinstance(value, int | float))
     except msgspec.ValidationError as error:
         raise ValueError(f"sampling_params: {name}: {error}") from None

@@ -1,4 +1,4 @@
-"""Shadow mode in SGLang's HTTP process: its requests, its metrics, and the hooks that keep it out of users' way."""
+"""Shadow mode in SGLang's HTTP process: its requests and metrics, and hooks that let it yield to users' requests."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def attach_shadow(manager: Any, rate: float, counters: dict[str, Any], recent: R
 
 
 def shadow_of(manager: Any) -> Shadow | None:
-    """The shadow mode of a tokenizer manager, None where it is off."""
+    """The shadow mode of a tokenizer manager, None if it is off."""
     return getattr(manager, _ATTR, None)
 
 
@@ -68,21 +68,21 @@ def new_request(obj: Any, rid: str, input_ids: list[int], sampling_params: dict[
 
 
 def give_way(manager: Any, obj: Any, _input_ids: Any) -> None:
-    """Before `TokenizerManager._validate_one_request`: a request arrives, so the shadow is aborted."""
+    """Before `TokenizerManager._validate_one_request`: abort the shadow, since a request has arrived."""
     shadow = shadow_of(manager)
     if shadow is not None and obj.rid != shadow.rid:
         shadow.interrupt()
 
 
 def abort_with_all(manager: Any, rid: str = "", abort_all: bool = False) -> None:
-    """Before `TokenizerManager.abort_request`: where all requests are aborted, the shadow does not start over."""
+    """Before `TokenizerManager.abort_request`: if all requests are aborted, do not start the shadow again."""
     shadow = shadow_of(manager)
     if shadow is not None and abort_all:
         shadow.cancel()
 
 
 async def make_idle(original: Callable, manager: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around calls that SGLang refuses, or delays, while the server is busy: stop the shadow first."""
+    """Around calls that SGLang refuses or delays while the server is busy: stop the shadow first."""
     shadow = shadow_of(manager)
     if shadow is not None and shadow.under_way:
         await shadow.stop()

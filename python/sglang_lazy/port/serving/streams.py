@@ -1,4 +1,4 @@
-"""Streams that fail before they begin: an error with its HTTP status, in the format of each API."""
+"""Streams that fail before they begin: answer with an error and its HTTP status, in the format of each API."""
 
 import asyncio
 import json
@@ -12,12 +12,11 @@ from fastapi import Response
 from fastapi.responses import ORJSONResponse, StreamingResponse
 
 REQUEST_SENT: ContextVar[asyncio.Future | None] = ContextVar("REQUEST_SENT", default=None)
-"""Done when the one request that is being served in this context has been sent to the scheduler, with None, or has been
-refused before, with the error."""
+"""A future for this context's request: None once it is sent to the scheduler, or the error if it is refused before."""
 
 
 def announce(error: ValueError | None) -> None:
-    """Say that this context's request has been sent, or why it has not."""
+    """Report that this context's request has been sent, or the error that prevented it."""
     sent = REQUEST_SENT.get()
     if sent is not None and not sent.done():
         sent.set_result(error)
@@ -26,11 +25,11 @@ def announce(error: ValueError | None) -> None:
 async def fail_before_stream(response: Any, refuse: Callable[[str], Response] | None = None) -> Any:
     """`response`, or an error with its HTTP status for a stream that fails before its request reaches the scheduler.
 
-    refuse: makes an error of its reason, for APIs whose streams begin with events that say nothing of success. They
-        are held back until the request has been sent.
+    refuse: makes an error response of its reason, for APIs whose streams begin with events that do not show success.
+        These are held back until the request has been sent.
 
-    Otherwise streams of batches and of several samples are watched up to their first event. The head of any other
-    stream goes out as soon as the request has been sent: a client takes half a millisecond to read it.
+    Otherwise, streams of batches and of several samples are held back until their first event. The head of any other
+    stream is sent as soon as the request has been: a client takes half a millisecond to read it.
     """
     if not isinstance(response, StreamingResponse):
         return response
@@ -50,7 +49,7 @@ async def fail_before_stream(response: Any, refuse: Callable[[str], Response] | 
         opening.append(first.result())
     refused = sent.result() if sent.done() else None
     if refused is not None:
-        await asyncio.wait((first,))  # the event that says so follows; a generator that runs cannot be closed
+        await asyncio.wait((first,))  # a running generator cannot be closed; its next event is the error
         if refuse is not None:
             await events.aclose()
             return refuse(str(refused))
@@ -76,9 +75,9 @@ def _error_in(event: Any) -> dict[str, Any] | None:
 
 
 async def with_logprobs(outputs: AsyncGenerator[dict, None]) -> AsyncGenerator[dict, None]:
-    """`outputs` of a stream with logprobs, in which one that was aborted before it ran says that it has none.
+    """`outputs` of a stream with logprobs, with empty logprobs added to a request aborted before it ran.
 
-    SGLang's completions and chats read them before they look whether it was, and would send an event of code 500.
+    SGLang's completions and chats read them before they check for an abort, and would send an event with code 500.
     """
     async with aclosing(outputs):
         async for out in outputs:

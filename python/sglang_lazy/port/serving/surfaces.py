@@ -1,4 +1,4 @@
-"""Hooks on SGLang's HTTP process: where requests with chunks come in, and where results leave."""
+"""Hooks on SGLang's HTTP process, where requests with chunks arrive and results leave."""
 
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.serving import (

@@ -1,4 +1,4 @@
-"""Hooks on SGLang's tokenizer manager: checks before a request is sent, reports on its results."""
+"""Hooks on SGLang's tokenizer manager: checks before a request is sent, and reports on its results."""
 
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
@@ -17,8 +17,8 @@ from sglang_lazy.serving.usage import usage_of
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
-    """Around `TokenizerManager._tokenize_one_request`, which checks every request: tell streams of a refusal, and keep
-    the tokens of prompts that show images beside chunks."""
+    """Around `TokenizerManager._tokenize_one_request`, which checks every request: announce refusals to streams, and
+    keep the tokens of prompts with chunks and images."""
     try:
         with reading():
             return await tokenize(keeping_tokens(manager, obj), obj)
@@ -28,12 +28,12 @@ async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
 
 
 def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
-    """Before `TokenizerManager._validate_one_request`, which every request passes: refuse what would end the
-    scheduler, an empty prompt among it, and check a prompt with a layout.
+    """Before `TokenizerManager._validate_one_request`, which checks every request: refuse requests that would crash the
+    scheduler, such as empty prompts, and check prompts with a layout.
 
-    Raises ValueError, answered with a 400, for these and for what cannot be combined with chunks. The cache salt joins
-    the request's `extra_key`, as in SGLang's OpenAI surfaces, so that it separates whole prompts. Then the prompt's
-    data-parallel rank is chosen.
+    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Prepends the
+    cache salt to the request's `extra_key`, as SGLang's OpenAI APIs do, so that it separates whole prompts, and chooses
+    the prompt's data-parallel rank.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
@@ -61,10 +61,10 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
 
 
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
-    """Around `TokenizerManager._wait_one_response`: add link and chunk report to a request's last output.
+    """Around `TokenizerManager._wait_one_response`: add the link and the chunk report to a request's last output.
 
     SGLang calls it once the request has been sent to the scheduler. If the scheduler refuses it, ValueError is raised
-    in a stream too, so that surfaces can answer with an error.
+    even in a stream, so that APIs can answer with an error.
     """
     if getattr(obj, "is_single", False):
         announce(None)

@@ -1,5 +1,5 @@
-"""Several tokenizer workers. They are spawned by our command's process, so that each imports the command first and has
-all hooks; the state that they share stays in that process."""
+"""Several tokenizer workers. The process of our command spawns them, so that each imports the command first and has all
+hooks; it also keeps the state that they share."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ _ADDRESS = "SGLANG_LAZY_SHARED"
 
 
 def share(_result: Any, global_state: Any) -> None:
-    """After `http_server.set_global_state`, called by the spawning process first and then by each worker.
+    """After `http_server.set_global_state`, called first by the spawning process and then by each worker: share state.
 
     Raises RuntimeError in a process whose workers would lack the hooks.
     """
