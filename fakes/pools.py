@@ -96,6 +96,7 @@ class Pools:
         def tier(size: int) -> Any:
             flags = copy.copy(get_server_args())
             flags.hicache_ratio, flags.hicache_write_policy = (host_size - 1) / size, write_policy  # SGLang adds one
+            flags.hicache_mem_layout = "layer_first"
             return flags
 
         if self.has_tiers:

@@ -57,18 +57,18 @@ class Oracle:
     """One model, with absolute positions: rotary scores depend only on distances, so a chunk encoded at its place under
     the mask equals the chunk encoded alone."""
 
-    def __init__(self, model_path: str, dtype: torch.dtype = torch.float32):
-        self.model = load_model(model_path, dtype, "cpu")
+    def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
+        self.model = load_model(model_path, dtype, device)
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:
         """Log-probabilities of the next token after the prompt and after each generated token.
 
-        Returns [1 + len(generated), vocab_size] fp32: row i is the distribution of generated token i.
+        Returns [1 + len(generated), vocab_size] fp32, on the CPU: row i is the distribution of generated token i.
         """
         ids = token_ids(segments) + list(generated)
         logits = self._forward(torch.tensor(ids), visibility(segments, len(generated)))
-        return logits[len(ids) - len(generated) - 1 :].log_softmax(-1)
+        return logits[len(ids) - len(generated) - 1 :].log_softmax(-1).cpu()
 
     def generate(self, segments: list[Segment], num_tokens: int) -> tuple[list[int], list[float]]:
         """Greedy decoding: the tokens and the log-probability of each. Every step runs the whole prompt again."""
@@ -81,7 +81,8 @@ class Oracle:
 
     def _forward(self, ids: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
         """ids: [n]; visible: [n, n] bool. Returns logits [n, vocab_size] fp32."""
-        positions = torch.arange(len(ids))
+        ids, visible = ids.to(self.model.device), visible.to(self.model.device)
+        positions = torch.arange(len(ids), device=ids.device)
         mask = attention_mask(self.model, visible, positions, positions)
         out = self.model(ids[None], attention_mask=mask, position_ids=positions[None], use_cache=False)
         return out.logits[0].float()
@@ -103,7 +104,7 @@ class RoundedCache:
     def expect(self, segments: list[Segment], num_generated: int) -> None:
         """Set the segments of the next forward pass."""
         start = first_visible(segments, num_generated)
-        self.position = torch.arange(len(start)) - start
+        self.position = (torch.arange(len(start)) - start).to(self.model.device)
 
     def _round(self, x: torch.Tensor, scale: float) -> torch.Tensor:
         return (x / scale).to(self.dtype).to(x.dtype) * scale
@@ -125,8 +126,9 @@ class RoundingOracle(Oracle):
         cache_dtype: torch.dtype,
         scales: tuple[float, float] = (1.0, 1.0),
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ):
-        super().__init__(model_path, dtype)
+        super().__init__(model_path, dtype, device)
         self.cache = RoundedCache(self.model, cache_dtype, scales)
 
     def logprobs(self, segments: list[Segment], generated: list[int] = ()) -> torch.Tensor:

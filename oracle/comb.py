@@ -101,18 +101,24 @@ class CombOracle:
     """The model in a folder, computed in `dtype` without caches; keys and values that a server caches are rounded to
     `cache_dtype`."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32, cache_dtype: torch.dtype | None = None):
-        self.weights = {name: w.to(dtype) for name, w in load_file(folder / "model.safetensors").items()}
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.float32,
+        cache_dtype: torch.dtype | None = None,
+        device: str = "cpu",
+    ):
+        self.weights = {name: w.to(dtype) for name, w in load_file(folder / "model.safetensors", device).items()}
         config = json.loads((folder / "config.json").read_text())
         self.causal, self.head_dim = config.get("chunk_is_causal", False), config["text_config"]["head_dim"]
-        self.dtype, self.cache_dtype = dtype, cache_dtype or dtype
+        self.dtype, self.cache_dtype, self.device = dtype, cache_dtype or dtype, device
 
     @torch.inference_mode()
     def logprobs(self, segments: list[Segment], generated: list[int] = (), beside: bool = True) -> torch.Tensor:
         """Log-probabilities of the next token after the prompt and after each generated token.
 
         beside: whether chunks are read through the encoder; otherwise they are text where they stand.
-        Returns [1 + len(generated), vocab_size] fp32.
+        Returns [1 + len(generated), vocab_size] fp32, on the CPU.
         """
         chunks = [segment.ids for segment in segments if segment.kind == "chunk" and beside]
         text = [token for segment in segments if segment.kind == "text" or not beside for token in segment.ids]
@@ -127,10 +133,13 @@ class CombOracle:
             x = self._layer(f"language_model.model.layers.{i}", x, before, self._cached)
         states = rms_norm(x, [HIDDEN], self.weights["language_model.model.norm.weight"], EPS)
         logits = states[len(ids) - len(generated) - 1 :] @ self.weights["language_model.lm_head.weight"].T
-        return logits.float().log_softmax(-1)
+        return logits.float().log_softmax(-1).cpu()
 
     def _causal(self, length: int) -> torch.Tensor:
-        return torch.full((length, length), -torch.inf, dtype=self.dtype).triu(1)
+        return torch.full((length, length), -torch.inf, dtype=self.dtype, device=self.device).triu(1)
+
+    def _all(self, rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
     def _embed(self, ids) -> torch.Tensor:
         return self.weights["language_model.model.embed_tokens.weight"][list(ids)]
@@ -138,7 +147,7 @@ class CombOracle:
     def _encode(self, chunk) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The keys and values of each cross layer, [KV_HEADS, n, head_dim]."""
         x, n = self._embed(chunk), len(chunk)
-        mask = self._causal(n) if self.causal else torch.zeros(n, n, dtype=self.dtype)
+        mask = self._causal(n) if self.causal else self._all(n, n)
         found = []
         for i in range(len(CROSS)):
             x = self._layer(f"chunk_model.layers.{i}", x, mask)
@@ -158,8 +167,8 @@ class CombOracle:
 
     def _cross(self, name: str, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q = self._heads(f"{name}.cross_attn.q_proj", self._norm(f"{name}.input_layernorm", x))
-        q, mask = self._norm(f"{name}.cross_attn.q_norm", q), torch.zeros(len(x), key.shape[1], dtype=self.dtype)
-        attended = self._attend(f"{name}.cross_attn.o_proj", q, key, value, mask)
+        q = self._norm(f"{name}.cross_attn.q_norm", q)
+        attended = self._attend(f"{name}.cross_attn.o_proj", q, key, value, self._all(len(x), key.shape[1]))
         x = x + self.weights[f"{name}.cross_attn_attn_gate"].tanh() * attended
         return x + self.weights[f"{name}.cross_attn_mlp_gate"].tanh() * self._mlp(name, x)
 
@@ -184,8 +193,9 @@ class CombOracle:
 def _rotated(x: torch.Tensor) -> torch.Tensor:
     """[heads, n, head_dim], rotated to positions 0 to n - 1."""
     _, length, head_dim = x.shape
-    frequencies = THETA ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
+    wide = {"dtype": torch.float64, "device": x.device}
+    frequencies = THETA ** -(torch.arange(0, head_dim, 2, **wide) / head_dim)
+    angles = torch.outer(torch.arange(length, **wide), frequencies)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

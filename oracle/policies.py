@@ -91,10 +91,10 @@ class PolicyOracle:
         """Log-probabilities of the next token after the prompt and after each generated token.
 
         kept: per chunk, the ranges that keep the KV computed after `preamble` (token ids, which no other token sees).
-        The last token of the prompt is never kept. Returns [1 + len(generated), vocab_size] fp32.
+        The last token of the prompt is never kept. Returns [1 + len(generated), vocab_size] fp32, on the CPU.
         """
         output = self.extend(segments, generated, kept, preamble, logits_to_keep=1 + len(generated))
-        return output.logits[0].float().log_softmax(-1)
+        return output.logits[0].float().log_softmax(-1).cpu()
 
     def attention_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
         """The attention that each candidate gets from the query in each layer, [num_layers, n].

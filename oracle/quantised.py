@@ -12,20 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from .models import ModelSpec
 
-MODEL = ModelSpec(
-    "llama-quantisable",
-    "LlamaConfig",
-    dict(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-    ),
+# The smallest sizes that all formats have kernels for
+SIZES = dict(
+    hidden_size=512,
+    intermediate_size=1024,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=128,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
-"""The smallest sizes that all formats have kernels for."""
+LLAMA = ModelSpec("llama-quantisable", "LlamaConfig", SIZES)
+QWEN3 = ModelSpec("qwen3-quantisable", "Qwen3Config", SIZES)
 
 GROUP = 128  # weights, or numbers of a layer's input, that share a scale
 FP8 = torch.float8_e4m3fn
@@ -41,11 +39,13 @@ class Format:
     """config: `quantization_config` of the model, None if a server quantises weights while loading.
     store: writes a weight, fp32 [out, in].
     rounded: rounds a layer's input, [..., in], like its kernel; None if kernels do not round it.
+    model: the quantised model.
     """
 
     config: dict | None
     store: Callable[[torch.Tensor], Stored]
     rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
+    model: ModelSpec = LLAMA
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -166,7 +166,10 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _BY_ROW, _BY_TOKEN = {"strategy": "channel"}, {"strategy": "token"}
 _INT4 = {"bits": 4, "group_size": GROUP}
 FORMATS = {
-    "fp8 block": Format({**_FP8, "weight_block_size": [GROUP, GROUP]}, fp8_blocks, lambda x: fp8_input(x, GROUP)),
+    # SGLang's Llama takes `weight_scale_inv` for another name of `weight_scale`, and leaves blocks without scales.
+    "fp8 block": Format(
+        {**_FP8, "weight_block_size": [GROUP, GROUP]}, fp8_blocks, lambda x: fp8_input(x, GROUP), QWEN3
+    ),
     "fp8 tensor": Format(_FP8, fp8_tensor, lambda x: fp8_input(x, x.shape[-1])),
     "compressed fp8": Format(
         _compressed("float-quantized", 8, _BY_ROW, _BY_TOKEN), fp8_rows, lambda x: fp8_input(x, x.shape[-1])

@@ -31,14 +31,14 @@ from benchmark.report.policies import (
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
 from benchmark.report.serving import chat, decode, documents, latency, load, policy_costs
-from benchmark.report.tiers import backups, loads, tiers, transfers
+from benchmark.report.tiers import backups, loads, phases, transfers
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FAMILIES = ("decode", "shared", "extend", "spans", "ragged")
+FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "windows")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
-    **{kind.__name__: kind for kind in (tiers, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
+    **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

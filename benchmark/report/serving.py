@@ -127,11 +127,12 @@ def policy_costs(sources: list[Path]) -> str:
     shape = next(row["parameters"] for row in found if row["contender"].startswith(POLICY))
     same = [row for row in found if row["parameters"] == shape and row["contender"] != "stock"]
     times = {row["contender"].removeprefix(POLICY).replace("lazy", "block"): row["ttft_ms_p50"] for row in same}
+    bases = [name for name in ("block", "full") if name in times]
     body = [
-        [f"`{name}`", number(time), f"{time / times['block']:.2f}", f"{time / times['full']:.2f}"]
+        [f"`{name}`", number(time), *(f"{time / times[base]:.2f}" for base in bases)]
         for name, time in sorted(times.items(), key=lambda pair: pair[1])
     ]
-    return table(["policy", "TTFT", "over `block`", "over `full`"], body)
+    return table(["policy", "TTFT", *(f"over `{base}`" for base in bases)], body)
 
 
 def documents(sources: list[Path]) -> str:
@@ -197,14 +198,16 @@ def chat(sources: list[Path]) -> str:
 
 def decode(sources: list[Path]) -> str:
     """Output tokens per second of whole batches."""
-    rows = [row for source in sources for row in lines(source) if "batch" in row]
+    rows = [row for source in sources for row in lines(source) if "decode_tokens_per_s" in row]
     names = in_order(row["contender"] for row in rows)
+    others = [name for name in names if name != "stock"]
     cases = collections.defaultdict(dict)
     for row in rows:
         cases[row["sharing"] == "shared", row["batch"]][row["contender"]] = row["decode_tokens_per_s"]
     body = []
     for (shared, batch), of in sorted(cases.items()):
         speeds = [number(of[name]) if name in of else "" for name in names]
-        ratio = f"{of['lazy'] / of['stock']:.2f}" if {"lazy", "stock"} <= of.keys() else ""
-        body.append(["8 requests each" if shared else "none", str(batch), *speeds, ratio])
-    return table(["shared chunks", "batch", *(f"{name}, tokens/s" for name in names), "lazy / stock"], body)
+        ratios = [f"{of[name] / of['stock']:.2f}" if {name, "stock"} <= of.keys() else "" for name in others]
+        body.append(["8 requests each" if shared else "none", str(batch), *speeds, *ratios])
+    columns = [*(f"{name}, tokens/s" for name in names), *(f"{name} / stock" for name in others)]
+    return table(["shared chunks", "batch", *columns], body)

@@ -12,10 +12,9 @@ WHICH = ("mean", "p50", "p99")
 PHASES = {"new": "cold", "same order": "same order", "new order": "reordered"}
 
 
-def tiers(sources: list[Path]) -> str:
-    """One request at a time, whose chunks have left the device: milliseconds to the first token, median, and the share
-    of its prompt that was cached."""
-    rows = [row for row in serving_rows(sources) if row["workload"] == "latency" and row["parameters"].get("apart")]
+def phases(sources: list[Path]) -> str:
+    """One request at a time: milliseconds to the first token, median, and the share of its prompt that was cached."""
+    rows = [row for row in serving_rows(sources) if row["workload"] == "latency"]
     extra = differing(rows, {"run": run_name})
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:

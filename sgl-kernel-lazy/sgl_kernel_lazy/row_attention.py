@@ -2,7 +2,8 @@
 
 Since < R(-p) q, k > = < q, R(p) k >, cached keys are rotated on to their places in the prompt, which leaves ordinary
 attention: cheaper here than rotating all queries back for each segment, as PyTorch has to copy the row's keys anyway.
-Everything is computed in float32.
+Everything is computed in float32 on a CPU, where this serves, and in float64 on GPUs, where it is what kernels are
+compared with: matrix products in float32 add up head_dim numbers one by one, at twice the error of sums in a tree.
 """
 
 from collections.abc import Iterator
@@ -28,13 +29,17 @@ class Row(NamedTuple):
     offsets: torch.Tensor
 
     def keys(self, k_cache: torch.Tensor, cos_sin_cache: torch.Tensor, is_neox: bool) -> torch.Tensor:
-        """[num_kv_heads, n, head_dim] fp32, rotated by their positions in the prompt."""
-        keys = k_cache[self.slots].float()
+        """[num_kv_heads, n, head_dim] fp32 or fp64, rotated by their positions in the prompt."""
+        keys = _widened(k_cache[self.slots])
         return rotate_queries(keys, self.offsets, cos_sin_cache, is_neox=is_neox).transpose(0, 1)
 
     def values(self, v_cache: torch.Tensor) -> torch.Tensor:
-        """[num_kv_heads, n, head_dim] fp32."""
-        return v_cache[self.slots].float().transpose(0, 1)
+        """[num_kv_heads, n, head_dim] fp32 or fp64."""
+        return _widened(v_cache[self.slots]).transpose(0, 1)
+
+
+def _widened(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.device.type == "cpu" else x.double()
 
 
 def rows_of(
@@ -63,13 +68,13 @@ def attend(
 ) -> torch.Tensor:
     """Attention of q [n_q, num_qo_heads, head_dim] over keys and values of a `Row`; zero where nothing is visible.
 
-    visible: bool [n_q, n].  Returns [n_q, num_qo_heads, head_dim] fp32.
+    visible: bool [n_q, n].  Returns [n_q, num_qo_heads, head_dim] in the type of keys and values.
     """
     if logit_cap is not None:
         weights = masked_scores(q, keys, visible, sm_scale, logit_cap).softmax(-1)
         weights = weights.masked_fill(~visible[:, None], 0.0)  # NaN where nothing is visible
         return torch.einsum("qhgn,hnd->qhgd", weights.unflatten(1, (len(keys), -1)), values).flatten(1, 2)
-    by_head = q.float().transpose(0, 1)
+    by_head = q.to(keys.dtype).transpose(0, 1)
     out = scaled_dot_product_attention(
         by_head[None], keys[None], values[None], attn_mask=visible, scale=sm_scale, enable_gqa=True
     )
@@ -79,9 +84,9 @@ def attend(
 def masked_scores(
     q: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor, sm_scale: float, logit_cap: float | None
 ) -> torch.Tensor:
-    """sm_scale < q, k >, capped, and -inf where k is not visible: [n_q, num_qo_heads, n] fp32; arguments as for
-    `attend`."""
-    by_kv_head = q.float().unflatten(1, (len(keys), -1))
+    """sm_scale < q, k >, capped, and -inf where k is not visible: [n_q, num_qo_heads, n] in the type of keys; arguments
+    as for `attend`."""
+    by_kv_head = q.to(keys.dtype).unflatten(1, (len(keys), -1))
     scores = torch.einsum("qhgd,hnd->qhgn", by_kv_head, keys).flatten(1, 2) * sm_scale
     if logit_cap is not None:
         scores = logit_cap * torch.tanh(scores / logit_cap)

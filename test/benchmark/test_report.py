@@ -10,7 +10,7 @@ from benchmark.report.cells import number
 from benchmark.report.host_time import references
 from benchmark.report.policies import policies, policies_by_group, policies_matches
 from benchmark.report.serving import chat, latency, load, policy_costs
-from benchmark.report.tiers import tiers, transfers
+from benchmark.report.tiers import phases, transfers
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -123,16 +123,15 @@ def test_host_time(tmp_path):
     assert cells(references([file])) == [["128", "100", "11.0 (9.00 to 30.0)", "", "", "", ""]]
 
 
-def test_tiers(tmp_path):
-    """A line for each contender; latencies whose chunks stay on the device are left to `latency`."""
-    row = {**LATENCY, "parameters": {**LATENCY["parameters"], "apart": True}, "hit_rate": 0.5}
+def test_phases(tmp_path):
+    """A line for each contender."""
+    row = {**LATENCY, "hit_rate": 0.5}
     rows = [
         {**row, "contender": name, "phase": phase, "ttft_ms_p50": time}
         for name, times in (("stock", (90, 91, 92)), ("lazy-host", (80, 30, 31)))
         for phase, time in zip(("cold", "same order", "reordered"), times, strict=True)
     ]
-    folder = write(tmp_path / "run", [*rows, {**LATENCY, "contender": "lazy", "phase": "cold", "ttft_ms_p50": 1}])
-    assert cells(tiers([folder])) == [
+    assert cells(phases([write(tmp_path / "run", rows)])) == [
         ["2 x 1,024", "2", "lazy-host", "80.0 (50%)", "30.0 (50%)", "31.0 (50%)"],
         ["2 x 1,024", "2", "stock", "90.0 (50%)", "91.0 (50%)", "92.0 (50%)"],
     ]

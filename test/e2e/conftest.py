@@ -1,11 +1,13 @@
 """Real servers and engines on small random models."""
 
 import contextlib
+import gc
 import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 HERE = Path(__file__).parent
 
@@ -35,6 +37,14 @@ def with_plugin(tmp_path_factory):
             yield
 
     return with_plugin
+
+
+@pytest.fixture
+def freed_gpu():
+    """What a test has had on the GPU is free for the next engine; hooks and their models refer to each other."""
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")  # no longer: while it runs, asyncio.run fails in the same thread

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from oracle.adapters import merged, random_adapter
-from oracle.block_mask import Oracle, RoundedCache, attention_mask, load_model, visibility
+from oracle.block_mask import Oracle, RoundingOracle
 from oracle.comb import CombOracle
 from oracle.comb import build as build_comb
 from oracle.models import MODELS, build_model
@@ -19,7 +19,10 @@ from oracle.segments import chunk, text, token_ids
 from oracle.vision import VISION_MODELS, build_vision_model
 from sglang_lazy.core.config import PREAMBLE
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA path needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="the CUDA path needs a GPU"),
+    pytest.mark.usefixtures("freed_gpu"),
+]
 
 NUM_TOKENS = 12
 # SGLang's fused rotation-and-store, which Qwen3-MoE takes on CUDA, has no kernel for the small heads of the CPU tests.
@@ -132,17 +135,11 @@ def served(request, model_dir):
         gc.collect()
 
 
-def plain_bf16(path: str, cache_dtype: torch.dtype, prompt, tokens) -> torch.Tensor:
-    """What plain PyTorch gives in bf16 under the same mask: log-probabilities [1 + len(tokens), vocab_size]."""
-    model = load_model(path, torch.bfloat16, "cpu")
-    if cache_dtype != torch.bfloat16:
-        RoundedCache(model, cache_dtype).expect(prompt, len(tokens))
-    ids = torch.tensor(token_ids(prompt) + list(tokens))
-    positions = torch.arange(len(ids))
-    mask = attention_mask(model, visibility(prompt, len(tokens)), positions, positions)
-    with torch.inference_mode():
-        logits = model(ids[None], attention_mask=mask, position_ids=positions[None]).logits[0]
-    return logits.float()[len(ids) - len(tokens) - 1 :].log_softmax(-1)
+def oracle_in_bf16(path: str, cache_dtype: torch.dtype) -> Oracle:
+    """Plain PyTorch in bf16 under the same mask, over a cache of a type."""
+    if cache_dtype == torch.bfloat16:
+        return Oracle(path, torch.bfloat16, "cuda")
+    return RoundingOracle(path, cache_dtype, dtype=torch.bfloat16, device="cuda")
 
 
 def test_chunks_on_cuda(served):
@@ -155,7 +152,7 @@ def test_chunks_on_cuda(served):
     Both errors are the worst over all answers and tokens: one answer's rounding may come out small by luck.
     """
     engine, path, cache_dtype, has_tiers = served
-    oracle = Oracle(path)
+    oracle, in_bf16 = Oracle(path, device="cuda"), oracle_in_bf16(path, cache_dtype)
     dice = Dice(5)
     a, b, c, d, e = (chunk(dice.ids(length)) for length in (700, 500, 7, 700, 400))
     like_a = chunk(a.ids[:600] + dice.ids(150))
@@ -193,7 +190,7 @@ def test_chunks_on_cuda(served):
         chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
         exact = oracle.logprobs(prompt, tokens[:-1])[chosen]
         ours.append((reported - exact).abs().max().item())
-        plain.append((plain_bf16(path, cache_dtype, prompt, tokens[:-1])[chosen] - exact).abs().max().item())
+        plain.append((in_bf16.logprobs(prompt, tokens[:-1])[chosen] - exact).abs().max().item())
     assert max(ours) <= 2 * max(plain), (ours, plain)
 
 
@@ -238,7 +235,7 @@ def test_policies_on_cuda(served):
             tokens = output["output_ids"]
             chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
             expected, bf16 = (
-                oracle.logprobs(prompt, tokens[:-1], KEPT[name](oracle, prompt, preamble), preamble).cpu()[chosen]
+                oracle.logprobs(prompt, tokens[:-1], KEPT[name](oracle, prompt, preamble), preamble)[chosen]
                 for oracle in (exact, rough)
             )
             reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
@@ -279,7 +276,7 @@ def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
     ours, plain = [], []
     for name in names:
         model = path if name is None else str(merged(path, adapters[name], tmp_path / f"merged-{name}"))
-        oracle = PolicyOracle(model, torch.float32, "cuda")
+        oracles = [Oracle(model, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16)]
         for i, (of, prompt) in enumerate(cases):
             if of != name:
                 continue
@@ -287,8 +284,7 @@ def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
                 tokens, meta = outputs[i]["output_ids"], outputs[i]["meta_info"]
                 assert [entry["hit"] for entry in meta["chunks"]] == [hit] * 3
                 chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
-                exact = oracle.logprobs(prompt, tokens[:-1], keep_all_but(prompt, ())).cpu()[chosen]
-                bf16 = plain_bf16(model, torch.bfloat16, prompt, tokens[:-1])[chosen]
+                exact, bf16 = (oracle.logprobs(prompt, tokens[:-1])[chosen] for oracle in oracles)
                 reported = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
                 ours.append((reported - exact).abs().max().item())
                 plain.append((bf16 - exact).abs().max().item())
@@ -328,7 +324,7 @@ def test_comb_on_cuda(tmp_path, way):
     assert all(entry["hit"] for info in infos for entry in info["chunks"])
     assert ("tiers" in way) == any(info["cached_tokens_details"]["host"] for info in infos)
     cache_dtype = torch.float8_e4m3fn if "fp8" in way else torch.bfloat16
-    exact, rough = CombOracle(path), CombOracle(path, torch.bfloat16, cache_dtype)
+    exact, rough = CombOracle(path, device="cuda"), CombOracle(path, torch.bfloat16, cache_dtype, "cuda")
     ours, plain = [], []
     for outputs in answers:
         for prompt, output in zip(prompts, outputs, strict=True):

@@ -11,11 +11,14 @@ from test_gpu import ENGINE, NUM_TOKENS
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.models import build_model
-from oracle.quantised import FORMATS, FP8, MODEL, quantised, round_inputs
+from oracle.quantised import FORMATS, FP8, quantised, round_inputs
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise for GPUs alone")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise for GPUs alone"),
+    pytest.mark.usefixtures("freed_gpu"),
+]
 
 OPTIONS = {
     "fp8 block": {"fp8_gemm_runner_backend": "triton"},  # DeepGEMM would compile for minutes
@@ -34,7 +37,7 @@ def serve(model_dir, tmp_path):
     def serve(name: str, kv_scales=None, **options):
         if name == "bitsandbytes":
             pytest.importorskip("bitsandbytes")
-        stored, read = quantised(build_model(MODEL, model_dir), name, tmp_path, kv_scales)
+        stored, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path, kv_scales)
         more = {"attention_backend": "triton", "max_total_tokens": 20000, **OPTIONS.get(name, {}), **options}
         engines.append(Engine(model_path=stored, **ENGINE, **more))
         return engines[0], read
@@ -78,7 +81,7 @@ def prompts_of(name: str) -> list:
 
 
 def oracle(path: str, name: str, dtype: torch.dtype) -> Oracle:
-    oracle = Oracle(path, dtype)
+    oracle = Oracle(path, dtype, "cuda")
     round_inputs(oracle.model, name)
     return oracle
 
@@ -92,7 +95,7 @@ def test_quantised_weights(serve, name):
 def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
     name = "fp8 tensor"
     engine, read = serve(name, KV_SCALES, kv_cache_dtype="fp8_e4m3")
-    oracles = [RoundingOracle(read, FP8, KV_SCALES, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    oracles = [RoundingOracle(read, FP8, KV_SCALES, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16)]
     for one in oracles:
         round_inputs(one.model, name)
     check(engine, prompts_of(name), oracles)
@@ -101,7 +104,7 @@ def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
 def test_adapters_on_quantised_weights(serve, model_dir, tmp_path):
     """Each over chunks of its own; the adapter's product is added to that of the weights read back."""
     name = "compressed int4"
-    adapter = random_adapter(build_model(MODEL, model_dir), tmp_path / "adapter", seed=1, rank=8)
+    adapter = random_adapter(build_model(FORMATS[name].model, model_dir), tmp_path / "adapter", seed=1, rank=8)
     engine, read = serve(name, lora_paths=[f"a={adapter}"], max_loras_per_batch=2, lora_backend="triton")
     models = {None: read, "a": str(merged(read, adapter, Path(tmp_path) / "merged"))}
     for adapter_name, path in models.items():

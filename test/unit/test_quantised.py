@@ -1,21 +1,29 @@
 """The checkpoints that GPU tests serve, read by others."""
 
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
+from sglang.srt import runtime_context
+from sglang.srt.distributed import parallel_state
+from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import pack_rows
 
 from oracle.block_mask import load_model
 from oracle.models import build_model
-from oracle.quantised import FORMATS, GROUP, MODEL, awq, fp8_blocks, gptq, int4_groups, quantised
+from oracle.quantised import FORMATS, GROUP, awq, fp8_blocks, gptq, int4_groups, quantised
 
 WEIGHT = torch.randn(2 * GROUP, 3 * GROUP, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
 def test_compressed_tensors_are_read_by_transformers(model_dir, tmp_path, name):
-    stored, read = quantised(build_model(MODEL, model_dir), name, tmp_path)
+    stored, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
     model(torch.tensor([[1]]))  # reads the weights back
     theirs = dict(model.named_parameters())
@@ -52,3 +60,25 @@ def test_blocks_have_their_own_scales():
     ratio = stored["weight_scale_inv"] / plain["weight_scale_inv"]
     assert torch.allclose(ratio, torch.tensor([[1.0, 1, 1], [1000, 1, 1]]))
     assert (read[GROUP:, :GROUP] - scaled[GROUP:, :GROUP]).norm() < 0.1 * scaled[GROUP:, :GROUP].norm()
+
+
+def test_scales_of_blocks_reach_the_layers_of_sglang(sglang_context, model_dir, tmp_path, monkeypatch):
+    """Layers without any answer NaN: SGLang fills scales with the lowest number, and only warns of names it lacks."""
+    form = FORMATS["fp8 block"]
+    stored, _ = quantised(build_model(form.model, model_dir), "fp8 block", tmp_path)
+    weights, config = load_file(Path(stored) / "model.safetensors"), transformers.AutoConfig.from_pretrained(stored)
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
+    for name in ("_PP", "_MOE_DP"):
+        monkeypatch.setattr(parallel_state, name, group)
+    one_rank = dict(tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_dp_size=1)
+    module = importlib.import_module(f"sglang.srt.models.{config.model_type}")
+    with runtime_context.get_parallel().override(**one_rank):
+        model = getattr(module, config.architectures[0])(config, Fp8Config.from_config(form.config))
+    model.load_weights(weights.items())
+    parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    scales = {name: scale for name, scale in model.named_parameters() if name.endswith("weight_scale_inv")}
+    assert len(scales) == 4 * config.num_hidden_layers
+    for name, scale in scales.items():
+        layer = name.split(".")[-2]
+        stored_scales = [weights[name.replace(layer, part)] for part in parts.get(layer, (layer,))]
+        assert torch.equal(scale, torch.cat(stored_scales)), name

@@ -39,7 +39,7 @@ class ChunkObjects:
         self.written, self.read = InOrder(), InOrder()
         self._given_up, self._num_touching, self._touched = False, 0, threading.Condition()
         self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
-        self._layers = [_rows(layer) for layer in (*pool.k_data_refs, *pool.v_data_refs)]
+        self._rows, self._starts = _rows(pool.kv_buffer)
         self._buffers = threading.local()
 
     def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
@@ -80,17 +80,16 @@ class ChunkObjects:
             yield functools.partial(act, name, index, piece.numpy())
 
     def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        stored, parts = self._new_object(len(slots))
+        stored, rows = self._new_object(len(slots))
         with self._memory() as allowed:
             if not allowed:
                 return False
-            for layer, part in zip(self._layers, parts, strict=True):
-                np.take(layer, slots, axis=0, out=part, mode="clip")  # other modes copy once more
+            np.take(self._rows, self._starts + slots, out=rows, mode="clip")  # other modes copy once more
         stored[: _HEADER.size] = np.frombuffer(_header(name, index, len(slots), stored), np.uint8)
         return self.backend.put(_key(name, index), torch.from_numpy(stored))
 
     def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        stored, parts = self._new_object(len(slots))
+        stored, rows = self._new_object(len(slots))
         stored[: _HEADER.size] = 0  # what was there before must not be believed
         if self._given_up or not self.backend.get(_key(name, index), torch.from_numpy(stored)):
             return False
@@ -99,24 +98,30 @@ class ChunkObjects:
             return False
         with self._memory() as allowed:
             if allowed:
-                for layer, part in zip(self._layers, parts, strict=True):
-                    layer[slots] = part
+                self._rows[self._starts + slots] = rows
             return allowed
 
     def _new_object(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Memory for an object, uint8, and what each layer has of it, [layers, tokens, bytes]. The thread's next object
-        has the same."""
-        row_bytes = self._layers[0].shape[1]
+        """Memory for an object, uint8, and what it has of each layer and token, [2 * layers, tokens]. The thread's next
+        object has the same."""
+        num_layers, row_bytes = len(self._starts), self._rows.itemsize
         if not hasattr(self._buffers, "bytes"):
-            size = _HEADER.size + self._tokens * len(self._layers) * row_bytes
+            size = _HEADER.size + self._tokens * num_layers * row_bytes
             self._buffers.bytes = self.backend.new_memory(size).numpy()
-        stored = self._buffers.bytes[: _HEADER.size + num_tokens * len(self._layers) * row_bytes]
-        return stored, stored[_HEADER.size :].reshape(len(self._layers), num_tokens, row_bytes)
+        stored = self._buffers.bytes[: _HEADER.size + num_tokens * num_layers * row_bytes]
+        return stored, stored[_HEADER.size :].view(self._rows.dtype).reshape(num_layers, num_tokens)
 
 
-def _rows(layer: torch.Tensor) -> np.ndarray:
-    """The memory of a layer of the host, as [slots, bytes]."""
-    return layer.flatten(1).view(torch.uint8).numpy()
+def _rows(kv_buffer: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The memory of a host pool, [2, layers, slots, heads, head_dim], as a row for each layer and slot, and where the
+    keys and values of each layer start there, [2 * layers, 1].
+
+    One call can then move a whole object. With one for each layer, threads would wait for each other and for the
+    scheduler before each: all that they do between calls takes Python's lock.
+    """
+    num_slots = kv_buffer.shape[2]
+    memory = kv_buffer.flatten(0, 2).flatten(1).view(torch.uint8).numpy()
+    return memory.view(f"V{memory.shape[1]}")[:, 0], np.arange(0, len(memory), num_slots)[:, None]
 
 
 def _key(name: bytes, index: int) -> str:
