@@ -13,6 +13,8 @@ from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.port.cache import chunk_objects
+from sglang_lazy.port.cache.backends import TensorBackend
+from sglang_lazy.port.cache.tier_report import StorageReport
 from sglang_lazy.port.model.identity import model_identity
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -125,6 +127,33 @@ def test_models_are_kept_apart(storage):
     server = new_server(storage)
     server.pools.connect(storage, b"another model")
     assert details(served(server, A, B))[2] == 0
+
+
+def test_the_first_request_does_not_wait_for_the_models_name(storage):
+    server, asked = new_server(storage), []
+    server.tree_cache.connect(TensorBackend(storage), lambda weights: asked.append(weights) or b"model", StorageReport(1))
+    assert asked == [None]
+    assert details(served(server, A)) == (0, 0, 4, 4) and asked == [None]
+
+
+def test_keys_and_values_of_all_layers_come_back_to_any_slots():
+    """From slots in one order to slots in another, in pieces."""
+    shape = (2, 3, 40, 2, 4)
+    stored, fetched = (SimpleNamespace(kv_buffer=torch.zeros(shape), get_size_per_token=lambda: 192) for _ in range(2))
+    stored.kv_buffer.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
+    before, after = torch.tensor([7, 8, 9, 39, 0, 3, 2]), torch.tensor([30, 4, 5, 6, 0, 39, 12])
+    backend = TensorBackend(Storage())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunk_objects, "PIECE_BYTES", 3 * 192)
+        objects = [chunk_objects.ChunkObjects(backend, pool) for pool in (stored, fetched)]
+    objects[0].start_write(b"n" * 32, before, None)
+    assert objects[0].settle(60) and objects[0].written.take().succeeded
+    objects[1].start_read(b"n" * 32, after, None)
+    assert objects[1].settle(60) and objects[1].read.take().succeeded
+    expected = torch.zeros(shape)
+    for old, new in zip(before, after, strict=True):
+        expected[:, :, new] = stored.kv_buffer[:, :, old]
+    assert torch.equal(fetched.kv_buffer, expected)
 
 
 def test_without_room_on_the_host_nothing_is_fetched(storage):
