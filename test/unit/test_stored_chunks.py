@@ -131,7 +131,8 @@ def test_models_are_kept_apart(storage):
 
 def test_the_first_request_does_not_wait_for_the_models_name(storage):
     server, asked = new_server(storage), []
-    server.tree_cache.connect(TensorBackend(storage), lambda weights: asked.append(weights) or b"model", StorageReport(1))
+    backend, report = TensorBackend(storage), StorageReport(1)
+    server.tree_cache.connect(backend, lambda weights: asked.append(weights) or b"model", report)
     assert asked == [None]
     assert details(served(server, A)) == (0, 0, 4, 4) and asked == [None]
 
