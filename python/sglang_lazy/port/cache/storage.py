@@ -57,8 +57,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self, backend: TensorBackend, identity: Callable[[str | None], bytes | None], report: StorageReport
     ) -> None:
         """identity: names the weights that KV depends on, those of the model or of the adapter with this id; None for
-        an adapter that is not loaded. Asked anew after each flush. Naming the model reads all weights, so it is asked for
-        here: the first request must not wait for that."""
+        an adapter that is not loaded. Asked anew after each flush. Naming the model reads all weights, so it is asked
+        for here: the first request must not wait for that."""
         self._backend, self._identity, self.report = backend, identity, report
         self._identified[None] = identity(None)
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
