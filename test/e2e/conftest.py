@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from sglang_lazy.testing import log_tail
+
 HERE = Path(__file__).parent
 
 
@@ -17,6 +19,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(HERE) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).parts[0]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """A test that fails says what its servers wrote last: its folder does not outlive the run."""
+    report = yield
+    if report.failed and "tmp_path" in item.funcargs:
+        for log in sorted(item.funcargs["tmp_path"].glob("*.log")):
+            report.sections.append((f"end of {log.name}", log_tail(log)))
+    return report
 
 
 @pytest.fixture(scope="session")
