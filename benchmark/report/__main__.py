@@ -30,8 +30,8 @@ from benchmark.report.policies import (
 )
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
-from benchmark.report.serving import chat, decode, documents, latency, load, policy_costs
-from benchmark.report.tiers import backups, loads, phases, transfers
+from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs
+from benchmark.report.tiers import backups, loads, transfers
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)

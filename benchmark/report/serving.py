@@ -13,6 +13,7 @@ from benchmark.serving.paired import compare, paired_stages
 OLD_NAMES = {"materialize": "copy"}
 """Contenders that older data has under another name."""
 PAIR = ("lazy", "stock")
+PHASES = {"new": "cold", "same order": "same order", "new order": "reordered"}
 Columns = dict[str, Callable[[dict], str]]
 
 
@@ -119,6 +120,25 @@ def traffic(row: dict) -> str:
 def load(sources: list[Path]) -> str:
     """Synthetic prompts: time to first token and throughput by skew and rate."""
     return steady(sources, ("synthetic",), "done/s", lambda row: number(row["request_throughput"]))
+
+
+def phases(sources: list[Path]) -> str:
+    """One request at a time: milliseconds to the first token, median, and the share of its prompt that was cached."""
+    rows = [row for row in serving_rows(sources) if row["workload"] == "latency"]
+    extra = differing(rows, {"run": run_name})
+    cases = collections.defaultdict(lambda: collections.defaultdict(list))
+    for row in rows:
+        given = row["parameters"]
+        cases[row["folder"], given["chunks"], given["chunk_len"]][row["contender"], row["phase"]].append(row)
+    body = []
+    for (_, chunks, chunk_len), found in sorted(cases.items(), key=lambda case: (case[0][2], case[0][1], case[0][0])):
+        for name in in_order(name for name, _ in found):
+            of = {title: only(found[name, phase]) for title, phase in PHASES.items()}
+            first = of["new"]
+            times = [f"{number(row['ttft_ms_p50'])} ({row['hit_rate']:.0%})" for row in of.values()]
+            shape = f"{chunks} x {chunk_len:,}"
+            body.append([*(value(first) for value in extra.values()), shape, str(first["requests"]), name, *times])
+    return table([*extra, "chunks", "requests", "contender", *PHASES], body)
 
 
 def policy_costs(sources: list[Path]) -> str:

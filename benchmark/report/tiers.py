@@ -1,34 +1,13 @@
-"""Tables of the host tier and storage: requests one at a time, host time, and plain copies."""
+"""Tables of the host tier: waits of running requests, host time, and plain copies."""
 
-import collections
 from pathlib import Path
 
-from benchmark.report.cells import in_order, lines, number, only, spread, table
+from benchmark.report.cells import in_order, lines, number, spread, table
 from benchmark.report.host_time import values
-from benchmark.report.serving import differing, run_name, serving_rows
+from benchmark.report.serving import serving_rows
 
 WAYS = ("load", "back_up")
 WHICH = ("mean", "p50", "p99")
-PHASES = {"new": "cold", "same order": "same order", "new order": "reordered"}
-
-
-def phases(sources: list[Path]) -> str:
-    """One request at a time: milliseconds to the first token, median, and the share of its prompt that was cached."""
-    rows = [row for row in serving_rows(sources) if row["workload"] == "latency"]
-    extra = differing(rows, {"run": run_name})
-    cases = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in rows:
-        given = row["parameters"]
-        cases[row["folder"], given["chunks"], given["chunk_len"]][row["contender"], row["phase"]].append(row)
-    body = []
-    for (_, chunks, chunk_len), found in sorted(cases.items(), key=lambda case: (case[0][2], case[0][1], case[0][0])):
-        for name in in_order(name for name, _ in found):
-            of = {title: only(found[name, phase]) for title, phase in PHASES.items()}
-            first = of["new"]
-            times = [f"{number(row['ttft_ms_p50'])} ({row['hit_rate']:.0%})" for row in of.values()]
-            shape = f"{chunks} x {chunk_len:,}"
-            body.append([*(value(first) for value in extra.values()), shape, str(first["requests"]), name, *times])
-    return table([*extra, "chunks", "requests", "contender", *PHASES], body)
 
 
 def backups(sources: list[Path]) -> str:

@@ -9,8 +9,8 @@ from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
 from benchmark.report.host_time import references
 from benchmark.report.policies import policies, policies_by_group, policies_matches
-from benchmark.report.serving import chat, latency, load, policy_costs
-from benchmark.report.tiers import phases, transfers
+from benchmark.report.serving import chat, latency, load, phases, policy_costs
+from benchmark.report.tiers import transfers
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {

@@ -272,7 +272,7 @@ def test_closed_gates(stock, settings):
         assert torch.equal(student(comb, decoder, parts.chunks, parts.texts, masks), plain)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="waits for a device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no queue that the host could wait for")
 def test_the_host_does_not_wait_for_the_device(settings, tmp_path):
     """In a whole step, from rows to updated weights, once it is compiled."""
     trainer = CombTrainer(settings, tmp_path, torch.device("cuda"), flex=True)

@@ -110,15 +110,15 @@ def run(job: Job, report: int, source: int, output: int) -> NoReturn:
 class Spare:
     """A fork of this process, for multiprocessing to use instead of a new interpreter.
 
-    not_for_it: open files that the fork closes.
+    closes: open files of this process that the fork closes.
     """
 
-    def __init__(self, not_for_it: Sequence[int] = ()) -> None:
+    def __init__(self, closes: Sequence[int] = ()) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
             self.socket.close()
-            for fd in not_for_it:
+            for fd in closes:
                 os.close(fd)
             _become_spawned(theirs)
         theirs.close()
