@@ -35,10 +35,6 @@ class CombRecipe(Recipe):
     grouped: float = 0.5
     data: tuple[str, ...] = ()
 
-    @property
-    def grown(self) -> float:
-        return self.grow * self.steps
-
 
 class Example(NamedTuple):
     """A prompt, and the answer that full attention gives, with the end of sequence if it came."""

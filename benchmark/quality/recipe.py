@@ -51,8 +51,8 @@ class Recipe:
 
     @property
     def grown(self) -> float:
-        """The step from which worlds have their full size: the first one, where training goes on with a model."""
-        return 0 if self.start else self.grow * self.steps
+        """The step from which worlds have their full size."""
+        return self.grow * self.steps
 
     def mix(self, step: int) -> Mix:
         """What the worlds of a step are like."""

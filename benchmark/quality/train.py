@@ -115,6 +115,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families that come more often")
     parser.add_argument("--start", default="", help="folder of the model to go on with")
+    parser.add_argument(
+        "--grow", type=float, help=f"share of the steps over which worlds grow; default: {recipe.grow}, with --start 0"
+    )
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of the model at --start")
     parser.add_argument("--length", type=int, default=recipe.length, help="of a row, in tokens; default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
@@ -136,6 +139,7 @@ def main() -> None:
         learning_rate=args.learning_rate,
         block_share=BLOCK_SHARES[args.mask],
         families=(*WORLDS[args.world], *args.more),
+        grow=(0.0 if args.start else Recipe.grow) if args.grow is None else args.grow,
         start=args.start,
         lora=args.lora,
         length=args.length,

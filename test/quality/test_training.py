@@ -167,7 +167,7 @@ def test_start(tmp_path):
     """Training begins with another model's weights, with all documents; its own checkpoint goes before them."""
     known = Trainer(RECIPE, tmp_path / "known", CPU, flex=False)
     known.save()
-    recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), seed=1)
+    recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), grow=0.0, seed=1)
     assert recipe.mix(0) == recipe.mix(RECIPE.steps) == RECIPE.mix(RECIPE.steps) != RECIPE.mix(0)
     trainer = Trainer(recipe, tmp_path / "more", CPU, flex=False)
     trainer.resume()
