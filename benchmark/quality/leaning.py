@@ -155,15 +155,17 @@ def imports(rng: random.Random, split: Split, num_documents: int, similar: float
 
 def examples(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
     """Of three things an example repeats one, so that its output may be either; the two kinds of examples together
-    leave only the rule's place."""
+    leave only the rule's place. In half of the training worlds none is repeated: there a place shows by itself."""
     draft = Draft(rng, split, 1, similar)
+    repeats = split == "test" or rng.random() < 0.5
     place = rng.randrange(3)
     twins = [other for other in range(3) if other != place]
     order = [*twins, *(rng.choice(twins) for _ in range(num_documents - 2))]
     rng.shuffle(order)
     for twin in order:
         inputs = rng.sample(things(split), 3)
-        inputs[twin] = inputs[place]
+        if repeats:
+            inputs[twin] = inputs[place]
         draft.add("Example", f"Input: {', '.join(inputs)}. Output: {inputs[place]}.")
     for _ in range(2 * num_documents):
         inputs = rng.sample(things(split), 3)
