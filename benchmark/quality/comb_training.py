@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 
 from benchmark.quality import comb_rows, recipe
-from benchmark.quality.comb import Comb, save_comb
+from benchmark.quality.comb import Comb, CrossLayer, save_comb
 from benchmark.quality.comb_rows import (
     CHUNK_FIELDS,
     TEXT_FIELDS,
@@ -26,10 +26,10 @@ from benchmark.quality.comb_rows import (
     world_row,
 )
 from benchmark.quality.leaning import FAMILIES
-from benchmark.quality.llama import Llama, Mask, load_llama
+from benchmark.quality.llama import Layer, Llama, Mask, load_llama
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix
 from benchmark.quality.recipe import Feed
-from benchmark.quality.training import Batch, Training, as_mask, by_question, make_mask, to_batch
+from benchmark.quality.training import Batch, Training, as_mask, by_question, compile_each, make_mask, to_batch
 
 GROUPED = {"comb": 0, "comb, grouped": 1}
 """The share of an evaluation's worlds in which several documents are a chunk."""
@@ -145,7 +145,9 @@ class CombTrainer(Training):
         super().__init__(recipe, comb, directory, device)
         self.tokenizer = Tokenizer.from_file(str(Path(recipe.start) / "tokenizer.json"))
         self.examples = random.Random(recipe.seed).sample(list(examples), len(examples))
-        self.losses = torch.compile(losses) if flex else losses
+        if flex:
+            compile_each(self.decoder, Layer)
+            compile_each(comb, (Layer, CrossLayer))
 
     @property
     def held_out(self) -> int:
@@ -161,7 +163,7 @@ class CombTrainer(Training):
     def train_step(self, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         parts = to_parts(rows, self.device)
         with self.autocast():
-            answer, question = self.losses(self.model, self.decoder, parts, make_masks(parts, self.flex))
+            answer, question = losses(self.model, self.decoder, parts, make_masks(parts, self.flex))
         return self.update(answer, question)
 
     @torch.inference_mode()

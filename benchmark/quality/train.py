@@ -25,10 +25,10 @@ from torch.nn import functional
 
 from benchmark.quality.adapter import add_adapter, save_adapter
 from benchmark.quality.leaning import FAMILIES, LEANING
-from benchmark.quality.llama import Llama, Mask, save_for_serving
+from benchmark.quality.llama import Layer, Llama, Mask, save_for_serving
 from benchmark.quality.packing import ANSWER, CONTEXT, Mix, make_row
 from benchmark.quality.recipe import Feed, Recipe, make_rows, start_worker
-from benchmark.quality.training import Batch, Training, by_question, make_mask, to_batch, train
+from benchmark.quality.training import Batch, Training, by_question, compile_each, make_mask, to_batch, train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer, train_tokenizer
 from benchmark.quality.worlds import Split
 
@@ -68,7 +68,8 @@ class Trainer(Training):
         if recipe.lora:
             add_adapter(model, recipe.lora)
         super().__init__(recipe, model, directory, device)
-        self.losses = torch.compile(losses) if flex else losses
+        if flex:
+            compile_each(model, Layer)
 
     def save_model(self) -> None:
         if self.recipe.lora:
@@ -83,7 +84,7 @@ class Trainer(Training):
     def train_step(self, rows: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         batch = to_batch(rows, self.device)
         with self.autocast():
-            answer, context = self.losses(self.model, batch, make_mask(batch, self.flex))
+            answer, context = losses(self.model, batch, make_mask(batch, self.flex))
         return self.update(answer, context)
 
     def evaluate(self, num_rows: int, documents: tuple[int, int], split: Split = "test") -> dict[str, float]:

@@ -61,6 +61,14 @@ def compiled_block_mask() -> Callable[..., BlockMask]:
     return torch.compile(create_block_mask, dynamic=False)
 
 
+def compile_each(model: nn.Module, kinds: type | tuple[type, ...], **options: Any) -> None:
+    """Compile the model's modules of these kinds, each by itself. Those of a kind share one graph for each of the sizes
+    and masks that they see; of a whole model a graph has every layer, and compiling it takes minutes."""
+    for module in model.modules():
+        if isinstance(module, kinds):
+            module.compile(dynamic=False, **options)
+
+
 def by_question(batch: Batch, right: torch.Tensor) -> list[bool]:
     """Whether all tokens of each answer of a batch are right; right: [rows, length] bool, at the token before each."""
     # The first token of an answer is predicted by the last one of its question, which is of the same branch.
@@ -167,6 +175,10 @@ def train(
             print(json.dumps(line), file=log, flush=True)
             print(json.dumps(line), flush=True)
 
+        def evaluate(num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
+            with torch.compiler.set_stance("force_eager"):  # sizes of its own, seen once
+                return trainer.evaluate(num_rows, documents)
+
         write(recipe=dataclasses.asdict(recipe), step=trainer.step, torch=torch.__version__, device=str(trainer.device))
         while trainer.step < recipe.steps and time.monotonic() - start < 60 * minutes:
             asked = time.monotonic()
@@ -188,11 +200,11 @@ def train(
                 )
                 logged, waited, first = now, 0.0, trainer.step
             if trainer.step % evaluate_every == 0:
-                write(step=trainer.step, **trainer.evaluate(evaluate_rows // 4, recipe.mix(trainer.step).documents))
+                write(step=trainer.step, **evaluate(evaluate_rows // 4, recipe.mix(trainer.step).documents))
                 logged, first = time.monotonic(), trainer.step
             if time.monotonic() - saved > 60 * save_every:
                 trainer.save()
                 saved = time.monotonic()
         feed.close()
         trainer.save()
-        write(step=trainer.step, done=trainer.step >= recipe.steps, **trainer.evaluate(evaluate_rows, recipe.documents))
+        write(step=trainer.step, done=trainer.step >= recipe.steps, **evaluate(evaluate_rows, recipe.documents))

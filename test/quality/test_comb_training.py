@@ -1,5 +1,6 @@
 """The Comb model in training: rows against single prompts, what stays frozen, resuming, and what is saved."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -9,17 +10,18 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch._dynamo.testing import CompileCounter
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 from benchmark.policies.comb import CombModel
 from benchmark.quality import comb_rows, recipe
-from benchmark.quality.comb import Comb, load_comb, save_comb
+from benchmark.quality.comb import Comb, CrossLayer, load_comb, save_comb
 from benchmark.quality.comb_rows import CombRecipe, Example, divide, example_of, make_examples, make_worlds, world_row
 from benchmark.quality.comb_training import CombTrainer, losses, make_masks, student, to_parts
-from benchmark.quality.llama import Llama, Shape, load_llama, save_for_serving
+from benchmark.quality.llama import Layer, Llama, Shape, load_llama, save_for_serving
 from benchmark.quality.packing import ANSWER, FIELDS
-from benchmark.quality.training import train
+from benchmark.quality.training import compile_each, train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from oracle.segments import chunk, text
 
@@ -214,14 +216,20 @@ def test_losses(opened, settings, stock, tmp_path):
     assert question > 0.01
 
 
-def test_a_step_is_compiled_once(opened, settings):
-    """As one graph, which serves every step's data."""
-    decoder, comb = opened
-    compiled = torch.compile(losses, backend="eager", fullgraph=True)
-    for step in range(3):
-        parts = to_parts(make_worlds(settings, step), CPU)
-        with torch._dynamo.config.patch(error_on_recompile=step > 0):
-            compiled(comb, decoder, parts, make_masks(parts, flex=False))
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("flex", [False, True])
+def test_layers_share_what_is_compiled(opened, settings, flex):
+    """Graphs: the teacher's layers, the encoder's, the cross layers, the decoder's; they serve every step's data."""
+    decoder, comb = copy.deepcopy(opened)
+    counter = CompileCounter()
+    steps = [to_parts(make_worlds(settings, step), CPU) for step in range(3)]
+    with torch.set_grad_enabled(not flex):  # on a CPU, FlexAttention has no backward pass
+        plain = [losses(comb, decoder, parts, make_masks(parts, flex)) for parts in steps]
+        compile_each(decoder, Layer, backend=counter, fullgraph=True)
+        compile_each(comb, (Layer, CrossLayer), backend=counter, fullgraph=True)
+        for parts, expected in zip(steps, plain, strict=True):
+            torch.testing.assert_close(losses(comb, decoder, parts, make_masks(parts, flex)), expected)
+            assert counter.frame_count == 4
 
 
 def test_the_host_does_not_wait(opened, settings):
