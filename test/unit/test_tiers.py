@@ -4,7 +4,7 @@ import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, D, Loop, fill_tokens
-from fakes.requests import TEXT
+from fakes.requests import CHUNK, TEXT
 from sglang_lazy.chunks.store import ChunkState
 from sglang_lazy.core.state import linked
 from sglang_lazy.port.scheduler import steps as hooks
@@ -275,6 +275,21 @@ def test_a_load_evicts_no_more_than_it_lacks(load):
     assert getattr(cache, load)(node) is not None and not node.evicted and req in scheduler.admission.holders
     scheduler.admission.rows.free(taken)
     scheduler.run()
+
+
+def test_room_for_all_chunks_of_a_prompt_is_made_at_once(monkeypatch):
+    """The pool is full of other chunks."""
+    scheduler = with_chunks_on_host(A, B, C, pool_size=20)
+    cache, asked = scheduler.tree_cache, []
+    scheduler.warm(*((CHUNK, (n, n, n, n)) for n in (31, 32, 33)))
+    lacking = 12 - cache.token_to_kv_pool_allocator.available_size()
+    evict = cache.evict
+    monkeypatch.setattr(cache, "evict", lambda params: asked.append(params.num_tokens) or evict(params))
+    req = scheduler.submit([A, B, C, QUESTION], "loads", max_new_tokens=1)
+    scheduler.visible()
+    assert asked == [lacking] and lacking > 4 and scheduler.states(req) == [LOADING] * 3
+    scheduler.run()
+    assert details(req) == (0, 12, 12)
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,9 @@ class ChunkStore:
         for i, node in new:
             if not node.evicted:
                 self.enter(chunks, i, node)
-        for i, node in on_host:  # last, since loading evicts
+        if on_host:  # last, since loading evicts
+            self.tree.make_room([node for _, node in on_host])
+        for i, node in on_host:
             if not node.evicted or self.tree.load(node):  # another slice may have loaded it
                 self.enter(chunks, i, node)
         return [i for i, _ in on_host if chunks.nodes[i] is not None]

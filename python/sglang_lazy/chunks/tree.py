@@ -1,7 +1,7 @@
 """The interface of the radix tree under the chunk cache. The port implements it over SGLang's."""
 
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -129,6 +129,12 @@ class Tree(Protocol):
 
     def discard(self, node: Node) -> list[torch.Tensor]:
         """Remove a discardable node from the tree and the host; the caller frees the returned slots."""
+
+    def make_room(self, nodes: Sequence[Node]) -> bool:
+        """Free at once what it takes to load `nodes` from the host; otherwise, each load evicts for itself.
+
+        Returns False and evicts nothing if memory does not suffice for all.
+        """
 
     def load(self, node: Node) -> bool:
         """Load `node` and its evicted ancestors from the host before the next pass reads them, locked until then.

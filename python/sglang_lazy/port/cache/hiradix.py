@@ -6,7 +6,7 @@ differences that chunks make: what is backed up and when, and eviction without s
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -216,21 +216,25 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return True
 
     def load_back(self, node: TreeNode, mem_quota: int | None = None) -> torch.Tensor | None:
-        """Room is made here, no more than is lacking and only where there is enough.
+        return super().load_back(node, mem_quota) if self.make_room([node]) else None
+
+    def make_room(self, nodes: Sequence[TreeNode]) -> bool:
+        """No more is evicted than is lacking, and only where that is enough.
 
         SGLang asks eviction for all that it loads. That would go on with the locks of waiting requests: of the one that
         loads, and of those that it is forming a batch from.
         """
-        to_load = self._on_host_up_to(node)
-        above = to_load[-1].parent if to_load else node
-        self.lock(above)
-        num_lacking = sum(len(n.key) for n in to_load) - self.token_to_kv_pool_allocator.available_size()
+        paths = [path for node in nodes if (path := self._on_host_up_to(node))]
+        to_load = {node.id: node for path in paths for node in path}
+        for path in paths:
+            self.lock(path[-1].parent)
+        num_lacking = sum(len(n.key) for n in to_load.values()) - self.token_to_kv_pool_allocator.available_size()
         fits = num_lacking <= self.evictable_size()
         if fits and num_lacking > 0:
             self.evict(EvictParams(num_tokens=num_lacking))
-        loaded = super().load_back(node, mem_quota) if fits else None
-        self.unlock(above)
-        return loaded
+        for path in paths:
+            self.unlock(path[-1].parent)
+        return fits
 
     def _on_host_up_to(self, node: TreeNode) -> list[TreeNode]:
         """The nodes on the path to `node` that are on the host alone, the last one first."""

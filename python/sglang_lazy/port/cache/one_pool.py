@@ -1,6 +1,6 @@
 """The methods of a tree about window KV and tiers, for a single pool on the device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ class OnePool:
         return 0
 
     # Tiers
+
+    def make_room(self, nodes: Sequence[TreeNode]) -> bool:
+        raise AssertionError("there is no tier to load from")
 
     def load(self, node: TreeNode) -> bool:
         raise AssertionError("there is no tier to load from")
