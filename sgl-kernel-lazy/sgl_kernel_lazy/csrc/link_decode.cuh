@@ -344,7 +344,7 @@ struct Ring {
   // Says that this warp has read the stage: one lane arrives, for all of them by way of __syncwarp.
   __device__ void release() const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(empty());
+    arrive_for_warp(empty(), threadIdx.x % 32);
   }
 };
 
@@ -423,10 +423,12 @@ __device__ void produce(const DecodeArgs& a, const Plan& plan, const Mode& mode)
       if (thread < next.tile.num_users) ring.users()[thread] = next.user;
       __syncwarp();
     }
-    if (thread == 0) {
-      ring.tile() = next.tile;
+    if (thread < ARRIVALS_OF_WARP) {
+      if (thread == 0) ring.tile() = next.tile;
       arrive(ring.announced());
-      arrive_expecting(ring.full(), next.tile.count ? 2 * mode.tile * group_bytes : 0);
+      // Where no item begins, only full is waited for: it must not complete before all lanes have announced the tile.
+      if constexpr (ARRIVALS_OF_WARP > 1) __syncwarp();
+      if (thread == 0) arrive_expecting(ring.full(), next.tile.count ? 2 * mode.tile * group_bytes : 0);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -556,7 +558,7 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __gri
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < MAX_STAGES; ++i) {
-      init_barrier(smem_address(Ring::header().announced + i), 1);
+      init_barrier(smem_address(Ring::header().announced + i), ARRIVALS_OF_WARP);
       init_barrier(smem_address(Ring::header().full + i), 1);
     }
   }
@@ -565,7 +567,9 @@ __global__ void __launch_bounds__(NUM_THREADS, 1) link_decode_kernel(const __gri
   const Mode& mode = a.modes[is_wide];
   const int num_computing = mode.heads * mode.row_groups * a.key_groups;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < MAX_STAGES; ++i) init_barrier(smem_address(Ring::header().empty + i), num_computing);
+    for (int i = 0; i < MAX_STAGES; ++i) {
+      init_barrier(smem_address(Ring::header().empty + i), num_computing * ARRIVALS_OF_WARP);
+    }
     fence_barrier_init();
   }
   __syncthreads();

@@ -457,9 +457,7 @@ __device__ __forceinline__ void consume(const LinkExtendParams& p, const WorkIte
       for (int i = 0; i < 4; ++i) weights[k][i] = pack<MmaType>(s[8 * k + 2 * i], s[8 * k + 2 * i + 1]);
     }
   };
-  auto release = [&](uint32_t barrier) {
-    if (lane == 0) arrive(barrier);
-  };
+  auto release = [&](uint32_t barrier) { arrive_for_warp(barrier, lane); };
 
   if (num_tiles > 0) {
     Ring<Traits::K_STAGES> k_ring;
@@ -633,11 +631,11 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
   } else if (warp == 1 && lane == 0) {
     for (int stage = 0; stage < Traits::K_STAGES; ++stage) {
       init_barrier(smem.k_full(stage), Traits::WARPGROUP);
-      init_barrier(smem.k_empty(stage), 4 * num_consumers);
+      init_barrier(smem.k_empty(stage), 4 * num_consumers * ARRIVALS_OF_WARP);
     }
     for (int stage = 0; stage < Traits::V_STAGES; ++stage) {
       init_barrier(smem.v_full(stage), Traits::WARPGROUP);
-      init_barrier(smem.v_empty(stage), 4 * num_consumers);
+      init_barrier(smem.v_empty(stage), 4 * num_consumers * ARRIVALS_OF_WARP);
     }
     fence_barrier_init();
   } else if (warpgroup > 0 && (warp - 4) * 16 < Traits::BLOCK_M) {
