@@ -13,7 +13,7 @@ from fakes.requests import CHUNK, TEXT, new_request
 from fakes.scheduler import Scheduler
 from fakes.storage import Storage
 from fakes.streams import LatePool
-from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout

@@ -6,7 +6,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, Loop
 from fakes.requests import CHUNK, TEXT
-from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.state import linked
 from sglang_lazy.policies import POLICIES, register

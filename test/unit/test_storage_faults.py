@@ -10,7 +10,7 @@ from fakes.loop import QUESTION, A, B, C, D
 from fakes.requests import CHUNK
 from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
-from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.state import linked
 
 pytestmark = pytest.mark.usefixtures("sglang_context")

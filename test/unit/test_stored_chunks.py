@@ -11,7 +11,7 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
-from sglang_lazy.chunks.store import ChunkState
+from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.port.cache import chunk_objects
 from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.tier_report import StorageReport

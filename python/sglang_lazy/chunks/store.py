@@ -1,6 +1,5 @@
 """The chunk store: states, locks and eviction of chunks."""
 
-import enum
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from sglang_lazy.chunks.counts import Counts
 from sglang_lazy.chunks.deletions import Deletions
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.reports import state_of
-from sglang_lazy.chunks.tree import Inserted, Node, Tree
+from sglang_lazy.chunks.tree import ChunkState, Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.prompt import ChunkSlice
@@ -24,23 +23,6 @@ PRIVATE_SEGMENT = -1
 """Segment id of KV that is not known to be shared with other requests."""
 MAX_SEGMENT_IDS = 64
 """Limit per chunk: with policies that choose tokens for each prompt, they would grow without bound."""
-
-
-class ChunkState(enum.Enum):
-    """Where the KV of a chunk is.
-
-    MISSING: nowhere. PENDING: a producer will compute it. FETCHING: being read from storage. HOST: in host memory.
-    LOADING: being copied from there to the device. RESIDENT: on the device.
-
-    Any pass launched from now on can attend to a chunk that is LOADING or RESIDENT.
-    """
-
-    MISSING = enum.auto()
-    PENDING = enum.auto()
-    FETCHING = enum.auto()
-    HOST = enum.auto()
-    LOADING = enum.auto()
-    RESIDENT = enum.auto()
 
 
 class ChunkStore:

@@ -1,5 +1,6 @@
 """The interface of the radix tree under the chunk cache. The port implements it over SGLang's."""
 
+import enum
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,23 @@ Node = Any
 `lock_ref`, `host_ref_counter` (readers of its host copy), `evicted` (it has no slots on the device) and `backuped` (the
 host has a copy). A node that is evicted and not backed up has left the tree.
 """
+
+
+class ChunkState(enum.Enum):
+    """Where the KV of a chunk is.
+
+    MISSING: nowhere. PENDING: a producer will compute it. FETCHING: being read from storage. HOST: in host memory.
+    LOADING: being copied from there to the device. RESIDENT: on the device.
+
+    Any pass launched from now on can attend to a chunk that is LOADING or RESIDENT.
+    """
+
+    MISSING = enum.auto()
+    PENDING = enum.auto()
+    FETCHING = enum.auto()
+    HOST = enum.auto()
+    LOADING = enum.auto()
+    RESIDENT = enum.auto()
 
 
 class Inserted(NamedTuple):
