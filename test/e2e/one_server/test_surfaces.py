@@ -113,6 +113,22 @@ def test_stop_and_logprobs(generate, tokenizer):
     assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
+def test_logprobs_of_named_tokens_beside_who_names_none(generate):
+    """SGLang's own scheduler dies when a batch has both."""
+    params = GREEDY
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(generate, input_ids=[8, 9, 10], sampling_params={**params, "max_new_tokens": 400})
+        ask = dict(input_ids=[5, 6, 7], sampling_params={**params, "max_new_tokens": 8}, return_logprob=True)
+        while not other.done():
+            found = generate(**ask, token_ids_logprob=[3, 4])["meta_info"]["output_token_ids_logprobs"]
+        assert len(other.result()["output_ids"]) == 400
+    tops = generate(**ask, top_logprobs_num=500)["meta_info"]["output_top_logprobs"]
+    assert len(tops) == 8
+    for named, top in zip(found, tops, strict=True):
+        expected = {token: logprob for logprob, token, _ in top}
+        assert {token: logprob for logprob, token, _ in named} == pytest.approx({n: expected[n] for n in (3, 4)})
+
+
 def test_prompt_logprobs_after_the_last_chunk(generate):
     segments = prompt(RIVER, question=" Which town lies at the mouth?")
     report = generate(segments=segments)["meta_info"]
