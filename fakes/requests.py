@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.sampling.sampling_params import SamplingParams
 
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import Ranges
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.core.state import Fill, LinkedRequest, fill_of, linked
+from sglang_lazy.core.state import LinkedRequest, fill_of, linked
 from sglang_lazy.policies import get_policy
 
 TEXT, CHUNK = False, True

@@ -10,8 +10,9 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from fakes.recorder import RecordingPools
 from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.chunks.tree import ChunkState
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import ChunkNodes, Fill, linked
+from sglang_lazy.core.state import ChunkNodes, linked
 from sglang_lazy.port.scheduler import steps as hooks
 
 ALL = 1 << 20

@@ -17,11 +17,12 @@ from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.rows import FillRow
-from sglang_lazy.core.state import Fill, LinkedRequest
+from sglang_lazy.core.state import LinkedRequest
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.model.attention import LinkAttention
 

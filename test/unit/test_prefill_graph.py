@@ -11,10 +11,10 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.chunks.counts import Counts
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey, Namespace
 from sglang_lazy.core.model import AttentionLayer, ServedModel
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import Fill
 from sglang_lazy.port.model import model_runner as hooks
 from sglang_lazy.port.model.model_runner import can_run_prefill_graph
 

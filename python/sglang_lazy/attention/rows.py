@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import positions_in
-from sglang_lazy.core.state import Fill, LinkedRequest, Probe, Undecided, lazy_state
+from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, lazy_state
 
 
 class AttentionRow(NamedTuple):

@@ -11,10 +11,11 @@ import torch
 
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node, Tree
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice, tokens_at
 from sglang_lazy.core.rows import FillRow, Row
-from sglang_lazy.core.state import ChunkNodes, Fill, LinkedRequest, RowNodes, as_linked
+from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked
 
 
 class RowCache:

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.core.state import Fill, fill_of
+from sglang_lazy.core.state import fill_of
 
 NewRequest = Callable[[str, array, Any], Any]
 """Creates a prefill-only request without a client from its id, its tokens, and the request that it serves."""

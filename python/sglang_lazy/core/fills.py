@@ -1,0 +1,55 @@
+"""A fill, the internal request that computes missing chunks."""
+
+import dataclasses
+import functools
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.rows import FillRow
+
+
+class FillPart(NamedTuple):
+    """Tokens (int64) that a fill computes, and the namespace to publish them in.  chunk: None for the preamble."""
+
+    tokens: array
+    namespace: Hashable
+    chunk: ChunkSlice | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Fill:
+    """An internal request that computes missing chunks, none of which sees another.
+
+    All chunks have the same preamble, which the fill computes as well unless it is cached. The chunks are published
+    when the batch with the fill's last tokens is formed.
+
+    owner: the request that it was created for.
+    parents: the requests that wait for it.
+    row: the row's order; set when it is matched for a batch.
+    duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
+    lent: int64, those of `duplicates` whose window KV the tree has taken.
+    began: `time.perf_counter()` when it was last matched for a batch.
+    """
+
+    chunks: Sequence[ChunkSlice]
+    owner: Any
+    parents: list[Any] = dataclasses.field(default_factory=list)
+    row: FillRow = dataclasses.field(init=False)
+    duplicates: torch.Tensor | None = None
+    lent: torch.Tensor = dataclasses.field(init=False)
+    began: float = dataclasses.field(init=False)
+
+    @property
+    def preamble(self) -> array:
+        """The tokens after which all its chunks are computed, int64."""
+        return self.chunks[0].preamble
+
+    @functools.cached_property
+    def parts(self) -> list[FillPart]:
+        """What it computes, in order: the preamble, if there is one, and the chunks."""
+        preamble = [FillPart(self.preamble, self.chunks[0].key.namespace.extra_key)] if self.preamble else []
+        return [*preamble, *(FillPart(chunk.tokens, chunk.key.namespace, chunk) for chunk in self.chunks)]
