@@ -10,6 +10,7 @@ import torch
 import transformers
 from rounding import Errors
 
+from fakes import whole_windows
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.comb import CombOracle
@@ -117,9 +118,11 @@ def wide(name: str, model_dir) -> str:
         "qwen3 on two GPUs",
     ],
 )
-def served(request, model_dir):
+def served(request, model_dir, with_plugin):
     """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, the model's path, the type
-    of the cache, and whether it has a host tier."""
+    of the cache, and whether it has a host tier.
+
+    SGLang itself decodes prompts without chunks, and with copies all: with whole windows."""
     from sglang_lazy import Engine
 
     name, _, way = request.param.partition(" ")
@@ -129,7 +132,8 @@ def served(request, model_dir):
     path = wide(name, model_dir)
     if name in MODELS and "vision_config" in MODELS[name].settings:
         options["enable_multimodal"] = False  # the folder has no processor
-    engine = Engine(model_path=path, **ENGINE, **options)
+    with with_plugin(whole_windows.load):
+        engine = Engine(model_path=path, **ENGINE, **options)
     try:
         yield engine, path, torch.float8_e4m3fn if "fp8" in way else torch.bfloat16, "tiers" in way
     finally:
