@@ -46,6 +46,7 @@ def with_plugin(tmp_path_factory):
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PYTHONPATH", path)
+            environment.syspath_prepend(plugin.parent)  # processes that this one spawns have its path
             yield
 
     return with_plugin

@@ -2,10 +2,12 @@
 by the kernels of the format."""
 
 import gc
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from rounding import Errors
 from test_gpu import ENGINE, NUM_TOKENS
 
 from oracle.adapters import merged, random_adapter
@@ -50,27 +52,20 @@ def serve(model_dir, tmp_path):
 
 def check(engine, prompts, oracles, **arguments) -> None:
     """Cold, reordered and warm, in batches: no further from fp32 than twice plain PyTorch in bf16, and nearer to chunks
-    that see only themselves than to full attention. Errors are means over all tokens: a number that is rounded to its
-    other neighbour makes single ones large by luck.
+    that see only themselves than to full attention.
 
     oracles: in fp32, and in bf16.
     """
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
-    ours, plain, full = [], [], []
+    errors = Errors()
     for hit in (False, True):
         outputs = engine.generate(segments=segments, sampling_params=params, return_logprob=True, **arguments)
         for prompt, output in zip(prompts, outputs, strict=True):
             assert not hit or all(entry["hit"] for entry in output["meta_info"]["chunks"])
-            tokens = output["output_ids"]
-            chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
-            exact, rough = (oracle.logprobs(prompt, tokens[:-1])[chosen] for oracle in oracles)
-            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
-            ours.append(reported - exact)
-            plain.append(rough - exact)
-            full.append(reported - oracles[0].logprobs([text(token_ids(prompt))], tokens[:-1])[chosen])
-    ours, plain, full = (torch.stack(errors).abs().mean().item() for errors in (ours, plain, full))
-    assert ours <= 2 * plain and ours < full, (ours, plain, full)
+            full = partial(oracles[0].logprobs, [text(token_ids(prompt))])
+            errors.add(output, *(partial(oracle.logprobs, prompt) for oracle in oracles), full)
+    errors.check()
 
 
 def prompts_of(name: str) -> list:

@@ -1,0 +1,84 @@
+"""`Errors` lets rounding pass, and nothing else: on made-up errors, and on answers of the oracle itself in bf16."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+from rounding import Errors
+
+from oracle.block_mask import Oracle
+from oracle.models import build
+from oracle.scenarios import Dice
+from oracle.segments import text, token_ids
+
+NUM_ANSWERS, NUM_TOKENS = 8, 12
+HEAD, CHUNK, QUESTION = 4, 50, 9  # tokens of a prompt
+
+
+def check(ours: torch.Tensor) -> None:
+    """ours: [NUM_ANSWERS, NUM_TOKENS], where plain PyTorch's are 0.05."""
+    errors = Errors()
+    for answer in ours.tolist():
+        reported = {"output_token_logprobs": [(-error, 0, None) for error in answer]}
+        output = {"output_ids": [0] * NUM_TOKENS, "meta_info": reported}
+        errors.add(output, lambda _: torch.zeros(NUM_TOKENS, 1), lambda _: torch.full((NUM_TOKENS, 1), 0.05))
+    errors.check()
+
+
+def test_one_token_is_luck():
+    ours = torch.full((NUM_ANSWERS, NUM_TOKENS), 0.05)
+    ours[3, 5] = 1
+    check(ours)
+
+
+def test_one_wrong_answer():
+    ours = torch.full((NUM_ANSWERS, NUM_TOKENS), 0.05)
+    ours[3] = 0.2
+    with pytest.raises(AssertionError):
+        check(ours)
+
+
+@pytest.mark.parametrize("error", [0.11, float("nan")])
+def test_all_are_wrong(error):
+    with pytest.raises(AssertionError):
+        check(torch.full((NUM_ANSWERS, NUM_TOKENS), error))
+
+
+class Served(Oracle):
+    """In bf16, and wrong in one way: the mask is causal, windows lack a token, or the first chunk is one token late."""
+
+    def __init__(self, path: str, way: str):
+        super().__init__(path, torch.bfloat16)
+        self.way = way
+        self.model.config.sliding_window -= way == "window"
+        if way == "positions":
+            self.model.register_forward_pre_hook(self._shift, with_kwargs=True)
+
+    @staticmethod
+    def _shift(_model, args, kwargs):
+        kwargs["position_ids"][:, HEAD : HEAD + CHUNK] += 1
+        return args, kwargs
+
+    def logprobs(self, segments, generated=()):
+        return super().logprobs([text(token_ids(segments))] if self.way == "mask" else segments, generated)
+
+    def answer(self, segments) -> dict:
+        tokens, logprobs = self.generate(segments, NUM_TOKENS)
+        entries = [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
+        return {"output_ids": tokens, "meta_info": {"output_token_logprobs": entries}}
+
+
+@pytest.mark.parametrize("way", ["", "mask", "window", "positions"])
+def test_answers(model_dir, way):
+    """Of a model with windows and experts: all right, or two of eight wrong."""
+    path = build("gpt-oss", model_dir)
+    exact, right, wrong = Oracle(path), Served(path, ""), Served(path, way)
+    dice, errors = Dice("rounding"), Errors()
+    for i in range(NUM_ANSWERS):
+        prompt = [dice.text(HEAD), *dice.chunks(2, CHUNK, CHUNK), dice.text(QUESTION)]
+        output = (wrong if i < 2 else right).answer(prompt)
+        full = partial(exact.logprobs, [text(token_ids(prompt))])
+        errors.add(output, partial(exact.logprobs, prompt), partial(right.logprobs, prompt), full)
+    with contextlib.nullcontext() if not way else pytest.raises(AssertionError):
+        errors.check()

@@ -1,0 +1,31 @@
+"""The windows that SGLang's Triton attention decodes with: one token short, unless GPU tests widen them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.attention.triton_backend import update_sliding_window_buffer
+
+from fakes import whole_windows
+
+WINDOW, LENGTH = 24, 40
+
+
+@pytest.mark.parametrize("widened", [False, True])
+def test_decode_sees(widened):
+    """Once SGLang's own are whole, `fakes/whole_windows.py` can go."""
+    backend = SimpleNamespace(sliding_window_size=WINDOW - 1)  # without the token itself, as models say
+    if widened:
+        whole_windows.widen(None, backend)
+    indptr, row = torch.zeros(2, dtype=torch.int32), torch.arange(LENGTH, dtype=torch.int32)[None]
+    _, seen, *_ = update_sliding_window_buffer(
+        indptr, row, backend.sliding_window_size, torch.tensor([LENGTH]), torch.tensor([0]), 1, "cpu"
+    )
+    assert seen.tolist() == list(range(LENGTH - WINDOW + (not widened), LENGTH))
+
+
+@pytest.mark.parametrize("size", [None, -1])
+def test_models_without_windows(size):
+    backend = SimpleNamespace(sliding_window_size=size)
+    whole_windows.widen(None, backend)
+    assert backend.sliding_window_size == size
