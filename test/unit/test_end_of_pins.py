@@ -47,7 +47,7 @@ async def all_end(scheduler):
         while scheduler.ends:
             await asyncio.sleep(0.001)
 
-    await asyncio.wait_for(wait())
+    await asyncio.wait_for(wait(), timeout=60)
 
 
 def test_pins_end_in_any_order(scheduler):
@@ -70,7 +70,7 @@ def test_a_shorter_pin_does_not_wait_for_a_longer_one(scheduler):
         while len(scheduler.ends) == 2:
             await asyncio.sleep(0.001)
 
-    asyncio.run(asyncio.wait_for(run()))
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
 def test_what_is_pinned_while_the_last_pin_ends_has_its_end(scheduler):
@@ -87,7 +87,7 @@ def test_what_is_pinned_while_the_last_pin_ends_has_its_end(scheduler):
         await pinned.wait()
         await all_end(scheduler)
 
-    asyncio.run(asyncio.wait_for(run()))
+    asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
 def test_a_deletion_on_several_ranks():
