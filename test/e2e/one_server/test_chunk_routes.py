@@ -51,7 +51,7 @@ def test_what_is_refused(server):
     assert get(server, all="true").status_code == 403
 
 
-def test_a_deleted_chunk_is_computed_anew(server):
+def test_a_deleted_chunk_is_computed_again(server):
     first = ask(server, DOCUMENT, cache_salt="deleting")
     for salt, status in (("other", 404), ("deleting", 200), ("deleting", 404)):
         headers = {"X-Cache-Salt": salt}
