@@ -1,7 +1,5 @@
 """Worlds of leaning documents, against readers that do not know how they are made: they answer by rules from the text
-of
-whatever documents they are given.
-"""
+of whatever documents they are given."""
 
 import random
 import re

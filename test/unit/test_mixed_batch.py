@@ -1,6 +1,5 @@
 """A prefill batch of linked requests, ordinary ones and fills: SGLang's own attention computes its part, ours the rest,
-and every row sees exactly the tokens it should.
-"""
+and every row sees exactly the tokens it should."""
 
 import random
 from array import array

@@ -58,7 +58,7 @@ def message(number, events, rank=0):
 
 
 def knows(picker, tokens, worker=WORKER):
-    """Whether the picker takes the worker to have the chunk of these tokens."""
+    """Whether the picker believes that the worker has the chunk of these tokens."""
     return picker._caches[worker].has(hashes(tokens)[-1])
 
 
