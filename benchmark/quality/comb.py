@@ -162,7 +162,7 @@ def save_comb(decoder: Llama, comb: Comb, directory: Path, dtype: torch.dtype, t
         **{f"chunk_model.{name}": weight for name, weight in comb.chunk_model.state_dict().items()},
         **{f"language_model.model.cross_layers.{name}": w for name, w in comb.cross_layers.state_dict().items()},
     }
-    # Copies, for equal weights that share memory would be written once.
+    # Copies, because tied weights that share memory would be written only once.
     weights = {name: weight.detach().to(dtype, copy=True).cpu().contiguous() for name, weight in weights.items()}
     for old in directory.glob("model*.safetensors*"):
         old.unlink()

@@ -1,4 +1,4 @@
-"""The conditions under which questions are sent, as data, and how a server is brought into each."""
+"""The conditions under which questions are sent, as data, and how a server is put into each."""
 
 import dataclasses
 import itertools
