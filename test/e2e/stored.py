@@ -65,7 +65,7 @@ class Server:
 
     def stored(self, count):
         """Wait until storage has this many objects."""
-        assert wait_for(lambda: len(list(self.folder.glob("*.bin"))) >= count, timeout=20)
+        assert wait_for(lambda: len(list(self.folder.glob("*.bin"))) >= count)
 
 
 @contextlib.contextmanager

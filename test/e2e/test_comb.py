@@ -227,7 +227,7 @@ def test_chunks_by_name_chats_and_metrics(served):
         lines = requests.get(f"{served.url}/metrics", timeout=60).text.splitlines()
         return any(line.startswith("sglang_lazy:resident_chunks") and line.endswith(" 1.0") for line in lines)
 
-    assert wait_for(resident, timeout=20)
+    assert wait_for(resident)
     served.call("DELETE", f"/chunks/{registered}")
     assert served.call("GET", "/chunks").json()["chunks"] == []
 
@@ -253,7 +253,7 @@ def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
         (output,) = served.answer(plain)
         assert output["meta_info"]["cached_tokens_details"]["host"] == 29, "text goes to the host, too"
         (state,) = served.call("GET", "/server_info").json()["internal_states"]
-        assert wait_for(lambda: len(list((tmp_path / "storage").glob("*.bin"))) == 6, timeout=20)
+        assert wait_for(lambda: len(list((tmp_path / "storage").glob("*.bin"))) == 6)
         assert state["lazy_storage"]["unstored"] == 0 and state["lazy_host"]["backup_tokens"] > size + 30
     with started(path, tmp_path / "second.log", "tiers") as served:
         (output,) = served.answer(prompt)

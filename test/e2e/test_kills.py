@@ -74,7 +74,7 @@ def test_a_server_that_is_asked_to_end_finishes_its_answers(tiny_model, tmp_path
     flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", "--max-running-requests", "1", *device_flags()]
     with running_server(flags, log) as url, ThreadPoolExecutor() as clients:
         processes = processes_of(url)
-        body = {"segments": SEGMENTS, "sampling_params": {**LONG, "max_new_tokens": 600}, "stream": True}
+        body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
         with requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE) as response:
             lines = filter(None, response.iter_lines())
             next(lines)
@@ -82,6 +82,6 @@ def test_a_server_that_is_asked_to_end_finishes_its_answers(tiny_model, tmp_path
             assert wait_for(lambda: requests.get(f"{url}/v1/loads").json()["loads"][0]["num_waiting_reqs"], PATIENCE)
             os.kill(processes["http"].pid, signal.SIGTERM)
             *_, last, done = lines
-        assert done == b"data: [DONE]" and len(json.loads(last.removeprefix(b"data: "))["output_ids"]) == 600
+        assert done == b"data: [DONE]" and len(json.loads(last.removeprefix(b"data: "))["output_ids"]) == 1500
         assert len(waiting.result()["output_ids"]) == 8
         assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]

@@ -58,7 +58,7 @@ def storage(tmp_path):
         running([*master, f"--metrics_port={metrics_port}"], tmp_path / "master.txt") as server,
         running([sys.executable, "-c", LEND, address], log) as lender,
     ):
-        assert wait_for(lambda: "ready" in log.read_text(errors="replace"), timeout=60), log.read_text()
+        assert wait_for(lambda: "ready" in log.read_text(errors="replace")), log.read_text()
         flags = ["--hicache-storage-backend", "mooncake", "--hicache-storage-backend-extra-config", json.dumps(config)]
         yield flags, (lender, server)
 
@@ -71,7 +71,7 @@ def test_two_servers_share_what_they_store(storage, tiny_model, tmp_path):
     with started(tiny_model, tmp_path, tmp_path, *storage_flags) as survivor:
         with started(tiny_model, tmp_path, tmp_path, *storage_flags) as killed:  # it gets a SIGKILL below
             killed.answer(prompt_of(dice, first))
-            assert wait_for(lambda: killed.state()["stored"] == len(LENS), timeout=20)
+            assert wait_for(lambda: killed.state()["stored"] == len(LENS))
             meta = survivor.answer(prompt_of(dice, first[::-1]))
             assert meta["cached_tokens_details"]["storage"] == sum(LENS)
             assert meta["cached_tokens_details"]["storage_backend"] == "MooncakeStore"

@@ -73,7 +73,7 @@ class Server:
             now = self.counted()
             return {name: now[name] - before.get(name, 0) for name in now if now[name] != before.get(name, 0)}
 
-        wait_for(lambda: growth() == expected, timeout=10)
+        wait_for(lambda: growth() == expected)
         assert growth() == expected
 
     def has(self, **gauges):
@@ -82,7 +82,7 @@ class Server:
         def values():
             return {name: number for name, number in self.numbers("gauge").items() if name in gauges}
 
-        wait_for(lambda: values() == gauges, timeout=10)
+        wait_for(lambda: values() == gauges)
         assert values() == gauges
 
 
@@ -130,7 +130,7 @@ def test_the_dashboard_asks_for_what_there_is(server):
     """The metrics, label values and labels in its queries exist."""
     server.ask(A, QUESTION)
     server.ask(A, QUESTION)
-    assert wait_for(lambda: "cached_tokens_total chunk" in server.counted(), timeout=10)
+    assert wait_for(lambda: "cached_tokens_total chunk" in server.counted())
     samples = {}
     for family in server.families().values():
         for sample in family.samples:
@@ -192,7 +192,7 @@ def test_a_plain_prompt_counts_as_a_batch_without_chunks(server):
     decodes, before = server.numbers("counter"), server.counted()
     server.ask(QUESTION, A, QUESTION, link="full")
     server.grows(before, {"batches_total false prefill": 1})
-    assert wait_for(lambda: server.numbers("counter")[plain] >= decodes[plain] + 3, timeout=10)
+    assert wait_for(lambda: server.numbers("counter")[plain] >= decodes[plain] + 3)
     assert server.numbers("counter")[linked] == decodes[linked]
 
 
@@ -208,7 +208,7 @@ def test_the_sources_of_cached_tokens_add_up(server):
         return {name: now[name] - before.get(name, 0) for name in now if name.startswith("cached_tokens_total ")}
 
     cached = sum(meta["cached_tokens"] for meta in metas)
-    assert wait_for(lambda: sum(by_source().values()) == cached, timeout=10), (by_source(), cached)
+    assert wait_for(lambda: sum(by_source().values()) == cached), (by_source(), cached)
     assert by_source() == {"cached_tokens_total chunk": 250, "cached_tokens_total device": cached - 250}
     assert cached >= 250 + 40
 
@@ -271,7 +271,7 @@ class Subscriber:
 def subscriber(server):
     subscriber = Subscriber(server.kv_events)
     # Messages published before it is connected are lost.
-    assert wait_for(lambda: server.flush() or subscriber.socket.poll(300), timeout=10)
+    assert wait_for(lambda: server.flush() or subscriber.socket.poll(300))
     server.ask(ids("chunk", 37), QUESTION)
     subscriber.until(lambda event: isinstance(event, BlockStored) and event.token_ids == [37])
     server.flush()

@@ -80,7 +80,7 @@ def test_a_full_disk(healthy):
     healthy.fault("full")
     before = healthy.state()
     healthy.answer(prompt_of(dice, chunks))
-    assert wait_for(lambda: healthy.state()["unstored"] == before["unstored"] + len(LENS), timeout=20)
+    assert wait_for(lambda: healthy.state()["unstored"] == before["unstored"] + len(LENS))
     healthy.answer([dice.text(990)])
     meta = healthy.answer(prompt_of(dice, chunks[::-1]))
     assert meta["cached_tokens_details"]["host"] == sum(LENS)

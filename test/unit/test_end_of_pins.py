@@ -47,7 +47,7 @@ async def all_end(scheduler):
         while scheduler.ends:
             await asyncio.sleep(0.001)
 
-    await asyncio.wait_for(wait(), timeout=60)
+    await asyncio.wait_for(wait())
 
 
 def test_pins_end_in_any_order(scheduler):
@@ -70,7 +70,7 @@ def test_a_shorter_pin_ends_first(scheduler):
         while len(scheduler.ends) == 2:
             await asyncio.sleep(0.001)
 
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    asyncio.run(asyncio.wait_for(run()))
 
 
 def test_a_pin_set_while_the_last_one_ends_also_ends(scheduler):
@@ -87,7 +87,7 @@ def test_a_pin_set_while_the_last_one_ends_also_ends(scheduler):
         await pinned.wait()
         await all_end(scheduler)
 
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    asyncio.run(asyncio.wait_for(run()))
 
 
 def test_deletion_on_several_ranks():

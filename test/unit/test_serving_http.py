@@ -33,7 +33,7 @@ async def rest_of(response):
 def test_headers_do_not_wait_for_the_first_event():
     async def ask():
         token = asyncio.get_running_loop().create_future()
-        response = await asyncio.wait_for(fail_before_stream(streamed(None, token, "a", "b")), timeout=60)
+        response = await asyncio.wait_for(fail_before_stream(streamed(None, token, "a", "b")))
         assert not token.done()
         token.set_result(None)
         return response.status_code, await rest_of(response)
@@ -85,7 +85,7 @@ def refused(error, *later):
         response = await fail_before_stream(StreamingResponse(events()), refuse=PlainTextResponse)
         return response.body if not isinstance(response, StreamingResponse) else await rest_of(response)
 
-    return asyncio.run(asyncio.wait_for(ask(), timeout=60))
+    return asyncio.run(asyncio.wait_for(ask()))
 
 
 def test_an_opening_event_is_held_until_dispatch():

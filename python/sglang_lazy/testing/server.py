@@ -123,7 +123,7 @@ def _group_alive(process: Process) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], bool], timeout: float) -> bool:
+def wait_for(condition: Callable[[], bool], timeout: float = 60) -> bool:
     """Whether `condition` held within `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while not (met := condition()) and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ before anything else ran, which then run the code that multiprocessing passes to
 
 import contextlib
 import fcntl
+import logging
 import multiprocessing.util
 import os
 import pickle
@@ -27,7 +28,7 @@ from sglang_lazy.port import plugin
 from sglang_lazy.port.preload import preload
 
 MESSAGE_BYTES = 1 << 20  # at most, of a job: mostly environment variables
-NUM_SPARES = 4  # a server's scheduler and detokenizer, and two tokenizer workers; more are spawned
+NUM_SPARES = 5  # a server's scheduler and detokenizer, two tokenizer workers and a replacement; more are spawned
 NUM_SPARES_OF_SPAWNED = 2  # the schedulers of two data-parallel ranks, which their controller spawns
 MAX_FDS = 64
 
@@ -47,6 +48,9 @@ def main() -> None:
     stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     setproctitle.getproctitle()  # locates the title's memory, which it cannot after the environment is replaced
     preload()
+    # FlashInfer logs to a file. A fork that configures logging closes it, and what has its number by then: a socket that
+    # the fork was given. Closed here, it is opened again by those who log.
+    logging.shutdown()
     if os.fork():
         ours.close()
         stock.send(b"ready")
