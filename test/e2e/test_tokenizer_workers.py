@@ -169,7 +169,7 @@ def test_a_worker_that_dies_takes_nothing_with_it(workers, clients):
     name = named(clients[1], chunk)
     second.kill()
     assert clients[0].hits([chunk, question]) == [True]
-    # Until the memory of a killed process is released it counts as alive: a health check in that time waits for an answer.
+    # A killed process counts as alive until its memory is released: a health check meanwhile waits for its answer.
     assert wait_for(lambda: len(workers.all()) == 2 and second not in workers.all(), timeout=HEALTH_CHECK + 60)
     another = next(process for process in workers.all() if process != first)
     answer = Client(workers.url, clients[0].oracle, workers.client(another)).ask(

@@ -48,8 +48,8 @@ def main() -> None:
     stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     setproctitle.getproctitle()  # locates the title's memory, which it cannot after the environment is replaced
     preload()
-    # FlashInfer logs to a file. A fork that configures logging closes it, and what has its number by then: a socket that
-    # the fork was given. Closed here, it is opened again by those who log.
+    # FlashInfer logs to a file. A fork that configures logging would close it and with it what has its number by then:
+    # a socket that was passed to the fork. Closed here, the file is reopened by whoever logs.
     logging.shutdown()
     if os.fork():
         ours.close()
