@@ -131,7 +131,7 @@ def ask(url: str, condition: Condition, questions: list[Question], prompts: Prom
 
 
 def shuffled(segments: list[Segment], rng: random.Random) -> list[Segment]:
-    """The texts where they were, the chunks in another order."""
+    """The texts stay in place, the chunks change order."""
     chunks = [segment for segment in segments if segment.kind == "chunk"]
     rng.shuffle(chunks)
     return [chunks.pop() if segment.kind == "chunk" else segment for segment in segments]
