@@ -1,4 +1,4 @@
-"""All tests: kernels are native on a GPU and run under Triton's interpreter without one; models are tiny."""
+"""For all tests: kernels run natively on a GPU and under Triton's interpreter without one; models are tiny."""
 
 import os
 from pathlib import Path
@@ -9,20 +9,20 @@ import torch
 # Triton reads this when a kernel is defined, so it must be set before the first import of one.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Tensors are tiny, here and in the servers that inherit this: threads would only get in each other's way.
+# Tensors are tiny, here and in the servers that inherit this, so threads would only slow things down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def model_dir(tmp_path_factory) -> Path:
-    """Where tiny models are built, once for all tests; kept between runs if LAZY_MODEL_CACHE names a folder."""
+    """The folder of tiny models, which all tests share; it outlives the run if LAZY_MODEL_CACHE names it."""
     return Path(os.environ.get("LAZY_MODEL_CACHE") or tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="session")
 def tiny_model(model_dir) -> str:
-    """Path of a random-weight Llama with a BOS."""
+    """Path of a random-weight Llama whose tokenizer adds BOS."""
     from oracle.models import build
 
     return build("llama", model_dir)

@@ -1,1 +1,1 @@
-"""Whether one tenant can tell what another one holds."""
+"""Whether one tenant can find out what another one has cached."""

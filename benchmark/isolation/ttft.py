@@ -1,11 +1,11 @@
-"""Command: can a tenant tell by the time to its first token whether another one holds a document?
+"""Measures whether a tenant's time to first token reveals that another tenant holds the same document.
 
     python -m benchmark.isolation.ttft --url http://127.0.0.1:30000 --pairs 100
 
-For each pair, two new documents of the same length: another tenant, under another salt, sends one of them first, and an
-unrelated one. Then the attacker asks about both, in random order. It prints quartiles of both times, their rank test
-(Mann-Whitney U, two-sided, normal approximation) and, as a positive control, the same with a document that the attacker
-itself has sent: a test that cannot tell that would be worth nothing.
+For each pair of new documents of the same length, another tenant, under another salt, first sends one of them and an
+unrelated one. Then the attacker asks about both, in random order. Prints quartiles of both times, their rank test
+(Mann-Whitney U, two-sided, normal approximation) and, as a positive control, the same for a document that the attacker
+itself has sent before: a test that missed that would prove nothing.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WORDS = [
 
 
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
-    """The two-sided p-value that both are drawn from one distribution; values are taken to be distinct."""
+    """The two-sided p-value for both samples having one distribution; values are assumed to be distinct."""
     ranked = sorted([(value, 0) for value in a] + [(value, 1) for value in b])
     ranks = sum(rank for rank, (_, which) in enumerate(ranked, 1) if which == 0)
     u, n, m = ranks - len(a) * (len(a) + 1) / 2, len(a), len(b)
@@ -63,7 +63,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=400)
     args = parser.parse_args()
     rng = random.Random(0)
-    run = f"{time.time_ns():x}"  # documents of no earlier run
+    run = f"{time.time_ns():x}"  # so that no document recurs from an earlier run
     groups: dict[str, list[float]] = {"held by another": [], "held by nobody": [], "own": []}
     reused = dict.fromkeys(groups, 0)
     for pair in range(args.pairs):

@@ -1,4 +1,4 @@
-"""A trained Comb model in the comparison of policies: its decoder is the model that is asked, frozen."""
+"""A trained Comb model in the comparison of policies; its frozen decoder is the model under evaluation."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ COMB = {"comb": False, "comb:chunks=1": True}
 
 
 class CombModel:
-    """Without chunks it answers as the decoder does, so only prompts with chunks are asked of it."""
+    """Without chunks it answers as its decoder does, so only prompts with chunks are given to it."""
 
     def __init__(self, directory: Path, decoder: Mapping[str, torch.Tensor], device: str):
-        """decoder: the weights of the model that is asked. Raises ValueError where those of `directory` are others."""
+        """decoder: the weights of the model under evaluation. Raises ValueError if those in `directory` differ."""
         own, comb = load_comb(directory)
         for name, weight in own.state_dict().items():
             if not torch.equal(weight, decoder[name].float().cpu()):
@@ -29,7 +29,7 @@ class CombModel:
 
     @torch.inference_mode()
     def start(self, segments: list[Segment], together: bool) -> "CombPrompt":
-        """Encode the chunks of a prompt, to score and generate behind its text. together: as one chunk."""
+        """Encode the chunks of a prompt, to score and generate after its text.  together: as one chunk."""
         chunks = [segment.ids for segment in segments if segment.kind == "chunk"]
         text = [token for segment in segments if segment.kind == "text" for token in segment.ids]
         chunks = [tuple(token for ids in chunks for token in ids)] if together else chunks
@@ -47,14 +47,14 @@ class CombModel:
 
 
 class CombPrompt:
-    """What `Prototype.start` gives, of a Comb model. Every call computes the text again: it is short."""
+    """As `Prototype.start` returns, for a Comb model. Every call computes the text again, which is short."""
 
     def __init__(self, model: CombModel, text: Sequence[int], chunks: KeyValues):
         self.model, self.text, self.chunks = model, list(text), chunks
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The log-probabilities that each of `tokens` is drawn from, [len(tokens), vocab_size] fp32."""
+        """The log-probabilities from which each of `tokens` is drawn, [len(tokens), vocab_size] fp32."""
         model, ids = self.model, [*self.text, *tokens[:-1]]
         count = len(ids)
         causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=model.device).tril()

@@ -1,7 +1,7 @@
-"""What training with a model's own full attention as the teacher has in common: prompts, answers and the loss.
+"""What the trainings with the model's own full attention as the teacher share: prompts, answers and the loss.
 
-Next-token distributions under full attention, over the question and over the model's own greedy answer, are the target
-of those under a mask of chunks.
+The target, under a mask of chunks, is the distribution of next tokens under full attention, over the question and over
+the model's own greedy answer.
 """
 
 import argparse
@@ -24,7 +24,7 @@ Example = tuple[list[Segment], list[int]]
 
 
 def examples(model, tokenizer, args: argparse.Namespace) -> Iterator[Example]:
-    """Those of `args.questions` with at most `args.max_tokens`, in an order that the seed decides, again and again.
+    """The prompts of `args.questions` with at most `args.max_tokens`, in an order set by the seed, repeated forever.
 
     Exits if there are none.
     """
@@ -43,7 +43,7 @@ def examples(model, tokenizer, args: argparse.Namespace) -> Iterator[Example]:
 
 @torch.inference_mode()
 def greedy(model, prompts: list[list[Segment]], limit: int) -> list[list[int]]:
-    """Answers under full attention, each of at most `limit` tokens, with the end of sequence if it comes."""
+    """Answers under full attention, each of at most `limit` tokens, including the end of sequence if it comes."""
     by_length = sorted(range(len(prompts)), key=lambda i: len(token_ids(prompts[i])))
     answers: list[list[int]] = [[] for _ in prompts]
     ends = model.generation_config.eos_token_id
@@ -62,14 +62,15 @@ def greedy(model, prompts: list[list[Segment]], limit: int) -> list[list[int]]:
 
 
 def num_scored(segments: list[Segment], answer: list[int]) -> int:
-    """The tokens behind which a distribution is compared: of the question and the answer, all but the last one."""
+    """The number of tokens after which distributions are compared: those of question and answer, except the last
+    one."""
     return (len(segments[-1].ids) if segments[-1].kind == "text" else 1) + len(answer) - 1
 
 
 def log_probabilities(
     model, weights: Mapping[str, torch.Tensor], ids: list[int], visible: torch.Tensor, scored: int
 ) -> torch.Tensor:
-    """Behind the `scored` tokens before the last one, [scored, vocab_size] fp32.
+    """After each of the `scored` tokens before the last one, [scored, vocab_size] fp32.
 
     weights: parameters that replace the model's own. visible: which token sees which, [n, n] bool.
     """
@@ -86,12 +87,12 @@ def log_probabilities(
 
 
 def divergence(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(target || found), the mean of the rows."""
+    """KL(target || found), averaged over rows."""
     return torch.nn.functional.kl_div(found, target, log_target=True, reduction="batchmean")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float | None, meaning: str) -> None:
-    """Those of every training. meaning: of the learning rate."""
+    """The arguments of every training.  meaning: of the learning rate."""
     parser.add_argument("--model", type=Path, required=True, help="folder of a model in safetensors")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--steps", type=int, default=steps)
@@ -107,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate:
 
 
 def optimise(parameters: list[torch.nn.Parameter], rate: float, losses: Iterator[torch.Tensor], args) -> None:
-    """Adam with a linearly decaying rate, over the means of `args.batch` losses a step."""
+    """Adam with linear decay; each step averages `args.batch` losses."""
     optimizer = torch.optim.Adam(parameters, lr=rate)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1, 0, args.steps)
     for step in range(args.steps):

@@ -2,9 +2,9 @@
 
 python -m benchmark.policies.evaluate --model path/to/model --questions questions.jsonl --out results.jsonl
 
-One JSON line for each prompt and policy; `python -m benchmark.policies.report results.jsonl` makes the table. With
-`--comb` there are lines of a Comb model too that was trained for this model: `comb`, and `comb:chunks=1` with all
-documents in one chunk. With `--adapter` the model has a LoRA adapter.
+Writes one JSON line for each prompt and policy; `python -m benchmark.policies.report results.jsonl` makes the table.
+With `--comb`, a Comb model trained for this model is evaluated as well: `comb`, and `comb:chunks=1` with all documents
+in one chunk. With `--adapter`, the model has a LoRA adapter.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def main() -> None:
         comb = CombModel(args.comb, oracle.model.state_dict(), args.device) if args.comb else None
     except ValueError as error:
         sys.exit(f"error: {error}")
-    before = tokenizer.encode("")  # BOS, where the tokenizer adds it
+    before = tokenizer.encode("")  # BOS, if the tokenizer adds it
     texts = PREAMBLES | {SERVER: PREAMBLES[args.preamble]}
     preambles = {name: [*before, *tokenizer.encode(text, add_special_tokens=False)] for name, text in texts.items()}
     with open(args.out, "a", encoding="utf-8") as out:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def draw(args: argparse.Namespace, prompts: Prompts, tokenizer) -> Iterator[tuple[Question, list[Segment]]]:
-    """`count` questions of each file, in turn, that fit into `max_tokens`; which ones, the seed decides."""
+    """`count` questions of each file, alternating, that fit into `max_tokens`; the seed decides which."""
     files = []
     for path in args.questions:
         questions = [as_user_message(question, tokenizer) for question in read_questions(path)]
@@ -89,8 +89,8 @@ def evaluate(
     preambles: Preambles,
     args,
 ) -> Iterator[dict]:
-    """A line for each policy, `full` first, and for each way to ask `comb`. Two answers are scored token by token: the
-    first gold one, and the one that full attention gives."""
+    """A line for each policy, `full` first, and for each form of `comb`. Two answers are scored token by token: the
+    first gold answer, and the one under full attention."""
     gold = tokenizer.encode(question.answers[0], add_special_tokens=False)
     full: list[torch.Tensor] = []
     names = ["full", *(name for name in args.policies if name != "full"), *(COMB if comb else ())]
@@ -132,7 +132,7 @@ def evaluate(
 
 
 def bytes_per_token(config) -> int:
-    """Of a token's keys and values in all layers, in 16 bits."""
+    """Bytes of a token's keys and values in all layers, at 16 bits."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 2
 

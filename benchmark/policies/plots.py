@@ -1,4 +1,4 @@
-"""Draws how much of the gap between `block` and `full` policies close, over the share of tokens that they recompute.
+"""Draws how much of the gap between `block` and `full` each policy closes, against the share of tokens it recomputes.
 
 python -m benchmark.policies.plots results.jsonl [more.jsonl ...] --out policies.png
 """

@@ -1,4 +1,4 @@
-"""The oracle of policies at the speed of an evaluation: what policies of one prompt share is computed once."""
+"""The policies' oracle at the speed of an evaluation: what several policies need of one prompt is computed once."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from oracle.segments import Segment
 
 
 class Prototype(PolicyOracle):
-    """Remembers fills and scores of the last prompt, and uses PyTorch's fused attention where weights are not asked."""
+    """Caches fills and scores of the last prompt, and uses PyTorch's fused attention unless weights are needed."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         super().__init__(model_path, dtype, device)
@@ -40,7 +40,7 @@ class Prototype(PolicyOracle):
 
     @torch.inference_mode()
     def start(self, segments: list[Segment], kept: Sequence[Ranges], preamble: Sequence[int] = ()) -> "Prompt":
-        """Compute the prompt, to score and generate behind it."""
+        """Compute the prompt, to score and generate after it."""
         output = self.extend(segments, (), kept, preamble, logits_to_keep=1)
         return Prompt(self.model, output.past_key_values, output.logits[0])
 
@@ -54,16 +54,16 @@ class Prototype(PolicyOracle):
 
 
 class Prompt:
-    """A computed prompt. What is scored or generated behind it is dropped again."""
+    """A computed prompt. Tokens scored or generated after it are dropped again."""
 
     def __init__(self, model, cache, logits: torch.Tensor):
-        """logits: [1, vocab_size], behind the last token."""
+        """logits: [1, vocab_size], after the last token."""
         self.model, self.cache, self.logits = model, cache, logits
         self.length = cache.get_seq_length()
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The log-probabilities that each of `tokens` is drawn from, [len(tokens), vocab_size] fp32."""
+        """The log-probabilities from which each of `tokens` is drawn, [len(tokens), vocab_size] fp32."""
         logits = [self.logits, self._forward(tokens[:-1])] if len(tokens) > 1 else [self.logits]
         self.cache.crop(self.length)
         return torch.cat(logits).float().log_softmax(-1)
@@ -80,7 +80,7 @@ class Prompt:
         return tokens
 
     def _forward(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Logits behind each of `tokens`, [len(tokens), vocab_size]; they stay in the cache."""
+        """Logits after each of `tokens`, [len(tokens), vocab_size]; the tokens stay in the cache."""
         start = self.cache.get_seq_length()
         position_ids = torch.arange(start, start + len(tokens), device=self.model.device)[None]
         ids = torch.tensor([list(tokens)], device=self.model.device)

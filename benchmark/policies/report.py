@@ -1,6 +1,6 @@
-"""The table of an evaluation: means over prompts, and how much of the gap between `block` and `full` a policy closes.
+"""Prints an evaluation's table: means over prompts, and how much of the gap from `block` to `full` each policy closes.
 
-NLL and KL are of the gold answer's tokens; `own` stands for the answer that full attention gives.
+NLL and KL are over the gold answer's tokens; `own` marks those over the answer under full attention.
 
 python -m benchmark.policies.report results.jsonl [more.jsonl ...]
 """
@@ -16,7 +16,7 @@ RESAMPLES = 2000
 
 
 def load(paths: list[Path]) -> dict[str, dict[str, dict]]:
-    """lines[policy][prompt]: the record. A repeated one counts once."""
+    """lines[policy][prompt]: the record. Repeated records count once."""
     lines = collections.defaultdict(dict)
     for path in paths:
         for text in path.read_text(encoding="utf-8").splitlines():
@@ -62,7 +62,7 @@ def row(name: str, lines: dict[str, dict[str, dict]], seed: int = 0) -> dict:
 def paired(
     name: str, other: str, measure: str, lines: dict[str, dict[str, dict]], seed: int = 0
 ) -> tuple[float, float, float]:
-    """The mean over prompts of one policy's measure less another's, and its interval from resampling prompts."""
+    """The mean over prompts of one policy's measure minus another's, with its interval from resampling prompts."""
     prompts = sorted(lines[name].keys() & lines[other].keys())
     differences = np.array([lines[name][prompt][measure] - lines[other][prompt][measure] for prompt in prompts])
     draws = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
@@ -70,7 +70,7 @@ def paired(
 
 
 def table(rows: list[dict]) -> str:
-    """The rows in Markdown; shares in percent."""
+    """The rows as Markdown, with shares in percent."""
     heads = {
         "share": ("recomputed", 100, 0),
         "nll": ("NLL", 1, 3),

@@ -1,11 +1,11 @@
-"""Holds the answers that a server gives under policies against the oracle's, token by token.
+"""Compares a server's answers under policies with the oracle's, token by token.
 
 python -m benchmark.policies.served --model path/to/model --questions questions.jsonl --out served.jsonl
 
-Every prompt is served cold and again warm, in batches of all policies. A line for each answer: at each step the oracle,
-a Hugging Face model in fp32, is given the tokens served so far. `same` counts the steps whose token is the oracle's
-best, `plain_same` those where plain PyTorch in the type of the server agrees with the oracle: what rounding alone
-costs.
+Every prompt is served cold and then warm, in batches of all policies. Writes a line for each answer: at each step the
+oracle, a Hugging Face model in fp32, gets the tokens served so far. `same` counts the steps whose token is the oracle's
+best; `plain_same` counts those where plain PyTorch in the server's dtype agrees with the oracle, which shows what
+rounding alone costs.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def answers(engine: Engine, asked: list[tuple[list[Segment], str]], args: argparse.Namespace) -> list[dict]:
-    """The engine's answers to (prompt, link), all of one prompt in one batch."""
+    """The engine's answers to (prompt, link) pairs, those of one prompt in one batch."""
     params = {"temperature": 0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     outputs, size = [], len(args.policies)
     for batch in (asked[start : start + size] for start in range(0, len(asked), size)):
@@ -60,7 +60,8 @@ def answers(engine: Engine, asked: list[tuple[list[Segment], str]], args: argpar
 
 
 def compare(exact: Prototype, plain: Prototype, segments: list[Segment], link: str, preambles, output: dict) -> dict:
-    """Steps of an answer, how many of them are the oracle's best, and by how much the others miss it."""
+    """The number of steps of an answer, how many of its tokens are the oracle's best, and by how much the others
+    miss."""
     spec, tokens = parse(link), output["output_ids"]
     preamble = spec.preamble(segments, preambles)
     best = {}

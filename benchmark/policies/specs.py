@@ -1,8 +1,8 @@
-"""What a policy's spec keeps of a prompt: `block`, `full`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
+"""What a policy's spec keeps of a prompt: `block`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
 
-For studies, `base` takes the name of a preamble (`preamble=list`), `query` its layers (`layers=0-9`, `layers=3.7.11`)
-and a window (`window=7`: a token counts as much as the best one of its chunk within three), and `static` a score of
-`statics.py`. Without these each chooses as a server does.
+For studies, `base` takes the name of a preamble (`preamble=list`), `query` takes layers (`layers=0-9`, `layers=3.7.11`)
+and a window (`window=7`: a token gets the best score within three tokens in its chunk), and `static` takes a score of
+`statics.py`. Without these, each chooses as a server does.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ TRAINED = ("kvlink", "packet")
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A policy in parts. base: None, `lead`, or the name of a preamble."""
+    """A policy in parts.  base: None, `lead`, or the name of a preamble."""
 
     base: str | None
     name: str
@@ -51,14 +51,14 @@ class Spec:
         return leading_text(segments) if self.base == "lead" else tuple(preambles[self.base])
 
     def prompt(self, segments: list[Segment], model_path: str, vocab_size: int) -> list[Segment]:
-        """With trained tokens around its chunks, if the policy has some. Raises ValueError where the model has none."""
+        """The prompt, with the policy's trained tokens around its chunks. Raises ValueError if the model has none."""
         if self.name not in TRAINED:
             return segments
         policy = get_policy(":".join([self.name, *(f"{key}={value}" for key, value in self.options.items())]))
         return around(segments, policy, tokens_for(policy, model_path, vocab_size))
 
     def kept(self, oracle: PolicyOracle, segments: list[Segment], preambles: Preambles) -> list[Ranges]:
-        """What keeps cached KV, of each chunk."""
+        """For each chunk, the tokens that keep their cached KV."""
         preamble = self.preamble(segments, preambles)
         if self.name in ("block", *TRAINED):
             return keep_all_but(segments, ())
@@ -102,7 +102,7 @@ def parse_part(part: str) -> tuple[str, dict[str, str]]:
 
 
 def parse_layers(layers: str | None, num_layers: int) -> list[int]:
-    """`0-2` and `0.1.2` are the layers 0, 1 and 2; None the last third, rounded up."""
+    """`0-2` and `0.1.2` are the layers 0, 1 and 2; None is the last third, rounded up."""
     if layers is None:
         return list(range(num_layers - math.ceil(num_layers / 3), num_layers))
     if "-" in layers:
@@ -112,7 +112,7 @@ def parse_layers(layers: str | None, num_layers: int) -> list[int]:
 
 
 def best_nearby(segments: list[Segment], scores: torch.Tensor, window: str | None) -> torch.Tensor:
-    """The highest score of the `window` (odd) candidates of its chunk around each candidate, [n]."""
+    """For each candidate the highest score among the `window` (odd) candidates of its chunk around it, [n]."""
     if window is None:
         return scores
     chunks = scores.split([end - start for start, end in chunk_spans(segments) if start < end])

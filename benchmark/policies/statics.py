@@ -1,7 +1,7 @@
-"""Scores that are known when a chunk is filled, to choose what `static` recomputes: a study.
+"""Scores that are known once a chunk is filled, for a study of what `static` should recompute.
 
-Each function takes the oracle, a prompt's segments, the preamble of the policy and prose that stands for whatever may
-come before a chunk, and gives a score to each candidate, [n].
+Each function takes the oracle, a prompt's segments, the policy's preamble, and prose in place of the unknown text
+before a chunk; it returns a score for each candidate, [n].
 """
 
 from collections.abc import Callable, Sequence
@@ -15,17 +15,17 @@ Score = Callable[[PolicyOracle, list[Segment], Sequence[int], Sequence[int]], to
 
 
 def first(oracle, segments, preamble, prose):
-    """Earlier tokens of a chunk: EPIC at a share of each chunk."""
+    """Earlier tokens score higher: EPIC with a share of each chunk."""
     return -torch.cat([torch.arange(end - start).float() for start, end in chunk_spans(segments)])
 
 
 def second_layer_keys(oracle, segments, preamble, prose):
-    """How far the second layer's keys are from those behind the prose."""
+    """The distance of the second layer's keys from those behind the prose."""
     return deviations(oracle, segments, prose)[0][0]
 
 
 def all_keys(oracle, segments, preamble, prose):
-    """The same of all layers, each in units of its mean."""
+    """The same over all layers, each relative to its mean."""
     return in_units_of_mean(segments, deviations(oracle, segments, prose)[0])
 
 
@@ -34,9 +34,9 @@ def all_values(oracle, segments, preamble, prose):
 
 
 def deviations(oracle, segments, prose):
-    """Squared deviations between chunks alone and behind the prose: of keys and of values, [2, num_layers - 1, n].
+    """Squared deviations of keys and values between chunks alone and behind the prose, [2, num_layers - 1, n].
 
-    The first layer is left out: its keys and values depend on nothing but the token.
+    The first layer is left out: its keys and values depend only on the token.
     """
     fills = zip(oracle.fill(segments)[1:], oracle.fill(segments, prose)[1:], strict=True)
     parts = [[(a - b).float().square().sum((0, 1, 3)) for a, b in zip(*layer, strict=True)] for layer in fills]
@@ -44,13 +44,13 @@ def deviations(oracle, segments, prose):
 
 
 def small_keys(oracle, segments, preamble, prose):
-    """Keys of small norm, which attention sinks have."""
+    """Keys with small norms score higher, as those of attention sinks."""
     norms = [keys.float().square().sum((0, 1, 3)) for keys, _ in oracle.fill(segments, preamble)]
     return -in_units_of_mean(segments, torch.stack(norms))
 
 
 def received(oracle, segments, preamble, prose):
-    """Attention from the chunk's later tokens, all heads and layers, per token that can attend."""
+    """Attention received from the chunk's later tokens, over all heads and layers, per token that can attend."""
     return attention(oracle, segments, preamble)[0]
 
 
@@ -60,7 +60,8 @@ def towards_prose(oracle, segments, preamble, prose):
 
 
 def attention(oracle, segments, preamble):
-    """Inside of chunks, all heads and layers: what each candidate gets, and what it pays to the preamble, [2, n]."""
+    """Within chunks, over all heads and layers: what each candidate receives, and what it pays to the preamble, [2,
+    n]."""
     ids, chunks, skip = token_ids(segments), [], len(preamble)
     for start, end in chunk_spans(segments):
         output = oracle.forward([*preamble, *ids[start:end]], range(start - skip, end), output_attentions=True)
@@ -71,7 +72,8 @@ def attention(oracle, segments, preamble):
 
 
 def in_units_of_mean(segments: list[Segment], by_layer: torch.Tensor) -> torch.Tensor:
-    """[num_layers, n], each layer of a chunk in units of its mean, so that none outweighs another; summed, [n]."""
+    """The sum over layers, [n], of [num_layers, n] scores, each layer divided by its mean in a chunk so that none
+    dominates."""
     chunks = by_layer.split([end - start for start, end in chunk_spans(segments)], 1)
     return torch.cat([(chunk / chunk.mean(1, keepdim=True)).sum(0) for chunk in chunks])
 

@@ -1,10 +1,10 @@
-"""Trains a model, or a LoRA adapter of it, for the block mask, by its own answers under full attention.
+"""Trains a model, or a LoRA adapter for it, for the block mask, on its own answers under full attention.
 
 python -m benchmark.policies.train_model --model path/to/model --questions mine.jsonl --out trained
 python -m benchmark.policies.train_model --model path/to/model --questions mine.jsonl --lora 16 --out adapter
 
-Block-Attention (arXiv 2409.15355) fine-tunes on questions over documents under the block mask and under the full one,
-so that the model serves both. Here the model as it was is the teacher: its distributions under full attention are the
+Block-Attention (arXiv 2409.15355) fine-tunes on questions over documents under the block mask and the full mask, so
+that the model serves both. Here the original model is the teacher: its distributions under full attention are the
 target under either mask. An adapter is written in PEFT's format.
 """
 
@@ -26,7 +26,7 @@ FULL_RATE, LORA_RATE = 2e-5, 1e-3
 
 
 def losses(teacher, student, examples: Iterator[distill.Example]) -> Iterator[torch.Tensor]:
-    """KL(teacher under full attention || student), under the block mask and under the full one in turn."""
+    """KL(teacher under full attention || student), alternating between the block mask and the full one."""
     for number, (segments, answer) in enumerate(examples):
         ids, scored = [*token_ids(segments), *answer], distill.num_scored(segments, answer)
         causal = visibility([text(token_ids(segments))], len(answer))

@@ -1,11 +1,11 @@
-"""Trains the tokens that the policies `packet` and `kvlink` put around chunks, all weights of the model frozen.
+"""Trains the tokens that the policies `packet` and `kvlink` put around chunks; all weights of the model are frozen.
 
 python -m benchmark.policies.train_tokens --model path/to/model --questions mine.jsonl --policy packet --out trained
 
 KV Packet (arXiv 2604.13226) and KVLink (arXiv 2502.16002) teach a model tokens that make chunks fit together. Here the
-model teaches them to itself: its next-token distributions under full attention, over the question and over its own
-greedy answer, are the target of those under the policy. `--out` is a copy of the model's folder in which the trained
-rows of the embedding differ, with the `lazy_tokens.json` that tells a server of them.
+model is its own teacher: its next-token distributions under full attention, over the question and its own greedy
+answer, are the target under the policy. `--out` is a copy of the model's folder in which only the trained rows of the
+embedding differ, with the `lazy_tokens.json` that tells servers about them.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from sglang_lazy.serving.trained_tokens import FILE, load
 class Trainer:
     """A frozen model and the rows of its embedding that are trained.
 
-    Where the model's output layer is tied to its embedding, the rows are trained as part of both.
+    If the model's output layer is tied to its embedding, the rows are trained as part of both.
     """
 
     def __init__(self, model, ids: Sequence[int], initial: Sequence[int]):
-        """ids: the trained tokens. initial: tokens whose embeddings they begin with, in turn."""
+        """ids: the trained tokens.  initial: tokens whose embeddings they start from, in rotation."""
         self.model = model.requires_grad_(False)
         embedding = model.get_input_embeddings().weight
         self.name = next(name for name, weight in model.named_parameters() if weight is embedding)
@@ -45,7 +45,7 @@ class Trainer:
         self.rows = torch.nn.Parameter(embedding[[initial[i % len(initial)] for i in range(len(ids))]])
 
     def loss(self, segments: list[Segment], answer: list[int], policy: Policy, trained: TrainedTokens) -> torch.Tensor:
-        """KL(full || policy) behind every token of the question and the answer but the last one, their mean."""
+        """The mean of KL(full || policy) after every token of the question and the answer except the last one."""
         scored = distill.num_scored(segments, answer)
         with torch.no_grad():
             causal = visibility([text(token_ids(segments))], len(answer))
@@ -58,14 +58,14 @@ class Trainer:
 
 
 def fields(policy: Policy, ids: Sequence[int]) -> dict[str, list[int]]:
-    """What `lazy_tokens.json` says of a policy: the first half of a packet's tokens go before each chunk."""
+    """A policy's entry in `lazy_tokens.json`: the first half of a packet's tokens go before each chunk."""
     if policy.name == "kvlink":
         return {"link": list(ids)}
     return {"before": list(ids[: len(ids) // 2]), "behind": list(ids[len(ids) // 2 :])}
 
 
 def unused_special_tokens(tokenizer) -> list[int]:
-    """Those that have no role in the tokenizer and do not occur in its chat template."""
+    """Special tokens without a role in the tokenizer that do not occur in its chat template."""
     roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     template = tokenizer.chat_template or ""
     special = {index: token.content for index, token in tokenizer.added_tokens_decoder.items() if token.special}

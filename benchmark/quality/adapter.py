@@ -29,7 +29,7 @@ class LowRank(nn.Module):
 
 
 def add_adapter(model: nn.Module, rank: int) -> list[nn.Parameter]:
-    """Have all projections of `model`, whose weights stay as they are, take an adapter; its parameters.
+    """Add an adapter to all projections of `model`, whose own weights are frozen; returns the adapter's parameters.
 
     Raises ValueError for a rank below 1, and if the model has no layers of these names.
     """
@@ -51,7 +51,7 @@ def _adapted(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
 
 
 def save_adapter(model: nn.Module, folder: Path) -> None:
-    """Write the adapter of `model` into a folder, which is made."""
+    """Write the adapter of `model` into a new folder."""
     weights = {name: (part.a.detach().cpu(), part.b.detach().cpu()) for name, part in _adapted(model)}
     rank = len(next(iter(weights.values()))[0])
     write_adapter(folder, weights, SCALE * rank)

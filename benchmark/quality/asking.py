@@ -39,7 +39,7 @@ def as_user_message(question: Question, tokenizer) -> Question:
     content = "CONTENT"
     message = [{"role": "user", "content": content}]
     chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    # Prompts puts in front what the tokenizer puts before a text; the template's own BOS stays where that is nothing.
+    # Prompts prepends what the tokenizer puts before a text; if that is nothing, the template's own BOS stays.
     before, after = chat.removeprefix(tokenizer.decode(tokenizer.encode(""))).split(content)
     return dataclasses.replace(question, opening=before + question.opening, closing=question.closing + after)
 

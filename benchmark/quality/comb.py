@@ -69,7 +69,7 @@ def split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Comb(nn.Module):
-    """What a Comb model adds to its decoder, which is given to each call and not a part of it."""
+    """What a Comb model adds to its decoder, which is passed to each call and not part of it."""
 
     def __init__(self, shape: Shape, places: Sequence[int]):
         """places: the decoder's layers that cross layers stand before, ascending."""
@@ -82,9 +82,9 @@ class Comb(nn.Module):
 
     @torch.no_grad()
     def start_from(self, decoder: Llama) -> None:
-        """The encoder begins as the decoder's first layers, a cross layer as the layer behind it, its gates closed.
+        """The encoder starts from the decoder's first layers, a cross layer from the layer after it, with closed gates.
 
-        Keys and values are made of states that were not normalised: the weights of that layer's norm go into theirs.
+        Keys and values are made of unnormalised states, so the weights of that layer's norm are multiplied into theirs.
         """
         for layer, its in zip(self.chunk_model.layers, decoder.model.layers, strict=False):
             layer.load_state_dict(its.state_dict())
@@ -114,7 +114,8 @@ class Comb(nn.Module):
     def states(
         self, decoder: Llama, ids: torch.Tensor, positions: torch.Tensor, mask: Mask, chunks: KeyValues, sees: Mask
     ) -> torch.Tensor:
-        """What the logits of the text are made of, [B, L, hidden_size]. sees: which text token sees which of chunks."""
+        """The states of the text before the output layer, [B, L, hidden_size].  sees: which text token sees which chunk
+        token."""
         x, cos_sin = decoder.begin(ids, positions)
         cross = dict(zip(self.places, zip(self.cross_layers, chunks, strict=True), strict=True))
         for place, layer in enumerate(decoder.model.layers):
@@ -126,12 +127,12 @@ class Comb(nn.Module):
 
     @property
     def bytes_per_token(self) -> int:
-        """Of a document's keys and values, in 16 bits."""
+        """Bytes of a chunk token's keys and values, at 16 bits."""
         return kv_bytes(self.shape, len(self.places))
 
 
 def kv_bytes(shape: Shape, num_layers: int) -> int:
-    """Of one token's keys and values in `num_layers` layers, in 16 bits."""
+    """Bytes of one token's keys and values in `num_layers` layers, at 16 bits."""
     return 2 * num_layers * shape.num_key_value_heads * shape.head_dim * 2
 
 
@@ -162,7 +163,7 @@ def save_comb(decoder: Llama, comb: Comb, directory: Path, dtype: torch.dtype, t
         **{f"chunk_model.{name}": weight for name, weight in comb.chunk_model.state_dict().items()},
         **{f"language_model.model.cross_layers.{name}": w for name, w in comb.cross_layers.state_dict().items()},
     }
-    # Copies, for equal weights that share memory would be written once.
+    # Copies, because tied weights that share memory would be written only once.
     weights = {name: weight.detach().to(dtype, copy=True).cpu().contiguous() for name, weight in weights.items()}
     for old in directory.glob("model*.safetensors*"):
         old.unlink()

@@ -69,7 +69,7 @@ class CombRow(Row):
         return super().fits() and all(size <= limit for size, limit in zip(sizes, self.limits, strict=True))
 
     def add_example(self, example: Example) -> bool:
-        """Add a prompt and its answer. False, and nothing is added, if there is no room."""
+        """Add a prompt and its answer; returns False, adding nothing, if there is no room."""
         before = len(self.fields["ids"])
         self.num_worlds += 1
         self._segment(list(example.before), CONTEXT, position=0)
@@ -150,7 +150,7 @@ def start_worker(examples: Sequence[Example]) -> None:
 
 
 def make_examples(recipe: CombRecipe, step: int) -> Rows:
-    """The rows of a step, each of prompts whose chunks come in any order and partly not at all."""
+    """The rows of a step; the chunks of their prompts are in any order, and some are left out."""
     rows = []
     for number in range(recipe.rows):
         rng, row = random.Random(f"{recipe.seed}/{step}/{number}"), CombRow(recipe)
@@ -161,7 +161,7 @@ def make_examples(recipe: CombRecipe, step: int) -> Rows:
 
 
 def vary(rng: random.Random, example: Example) -> Example:
-    """Half of the time all chunks, else some; in any order."""
+    """All chunks half of the time, otherwise some; in any order."""
     count = len(example.chunks)
     kept = count if rng.random() < 0.5 else rng.randint(1, count)
     return example._replace(chunks=tuple(rng.sample(example.chunks, kept)))

@@ -1,4 +1,4 @@
-"""The conditions under which questions are sent, as data, and how a server is brought into each."""
+"""The conditions under which questions are sent, as data, and how a server is put into each."""
 
 import dataclasses
 import itertools
@@ -131,7 +131,7 @@ def ask(url: str, condition: Condition, questions: list[Question], prompts: Prom
 
 
 def shuffled(segments: list[Segment], rng: random.Random) -> list[Segment]:
-    """The texts where they were, the chunks in another order."""
+    """The texts stay in place, the chunks change order."""
     chunks = [segment for segment in segments if segment.kind == "chunk"]
     rng.shuffle(chunks)
     return [chunks.pop() if segment.kind == "chunk" else segment for segment in segments]

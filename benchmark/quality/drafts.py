@@ -30,7 +30,7 @@ def things(split: Split) -> tuple[str, ...]:
 
 
 class Draft:
-    """A world in the making. No person and no thing comes twice."""
+    """A world in the making, in which no person and no thing occurs twice."""
 
     def __init__(self, rng: random.Random, split: Split, num_people: int, similar: float):
         self.rng, self.split = rng, split
@@ -48,7 +48,7 @@ class Draft:
         return self.rng.sample(list(VERBS), count)
 
     def add(self, title: str, *sentences: str) -> int:
-        """Add a document, up to two sentences about nothing in particular among its own; returns its index."""
+        """Add a document, with up to two unrelated sentences among its own; returns its index."""
         text = list(sentences)
         for _ in range(self.rng.randint(0, 2)):
             text.insert(self.rng.randint(0, len(text)), filler(self.rng))
@@ -62,7 +62,7 @@ class Draft:
     def ask_about(self, facts: dict[str, Facts], teachers: dict[str, tuple[str, list[int]]]) -> None:
         """Ask for each fact, and for those of each teacher.
 
-        teachers: by person, the teacher, and the documents that it takes to know who that is.
+        teachers: by person, the teacher, and the documents needed to know who that is.
         """
         for name, known in facts.items():
             for verb, (thing, gold) in known.items():

@@ -70,7 +70,7 @@ def compare(served: list[Served], reference: Reference) -> list[dict]:
 
 
 def answer_line(one: Served, tokenizer) -> dict:
-    """The record of one answer. Only its first line counts: models that were not trained to stop go on."""
+    """The record of one answer. Only its first line is scored, since models that were not trained to stop go on."""
     question, output_ids = one.question, one.answered.output_ids
     answer = tokenizer.decode(output_ids, skip_special_tokens=True).strip().split("\n")[0]
     return {
@@ -154,7 +154,7 @@ def ask_servers(
 
 
 def within_context(questions: list[Question], prompts: Prompts, context: int) -> list[Question]:
-    """Those that fit into `context` tokens; prints how many of each group do not."""
+    """Those questions that fit into `context` tokens; prints how many of each group do not."""
     fitting, left_out = [], collections.Counter()
     for question in questions:
         if len(token_ids(prompts.make(question))) + question.max_new_tokens <= context:

@@ -120,7 +120,7 @@ class Llama(nn.Module):
         return self.logits(self.states(ids, positions, mask))
 
     def states(self, ids: torch.Tensor, positions: torch.Tensor, mask: Mask) -> torch.Tensor:
-        """What the logits are made of, [B, L, hidden_size]."""
+        """The states before the output layer, [B, L, hidden_size]."""
         x, cos_sin = self.begin(ids, positions)
         for layer in self.model.layers:
             x = layer(x, cos_sin, mask)

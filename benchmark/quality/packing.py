@@ -30,8 +30,8 @@ IGNORED, CONTEXT, ANSWER = 0, 1, 2
 class Mix:
     """What the worlds of a row are like.
 
-    families: drawn from with equal odds, so one that is named twice comes twice as often. block_share: those under the
-    block mask; the others are under the full one.
+    families: drawn with equal odds, so a family named twice comes twice as often. block_share: the share of worlds
+    under the block mask; the others are under the full mask.
     """
 
     documents: tuple[int, int]

@@ -1,4 +1,4 @@
-"""The parts common to trainings: packed rows as batches, updates, checkpoints, the loop with its time limit and log."""
+"""What the trainings share: packed rows as batches, updates, checkpoints, and the loop with its time limit and log."""
 
 import abc
 import dataclasses
@@ -25,7 +25,7 @@ Sees = Callable[..., torch.Tensor]
 
 
 def to_batch(rows: np.ndarray, device: torch.device, names: Sequence[str] = FIELDS) -> Batch:
-    """rows: [rows, len(names), length]. The copy waits for nothing that the device still has to do."""
+    """rows: [rows, len(names), length]. The copy does not wait for queued work of the device."""
     tensor = torch.from_numpy(rows)
     if device.type == "cuda":
         tensor = tensor.pin_memory()  # from pageable memory, the copy would wait
@@ -62,8 +62,8 @@ def compiled_block_mask() -> Callable[..., BlockMask]:
 
 
 def compile_each(model: nn.Module, kinds: type | tuple[type, ...], **options: Any) -> None:
-    """Compile the model's modules of these kinds, each by itself. Those of a kind share one graph for each of the sizes
-    and masks that they see; of a whole model a graph has every layer, and compiling it takes minutes."""
+    """Compile each of the model's modules of these kinds by itself. Modules of a kind share a graph for each of the
+    sizes and masks they see; a graph of the whole model would have every layer, and take minutes to compile."""
     for module in model.modules():
         if isinstance(module, kinds):
             module.compile(dynamic=False, **options)
@@ -81,8 +81,7 @@ def by_question(batch: Batch, right: torch.Tensor) -> list[bool]:
 
 
 class Training(abc.ABC):
-    """A model in training, its optimizer, and the files in `directory`. Parameters without gradients are kept as they
-    are."""
+    """A model in training, its optimizer, and the files in `directory`. Parameters without gradients are frozen."""
 
     def __init__(self, recipe: Recipe, model: nn.Module, directory: Path, device: torch.device):
         self.recipe, self.model, self.directory, self.device = recipe, model, directory, device
@@ -140,7 +139,7 @@ class Training(abc.ABC):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def update(self, answer: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a step down the gradient of both losses, and return them."""
+        """Take a step down the gradient of both losses; returns them."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step)
         (answer + self.recipe.weight(self.step) * context).backward()
@@ -176,7 +175,7 @@ def train(
             print(json.dumps(line), flush=True)
 
         def evaluate(num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
-            with torch.compiler.set_stance("force_eager"):  # sizes of its own, seen once
+            with torch.compiler.set_stance("force_eager"):  # other sizes, seen only once
                 return trainer.evaluate(num_rows, documents)
 
         write(recipe=dataclasses.asdict(recipe), step=trainer.step, torch=torch.__version__, device=str(trainer.device))

@@ -21,7 +21,7 @@ from typing import Literal
 from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
 
 Split = Literal["train", "test"]
-TEST_SHARE = 8  # one full name in so many is held out
+TEST_SHARE = 8  # one full name in this many is held out
 SIMILAR = 0.3  # the share of people whose name is half another's
 
 
@@ -39,7 +39,7 @@ def is_held_out(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """`hops` is 1 or 2, `gold` the documents that are needed, in the order in which they are.
+    """`hops` is 1 or 2, `gold` the documents needed, in the order in which they are needed.
 
     hard: the world says the same of somebody else with the first name or the surname of one of these people.
     """

@@ -2,9 +2,9 @@
 
     python -m benchmark.report
 
-A page marks a table by `<!-- table KIND SOURCE... -->` and `<!-- end -->`; what stands between is replaced. A source is
-a file or folder beside the page; a folder stands for every results folder of bench.py below it. `KINDS` has the kinds;
-`kernels-FAMILY` is one for each family of shapes of the kernels' benchmark, `policies-STUDY` for each study of
+A page marks a table by `<!-- table KIND SOURCE... -->` and `<!-- end -->`; everything in between is replaced. A source
+is a file or folder beside the page; a folder means every results folder of bench.py below it. `KINDS` lists the kinds,
+with a `kernels-FAMILY` for each family of shapes of the kernel benchmark and a `policies-STUDY` for each study of
 policies.
 """
 
@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
 
 
 def rendered(page: Path) -> str:
-    """The page's text with its tables as the data has them. Raises ValueError where a table cannot be made."""
+    """The page's text with tables made from the data. Raises ValueError if a table cannot be made."""
 
     def replaced(mark: re.Match) -> str:
         opening, kind, names, end = mark.groups()

@@ -23,12 +23,12 @@ def table(header: list[str], body: Iterable[list[str]]) -> str:
 
 
 def number(value: float) -> str:
-    """Three digits, or all in front of the point."""
+    """Three significant digits, or all digits before the point."""
     return f"{value:,.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
 def spread(values: list[float]) -> str:
-    """The median, with the range where there are several; nothing where there are none."""
+    """The median, with the range if there are several values; blank if there are none."""
     if not values:
         return ""
     median = number(statistics.median(values))
@@ -36,7 +36,7 @@ def spread(values: list[float]) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Contenders, each once: ours, then the others."""
+    """Contenders, each once: ours first."""
     return sorted(set(names), key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 

@@ -1,4 +1,4 @@
-"""Tables of host_time.py. Where a file has several runs, medians, with their range."""
+"""Tables of host_time.py: medians, with their range, if a file has several runs."""
 
 import collections
 import statistics
@@ -39,7 +39,7 @@ def references(sources: list[Path]) -> str:
 
 
 def loaded(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request where there is a host tier, and where there is none."""
+    """Microseconds that one more chunk adds to a request with a host tier and without one."""
     found = values(sources)
     columns = (
         ("lazy", "evicting", "us_on_average"),
@@ -55,7 +55,7 @@ def loaded(sources: list[Path]) -> str:
 
 
 def requests(sources: list[Path]) -> str:
-    """Milliseconds of a request's host time, and microseconds of an evicted leaf."""
+    """Milliseconds of a request's host time, and microseconds per evicted leaf."""
     found = values(sources)
     names = in_order(key[0] for key in found)
     columns = {

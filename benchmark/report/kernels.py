@@ -8,7 +8,7 @@ from benchmark.report.cells import table
 
 
 def kernels(sources: list[Path], family: str) -> str:
-    """Milliseconds of FlashInfer's better kernel, and every implementation's time as a multiple of it."""
+    """Milliseconds of FlashInfer's faster kernel, and every implementation's time as a multiple of it."""
     results = [json.loads(source.read_text(encoding="utf-8")) for source in sources]
     rows = [row for result in results for row in result["rows"] if row["family"] == family]
     shapes = collections.defaultdict(list)

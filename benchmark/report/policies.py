@@ -37,7 +37,7 @@ Lines = dict[str, dict]
 
 
 def policies(sources: list[Path], study: str = "") -> str:
-    """How much of the gap between `block` and `full` is closed by the policies of a study, or of the main run."""
+    """The share of the gap between `block` and `full` that the policies of a study, or of the main run, close."""
     lines = common(load(sources), study)
     body = []
     for each in (row(policy, lines) for policy in between(lines)):
@@ -46,12 +46,12 @@ def policies(sources: list[Path], study: str = "") -> str:
 
 
 def policies_by_group(sources: list[Path]) -> str:
-    """The same of the main run by data set."""
+    """The same for the main run by data set."""
     return by(lambda line: line["group"], common(load(sources)))
 
 
 def policies_by_length(sources: list[Path]) -> str:
-    """The same by the length of the prompt."""
+    """The same by prompt length."""
 
     def length(line: dict) -> str:
         edge = bisect.bisect_left(LENGTHS, line["prompt_tokens"])
@@ -61,7 +61,8 @@ def policies_by_length(sources: list[Path]) -> str:
 
 
 def by(part: Callable[[dict], str], lines: Lines) -> str:
-    """The share of each gap that policies close in each part of the prompts; `part` names that of a prompt's line."""
+    """The share of each gap that policies close, for each part of the prompts.  part: names the part of a prompt's
+    line."""
     named = {prompt: part(line) for prompt, line in lines["full"].items()}
     sizes = collections.Counter(named.values())
     parts = {
@@ -117,8 +118,8 @@ def policies_matches(sources: list[Path]) -> str:
 
 
 def policies_comb(sources: list[Path]) -> str:
-    """Exact match by data set, KL and memory, of a model under policies and of others, named by prefixes, that answered
-    the same prompts; each one's KL is to its own full attention."""
+    """Exact match by data set, KL and memory, of a model under policies and of other models, named by prefixes, that
+    answered the same prompts. Each one's KL is to its own full attention."""
     lines = load(sources)
     sizes = collections.Counter(group for group, _ in lines["full"])
     draws = np.random.default_rng(0).integers(len(lines["full"]), size=(RESAMPLES, len(lines["full"])))
@@ -142,7 +143,8 @@ def policies_comb(sources: list[Path]) -> str:
 
 
 def common(lines: Lines, study: str = "") -> Lines:
-    """The policies of a study, or all that answered what `block` did; over the prompts that all of them answered."""
+    """The policies of a study, or all that answered the prompts of `block`, over the prompts that all of them
+    answered."""
     whole = {name for name in lines if lines[name].keys() >= lines["block"].keys()}
     chosen = {name for name in lines if re.fullmatch(STUDIES[study], name)} if study else whole
     names = [name for name in lines if name in {"full", "block"} | chosen]
@@ -155,7 +157,7 @@ def between(lines: Lines) -> list[str]:
 
 
 def share(found: dict, digits: int = 0) -> Callable[[str], str]:
-    """How a measure of a policy is shown: in percent, with its interval."""
+    """A policy's measure in percent, with its interval."""
 
     def shown(measure: str) -> str:
         low, high = found[f"{measure}_interval"]

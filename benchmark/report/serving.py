@@ -45,7 +45,7 @@ def run_name(row: dict) -> str:
 
 
 def difference(pairs: list[tuple[float, float]]) -> str:
-    """The mean difference with its interval; nothing where there are no pairs."""
+    """The mean difference with its interval; blank if there are no pairs."""
     if not pairs:
         return ""
     found = compare(pairs)
@@ -53,7 +53,7 @@ def difference(pairs: list[tuple[float, float]]) -> str:
 
 
 def pairs_of(found: list[Path], first: str, second: str, fits: Callable[[dict], bool], measure: str = "ttft_ms"):
-    """Of all stages of the cases that fit. None where the data is older than the measure."""
+    """Pairs of all stages of the matching cases. None if the data is older than the measure."""
     try:
         by_case = paired_stages(found, first, second, measure)
     except KeyError:
@@ -66,7 +66,7 @@ def took_turns(folder: Path) -> bool:
 
 
 def latency(sources: list[Path]) -> str:
-    """One request at a time: milliseconds to the first token, median."""
+    """One request at a time: median milliseconds to the first token."""
     rows = [row for row in serving_rows(sources) if row["workload"] == "latency" and row["contender"] in PAIR]
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in rows:
@@ -104,7 +104,7 @@ def latency(sources: list[Path]) -> str:
 
 
 def traffic(row: dict) -> str:
-    """What is sent, in a few words."""
+    """A short description of what is sent."""
     given = row["parameters"]
     if row["workload"] == "synthetic":
         text = f"{given['chunks']} of {given['pool']:,} x {given['chunk_len']:,}, Zipf {given['alpha']:g}"
@@ -123,7 +123,7 @@ def load(sources: list[Path]) -> str:
 
 
 def phases(sources: list[Path]) -> str:
-    """One request at a time: milliseconds to the first token, median, and the share of its prompt that was cached."""
+    """One request at a time: median milliseconds to the first token, and the cached share of the prompt."""
     rows = [row for row in serving_rows(sources) if row["workload"] == "latency"]
     extra = differing(rows, {"run": run_name})
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -142,7 +142,7 @@ def phases(sources: list[Path]) -> str:
 
 
 def policy_costs(sources: list[Path]) -> str:
-    """One warm request at a time with its chunks in a new order, under every policy that was asked the same prompts."""
+    """One warm request at a time with its chunks in a new order, under every policy that got the same prompts."""
     found = [row for row in serving_rows(sources) if (row["workload"], row["phase"]) == ("latency", "reordered")]
     shape = next(row["parameters"] for row in found if row["contender"].startswith(POLICY))
     same = [row for row in found if row["parameters"] == shape and row["contender"] != "stock"]
@@ -161,7 +161,7 @@ def documents(sources: list[Path]) -> str:
 
 
 def steady(sources: list[Path], workloads: tuple[str, ...], second: str, measure: Callable[[dict], str]) -> str:
-    """TTFT (p50, ms) and a second measure of each contender; a star marks what fell behind the rate."""
+    """TTFT (p50, ms) and a second measure of each contender; a star marks contenders that fell behind the rate."""
     rows = [row for row in serving_rows(sources) if row["workload"] in workloads and row["phase"] == "steady"]
     extra = differing(rows, {"model": model, "KV pool, GB": pool})
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -185,7 +185,7 @@ def steady(sources: list[Path], workloads: tuple[str, ...], second: str, measure
 
 
 def chat(sources: list[Path]) -> str:
-    """Prompts without chunks: each contender against stock, by folder and, where there are several, over all."""
+    """Prompts without chunks: each contender against stock, by folder and, with several folders, over all."""
     rows = [row for row in serving_rows(sources) if row["workload"] == "chat"]
     extra = differing(rows, {"run": run_name})
     names = [name for name in in_order(row["contender"] for row in rows) if name != "stock"]

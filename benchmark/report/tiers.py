@@ -19,7 +19,7 @@ def backups(sources: list[Path]) -> str:
 
 
 def loads(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request with and without a host tier, by what is resident."""
+    """Microseconds that one more chunk adds to a request with and without a host tier, by resident chunks."""
     found = values(sources)
     columns = [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-tiers")]
     body = []

@@ -1,9 +1,9 @@
-"""Command: measure the chunk hit rate of several servers behind `smg`, by routing method.
+"""Measures the chunk hit rate of several servers behind the router `smg`, by routing method.
 
     python -m benchmark.routing --out docs/results/routing/rows.jsonl
 
-Workers are real servers of a tiny model on this machine. Each holds an eighth of all documents, so that it matters
-which ones. Before each row all caches are emptied; its first prompts, which fill them again, are not counted.
+Workers are real servers of a tiny model on this machine. Each has room for an eighth of all documents, so it matters
+which ones. Before each row all caches are flushed; its first prompts, which fill them again, are not counted.
 """
 
 import argparse
@@ -42,9 +42,9 @@ SHARE = 8
 
 
 class Policy(NamedTuple):
-    """flags: of the router.  key: the `X-SMG-Routing-Key` for a prompt.
+    """flags: for the router.  key: the `X-SMG-Routing-Key` of a prompt.
 
-    middlewares: how many of ours stand before it, which get prompts by turns.  events: whether they follow KV events.
+    middlewares: how many of ours precede it; prompts alternate between them.  events: whether they follow KV events.
     """
 
     flags: Sequence[str] = ()
@@ -68,7 +68,7 @@ POLICIES = {
 
 
 def ask(url: str, policy: Policy, collection: int, documents: Sequence[int], local: threading.local) -> dict:
-    """Send one prompt; what its answer says."""
+    """Send one prompt; returns what its answer reports."""
     chunks = [{"type": "chunk", "input_ids": tokens_of(document, DOCUMENT_TOKENS)} for document in documents]
     segments = [{"type": "text", "input_ids": TEXT}, *chunks, {"type": "text", "input_ids": TEXT}]
     headers = {"X-SMG-Routing-Key": policy.key(collection, documents)} if policy.key else {}
@@ -84,7 +84,7 @@ def ask(url: str, policy: Policy, collection: int, documents: Sequence[int], loc
 
 
 def measure(urls: Sequence[str], policy: Policy, traffic: Traffic, args: argparse.Namespace) -> dict:
-    """A row of results: the measured prompts of one traffic under one policy.  urls: asked by turns."""
+    """A row of results: the measured prompts of one traffic under one policy.  urls: asked in turn."""
     drawn = itertools.islice(traffic.prompts(args.seed), args.warm_up + args.requests)
     prompts = list(zip(itertools.cycle(urls), drawn))
     local = threading.local()

@@ -1,4 +1,4 @@
-"""Prompts of several documents, most of which belong together."""
+"""Prompts of several documents, most of which belong to one collection."""
 
 import dataclasses
 import random
@@ -13,9 +13,9 @@ DOCUMENTS_A_PROMPT = 5
 class Traffic:
     """Each prompt asks about a collection.
 
-    collections, size: how many there are, and the documents of each. Both are drawn by a Zipf distribution.
+    collections, size: the number of collections, and of documents in each. Both are drawn by a Zipf distribution.
     alpha: its exponent.
-    others: how many of a prompt's documents are of any collection.
+    others: how many of a prompt's documents come from any collection.
     """
 
     collections: int = 24
@@ -24,7 +24,7 @@ class Traffic:
     others: int = 0
 
     def prompts(self, seed: int) -> Iterator[tuple[int, list[int]]]:
-        """The collection and the documents of one prompt after another; documents are numbered through."""
+        """The collection and the documents of one prompt after another; documents are numbered consecutively."""
         rng = random.Random(seed)
         by_rank = zipf_weights(self.collections, self.alpha)
         inside = zipf_weights(self.size, self.alpha)
@@ -44,6 +44,6 @@ TRAFFIC = {"collections": Traffic(), "mixed": Traffic(others=2)}
 
 
 def tokens_of(document: int, length: int) -> list[int]:
-    """The document's text, token ids of any small model."""
+    """The document's text, as token ids valid for any small model."""
     rng = random.Random(f"document {document}")
     return [rng.randrange(10, 500) for _ in range(length)]

@@ -27,14 +27,14 @@ MAX_FILL_TOKENS = 8192
 
 
 class Clock:
-    """Nanoseconds of this thread by step; a step within another counts for itself alone.
+    """Nanoseconds of this thread by step; a nested step counts only for itself.
 
-    Used as `with clock(step):`. It is one object for all of them, since what it takes itself counts for the steps.
+    Used as `with clock(step):`. One object serves all steps, because its own time counts towards theirs.
     """
 
     def __init__(self):
         self.steps: dict[str, int] = defaultdict(int)
-        self._under_way: list[list] = []  # of each step: its name, when it began, how long steps within it took
+        self._under_way: list[list] = []  # for each step: its name, its start, the time of nested steps
 
     def __call__(self, step: str) -> "Clock":
         self._under_way.append([step, time.thread_time_ns(), 0])
@@ -52,7 +52,7 @@ class Clock:
 
 
 class NoHostMemory(CpuHostPool):
-    """A host pool that keeps track of its slots and nothing else: copying is the work of other streams."""
+    """A host pool that only keeps track of its slots: copying would be the work of other streams."""
 
     def init_kv_buffer(self) -> torch.Tensor:
         return torch.empty(2, 1, self.layer_num, 1, 1).expand(-1, self.size, -1, -1, -1)
@@ -71,7 +71,7 @@ class HostPools(Pools):
 class Host(Scheduler):
     """A scheduler whose prefill batches are not limited, over pools that record nothing.
 
-    evicted: leaves that left the device so far.
+    evicted: leaves evicted from the device so far.
     filled: chunks computed so far.
     """
 
@@ -102,7 +102,7 @@ class Host(Scheduler):
             setattr(self.tree_cache, name, self._counted(getattr(self.tree_cache, name)))
 
     def _counted(self, take_off: Callable) -> Callable:
-        """A method that takes a leaf off the device, counted."""
+        """A method that evicts a leaf from the device, with a counter."""
 
         def counted(leaf):
             self.evicted += 1
@@ -118,7 +118,7 @@ class Host(Scheduler):
         return slots
 
     def insert_chunk(self, tokens: array) -> None:
-        """Make `tokens` resident as a chunk; with a host tier, one that was resident before may leave the device."""
+        """Make `tokens` resident as a chunk; with a host tier, an earlier one may leave the device for it."""
         key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
         if self.pools.slots.available_size() < len(tokens):
@@ -128,7 +128,7 @@ class Host(Scheduler):
         self.tree_cache.back_up([inserted.node])
 
     def serve(self, req: Req) -> dict[str, int]:
-        """Take `req` to its first token and end it there; returns the nanoseconds of each step."""
+        """Run `req` to its first token and end it there; returns the nanoseconds of each step."""
         self.clock.steps.clear()
         with self.clock("arrival"):
             self._add_request_to_queue(req)
@@ -145,7 +145,8 @@ class Host(Scheduler):
         return dict(self.clock.steps)
 
     def publish(self, _running_batch, batch) -> None:
-        """What was computed in `batch` is given to the tree; admission has done so with fills, which left it."""
+        """Give what `batch` computed to the tree; admission has already done so for the fills, which have left the
+        batch."""
         for req in batch.reqs:
             assert fill_of(req) is None
             req.output_ids.append(0)

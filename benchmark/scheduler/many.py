@@ -1,11 +1,11 @@
-"""Command: measure the routes and the memory of a real server with many cached chunks.
+"""Measures the routes and the memory of a real server with many cached chunks.
 
     python -m benchmark.scheduler.many --chunks 50000 --out many.jsonl
 
-The chunks are random tokens, registered 1,000 at a time. Then each route is called over and over, while one request
-decodes: the longest pause between two of its tokens says what a route keeps answers waiting for, in whatever process.
-Memory is what a process has gained since before the chunks, by chunk; the pool of KV has all of its own from the start.
-With `--screenshots` a headless Chromium opens the page meanwhile, and saves it there as PNG files.
+The chunks are random tokens, registered 1,000 at a time. Then each route is called repeatedly while one request
+decodes: the longest pause between two of its tokens shows for how long a route holds up answers, in whichever process.
+Memory is a process's growth per chunk since before the registrations; the KV pool is allocated at the start and does
+not count. With `--screenshots FOLDER` a headless Chromium opens the page meanwhile and saves it there as PNG files.
 """
 
 import argparse
@@ -39,7 +39,7 @@ IDLE = 3.0
 
 
 class Stream(threading.Thread):
-    """One request at a time that decodes, until `stop`.  pauses: when each ended, and its seconds."""
+    """Decodes one request at a time until `stop`.  pauses: when each ended, and how many seconds it took."""
 
     def __init__(self, url: str, num_tokens: int):
         super().__init__(daemon=True)
@@ -88,7 +88,7 @@ class Server:
         return response
 
     def memory(self) -> dict[str, int]:
-        """Bytes that each process has."""
+        """Bytes of memory of each process."""
         return {name: process.memory_info().rss for name, process in self.processes.items()}
 
 
@@ -108,7 +108,7 @@ def measured(what: str, calls: Iterable[Callable[[], Any]], stream: Stream | Non
         "seconds": round(end - begin, 3),
     }
     if stream is not None:
-        time.sleep(0.3)  # the token after the last call
+        time.sleep(0.3)  # includes the token after the last call
         pauses = stream.between(begin, end)
         row |= {"pause_ms_p50": round(1e3 * statistics.median(pauses), 2), "pause_ms_max": round(1e3 * max(pauses), 2)}
     return row
@@ -169,7 +169,7 @@ def pins(server: Server, ids: Iterable[str], ttl: float) -> Iterator[Callable[[]
 
 
 def rows(server: Server, args: argparse.Namespace) -> Iterator[dict]:
-    server.call("POST", "/freeze_gc")  # as docs/operations.md advises
+    server.call("POST", "/freeze_gc")  # as docs/operations.md recommends
     before, batches = server.memory(), []
     for call in registrations(server, args):
         batches.append(measured("", [call], None)["seconds"])

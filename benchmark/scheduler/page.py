@@ -1,10 +1,10 @@
-"""The scheduler's time for surveys, lists, gauges, deletions and garbage with many chunks; screenshots of `/lazy`.
+"""Measures the scheduler's time for surveys, lists, gauges, deletions and garbage; takes screenshots of `/lazy`.
 
-SGLang's own classes and our hooks run without a model. Half of the chunks fit the device, all fit the host's memory;
-prompts of the last hour draw theirs from a Zipf distribution over a tenth more than there were at first. Prints
-milliseconds of CPU time of the thread: of what is done between two batches the 99th percentile and the longest, and all
-of it until one survey, page or set of gauges is complete. With `--out` they go to a file as well, after a line with the
-environment. With `--screenshots` it serves the page and has a headless Chromium save it there as PNG files.
+SGLang's own classes and our hooks run without a model. Half of the chunks fit on the device, and all fit into host
+memory; the prompts of the last hour draw theirs by a Zipf distribution from a set that has a tenth more. Prints the
+thread's CPU time in milliseconds: the 99th percentile and the maximum of the work between two batches, and the sum for
+one complete survey, page or set of gauges. With `--out` they also go to a file, after a line with the environment. With
+`--screenshots FOLDER` it serves the page, and a headless Chromium saves it there as PNG files.
 
     python -m benchmark.scheduler.page --resident 10 50000 --screenshots docs/images
 """
@@ -61,7 +61,7 @@ SHOTS = {
 
 
 class Served:
-    """A scheduler with `num_chunks` chunks, and beside it what the HTTP process remembers of its prompts."""
+    """A scheduler with `num_chunks` chunks, and what the HTTP process remembers of its prompts."""
 
     def __init__(self, num_chunks: int, num_prompts: int, seed: int = 0):
         self.rng = random.Random(seed)
@@ -88,7 +88,7 @@ class Served:
         return array("q", tokens.tobytes())
 
     def prompt(self, answered: float) -> None:
-        """One more prompt, answered at this time."""
+        """Serve one more prompt, answered at this time."""
         chunks, ids = [], array("q")
         for number in draw_distinct(self.rng, self.weights, min(len(self.lengths), self.rng.choice((2, 3, 4, 5, 8)))):
             chunks.append((len(ids), len(ids) + self.lengths[number]))
@@ -104,7 +104,7 @@ class Served:
         usage_of(self.manager).add(Namespace("chunk", None, None), "block", report, details["chunk"], answered)
 
     def pieces(self, verb: str, **arguments: Any) -> list[float]:
-        """All of one survey, or one page of a list; the milliseconds of each piece."""
+        """One complete survey, or one page of a list; returns the milliseconds of each piece."""
         times, starts = [], None
         while starts is None or starts[0] is not None:
             start = time.thread_time_ns()
@@ -114,7 +114,7 @@ class Served:
         return times
 
     def gauges(self) -> list[float]:
-        """What all gauges are set to."""
+        """One complete set of gauges; returns the milliseconds of each piece."""
         times, census, found = [], Census(self.host.tree_cache.store), None
         while found is None:
             start = time.thread_time_ns()
@@ -123,7 +123,7 @@ class Served:
         return times
 
     def collection(self, set_aside: bool) -> list[float]:
-        """One full collection of garbage.  set_aside: without what servers set aside from it."""
+        """One full garbage collection.  set_aside: without the objects that servers exclude from it."""
         if set_aside:
             collector.set_aside(None, self.host)
         start = time.thread_time_ns()
@@ -133,7 +133,7 @@ class Served:
         return times
 
     def delete(self) -> list[float]:
-        """Of as many chunks as a message has at most."""
+        """Delete as many chunks as one message may name."""
         chunks, _ = self.host.tree_cache.store.catalog.piece(None, False, 0, chunk_calls.MAX_DELETED)
         ids = [chunk_id(chunk.key.tokens) for chunk in chunks[: chunk_calls.MAX_DELETED]]
         start = time.thread_time_ns()
@@ -158,7 +158,7 @@ WORK: dict[str, Callable[[Served], list[float]]] = {
 
 @contextlib.contextmanager
 def page_of(served: Served) -> Iterator[str]:
-    """The page's address while it is served."""
+    """The URL of the page while it is served."""
     app, (port,) = fastapi.FastAPI(), free_ports(1)
     chunk_routes.add_routes(app)
     page.add_route(app)
@@ -178,7 +178,7 @@ def page_of(served: Served) -> Iterator[str]:
 
 
 def shoot(browser: Any, url: str, name: str, file: Path) -> None:
-    """Save the page as a PNG of few colours, as one of `SHOTS`."""
+    """Save the page as a PNG with few colours, as one of `SHOTS`."""
     from PIL import Image
 
     width, height = SHOTS[name]["viewport"]

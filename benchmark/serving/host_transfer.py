@@ -1,10 +1,10 @@
-"""Measure the bandwidth of SGLang's copies of chunks between the host's memory and a GPU.
+"""Measures the bandwidth of SGLang's copies of chunks between host memory and a GPU.
 
     python -m benchmark.serving.host_transfer --out host_transfer.jsonl
 
-Rows are GB/s of one prompt's KV: layer by layer to the GPU, as the server loads it, and all layers at once to the host,
-over slots that are consecutive or scattered. `block_quota` is how many thread blocks SGLang's copy kernels may take;
-`plain` is one copy of as many bytes. Needs a GPU.
+Rows are GB/s for one prompt's KV: layer by layer to the GPU, as the server loads it, and all layers at once to the
+host, with consecutive or scattered slots. `block_quota` limits the thread blocks of SGLang's copy kernels; `plain` is a
+single copy of as many bytes. Needs a GPU.
 """
 
 import argparse
@@ -28,7 +28,7 @@ REPETITIONS = 20
 
 
 def milliseconds(copy: Callable[[], object]) -> float:
-    """Of the GPU, median."""
+    """Median GPU time."""
     times = []
     for _ in range(REPETITIONS + 2):  # the first ones compile and warm up
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

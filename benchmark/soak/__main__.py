@@ -1,14 +1,15 @@
-"""Keep a small server under hostile traffic for minutes, and hold every answer against the oracle.
+"""Keeps a small server under hostile traffic for minutes and compares every answer with the oracle's.
 
     python -m benchmark.soak --minutes 15
 
-Clients send prompts with chunks, without, as plain text and by chunk ids, under several policies and tenants; leave in
-mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send what no server accepts. The KV pool
-holds a few prompts only. Each variant of the server gets its share of the time, in rounds. After a round the server
-must be idle within seconds, and so checks its own accounts: it dies of a slot or a lock that is lost. Then its cache
-is flushed, must be empty, and the next answers must be right without it.
+Clients send prompts with chunks, without chunks, as plain text and by chunk ids, under several policies and tenants.
+They leave in mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send malformed requests.
+The KV pool holds only a few prompts. Each variant of the server gets its share of the time, in rounds. After a round
+the server must become idle within seconds; it then checks its accounting, and a leaked slot or lock ends it. Then its
+cache is flushed and must be empty, and the next answer must be right without it.
 
-Exits with 1 at the first answer that is wrong, missing or late, with what was asked and where the server's log is.
+Exits with 1 at the first answer that is wrong, missing or late, and prints the request and the path of the server's
+log.
 """
 
 import argparse
@@ -49,20 +50,20 @@ class Variant:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-# SGLang takes running requests back every third step, whether memory is short or not.
+# SGLang retracts running requests every third step, whether memory is short or not.
 RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
 VARIANTS = {
     "device": Variant(),
     "host": Variant(HOST),
     "storage": Variant((*HOST, *STORAGE)),
     "retraction": Variant(("--disable-overlap-schedule",), RETRACT),
-    # Requests have copies of their chunks, so prompts take twice as much.
+    # Requests copy their chunks, so prompts take twice as many slots.
     "copies": Variant(("--lazy-default-link", "copy", "--max-total-tokens", "1300"), RETRACT),
 }
 
 
 async def soak(url: str, prompts: list[Prompt], args: argparse.Namespace, seconds: float) -> dict[str, int]:
-    """Rounds of traffic for so long; returns how often clients did what. Raises Wrong."""
+    """Run rounds of traffic for this long; returns how often clients did what. Raises Wrong."""
     counts: dict[str, int] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -84,7 +85,7 @@ async def _until(end: float, client: Client) -> None:
 
 
 async def _settled(url: str, session: aiohttp.ClientSession, client: Client, prompt: Prompt) -> None:
-    """The server is idle, can be emptied, and serves on."""
+    """Check that the server becomes idle, can be emptied, and still serves. Raises Wrong."""
     async with session.post(f"{url}/flush_cache", params={"timeout": 30}) as response:
         if response.status != 200:
             raise Wrong(f"the server does not become idle: {response.status} {await response.text()}")

@@ -45,12 +45,12 @@ MALFORMED: tuple[tuple[str, str, Any], ...] = (
 
 
 class Wrong(AssertionError):
-    """An answer that it must not be."""
+    """An answer that the server must not give."""
 
 
 @dataclasses.dataclass
 class Client:
-    """One client of the server at `url`; what it does next is drawn from `rng`."""
+    """One client of the server at `url`; `rng` decides what it does next."""
 
     url: str
     session: aiohttp.ClientSession
@@ -68,14 +68,14 @@ class Client:
         self.counts[action.__name__] = self.counts.get(action.__name__, 0) + 1
 
     async def ask(self) -> None:
-        """A prompt, whose answer is the oracle's."""
+        """Ask a prompt; the answer must be the oracle's."""
         prompt = self.draw()
         status, body = await self._generate(prompt, self._segments(prompt), self.rng.choice(TENANTS))
         self._expect(status, {200}, body)
         self._right(prompt, body["output_ids"])
 
     async def ask_as_text(self) -> None:
-        """A prompt under `full`, as plain tokens."""
+        """Ask a prompt under `full`, as plain tokens."""
         prompt = next(found for found in iter(self.draw, None) if found.link == "full" or not found.chunks)
         body = {"input_ids": token_ids(list(prompt.segments)), "sampling_params": SAMPLING}
         status, answer = await self._call("POST", "/generate", body)
@@ -83,7 +83,7 @@ class Client:
         self._right(prompt, answer["output_ids"])
 
     async def ask_by_id(self) -> None:
-        """Chunks named by their ids, which the server may not know, or not any more."""
+        """Name chunks by their ids, which the server may not know, or no longer know."""
         prompt, tenant = self.draw(), self.rng.choice(TENANTS)
         segments = [{"type": "chunk", "id": _id(s)} if s.kind == "chunk" else s.to_request() for s in prompt.segments]
         status, body = await self._generate(prompt, segments, tenant)
@@ -92,7 +92,7 @@ class Client:
             self._right(prompt, body["output_ids"])
 
     async def leave(self) -> None:
-        """A stream whose client goes after some time, before the first token or after it."""
+        """Disconnect from a stream, before the first token or after it."""
         prompt = self.draw()
         body = self._body(prompt, self._segments(prompt), self.rng.choice(TENANTS)) | {"stream": True}
         timeout = aiohttp.ClientTimeout(total=self.rng.uniform(0.01, 1))
@@ -105,7 +105,7 @@ class Client:
                         self._right(prompt, message["output_ids"], whole=False)
 
     async def abort(self) -> None:
-        """A request that is aborted by its id soon after."""
+        """Abort a request by its id soon after sending it."""
         prompt, rid = self.draw(), f"{self.name}-{next(self._numbers)}"
         body = self._body(prompt, self._segments(prompt), self.rng.choice(TENANTS)) | {"rid": rid}
         asked = asyncio.create_task(self._call("POST", "/generate", body))
@@ -118,7 +118,7 @@ class Client:
             self._right(prompt, answer["output_ids"], whole=False)
 
     async def register(self) -> None:
-        """Chunks ahead of use, some pinned."""
+        """Register chunks ahead of use, some of them pinned."""
         chunks = self.draw().chunks
         if chunks:
             body = {"chunks": [{"input_ids": list(c.ids)} for c in chunks], "wait": self.rng.random() < 0.5}
@@ -127,7 +127,7 @@ class Client:
             self._expect(status, {200, 202}, answer)
 
     async def pin(self) -> None:
-        """Of one chunk, or the end of it."""
+        """Pin a chunk, or end its pin."""
         if chunk := self._any_chunk():
             body = {"pin": self.rng.random() < 0.6, "ttl": 2}
             body = body if body["pin"] else {"pin": False}
@@ -141,7 +141,7 @@ class Client:
             self._expect(status, {200, 404, 409}, answer)
 
     async def browse(self) -> None:
-        """Page through what is cached."""
+        """Page through the list of cached chunks."""
         tenant, cursor = self.rng.choice(TENANTS), None
         sort = self.rng.choice(["last_use", "hits", "tokens", "created"])
         for _ in range(4):
@@ -155,14 +155,14 @@ class Client:
                 break
 
     async def misuse(self) -> None:
-        """A request that is refused, and harms nobody."""
+        """Send a request that must be refused and harm nobody."""
         method, path, body = self.rng.choice(MALFORMED)
         status, answer = await self._call(method, path, body)
         if not 400 <= status < 500:
             raise Wrong(f"{method} {path} {str(body)[:200]}: {status} {answer}")
 
     async def flush(self) -> None:
-        """SGLang refuses while requests run."""
+        """Flush the cache; SGLang refuses while requests run."""
         status, answer = await self._call("POST", "/flush_cache")
         self._expect(status, {200, 400}, answer)
 
@@ -202,7 +202,7 @@ class Client:
             raise Wrong(f"{status} where {sorted(allowed)} may be: {str(answer)[:500]}")
 
     def _right(self, prompt: Prompt, tokens: list[int], whole: bool = True) -> None:
-        """whole: nothing of the answer may be missing."""
+        """Raises Wrong unless the answer is right.  whole: nothing of it may be missing."""
         expected = prompt.answer if whole else prompt.answer[: len(tokens)]
         if tuple(tokens) != expected:
             raise Wrong(f"{tokens} instead of {expected}, to {prompt}")

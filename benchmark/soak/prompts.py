@@ -20,7 +20,7 @@ ALPHA = 1.1
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """A prompt and its answer, by the oracle."""
+    """A prompt and the oracle's answer to it."""
 
     segments: tuple[Segment, ...]
     link: str | None
@@ -32,10 +32,10 @@ class Prompt:
 
 
 def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
-    """`count` prompts of up to five of a dozen chunks, some without any, most popular first."""
+    """`count` prompts with up to five of a dozen chunks, some without any, most popular first."""
     dice = Dice(f"soak/{seed}")
     chunks = [*dice.chunks(10, 1, 90), *dice.chunks(1, 150, 150)]
-    chunks.append(Segment("chunk", chunks[0].ids + dice.ids(5)))  # begins like another
+    chunks.append(Segment("chunk", chunks[0].ids + dice.ids(5)))  # shares a prefix with another chunk
     oracle = PolicyOracle(model_path)
     prompts: list[Prompt] = []
     for number in itertools.count():
@@ -48,7 +48,7 @@ def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
         link = LINKS[number % len(LINKS)] if picked else None
         try:
             prompts.append(Prompt(tuple(segments), link, _answer(oracle, segments, link)))
-        except ValueError:  # two tokens too close to tell apart
+        except ValueError:  # two tokens are too close to tell apart
             continue
     raise AssertionError
 
@@ -64,7 +64,7 @@ def _answer(oracle: PolicyOracle, segments: list[Segment], link: str | None) -> 
 
 
 class Draw:
-    """Draws prompts by a Zipf distribution over their places in the list."""
+    """Draws prompts by a Zipf distribution over their ranks."""
 
     def __init__(self, prompts: list[Prompt], rng: random.Random):
         self.prompts, self.rng = prompts, rng

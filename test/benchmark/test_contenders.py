@@ -7,11 +7,11 @@ from benchmark.serving.models import model_name
 
 
 def test_order():
-    """Contenders of one server are side by side, however they were named."""
+    """Contenders of one server are adjacent, in whatever order they were named."""
     assert parse_contenders("lazy,stock,lazy-plain,lazy") == ["lazy", "lazy-plain", "stock"]
 
 
-def test_a_second_server_of_a_kind_is_one_of_its_own():
+def test_a_second_server_of_one_kind():
     assert server_of("stock") == server_of("stock") != server_of("stock-again")
 
 
@@ -24,7 +24,7 @@ def test_unknown_names():
 
 
 def test_policies():
-    """They share a server, and each is sent its own link."""
+    """They share a server, and each sends its own link."""
     names = parse_contenders("lazy@base+epic:tokens=4,stock,lazy,lazy@block")
     assert names == ["lazy@base+epic:tokens=4", "lazy", "lazy@block", "stock"]
     segments = [{"type": "chunk", "input_ids": [1]}, {"type": "text", "input_ids": [3]}]
@@ -33,7 +33,7 @@ def test_policies():
         parse_contenders("lazy@half")
 
 
-def test_forms():
+def test_forms_of_prompts():
     """Only servers with chunk reuse are sent chunks."""
     segments = [{"type": "chunk", "input_ids": [1, 2]}, {"type": "text", "input_ids": [3]}]
     for known in CONTENDERS.values():

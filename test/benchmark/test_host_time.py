@@ -1,4 +1,4 @@
-"""The scheduler's host time: rows that add up, from every contender, warm and while evicting."""
+"""The scheduler's host time: consistent rows from every contender, warm and while evicting."""
 
 import json
 
@@ -10,7 +10,8 @@ from fakes.context import published
 
 
 def test_rows(tmp_path):
-    """Each row counts what happened: all chunks hit when warm, evictions when the pool is full, steps that add up."""
+    """Each row counts what happened: all chunks hit when warm, evictions when the pool is full, steps that add up to
+    the total."""
     flags = ["--shapes", "3x8", "--resident", "2", "12", "--requests", "6", "--warm-up", "2", "--separator-len", "1"]
     with published():
         measured = list(rows(parse_args([*flags, "--out", str(tmp_path / "rows.jsonl")])))
@@ -21,7 +22,7 @@ def test_rows(tmp_path):
     for row in measured:
         assert json.loads(json.dumps(row)) == row
         assert (row["filled"] > 0) == (row["mode"] == "evicting" and row["contender"] == "lazy")
-        assert row["resident"] == 12, "with two chunks resident no request of three is all hits"
+        assert row["resident"] == 12, "with two chunks resident, no request of three is all hits"
         full = row["mode"] == "evicting" or row["contender"] == "lazy-tiers"
         assert (row["evicted"] > 0) == full == (row["us_per_evicted"] is not None)
         steps, total = row["steps_us_per_chunk"], row["us_per_chunk"]
@@ -32,7 +33,7 @@ def test_rows(tmp_path):
 
 
 def test_further_chunks():
-    """A request of 100 us, and 10 us for each chunk: the slope, of equal rows only."""
+    """With 100 us per request and 10 us per chunk, the slope is found, among rows of equal parameters only."""
 
     def row(contender, shape, mode="warm"):
         total = 100 + 10 * parse_shape(shape)[0]
@@ -57,7 +58,8 @@ def test_further_chunks():
 
 
 def test_fills():
-    """50 us for each fill, beside 200: told apart where their number varies, and not where it does not."""
+    """With 50 us per fill besides 200, the two are separated where the number of fills varies, and not where it is
+    constant."""
     assert regression([0, 3, 1], [200, 350, 250]) == dict(filled=4, us_without_fills=200, us_per_fill=50)
     assert regression([0, 0, 0], [100, 300, 200]) == dict(filled=0, us_without_fills=200, us_per_fill=None)
     assert regression([2, 2], [300, 300]) == dict(filled=4, us_without_fills=None, us_per_fill=None)

@@ -1,4 +1,4 @@
-"""Numbers computed from timelines made by hand, and how conversations are sent."""
+"""Metrics computed from hand-made timelines, and how conversations are sent."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ def timeline(sent: float, *arrivals: tuple[float, int], prompt=100, cached=0, ch
 
 
 def test_one_request():
-    """Sent at 10 s; tokens at 10.5, 10.7, two together at 11.1. An event of two tokens is two equal intervals."""
+    """Sent at 10 s; tokens at 10.5, 10.7, and two at 11.1. An event of two tokens counts as two equal intervals."""
     request = timeline(10, (10.5, 1), (10.7, 2), (11.1, 4), prompt=60, cached=45, chunks=30)
     assert sglang_output(request).itl == pytest.approx([0.2, 0.2, 0.2])
     found = summarise([[request]])
@@ -37,18 +37,18 @@ def test_one_request():
 
 
 def test_percentiles():
-    """100 requests with TTFT 10, 20, … 1000 ms: percentiles interpolate between them."""
+    """100 requests with TTFT 10, 20, … 1000 ms: percentiles interpolate linearly."""
     requests = [timeline(n, (n + 0.01 * (n + 1), 1)) for n in range(100)]
     found = summarise([requests])
     assert found["ttft_ms_mean"] == pytest.approx(505)
     assert found["ttft_ms_p50"] == pytest.approx(505)
     assert found["ttft_ms_p90"] == pytest.approx(901)
     assert found["ttft_ms_p99"] == pytest.approx(990.1)
-    assert found["tpot_ms_mean"] == 0, "one token has no time per further token"
+    assert found["tpot_ms_mean"] == 0, "a single token has no interval"
 
 
 def test_stages_add_up():
-    """Time between stages is nobody's: four seconds of requests, an hour apart."""
+    """Four seconds of requests in stages an hour apart: the time between stages does not count."""
     stages = [[timeline(0, (0.5, 1), (1, 2))], [timeline(3600, (3600.25, 1), (3603, 2))]]
     found = summarise(stages)
     assert found["duration_s"] == 4
@@ -64,7 +64,7 @@ def test_hit_rates_count_tokens():
 
 
 def test_saturation():
-    """Falling behind is a queue that is still there after the last send, not one slow answer."""
+    """Saturated means a queue that remains after the last send; one slow answer is not enough."""
     keeping_up = [timeline(n, (n + 0.5, 1), (n + 2, 2)) for n in range(10)]
     assert not is_saturated(keeping_up)
     falling_behind = [timeline(n, (2 * n + 0.5, 1), (2 * n + 2, 2)) for n in range(10)]
@@ -73,8 +73,9 @@ def test_saturation():
 
 
 def test_decode_rate():
-    """From the second request's first token to the first request's last: 10 and 20 tokens per second, added."""
-    first = timeline(0, *((0.1 * n, n + 1) for n in range(11)))  # the last token at 1.0
+    """From the second request's first token to the first request's last: rates of 10 and 20 tokens per second add
+    up."""
+    first = timeline(0, *((0.1 * n, n + 1) for n in range(11)))  # its last token is at 1.0
     second = timeline(0, *((0.5 + 0.05 * n, n + 1) for n in range(31)))
     rate, window = decode_rate([first, second])
     assert rate == pytest.approx(30)
@@ -84,7 +85,7 @@ def test_decode_rate():
 
 
 def test_server_gauges(monkeypatch):
-    """Samples are summed over labels; token counts are those since they were last asked for."""
+    """Samples are summed over labels; token counts are those since the previous query."""
     cached, prompt, free = "sglang:cached_tokens_total", "sglang:prompt_tokens_total", "sglang:kv_available_tokens"
     pages = iter(
         (
@@ -110,7 +111,7 @@ def test_server_gauges(monkeypatch):
 
 @pytest.fixture
 def fake_server(monkeypatch):
-    """Answers every request with its prompt's length as the only token; keeps the prompts, and the most at a time."""
+    """Answers every request with its prompt's length as the only token; records prompts and the peak concurrency."""
     seen = types.SimpleNamespace(prompts=[], most=0, now=0)
 
     async def stream(session, url, prompt):
@@ -127,7 +128,7 @@ def fake_server(monkeypatch):
 
 
 def test_conversations_grow(fake_server):
-    """A turn's prompt is all turns before it, each with its answer."""
+    """A turn's prompt is all earlier turns, each with its answer, and the new question."""
     turns = [Turn([text([1]), chunk([2])], 1), Turn([text([3])], 1), Turn([chunk([2]), text([4])], 1)]
     timelines = load.send("url", [turns], as_chunks, request_rate=math.inf, max_concurrency=None, seed=0)
     assert len(timelines) == 3

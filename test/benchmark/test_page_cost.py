@@ -1,4 +1,4 @@
-"""What measures and shows the page: prompts that are known, every chunk surveyed."""
+"""The benchmark of the page: known prompts, and surveys over every chunk."""
 
 import requests
 

@@ -1,4 +1,4 @@
-"""Differences between contenders that took turns: known answers, pooling, and what cannot be paired."""
+"""Paired differences between contenders that took turns: known answers, pooling, and what cannot be paired."""
 
 import json
 
@@ -38,8 +38,9 @@ def test_known_answer():
     assert compare([(11, 10)])["half_width"] == float("inf")
 
 
-def test_the_interval_holds_what_it_says():
-    """95 of 100 intervals contain the true difference, within 4.5 standard errors, however much both drift together."""
+def test_the_interval_has_its_nominal_coverage():
+    """The true difference is in 95 of 100 intervals, within 4.5 standard errors, however much both contenders drift
+    together."""
     rng = np.random.default_rng(0)
     hits, trials = 0, 2000
     for _ in range(trials):
@@ -52,8 +53,8 @@ def test_the_interval_holds_what_it_says():
 
 
 def test_pooling(tmp_path):
-    """Repetitions in a folder and in others are pooled by case and phase, each paired with its own; stages of another
-    size are another case."""
+    """Repetitions within a folder and across folders are pooled by case and phase, each paired within its own run;
+    stages of another size are another case."""
     one = write_rows(
         tmp_path / "one",
         ("lazy", "cold", [1]), ("stock", "cold", [2]), ("stock", "warm", [4]), ("lazy", "warm", [3]),

@@ -1,4 +1,4 @@
-"""Which core each process of a comparison is kept on; servers are stand-ins with the names that SGLang gives."""
+"""The core that each process of a comparison is pinned to; servers are stand-ins with SGLang's process titles."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ CHILDREN = ("sglang::scheduler", "sglang::detokenizer", "other")
 
 @pytest.fixture
 def servers():
-    """URLs of two servers: each a process with the port among its arguments, and three children."""
+    """URLs of two servers: each is a process with the port among its arguments, and three children."""
     with contextlib.ExitStack() as stack:
         for port in ("2001", "2002"):
             command = [sys.executable, "-c", SERVE, port, *CHILDREN]
@@ -34,7 +34,7 @@ def servers():
 
 
 def affinities(url):
-    """By the first word of a process's command: the CPUs that each of its threads may use."""
+    """By the first word of a process's command line: the CPUs allowed to each of its threads."""
     return {
         os.path.basename(process.cmdline()[0]): [os.sched_getaffinity(thread.id) for thread in process.threads()]
         for process in pinning.server_processes(url)
@@ -43,7 +43,7 @@ def affinities(url):
 
 def test_each_scheduler_has_a_core_of_its_own(servers, monkeypatch):
     class Core(set):
-        """CPUs that can be told from the same ones as another core."""
+        """CPUs distinguishable from the same CPUs of another core."""
 
     cores, calls, before = [Core([CPUS[0]]) for _ in range(5)], [], os.sched_getaffinity(0)
     monkeypatch.setattr(pinning, "physical_cores", lambda: cores)
@@ -57,17 +57,17 @@ def test_each_scheduler_has_a_core_of_its_own(servers, monkeypatch):
             assert all(threads == [{CPUS[0]}] * 2 for threads in affinities(url).values())
         found = {}
         for process, core in calls:
-            # This process is known by its id: a parallel test run gives it another title.
+            # This process is found by its id, since a parallel test run changes its title.
             name = "client" if process.pid == os.getpid() else os.path.basename(process.cmdline()[0])
             found.setdefault(name, set()).add(id(core))
     schedulers, detokenizers = found["sglang::scheduler"], found["sglang::detokenizer"]
     http, client = found[os.path.basename(sys.executable)] | found["other"], found["client"]
     assert [len(cores) for cores in (schedulers, detokenizers, http, client)] == [2, 1, 1, 1]
     assert len({*schedulers, *detokenizers, *http, *client}) == 5
-    assert os.sched_getaffinity(0) == before, "for servers that are started later"
+    assert os.sched_getaffinity(0) == before, "servers started later inherit it"
 
 
-def test_too_few_cores_are_said(servers, monkeypatch):
+def test_too_few_cores_are_reported(servers, monkeypatch):
     monkeypatch.setattr(pinning, "physical_cores", lambda: [{CPUS[0]}] * 4)
     before = [affinities(url) for url in servers]
     with pytest.raises(ValueError, match="takes 5 cores, there are 4"), pinning.pinned(servers):
@@ -75,8 +75,8 @@ def test_too_few_cores_are_said(servers, monkeypatch):
     assert [affinities(url) for url in servers] == before
 
 
-def test_cores_are_told_from_their_threads(tmp_path, monkeypatch):
-    """Those of one core stay together, as far as this process may use them."""
+def test_hyperthreads_are_grouped_by_core(tmp_path, monkeypatch):
+    """Hyperthreads of one core stay together, restricted to the CPUs that this process may use."""
     for cpu, siblings in enumerate(["0,4", "1,5", "2-3", "2-3", "0,4", "1,5"]):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -86,7 +86,7 @@ def test_cores_are_told_from_their_threads(tmp_path, monkeypatch):
     assert pinning.physical_cores() == [{0, 4}, {1}, {2, 3}]
 
 
-def test_children_that_have_ended_are_passed_over(servers):
+def test_finished_children_are_skipped(servers):
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie until the block ends
         assert len(pinning.server_processes(servers[0])) == 1 + len(CHILDREN)

@@ -40,7 +40,7 @@ def row(
 
 
 def test_groups():
-    """Every contender of one case in one figure; other parameters or models in another; one point is none."""
+    """All contenders of one case share a figure; other parameters or models have another; a single point makes none."""
     rows = [row(name, rate=rate, num_prompts=10 * rate) for name in ("lazy", "stock") for rate in (1.0, 2.0)]
     rows += [row(alpha=0.0, rate=rate) for rate in (1.0, 2.0)] + [row(alpha=2.0)]
     assert [len(group) for group in groups(rows, RATE).values()] == [4, 2]
@@ -52,7 +52,7 @@ def test_groups():
 
 
 def test_ratios():
-    """How many times better ours is, of the same case and phase only."""
+    """How many times better ours is, for the same case and phase only."""
     rows = [row(ttft=100.0), row("stock", ttft=150.0), row("stock", ttft=150.0, phase="cold")]
     ours, steady, cold = with_ratios(rows)
     assert steady["ttft_ratio"] == pytest.approx(1.5)
@@ -61,7 +61,7 @@ def test_ratios():
 
 
 def test_files(tmp_path):
-    """PNG and SVG with every contender and what was published."""
+    """PNG and SVG with every contender, and the published figures."""
     folder = tmp_path / "results"
     folder.mkdir()
     environment = {"gpu": None, "machine": "here", "commit": "c0ffee"}

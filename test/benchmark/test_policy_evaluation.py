@@ -1,4 +1,5 @@
-"""The comparison of policies without a server: its shortcuts against the oracle, specs, and the numbers of a table."""
+"""The comparison of policies without a server: its shortcuts against the oracle, its specs, and the numbers of a
+table."""
 
 import json
 import re
@@ -33,7 +34,7 @@ def prompts():
 
 @pytest.mark.parametrize("preamble", [(), PREAMBLE], ids=["alone", "preamble"])
 def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
-    """Also when it remembers another prompt, and behind a prompt that was scored and continued before."""
+    """Also while it caches another prompt, and after a prompt that was scored and continued."""
     prototype, oracle = Prototype(tiny_model), PolicyOracle(tiny_model)
     for segments in [*prompts, prompts[0]]:
         for scores in ("query_scores", "blend_scores"):
@@ -50,7 +51,7 @@ def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
 
 
 def test_served_answers_are_compared_step_by_step(tiny_model, prompts):
-    """Of the oracle's best tokens all are the same; a token that was not the best counts, and by how much it missed."""
+    """Tokens equal to the oracle's best count as equal; any other counts as a difference, with its margin."""
     oracle, link = Prototype(tiny_model), "base+epic:tokens=3"
     kept = epic(prompts[0], 3)
     tokens = oracle.start(prompts[0], kept, PREAMBLE).greedy(4, end=-1)
@@ -91,7 +92,7 @@ def test_specs(tiny_model, prompts):
 
 
 def test_window(prompts):
-    """Scores count for their neighbours too, not for those of another chunk; chunks have 40, 25 and 33 tokens."""
+    """A score counts for its neighbours too, but not across chunks, which have 40, 25 and 33 tokens."""
     scores = torch.zeros(98)
     scores[[39, 50]] = torch.tensor([2.0, 1.0])
     expected = torch.zeros(98)
@@ -102,7 +103,7 @@ def test_window(prompts):
 
 @pytest.mark.parametrize("score", STATICS)
 def test_static_scores(tiny_model, prompts, score):
-    """One for each candidate; the same for a chunk at another place."""
+    """One per candidate, independent of the chunk's place."""
     oracle = PolicyOracle(tiny_model)
     first, second = (STATICS[score](oracle, segments, (), PREAMBLE) for segments in prompts[:2])
     assert len(first) == 40 + 25 + 33 and len(second) == 33 + 40
@@ -112,7 +113,7 @@ def test_static_scores(tiny_model, prompts, score):
 
 
 def test_attention_inside_of_chunks(tiny_model, prompts):
-    """A token's attention to its chunk and to the prose before it add up to all heads of all layers."""
+    """A token's attention to its chunk and to the text before it adds up to one per head and layer."""
     from benchmark.policies.statics import attention
 
     oracle = Oracle(tiny_model)
@@ -123,7 +124,7 @@ def test_attention_inside_of_chunks(tiny_model, prompts):
 
 
 def test_evaluation(tiny_model, tmp_path, monkeypatch):
-    """Every prompt has a line for each policy; `full` is 0 away from itself, and the table has a row for each."""
+    """Every prompt has a line per policy, `full` is at distance 0 from itself, and the table has a row per policy."""
     questions, out = tmp_path / "worlds.jsonl", tmp_path / "out.jsonl"
     questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 4, 1, documents=(2, 4))))
     policies = ["block", "base+query:ratio=0.2"]
@@ -142,8 +143,8 @@ def test_evaluation(tiny_model, tmp_path, monkeypatch):
 
 
 def test_comb(tmp_path, monkeypatch):
-    """A Comb model with closed gates answers from the text alone, whatever its chunks are; its table has the bytes of
-    its cross layers' KV. Another model's is refused."""
+    """With closed gates a Comb model answers from the text alone, whatever its chunks are; the table has the bytes of
+    its cross layers' KV. Another model's checkpoint is refused."""
     torch.manual_seed(0)
     decoder, made = Llama(Shape(VOCAB_SIZE, 64, 96, 4, 4, 2, 16, 512)), tmp_path / "comb"
     comb = Comb(decoder.shape, (1, 3))
@@ -176,7 +177,8 @@ def test_comb(tmp_path, monkeypatch):
 
 
 def test_rows():
-    """Of two prompts the second is short of `full` by half; a third is missing from the policy and does not count."""
+    """Of two prompts the second falls half short of `full`; a third is missing from the policy's results and does not
+    count."""
 
     def lines(**nll):
         prompts = {("g", prompt): value for prompt, value in nll.items()}
@@ -186,11 +188,11 @@ def test_rows():
     assert (found["n"], found["share"], found["nll"]) == (2, 0.5, 1.5)
     assert found["closed"] == pytest.approx(1 - 0.5 / 1.5)
     low, high = found["closed_interval"]
-    assert (low, high) == pytest.approx((0.5, 1))  # all draws of the one prompt or of the other
+    assert (low, high) == pytest.approx((0.5, 1))  # the extreme draws take one prompt only
 
 
 def test_paired():
-    """Differences of -1 and -2 on the two prompts that both have; draws of one of them alone bound the interval."""
+    """Differences of -1 and -2 on the two prompts in common; draws of only one of them bound the interval."""
     lines = {"p": {1: {"nll": 1.0}, 2: {"nll": 1.0}, 3: {"nll": 7.0}}, "q": {1: {"nll": 2.0}, 2: {"nll": 3.0}}}
     assert report.paired("p", "q", "nll", lines) == (-1.5, -2, -1)
     assert report.paired("q", "p", "nll", lines) == (1.5, 1, 2)

@@ -1,4 +1,4 @@
-"""The tables of docs/results: equal to their data, known answers, and what cannot be tabulated."""
+"""The tables of docs/results: they match their data, give known answers, and refuse what cannot be tabulated."""
 
 import json
 import re
@@ -37,12 +37,12 @@ def cells(text):
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.rglob("*.md")), ids=lambda page: str(page.relative_to(PAGES)))
-def test_tables_are_those_of_the_data(page):
-    """Nobody edited one by hand, or replaced the data without `python -m benchmark.report`."""
+def test_tables_match_their_data(page):
+    """Fails if a table was edited by hand, or data replaced without `python -m benchmark.report`."""
     assert rendered(page) == page.read_text(encoding="utf-8")
 
 
-def test_pages_refer_to_all_data():
+def test_pages_link_to_all_data():
     named = set()
     for page in PAGES.rglob("*.md"):
         text = page.read_text(encoding="utf-8")
@@ -55,7 +55,7 @@ def test_pages_refer_to_all_data():
 
 
 def test_latency(tmp_path):
-    """Medians by phase; new prompts in pairs: 8 and 9 ms are 20% and 10% less than a mean of 10."""
+    """Medians by phase; for paired new prompts, 8 and 9 ms are 20% and 10% below a mean of 10."""
     times = {"lazy": {"cold": [8, 9], "reordered": [3, 3]}, "stock": {"cold": [10, 10], "reordered": [10, 10]}}
     times["stock"]["same order"] = [4, 4]
     rows = [
@@ -71,7 +71,7 @@ def test_latency(tmp_path):
 
 
 def test_policy_costs(tmp_path):
-    """Warm requests of the shape that policies were asked, the fastest first; `lazy` is `block`."""
+    """Warm requests of the shape that the policies were asked, fastest first; `lazy` is named `block`."""
     other = {**LATENCY, "parameters": {"chunks": 3, "chunk_len": 1024}}
     times = {"stock": 90, "lazy": 20, "lazy@full": 80, "lazy@base+query:ratio=0.15": 50, "lazy@base": 19}
     rows = [
@@ -89,7 +89,7 @@ def test_policy_costs(tmp_path):
 
 
 def test_load(tmp_path):
-    """Contenders of several folders in one row, older names as those of today, and a star where one fell behind."""
+    """Contenders of several folders in one row, old names mapped to today's, and a star where one fell behind."""
     first = {**LOAD, "contender": "lazy", "ttft_ms_p50": 50, "request_rate": 3, "saturated": False}
     second = {**first, "contender": "materialize", "ttft_ms_p50": 2000, "saturated": True}
     sources = [write(tmp_path / "a", [first]), write(tmp_path / "b", [second])]
@@ -101,7 +101,7 @@ def test_load(tmp_path):
 
 
 def test_chat(tmp_path):
-    """Each folder, then all of them; 1 and 2 ms more than a mean of 10 are 10% and 20%."""
+    """Each folder, then all pooled; 1 and 2 ms above a mean of 10 are 10% and 20%."""
     for folder, mine in (("a", 11), ("b", 12)):
         row = {"model": "m", "workload": "chat", "parameters": {}, "phase": "steady", "requests": 1}
         times = {"lazy": mine, "stock": 10}
@@ -116,7 +116,7 @@ def test_chat(tmp_path):
 
 
 def test_host_time(tmp_path):
-    """The median of several runs with their range; what was not measured is left blank."""
+    """The median of several runs with their range; missing measurements stay blank."""
     row = {"contender": "lazy", "chunk_len": 128, "mode": "warm", "resident": 100}
     file = tmp_path / "host_time.jsonl"
     file.write_text("".join(json.dumps({**row, "us_per_further_chunk": time}) + "\n" for time in (9, 11, 30)))
@@ -124,7 +124,7 @@ def test_host_time(tmp_path):
 
 
 def test_phases(tmp_path):
-    """A line for each contender."""
+    """One line per contender."""
     row = {**LATENCY, "hit_rate": 0.5}
     rows = [
         {**row, "contender": name, "phase": phase, "ttft_ms_p50": time}
@@ -158,7 +158,8 @@ def test_transfers(tmp_path):
 
 
 def test_policies(tmp_path):
-    """Halfway from block to full in NLL, all the way in KL; policies that missed a prompt are left to their study."""
+    """Halfway from block to full in NLL, all the way in KL; policies that missed a prompt appear only in their own
+    study."""
 
     def line(policy, group, share, nll, own_kl):
         return {"policy": policy, "group": group, "id": "1", "share": share, "nll": nll, "own_kl": own_kl}
@@ -175,7 +176,7 @@ def test_policies(tmp_path):
 
 
 def test_exact_matches_by_data_set(tmp_path):
-    """Two prompts of one set, one of another; a policy that did not answer one of them is left out."""
+    """Two prompts of one set and one of another; a policy that did not answer one of them is left out."""
 
     def line(policy, group, prompt, em):
         scores = {} if em is None else {"em": em}

@@ -1,4 +1,4 @@
-"""The traffic that policies of routing are compared by."""
+"""The traffic by which routing policies are compared."""
 
 from collections import Counter
 from itertools import islice
@@ -24,11 +24,11 @@ def test_prompts_are_mostly_of_one_collection(name):
         assert abs(asked[rank] / 2000 - share) < 4 * (share * (1 - share) / 2000) ** 0.5
 
 
-def test_others_come_from_anywhere():
+def test_other_documents_come_from_all_collections():
     traffic = Traffic(collections=10, size=10, alpha=0.01, others=5)
     documents = {document for _, documents in islice(traffic.prompts(0), 500) for document in documents}
     assert documents == set(range(100))
 
 
-def test_documents_are_the_same_each_time():
+def test_documents_are_deterministic():
     assert tokens_of(3, 8) == tokens_of(3, 8) != tokens_of(4, 8)

@@ -1,4 +1,5 @@
-"""Training with a model's own full attention as the teacher: answers, and all weights for the block mask."""
+"""Training with a model's own full attention as the teacher: the answers, and training all weights for the block
+mask."""
 
 import json
 import sys
@@ -17,7 +18,7 @@ from oracle.segments import text, token_ids
 
 
 def test_answers_are_those_of_full_attention(tiny_model, monkeypatch):
-    """Of prompts of any length, answered together; an answer ends with the end of sequence."""
+    """Prompts of any length, answered in batches; an answer stops at end of sequence."""
     monkeypatch.setattr(distill, "ANSWERED_TOGETHER", 3)
     dice = Dice(4)
     prompts = [[dice.text(5), dice.chunk(length), dice.text(6)] for length in (30, 3, 50, 12, 40)]
@@ -30,7 +31,7 @@ def test_answers_are_those_of_full_attention(tiny_model, monkeypatch):
 
 
 def test_loss_is_that_of_the_oracle(tiny_model):
-    """Under the block mask and the full one in turn; nothing is to be learnt under the full one yet."""
+    """Block mask and full mask in turn; under the full mask the untrained model has no loss yet."""
     dice, answer = Dice(3), [30, 40, 20]
     segments = [dice.text(5), dice.chunk(30), dice.text(3), dice.chunk(20), dice.text(1)]
     full, block = (
@@ -46,7 +47,7 @@ def test_loss_is_that_of_the_oracle(tiny_model):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_training(lora, tiny_model, tmp_path, monkeypatch, capsys):
-    """The loss under the block mask falls, and the model, or the adapter, can be evaluated."""
+    """The loss under the block mask falls, and the resulting model or adapter can be evaluated."""
     questions, out = tmp_path / "worlds.jsonl", tmp_path / "trained"
     questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 1, 1, documents=(3, 3))))
     arguments = ["--model", tiny_model, "--questions", str(questions)]
@@ -72,8 +73,9 @@ def test_training(lora, tiny_model, tmp_path, monkeypatch, capsys):
         train_model.main()
 
 
-def test_an_adapter_is_what_was_trained(tiny_model, tmp_path):
-    """What it adds to the model's weights when it is read back; at first nothing, and then nothing but that."""
+def test_a_saved_adapter_holds_what_was_trained(tiny_model, tmp_path):
+    """Read back, the adapter adds to the model's weights nothing before training, and exactly what was trained after
+    it."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     before = {name: weight.clone() for name, weight in model.named_parameters()}
     ids = torch.tensor([Dice(8).ids(20)])

@@ -1,4 +1,4 @@
-"""Training of the tokens of `packet` and `kvlink`: prompts, what is learnt, and what is written."""
+"""Training the tokens of `packet` and `kvlink`: the prompts, what is trained, and what is saved."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from sglang_lazy.serving.trained_tokens import load
 IDS = [50, 51, 52, 53]
 
 
-def test_prompts_have_the_tokens():
+def test_prompts_include_the_tokens():
     one, two = chunk([1, 2]), chunk([3])
     head, question = text([7]), text([8, 9])
     packet, kvlink = TrainedTokens(before=(50,), behind=(51, 52)), TrainedTokens(link=(50, 51, 52))
@@ -42,7 +42,7 @@ def test_prompts_have_the_tokens():
 
 @pytest.mark.parametrize("link", ["packet", "kvlink:tokens=2"])
 def test_loss_is_that_of_the_oracle(tiny_model, link):
-    """KL from full attention over the plain prompt to the policy's served prompt, whose rows are the initial ones."""
+    """The KL from full attention over the plain prompt to the policy's prompt with untrained token rows."""
     dice, answer = Dice(3), [30, 40, 20]
     segments = [dice.text(5), dice.chunk(30), dice.text(3), dice.chunk(20), dice.text(6)]
     oracle = PolicyOracle(tiny_model)
@@ -67,7 +67,7 @@ def test_loss_is_that_of_the_oracle(tiny_model, link):
 
 @pytest.mark.parametrize("link", ["packet", "kvlink:tokens=2"])
 def test_training(tiny_model, tmp_path, monkeypatch, capsys, link):
-    """The loss falls, only the given rows change, and the folder serves and evaluates under the policy."""
+    """The loss falls, only the tokens' rows change, and the folder can be served and evaluated under the policy."""
     questions, out = tmp_path / "worlds.jsonl", tmp_path / "trained"
     questions.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 1, 1, documents=(3, 3))))
     arguments = ["--model", tiny_model, "--questions", str(questions)]
@@ -93,7 +93,7 @@ def test_training(tiny_model, tmp_path, monkeypatch, capsys, link):
     monkeypatch.setattr(sys, "argv", ["", *arguments, "--policies", "block", link, "--out", str(results)])
     evaluate.main()
     full, block, trained = (json.loads(line) for line in results.read_text().splitlines())
-    added = 3 * (4 if link == "packet" else 2)  # at three chunks
+    added = 3 * (4 if link == "packet" else 2)  # around three chunks
     assert full["prompt_tokens"] == block["prompt_tokens"] == trained["prompt_tokens"] - added
     assert block["own_kl"] != trained["own_kl"] and trained["share"] == 0
 
@@ -108,7 +108,7 @@ def test_training(tiny_model, tmp_path, monkeypatch, capsys, link):
     ],
 )
 def test_refusals(tiny_model, tmp_path, monkeypatch, link, ids, message):
-    """Before anything is trained: ids that another policy has or too few, other policies, a folder in the way."""
+    """Refused before training: ids of another policy, too few ids, other policies, an existing folder."""
     model, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(tiny_model, model)
     (model / "lazy_tokens.json").write_text(json.dumps({"kvlink": {"link": [50]}}))

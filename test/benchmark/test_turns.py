@@ -1,4 +1,4 @@
-"""Which contender is asked when, and what happens when one fails or falls behind; servers are stand-ins."""
+"""The order in which contenders are measured, and what happens when one fails or saturates; servers are stand-ins."""
 
 import contextlib
 import json
@@ -15,9 +15,9 @@ CHAT = "chat --num-prompts 1 --cold-prompts 0"
 
 @pytest.fixture
 def compared(tmp_path, monkeypatch):
-    """compared(contenders, cases, answer): run them, and return who was asked at which rate, in order, and the results.
+    """compared(contenders, cases, answer): run them; returns (contender, rate) in the order measured, and the results.
 
-    answer(name, rate): whether the contender could follow; may raise.
+    answer(name, rate): whether the contender kept up; may raise.
     """
     up, asked = [], []
 
@@ -59,7 +59,7 @@ def compared(tmp_path, monkeypatch):
 
 
 def test_a_case_for_nobody(monkeypatch, tmp_path, capsys):
-    """A case whose contenders are not in the run is an error, before a server is started."""
+    """A case whose contenders are all absent from the run is an error before any server starts."""
     command = ["bench.py", "--contenders", "lazy", "--out", str(tmp_path), "--case", f"{CHAT} --contenders stock"]
     monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit):
@@ -68,7 +68,7 @@ def test_a_case_for_nobody(monkeypatch, tmp_path, capsys):
 
 
 def test_turns(compared):
-    """Who was last is first in the next run; a case can be for some only."""
+    """The last contender of one run is the first of the next; a case may be for some contenders only."""
     asked, failures = compared(
         ["stock", "lazy"], [f"{CHAT} --request-rate 2 1", f"{CHAT} --request-rate 3 --contenders lazy,copy"]
     )
@@ -77,7 +77,7 @@ def test_turns(compared):
 
 
 def test_turns_by_stage(compared):
-    """A run of several stages is measured stage by stage: none is asked twice before the others."""
+    """A run of several stages alternates stage by stage: no contender is measured twice before the others."""
     asked, failures = compared(["stock", "lazy"], ["chat --num-prompts 3 --rounds 3 --cold-prompts 0"] * 2)
     assert [name for name, _ in asked] == ["stock", "lazy", "lazy", "stock", "stock", "lazy"] + [
         "lazy", "stock", "stock", "lazy", "lazy", "stock",
@@ -86,7 +86,7 @@ def test_turns_by_stage(compared):
 
 
 def test_contenders_of_one_server(tmp_path, monkeypatch):
-    """They share a cache, which each run empties: one is measured to the end before the next begins, in turns."""
+    """They share a cache, which each run flushes, so one runs to its end before the next begins."""
     asked = []
 
     def measure(url, name, run):
@@ -104,7 +104,8 @@ def test_contenders_of_one_server(tmp_path, monkeypatch):
 
 
 def test_falling_behind(compared):
-    """Faster rates of the case are left out for who fell behind, other cases are not, not even the same once more."""
+    """A contender that fell behind skips the faster rates of that case, but no other case, not even the same one
+    repeated."""
     asked, _ = compared(
         ["stock", "lazy"],
         [f"{CHAT} --request-rate 1 2 3"] * 2,
@@ -115,7 +116,7 @@ def test_falling_behind(compared):
 
 
 def test_failures(compared):
-    """A server that does not start or fails later is noted and left out; the others go on."""
+    """A server that fails at the start or later is recorded and skipped; the others continue."""
 
     def answer(name, rate):
         if name == "lazy" and rate == 2:

@@ -24,7 +24,7 @@ from benchmark.serving.workloads import (
 
 
 def encode(words: str) -> list[int]:
-    """A tokenizer that is easy to follow: one token per byte."""
+    """A tokenizer for tests: one token per byte."""
     return list(words.encode())
 
 
@@ -42,7 +42,7 @@ def write_lines(path, *objects):
 
 
 def sequence_probability(order: tuple[int, ...], weights: list[float]) -> float:
-    """Of drawing `order` one after another, each by its share of the weights that are left."""
+    """The probability of drawing `order` without replacement, each by its share of the remaining weights."""
     probability, left = 1.0, sum(weights)
     for index in order:
         probability *= weights[index] / left
@@ -52,7 +52,7 @@ def sequence_probability(order: tuple[int, ...], weights: list[float]) -> float:
 
 @pytest.mark.parametrize("alpha", [0.0, 0.67, 2.1])
 def test_zipf_without_replacement(alpha):
-    """How often each set is drawn agrees with the sum over all orders of drawing it, within 4.5 standard errors."""
+    """The frequency of each set agrees with the sum over all orders of drawing it, within 4.5 standard errors."""
     pool, count, draws = 5, 3, 20_000
     weights = [rank**-alpha for rank in range(1, pool + 1)]
     rng = random.Random(1)
@@ -65,7 +65,7 @@ def test_zipf_without_replacement(alpha):
 
 
 def test_order_is_random():
-    """However skewed the draw, the most popular chunk is as often last as it is first."""
+    """However skewed the draw, the most popular chunk comes first as often as last."""
     rng = random.Random(2)
     cumulative = zipf_weights(8, 2.0)
     positions = [order.index(0) for order in (draw_distinct(rng, cumulative, 3) for _ in range(9000)) if 0 in order]
@@ -96,13 +96,13 @@ def test_chunks_of_a_request_are_distinct(alpha):
     ids=lambda workload: type(workload).__name__,
 )
 def test_seeds(workload):
-    """A seed says everything; another one changes the prompts."""
+    """The seed determines everything; another seed changes the prompts."""
     assert workload.stages(7, encode) == workload.stages(7, encode)
     assert workload.stages(7, encode) != workload.stages(8, encode)
 
 
 def test_longer_runs_begin_alike():
-    """Rates that are measured with more prompts see the same traffic first."""
+    """A rate measured with more prompts sees the same prompts first."""
     short, long = (Synthetic(pool=6, chunks=2, chunk_len=3, cold_prompts=2, num_prompts=n) for n in (3, 9))
     assert conversations(long)[:5] == conversations(short)
 
@@ -117,7 +117,7 @@ def test_phases():
 
 
 def test_agent():
-    """Turns add to one conversation; the system prompt is said once, tool outputs recur."""
+    """Turns extend one conversation; the system prompt occurs once, and tool outputs recur."""
     workload = Agent(turns=3, pool=3, chunks=2, chunk_len=4, system_len=5, message_len=2, num_prompts=4, cold_prompts=0)
     seen = collections.Counter()
     openings = set()
@@ -132,7 +132,7 @@ def test_agent():
 
 
 def test_latency():
-    """Each sample: new chunks, the same again, then all of them behind another first one; never the same question."""
+    """Each sample: new chunks, the same again, then all of them after another first chunk; questions never repeat."""
     stages = Latency(chunks=4, chunk_len=3, question_len=6, num_prompts=5).stages(0, encode)
     assert [stage.phase for stage in stages] == ["cold", "same order", "reordered"] * 5
     turns = [turn for stage in stages for conversation in stage.conversations for turn in conversation]
@@ -145,7 +145,7 @@ def test_latency():
 
 
 def test_latency_apart():
-    """The same requests, one phase after another."""
+    """The same requests, grouped by phase."""
     mixed = Latency(chunks=3, chunk_len=2, num_prompts=4).stages(0, encode)
     apart = Latency(chunks=3, chunk_len=2, num_prompts=4, apart=True).stages(0, encode)
     assert [stage.phase for stage in apart] == [phase for phase in PHASES for _ in range(4)]
@@ -154,7 +154,7 @@ def test_latency_apart():
 
 
 def test_chat():
-    """No chunks; lengths are log-normal about their medians and within bounds."""
+    """No chunks; lengths are log-normal around their medians, within bounds."""
     turns = [turn for [turn] in conversations(Chat(num_prompts=2000, cold_prompts=0))]
     assert all([segment["type"] for segment in turn.segments] == ["text"] for turn in turns)
     inputs = [len(turn.segments[0]["input_ids"]) for turn in turns]
@@ -166,7 +166,7 @@ def test_chat():
 
 
 def test_retrieval(tmp_path):
-    """Documents in the order of the file, titles included."""
+    """Documents in the file's order, titles included."""
     docs = [{"id": "b", "title": "B", "text": "bees"}, {"id": "a", "title": "A", "text": "ants"}]
     data = write_lines(tmp_path / "data.jsonl", {"docs": docs, "question": "Which?"})
     [[turn]] = conversations(Retrieval(data=data, num_prompts=1, cold_prompts=0, output_len=3))
@@ -176,7 +176,8 @@ def test_retrieval(tmp_path):
 
 
 def test_retrieval_in_a_chat(tmp_path):
-    """What was said comes before the documents, which are the current question's; the next prompt begins alike."""
+    """Earlier turns come before the documents, which belong to the current question; the next prompt shares a
+    prefix."""
     said = [("user", "Who?"), ("agent", "Ann."), ("user", "When?"), ("agent", "1889.")]
     history = [{"role": role, "text": words} for role, words in said]
     first = {"docs": [{"title": "A", "text": "ants"}], "question": "When?", "history": history[:2]}
@@ -195,7 +196,7 @@ def test_retrieval_in_a_chat(tmp_path):
 
 
 def test_trace(tmp_path):
-    """A document has the same text wherever it occurs, as long as the trace says."""
+    """A document has the same text wherever it occurs, with the length that the trace gives."""
     traces = [{"dataset": name, "requests": [[0, 1], [1, 2]], "doc_words": [10, 20, 0]} for name in ("x", "y")]
     data = write_lines(tmp_path / "traces.jsonl", *traces)
     workload = Trace(data=data, dataset="y", tokens_per_word=1.5, num_prompts=2, cold_prompts=0)
@@ -249,7 +250,7 @@ def test_missing_data(tmp_path):
 
 
 def test_cases():
-    """A line gives the workload, its parameters and how it arrives; rates are run from the slowest on."""
+    """A line gives the workload, its parameters and its arrival process; rates run in ascending order."""
     case = parse_case("synthetic --pool 9 --chunk-len 2 --chunks 2 --request-rate 4 0.5 --seconds 20 --num-prompts 15")
     slow, fast = case.runs(0, encode)
     assert (slow.request_rate, fast.request_rate) == (0.5, 4)

@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
-    """Tests that share servers go to one worker: those of a file, or of a folder here."""
+    """Tests that share servers go to one worker: those of a file, or of a folder."""
     for item in items:
         if item.path.is_relative_to(HERE) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).parts[0]))
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item):
-    """A test that fails says what its servers wrote last: its folder does not outlive the run."""
+    """A failing test shows the last lines of its servers' logs, since their folder is deleted with the run."""
     report = yield
     if report.failed and "tmp_path" in item.funcargs:
         for log in sorted(item.funcargs["tmp_path"].glob("*.log")):
@@ -33,7 +33,7 @@ def pytest_runtest_makereport(item):
 
 @pytest.fixture(scope="session")
 def with_plugin(tmp_path_factory):
-    """`with with_plugin(function)`: what is started meanwhile finds it as a plugin of SGLang's that is installed."""
+    """`with with_plugin(function)`: processes started within find the function as an installed plugin."""
 
     @contextlib.contextmanager
     def with_plugin(load):
@@ -46,7 +46,7 @@ def with_plugin(tmp_path_factory):
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         with pytest.MonkeyPatch.context() as environment:
             environment.setenv("PYTHONPATH", path)
-            environment.syspath_prepend(plugin.parent)  # processes that this one spawns have its path
+            environment.syspath_prepend(plugin.parent)  # spawned processes inherit sys.path
             yield
 
     return with_plugin
@@ -54,15 +54,15 @@ def with_plugin(tmp_path_factory):
 
 @pytest.fixture
 def freed_gpu():
-    """What a test has had on the GPU is free for the next engine; hooks and their models refer to each other."""
+    """Frees the GPU for the next engine after the test: hooks and their models form reference cycles."""
     yield
     gc.collect()
     torch.cuda.empty_cache()
 
 
-@pytest.fixture(scope="module")  # no longer: while it runs, asyncio.run fails in the same thread
+@pytest.fixture(scope="module")  # not for the session: while Playwright runs, asyncio.run fails in its thread
 def browser():
-    """A headless Chromium: the one that LAZY_BROWSER names, as CI does, or one that is installed."""
+    """A headless Chromium: the one that LAZY_BROWSER names, as in CI, or an installed one."""
     from playwright.sync_api import expect, sync_playwright
 
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -70,7 +70,7 @@ def browser():
     if path is None:
         pytest.skip("there is no Chromium: `.ci/browser` installs Debian's, LAZY_BROWSER names another")
     with sync_playwright() as playwright:
-        expect.set_options(timeout=30_000)  # a busy machine; the page asks once a second
+        expect.set_options(timeout=30_000)  # for busy machines; the page polls once a second
         browser = playwright.chromium.launch(executable_path=path)
         yield browser
         browser.close()

@@ -1,5 +1,5 @@
-"""Requests to every route that takes or shows chunks, and a few beside: well-formed ones, and such with a few things
-wrong."""
+"""Requests to every route that takes or shows chunks, and to a few others: well-formed ones, and some with a few
+errors."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ IDS = [chunk_id(tokens_digest(known.ids)) for known in KNOWN_CHUNKS]
 
 
 class Sent(NamedTuple):
-    """One request.  body: bytes that are sent as they are, or what becomes JSON; None for none."""
+    """One request.  body: bytes to send as they are, or a value to send as JSON; None for no body."""
 
     method: str
     path: str
@@ -37,7 +37,7 @@ class Sent(NamedTuple):
 
 
 def mostly(usual: st.SearchStrategy, other: st.SearchStrategy, times: int = 7) -> st.SearchStrategy:
-    """`usual`, so many times for each `other`. (`one_of` would drop the repetitions.)"""
+    """`usual`, that many times for each `other`. (`one_of` would drop repetitions.)"""
     return st.sampled_from([usual] * times + [other]).flatmap(lambda strategy: strategy)
 
 
@@ -45,7 +45,7 @@ TEXTS = mostly(
     st.sampled_from(["The river rises in the hills.", "Who?", "Read: ", "A##b##c"]),
     st.sampled_from(["##", "", " ", "<|user|>", "</s>", "\0"])
     | st.text(max_size=12)
-    | st.text(st.characters(categories=["Cs"]), min_size=1, max_size=2),  # halves of characters, which JSON can carry
+    | st.text(st.characters(categories=["Cs"]), min_size=1, max_size=2),  # lone surrogates, which JSON can carry
 )
 NUMBERS = st.sampled_from([0, 1, -1, 2, 7, 511, 512, 2**31 - 1, 2**31, 2**63, -(2**63) - 1, 2**70, 0.5, 1e308])
 JUNK = st.recursive(
@@ -65,7 +65,7 @@ LINKS = mostly(
 
 
 def maybe(**fields: st.SearchStrategy) -> st.SearchStrategy:
-    """Some of these fields."""
+    """A subset of these fields."""
     return st.fixed_dictionaries({}, optional=fields)
 
 
@@ -185,7 +185,7 @@ BODIES: dict[tuple[str, str], st.SearchStrategy] = {
     ("POST", "/v1/responses"): objects(
         both(OURS, both(STREAM, maybe(store=st.booleans(), previous_response_id=st.just(RESPONSE)))),
         model=st.just(MODEL),
-        max_output_tokens=st.sampled_from([3, 4]),  # of which SGLang takes two off
+        max_output_tokens=st.sampled_from([3, 4]),  # SGLang subtracts two
         request_id=mostly(st.just(RESPONSE), TEXTS),
         input=messages(INPUT_CONTENT, "user", "assistant", "system") | TEXTS,
     ),
@@ -231,7 +231,7 @@ HEADERS = mostly(
 
 
 def _places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The ways to all that a JSON value contains."""
+    """The paths to all values within a JSON value."""
     inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [way for key, part in inner for way in [(*path, key), *_places(part, (*path, key))]]
 
@@ -263,7 +263,7 @@ def spoiled(draw: Any, bodies: st.SearchStrategy) -> Any:
 
 
 def values(schema: dict[str, Any], definitions: dict[str, Any], depth: int = 0) -> st.SearchStrategy:
-    """What fits a JSON schema of OpenAPI's.  definitions: what its references name."""
+    """Values that fit an OpenAPI JSON schema.  definitions: what its references name."""
     if "$ref" in schema:
         target = definitions[schema["$ref"].rpartition("/")[2]]
         return values(target, definitions, depth + 1) if depth < 3 else JUNK
@@ -294,7 +294,7 @@ def values(schema: dict[str, Any], definitions: dict[str, Any], depth: int = 0) 
 
 
 def fields_of(api: dict[str, Any]) -> dict[tuple[str, str], dict[str, st.SearchStrategy]]:
-    """By route, all fields of its body, by the server's own schema (`/openapi.json`)."""
+    """By route, all fields of its body, from the server's own schema (`/openapi.json`)."""
     definitions, found = api["components"]["schemas"], {}
     for method, path in BODIES:
         content = api["paths"].get(path, {}).get(method.lower(), {}).get("requestBody", {}).get("content", {})
@@ -311,7 +311,7 @@ RAW = st.sampled_from([b"", b"{", b"\xff", b"[" * 100_000, b"null", b"[]", b'"x"
 
 @st.composite
 def requests_of(draw: Any, fields: dict[tuple[str, str], dict[str, st.SearchStrategy]]) -> Sent:
-    """A request to one of the routes.  fields: by route, what its body may have besides."""
+    """Requests to one of the routes.  fields: by route, the fields that its body may have besides."""
     method, path = draw(st.sampled_from(list(BODIES)))
     bodies = BODIES[method, path]
     if others := fields.get((method, path)):

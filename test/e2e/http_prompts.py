@@ -1,4 +1,4 @@
-"""Prompts as requests carry them, and the requests."""
+"""Prompts as requests carry them, and helpers to send them."""
 
 import random
 

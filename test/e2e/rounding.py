@@ -1,4 +1,4 @@
-"""Errors of log-probabilities in bf16, held against those of plain PyTorch in bf16."""
+"""Errors of log-probabilities in bf16, compared with those of plain PyTorch in bf16."""
 
 from collections.abc import Callable
 
@@ -9,19 +9,20 @@ OfTokens = Callable[[list[int]], torch.Tensor]
 
 
 class Errors:
-    """Of answers of equal length: how far from fp32 the log-probabilities of their tokens are.
+    """The distances of answers' log-probabilities from fp32; all answers have the same length.
 
-    Means, not maxima: where rounding flips a router's choice of experts, a single token is off by 1 or 2, seldom but in
-    any computation. Of two right ones of a wide gpt-oss, over six answers of 12 tokens, one had more than twice the
-    other's maximum every eighth time (Qwen3-MoE: every 24th), and more than twice its mean once in 3,000. The worst
-    answer counts as well, since one that is wrong among twenty hardly moves the mean over all.
+    Means are compared, not maxima: when rounding flips a router's choice of experts, a single token is off by 1 or 2;
+    this is rare, but happens in any computation. Of two correct computations of a wide gpt-oss, over six answers of 12
+    tokens, one had more than twice the other's maximum one time in 8 (Qwen3-MoE: 24), and more than twice its mean one
+    time in 3,000. The worst answer is compared as well, since one wrong answer among twenty hardly moves the mean.
     """
 
     def __init__(self):
         self._ours, self._plain, self._full = [], [], []
 
     def add(self, output: dict, exact: OfTokens, rough: OfTokens, full: OfTokens | None = None) -> None:
-        """Add an answer of SGLang's.  exact, rough: in fp32 and in bf16.  full: in fp32, under full attention."""
+        """Add an answer of SGLang's.  exact, rough: log-probabilities in fp32 and in bf16.  full: in fp32 under full
+        attention."""
         tokens = output["output_ids"]
         chosen = (torch.arange(len(tokens)), torch.tensor(tokens))
         reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
@@ -32,8 +33,8 @@ class Errors:
             self._full.append((reported - full(tokens[:-1])[chosen]).abs())
 
     def check(self) -> None:
-        """Ours are at most twice plain PyTorch's on average, three times in the worst answer, and less than the
-        distance from full attention. AssertionError otherwise, with both errors of every token."""
+        """Our errors are at most twice plain PyTorch's on average and three times in the worst answer, and smaller than
+        the distance from full attention. Raises AssertionError with both errors of every token otherwise."""
         ours, plain = torch.stack(self._ours), torch.stack(self._plain)
         report = f"ours:\n{ours}\nplain PyTorch's:\n{plain}"
         assert ours.mean() <= 2 * plain.mean(), report

@@ -1,4 +1,4 @@
-"""A model served by the engine and known to the oracle of policies, which says what its answers must be."""
+"""A model served by the engine, and the policies' oracle, which says what its answers must be."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ PREAMBLE = "These lines stand alone."
 
 
 class Served:
-    """The model in a folder.  options: of the engine, beside those for a CPU."""
+    """The model in a folder.  options: for the engine, beside those for a CPU."""
 
     def __init__(self, path: Path, **options):
         from transformers import AutoTokenizer
@@ -27,7 +27,7 @@ class Served:
         self.engine = EngineProcess(model_path=str(path), **options)
 
     def kept(self, prompt: list[Segment], link: str):
-        """What the oracle keeps of each chunk under `link`, and what it computes chunks behind."""
+        """What the oracle keeps of each chunk under `link`, and the preamble that it computes chunks behind."""
         base, _, policy = link.rpartition("+")
         preamble = {"": (), "base": self.preamble, "base:preamble=lead": leading_text(prompt)}[base]
         name, _, parameter = policy.partition(":")
@@ -41,11 +41,11 @@ class Served:
             return without_best_of_each(prompt, -self.oracle.key_sizes(prompt, preamble), ratio), preamble
         scores = self.scores(prompt, name, preamble)
         best, edge = scores.sort(descending=True).values, math.ceil(ratio * len(scores))
-        assert edge == len(best) or best[edge - 1] - best[edge] > 1e-6, "the choice is too close: draw anew"
+        assert edge == len(best) or best[edge - 1] - best[edge] > 1e-6, "the choice is too close: draw another prompt"
         return without_best(prompt, scores, ratio), preamble
 
     def scores(self, prompt: list[Segment], name: str, preamble) -> torch.Tensor:
-        """What `query` or `blend` chooses by."""
+        """The scores by which `query` or `blend` chooses."""
         if name == "blend":
             return self.oracle.blend_scores(prompt, preamble)
         assert name == "query"
@@ -60,7 +60,7 @@ class Served:
         )
 
     def check(self, prompt: list[Segment], output: dict, kept, preamble) -> None:
-        """Each token is the oracle's best after those before it, and the log-probabilities are its."""
+        """Each token is the oracle's best after the preceding ones, and the log-probabilities are equal."""
         tokens = output["output_ids"]
         expected = self.oracle.logprobs(prompt, tokens[:-1], kept, preamble)
         chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -69,7 +69,7 @@ class Served:
         assert (expected.amax(-1) - chosen).max() <= TOLERANCE
 
     def answer(self, prompts: list[list[Segment]], links: list[str]) -> list[dict]:
-        """Serve the prompts as one batch and hold every answer against the oracle."""
+        """Serve the prompts as one batch and compare every answer with the oracle's."""
         outputs = self.ask(prompts, links)
         for prompt, link, output in zip(prompts, links, outputs, strict=True):
             self.check(prompt, output, *self.kept(prompt, link))

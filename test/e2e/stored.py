@@ -1,4 +1,4 @@
-"""Servers with a host tier and a storage behind it, and an oracle for what they answer."""
+"""Servers with a host tier and storage behind it, and an oracle for their answers."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "4", "--max-total-tok
 
 
 class Server:
-    """A server at `url` over the storage in `folder`, with prompts of its own and the oracle of its model."""
+    """A server at `url` over the storage in `folder`, with prompts of its own and its model's oracle."""
 
     def __init__(self, url, folder, oracle):
         self.url, self.folder, self.oracle = url, folder, oracle
@@ -31,7 +31,7 @@ class Server:
         return requests.post(f"{self.url}/generate", json=body, timeout=60, **options)
 
     def answer(self, prompt):
-        """The report on a prompt, whose answer must be the oracle's."""
+        """Ask a prompt, whose answer must be the oracle's; returns the report on it."""
         answer = self.ask(prompt)
         assert answer.status_code == 200, answer.text
         tokens = answer.json()["output_ids"]

@@ -1,4 +1,5 @@
-"""A Comb model, whose chunks go through an encoder, against a plain PyTorch model: a checkpoint in public naming."""
+"""A Comb model, whose chunks pass through an encoder, against a plain PyTorch model; the checkpoint has public
+naming."""
 
 import contextlib
 import gc
@@ -17,7 +18,7 @@ from sglang_lazy.testing.server import wait_for
 
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
-CHUNK_POOL = 0.15  # of 2,400 tokens of KV: 600 tokens of chunks beside 2,040 of text, in 3 layers beside 5
+CHUNK_POOL = 0.15  # share of 2,400 KV tokens of 5 + 3 layers: 600 tokens of chunks in 3 layers, 2,040 of text in 5
 
 
 class Served:
@@ -38,7 +39,7 @@ class Served:
         return self.call("POST", "/generate", status, **body).json()
 
     def answer(self, *prompts, links=None, adapters=None):
-        """Serve the prompts as one batch, if there are several, and hold each answer against the oracle, or that of its
+        """Serve the prompts, several as one batch, and compare each answer with the oracle of the model or of its
         adapter."""
         links = links or ["block"] * len(prompts)
         params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -59,7 +60,8 @@ class Served:
         self.call("POST", "/flush_cache?timeout=30")
 
     def play(self, names):
-        """The scenarios side by side. For every chunk asked for: whether an earlier step brought it, and its hit."""
+        """Run the scenarios side by side; returns for every chunk whether an earlier step had it, and whether it was a
+        hit."""
         scenarios = [build_scenario(name) for name in names]
         prompts, answers, brought, pairs = [[] for _ in names], [[] for _ in names], set(), []
         for step in range(max(map(len, scenarios))):
@@ -90,7 +92,7 @@ def storage_hits(output):
 MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
 TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-storage-backend", "file"]
 WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS, "two ranks": [*TIERS, "--tp-size", "2"]}
-RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL would ask for GPUs
+RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as usual"]
 
 
@@ -100,7 +102,7 @@ def started(path, log, way="as usual", more=()):
     flags += ["--chunked-prefill-size", "96", "--enable-metrics", *device_flags(), *WAYS[way], *more]
     variables = {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(path.parent / "storage")}
     if "--tp-size" in flags:
-        if 0 < torch.cuda.device_count() < 2:  # on CPUs ranks are processes
+        if 0 < torch.cuda.device_count() < 2:  # without GPUs, ranks run on CPUs
             pytest.skip("tensor parallelism needs as many GPUs")
         variables |= {} if torch.cuda.is_available() else RANKS_ON_CPU
     with running_server(flags, log, environment=variables) as url:
@@ -109,8 +111,8 @@ def started(path, log, way="as usual", more=()):
 
 @pytest.fixture(scope="module", params=["as usual", *SLOW])
 def served(request, tmp_path_factory, with_plugin):
-    """With tiers, which two ranks have, too, transfers are as late as a GPU allows, and what is on its way is NaN. In
-    the mixed way the encoder looks back alone."""
+    """Servers one by one. With tiers, also on two ranks, transfers are as late as a GPU allows, and KV in transfer is
+    NaN. In the mixed configuration, only the encoder has windows."""
     way, folder = request.param, tmp_path_factory.mktemp("comb")
     path = build(folder / "model", causal=way == "mixed")
     late = with_plugin(streams.load) if way in ("tiers", "two ranks") else contextlib.nullcontext()
@@ -124,20 +126,20 @@ FAST = ("retrieval",)
 
 @pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SCENARIOS])
 def test_scenarios(served, name):
-    """Cold, warm, shuffled, second turns: a chunk that was there once is a hit."""
+    """Cold, warm, shuffled, second turns: a chunk seen before is a hit."""
     served.flush()
     pairs = served.play([name])
     assert all(hit == brought for brought, hit in pairs)
 
 
 def test_eviction_within_batches(served):
-    """All scenarios side by side, plain requests among them, in a pool that holds a fraction of their chunks."""
+    """All scenarios side by side, with plain requests, in a pool that holds a fraction of their chunks."""
     asked_again = [hit for brought, hit in served.play(list(SCENARIOS)) if brought]
     assert asked_again.count(True) > 5 and (asked_again.count(False) > 5) == (not served.has_tiers)
 
 
 def test_the_order_of_chunks_changes_nothing(served):
-    """Neither a bit of the answer nor what is cached of the text."""
+    """The answer stays bitwise equal, and the text after them stays cached."""
     served.flush()
     dice = Dice("orders")
     head, docs, question = dice.text(9), dice.chunks(5, 10, 40), dice.text(8)
@@ -150,7 +152,7 @@ def test_the_order_of_chunks_changes_nothing(served):
         assert logprobs(output) == logprobs(warm[0])
         details = output["meta_info"]["cached_tokens_details"]
         assert output["meta_info"]["cached_tokens"] - details["chunk"] == 9 + 8 - 1
-    (other,) = served.answer([head, *docs, docs[0], question])  # another multiset
+    (other,) = served.answer([head, *docs, docs[0], question])  # another multiset of chunks
     assert other["meta_info"]["cached_tokens"] == other["meta_info"]["cached_tokens_details"]["chunk"]
 
 
@@ -165,14 +167,14 @@ def test_batches_of_chunks_text_and_full(served):
 
 
 @pytest.mark.parametrize("link", ["epic:tokens=2", "query:ratio=0.2", "blend", "static", "copy", "base", "base+epic"])
-def test_what_makes_no_sense_is_refused(served, link):
+def test_policies_that_make_no_sense_are_refused(served, link):
     dice = Dice("refused")
     error = served.ask([dice.chunk(9), dice.text(4)], link=link, status=400)
     assert "this model reads whole chunks through an encoder" in str(error)
 
 
 def test_logprobs_of_the_prompt(served):
-    """Behind the last chunk, at positions of the whole prompt; not of chunks."""
+    """Given for text after the last chunk, at positions in the whole prompt; not for chunks."""
     dice = Dice("logprobs")
     prompt = [dice.text(4), dice.chunk(12), dice.text(7)]
     start = 4 + 12 + 2
@@ -185,14 +187,14 @@ def test_logprobs_of_the_prompt(served):
     assert "prompt logprobs" in str(served.ask(prompt, logprob_start_len=8, status=400))
 
 
-def test_too_much_for_the_pool_of_chunks(served):
+def test_too_many_tokens_for_the_chunk_pool(served):
     dice = Dice("too long")
     error = served.ask([*dice.chunks(2, 400, 401), dice.text(3)], status=400)
     assert "do not fit into their pool of 600 tokens" in str(error)
 
 
 def test_aborted_requests_leave_nothing_behind(served):
-    """Cold, waiting and running; afterwards the whole pool can be had."""
+    """Aborted cold, waiting and running; afterwards a request can have the whole pool."""
     dice = Dice("aborts")
     for seconds in (0.001, 0.01, 0.03, 0.1, 0.3):
         body = {"segments": [s.to_request() for s in [*dice.chunks(3, 60, 100), dice.text(5)]]}
@@ -232,14 +234,15 @@ def test_chunks_by_name_chats_and_metrics(served):
 
 @pytest.mark.slow
 def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
-    """One server has a prompt's chunks on the host; then another one finds them, unless its encoder differs."""
+    """One server has a prompt's chunks on the host; then another server finds them in storage, unless its encoder
+    differs."""
     dice = Dice("tiers")
     docs = dice.chunks(4, 60, 90)
     prompt, size = [dice.text(4), *docs, dice.text(6)], sum(len(doc.ids) for doc in docs)
     path = build(tmp_path / "model")
     with with_plugin(streams.load), started(path, tmp_path / "first.log", "tiers") as served:
         served.answer(prompt)
-        served.answer([*dice.chunks(2, 290, 300), dice.text(3)])  # the device holds no more
+        served.answer([*dice.chunks(2, 290, 300), dice.text(3)])  # fills the device
         (output,) = served.answer([dice.text(5), *docs[::-1], dice.text(7)])
         details = output["meta_info"]["cached_tokens_details"]
         assert (details["host"], details["chunk"], details["device"]) == (size, size, 0)
@@ -265,7 +268,7 @@ def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
 
 @pytest.mark.slow
 def test_adapters_change_the_decoder_alone(tmp_path):
-    """In one batch with the plain model, cold and warm, over the same chunks; an adapter of the encoder is refused."""
+    """In one batch with the plain model, cold and warm, over the same chunks; an adapter for the encoder is refused."""
     path = build(tmp_path / "model")
     adapter = random_adapter(path, tmp_path / "a", seed=1, prefix="language_model.model.layers.")
     adapters = {None: CombOracle(path), "a": CombOracle(merged(path, adapter, tmp_path / "merged"))}

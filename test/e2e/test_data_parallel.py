@@ -1,5 +1,5 @@
-"""A server and an engine with two data-parallel ranks: prompts go where their chunks are, answers are right, and what
-manages chunks knows both."""
+"""A server and an engine with two data-parallel ranks: prompts follow their chunks, answers are right, and the chunk
+routes reach both ranks."""
 
 import asyncio
 import copy
@@ -18,7 +18,7 @@ from sglang_lazy.routing import BlockHashes, Picker, chunks_in, follow
 from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
 from sglang_lazy.testing.server import free_ports
 
-pytestmark = pytest.mark.slow  # a server and an engine of its own; without one: test/unit/test_ranks.py
+pytestmark = pytest.mark.slow  # starts a server and an engine; test/unit/test_ranks.py needs neither
 
 NEW = itertools.count()
 NUM_TOKENS = 6
@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def url(tiny_model, tmp_path_factory):
     flags = ["--model-path", tiny_model, "--dp-size", "2", "--max-total-tokens", "4000", *device_flags()]
-    (port,) = free_ports(1)  # the other rank publishes at the next one
+    (port,) = free_ports(1)  # the other rank publishes on the next port
     flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     with running_server(flags, tmp_path_factory.mktemp("data-parallel") / "server.log") as url:
         yield url
@@ -39,7 +39,7 @@ def generate(url, segments, **body):
 
 
 def where(answer) -> tuple[int, list[bool]]:
-    """The rank that answered, and which chunks it had."""
+    """The rank that answered, and the hits of its chunks."""
     return answer["meta_info"]["dp_rank"], [one["hit"] for one in answer["meta_info"]["chunks"]]
 
 
@@ -48,7 +48,7 @@ def prompt(*documents):
 
 
 def even_out(url):
-    """Send new chunks until both ranks have had about as many, so that the next ones go to both by turns."""
+    """Send new chunks until both ranks have had about as many, so that the next ones alternate."""
     before = None
     for number in itertools.islice(NEW, 40):
         rank, _ = where(generate(url, prompt(f"This is town {number}.")))
@@ -60,7 +60,7 @@ def even_out(url):
 
 @pytest.fixture(scope="module")
 def prompts(tiny_model):
-    """Prompts of two chunks, which recur in both orders, each with the oracle's answer."""
+    """Prompts of two chunks, in both orders, each with the oracle's answer."""
     rng, oracle = random.Random(0), Oracle(tiny_model)
     documents = [tuple(rng.randrange(10, 500) for _ in range(rng.randint(5, 40))) for _ in range(12)]
     pairs = [documents[index : index + 2] for index in range(0, 12, 2)]
@@ -76,8 +76,8 @@ def prompts(tiny_model):
     return prompts
 
 
-def check_oracle_s(prompts, answers, listed):
-    """The answers are right, both ranks have given some, and of all chunks that are listed each is there once."""
+def check_against_oracle(prompts, answers, listed):
+    """All answers are right, both ranks gave some, and every chunk is listed exactly once."""
     assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in prompts]
     assert {where(answer)[0] for answer in answers} == {0, 1}
     used = {tuple(segment["input_ids"]) for segments, _ in prompts for segment in segments[:2]}
@@ -85,10 +85,10 @@ def check_oracle_s(prompts, answers, listed):
     assert {chunk["dp_rank"] for chunk in listed} == {0, 1}
 
 
-def test_answers_at_either_rank_are_the_oracle_s_and_chunks_are_computed_once(url, prompts):
+def test_both_ranks_answer_rightly_and_chunks_are_computed_once(url, prompts):
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda one: generate(url, one[0], cache_salt="oracle"), prompts))
-    check_oracle_s(prompts, answers, call_chunks(url, "oracle", limit=1000)["chunks"])
+    check_against_oracle(prompts, answers, call_chunks(url, "oracle", limit=1000)["chunks"])
 
 
 def call_chunks(url, salt, path="", **query):
@@ -97,14 +97,14 @@ def call_chunks(url, salt, path="", **query):
     return response.json()
 
 
-def test_a_prompt_follows_its_chunks_on_every_surface(url):
+def test_a_prompt_follows_its_chunks_on_every_api(url):
     even_out(url)
     salt = {"cache_salt": "follows"}
     homes = {}
     for document in (RIVER, RAILWAY, LIBRARY):
         homes[document], hits = where(generate(url, prompt(document), **salt))
         assert hits == [False]
-    assert set(homes.values()) == {0, 1}  # those that nobody has go where there is room
+    assert set(homes.values()) == {0, 1}  # unknown chunks are spread over both ranks
     for document, home in homes.items():
         assert where(generate(url, prompt(document), **salt)) == (home, [True])
         batch = generate(url, [prompt(document), [chunk(document), text("Why?")]], **salt)
@@ -115,7 +115,7 @@ def test_a_prompt_follows_its_chunks_on_every_surface(url):
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 2, "return_meta_info": True, **salt}
         chat = call(url, "/v1/chat/completions", model="tiny", **body)
         assert where(chat["choices"][0]) == (home, [True])
-    # Each adapter, preamble and tenant has chunks of its own, so none follows another's.
+    # Each adapter, preamble and tenant has its own chunks, so none follows another's.
     assert where(generate(url, prompt(RIVER), link="base", **salt))[1] == [False]
     assert where(generate(url, prompt(RIVER), cache_salt="another"))[1] == [False]
 
@@ -129,7 +129,7 @@ def test_a_request_may_name_its_rank(url):
     assert full["output_ids"] and "chunks" not in full["meta_info"]
 
 
-def test_the_routes_of_chunks_reach_both_ranks(url):
+def test_chunk_routes_reach_both_ranks(url):
     even_out(url)
     salt, headers = "routes", {"X-Cache-Salt": "routes"}
     body = {"chunks": [RIVER, RAILWAY, LIBRARY], "wait": True, "pin": True}
@@ -160,7 +160,7 @@ def test_the_routes_of_chunks_reach_both_ranks(url):
 
 
 def test_the_events_of_both_ranks_are_followed(url, tiny_model):
-    """By a picker that knows the server as one worker."""
+    """By a picker that sees the server as one worker."""
     picker, hashes = Picker(), BlockHashes.load(tiny_model)
 
     def known(document):
@@ -168,7 +168,7 @@ def test_the_events_of_both_ranks_are_followed(url, tiny_model):
         return copy.deepcopy(picker).pick(chunks, {url: 1, "another": 0}).worker == url
 
     async def learn(rank):
-        """Until a document that this rank is sent is known; what it publishes before it is listened to is lost."""
+        """Send documents to this rank until one is known: events before the picker listens are lost."""
         for number in NEW:
             document = f"This is town {number}."
             await asyncio.to_thread(generate, url, prompt(document), routed_dp_rank=rank)
@@ -191,14 +191,14 @@ def engine(tiny_model):
     engine.shutdown()
 
 
-def test_an_engine_s_answers_are_the_oracle_s_and_its_prompts_follow_their_chunks(engine, prompts):
+def test_an_engine_answers_rightly_and_prompts_follow_their_chunks(engine, prompts):
     def ask(some):
         segments = [segments for segments, _ in some]
         return engine.generate(segments=segments, cache_salt="oracle", sampling_params=GREEDY)
 
     answers = [answer for start in range(0, len(prompts), 4) for answer in ask(prompts[start : start + 4])]
     listed = engine.call("list_chunks", cache_salt="oracle", limit=1000)["chunks"]
-    check_oracle_s(prompts, answers, listed)
+    check_against_oracle(prompts, answers, listed)
     homes = {one["id"]: one["dp_rank"] for one in listed}
     for answer, (_, tokens) in zip([answer for prompt in prompts for answer in ask([prompt])], prompts, strict=True):
         rank, hits = where(answer)
@@ -206,7 +206,7 @@ def test_an_engine_s_answers_are_the_oracle_s_and_its_prompts_follow_their_chunk
         assert answer["output_ids"] == tokens
 
 
-def test_an_engine_s_methods_for_chunks_reach_both_ranks(engine):
+def test_an_engines_chunk_methods_reach_both_ranks(engine):
     def call(name, **arguments):
         return engine.call(name, **arguments, cache_salt="methods")
 

@@ -1,4 +1,4 @@
-"""--lazy-fallback: a server that chunk reuse does not fit serves without it, and says so to those who send chunks."""
+"""--lazy-fallback: a server that does not support chunk reuse serves without it, and refuses chunks with the reason."""
 
 import pytest
 import requests
@@ -7,7 +7,7 @@ from http_prompts import GREEDY, SEGMENTS, call, generate, ids, random_prompt
 
 from sglang_lazy.testing import device_flags, running_server
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts a server
 
 
 @pytest.fixture(scope="module")
@@ -17,21 +17,21 @@ def server_log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def falling_back(tiny_model, server_log):
-    """URL of a server without the radix cache, which chunks need. On a CPU it chooses its backends itself."""
+    """URL of a server without the radix cache, which chunks need. On a CPU it picks its own backends."""
     device = device_flags() if torch.cuda.is_available() else ["--device", "cpu", "--dtype", "float32"]
     flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--disable-radix-cache", "--lazy-fallback"]
     with running_server([*flags, *device], server_log) as url:
         yield url
 
 
-def test_it_says_why(falling_back, server_log):
+def test_the_log_says_why(falling_back, server_log):
     log = server_log.read_text()
     assert "Serving without chunk reuse: --disable-radix-cache" in log
     assert call(falling_back, "/v1/completions", model="default", prompt="Who?", max_tokens=4)["choices"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is used where there is one")
-def test_backends_for_a_cpu_are_chosen_and_named_once(falling_back, server_log):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the server uses it")
+def test_backends_for_a_cpu_are_chosen_and_logged_once(falling_back, server_log):
     chosen = "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none"
     assert server_log.read_text().count(f"on a CPU, these flags were not set and are now {chosen}\n") == 1
 

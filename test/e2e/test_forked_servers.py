@@ -1,6 +1,6 @@
-"""Servers that are forked, not started as commands: forks are what the commands would be.
+"""Servers that are forked instead of started as commands: forks behave as the commands would.
 
-`timeit` runs what it is given, once, and is a module that no server needs. `os._exit`, as an interpreter that has
+`timeit` runs the code it is given once, and no server imports it. `os._exit` is used because an interpreter that has
 imported SGLang takes seconds to end.
 """
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, n
 
 @pytest.fixture(autouse=True)
 def variable(monkeypatch):
-    """One that SGLang reads when it is imported."""
+    """An environment variable that SGLang reads on import."""
     monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
 
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs a program in a fork."""
+    """run(program, **environment): run a program in a fork."""
 
     def run(program, **environment):
         with open(tmp_path / "output", "w+") as output:
@@ -43,7 +43,7 @@ def run(tmp_path):
 
 
 def test_a_fork_is_a_process_of_its_own(run):
-    """With its own session and status. SGLang is imported, under the variables that are set now."""
+    """It has its own session and exit status. SGLang is imported, under the current environment variables."""
     told = "os.getpid(), os.getsid(0), sys.modules['sglang.srt.managers.scheduler'].TEST_RETRACT"
     process, printed = run(f"import os, sys; print({told}, flush=True); os._exit(3)")
     assert printed.split() == [str(process.pid), str(process.pid), "True"]
@@ -58,7 +58,7 @@ def test_a_fork_inherits_no_open_log(run):
 
 
 def test_a_fork_spawns_forks_and_then_interpreters(run, tmp_path):
-    """All but the last have SGLang at once; all are children of the fork, with its variables and with their pipes."""
+    """All but the last have SGLang at once; all are the fork's children, with its variables and pipes."""
     told = "import os, sys; sender.send((os.getpid(), os.getppid(), os.environ['LATE'], 'sglang' in sys.modules))"
     program = f"""
 import multiprocessing, os
@@ -86,7 +86,7 @@ def test_a_server_that_does_not_start_is_reported(tmp_path):
 
 @pytest.mark.slow
 def test_forks_end_with_the_process_that_asked_for_them():
-    """Even if that is killed: then their template, which is nobody's child, kills them."""
+    """Even if it is killed: their template, which is not its child, then kills them."""
     program = """
 import sys, time
 from sglang_lazy.testing.processes import start

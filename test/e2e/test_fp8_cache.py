@@ -1,4 +1,4 @@
-"""A KV cache in fp8 on a CPU, against the oracle that rounds keys and values as the cache does."""
+"""An fp8 KV cache on a CPU, against an oracle that rounds keys and values as the cache does."""
 
 import pytest
 import torch
@@ -12,13 +12,13 @@ pytestmark = pytest.mark.slow
 
 SERVER = dict(CPU_OPTIONS, max_total_tokens=4096, log_level="error")
 NUM_TOKENS = 6
-# Of a log-probability. Where fp32 differs in its last bits, a number may be rounded to the other neighbour.
+# Of a log-probability. If fp32 values differ in their last bits, they may be rounded to different fp8 neighbours.
 TOLERANCE = 2e-2
 
 
 @pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2"])
 def served(request, tiny_model):
-    """An engine, and the type of its cache."""
+    """An engine, and the dtype of its cache."""
     engine = EngineProcess(model_path=tiny_model, kv_cache_dtype=request.param, **SERVER)
     try:
         yield engine, {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[request.param]
@@ -27,7 +27,7 @@ def served(request, tiny_model):
 
 
 def test_chunks_in_an_fp8_cache(served, tiny_model):
-    """Cold, reordered and warm, and plain: the answers are those of rounded keys and values, not of exact ones."""
+    """Cold, reordered, warm and plain: answers match the oracle with rounded keys and values, not the exact one."""
     engine, dtype = served
     rounding, exact = RoundingOracle(tiny_model, dtype), Oracle(tiny_model)
     dice = Dice(3)

@@ -1,6 +1,6 @@
-"""Thousands of requests, most of them wrong in something, to every route that takes or shows chunks.
+"""Thousands of requests, most of them malformed, to every route that takes or shows chunks.
 
-None is answered with a 500, breaks its connection, hangs or ends the server. Fields and their types come from the
+None may be answered with a 500, break its connection, hang, or end the server. Fields and their types come from the
 server's own schema.
 """
 
@@ -17,20 +17,20 @@ from oracle.block_mask import Oracle, greedy
 from oracle.scenarios import Dice
 from sglang_lazy.testing import device_flags, log_tail, running_server
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts a server
 
 NUM_REQUESTS = int(os.environ.get("LAZY_FUZZ_REQUESTS", "1500"))
 PATIENCE = 60  # seconds
 
 
 class Broken(AssertionError):
-    """An answer that it must not be."""
+    """An answer that no request may get."""
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("fuzz") / "server.log"
-    # Few positions, so that nothing takes long.
+    # A short context, so that nothing takes long.
     flags = ["--model-path", tiny_model, "--served-model-name", MODEL, "--context-length", "256"]
     flags += ["--max-total-tokens", "600", "--chunked-prefill-size", "64", "--lazy-max-chunks", "8", *device_flags()]
     with running_server([*flags, "--enable-cache-report"], log) as url:
@@ -40,7 +40,7 @@ def server(tiny_model, tmp_path_factory):
 
 
 def send(url: str, request: Sent) -> tuple[int, str]:
-    """Status and body, those of a stream included."""
+    """Returns status and body, including a stream's."""
     headers = {"Content-Type": "application/json", **dict(request.headers)}
     headers = {name: value.encode() for name, value in headers.items()}
     answer = requests.request(request.method, url + request.path, data=request.data, headers=headers, timeout=PATIENCE)
@@ -48,7 +48,7 @@ def send(url: str, request: Sent) -> tuple[int, str]:
 
 
 def failure(status: int, text: str) -> str | None:
-    """What is wrong with an answer, or None. A stream may say it in an event."""
+    """What is wrong with an answer, or None. In a stream an event may say it."""
     if status >= 500:
         return text
     for line in text.splitlines():
@@ -62,7 +62,7 @@ def failure(status: int, text: str) -> str | None:
 
 
 def check_answers(url: str, oracle: Oracle) -> None:
-    """A prompt with chunks is answered rightly."""
+    """A prompt with chunks is still answered rightly."""
     dice = Dice("fuzz")
     prompt = [dice.text(3), KNOWN_CHUNKS[0], dice.text(5)]
     params = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
@@ -83,7 +83,7 @@ def test_no_request_harms_the_server(server, tiny_model):
         derandomize="LAZY_FUZZ_REQUESTS" not in os.environ,
         database=None,
         deadline=None,
-        phases=[Phase.generate],  # a server that has ended would make any request a culprit
+        phases=[Phase.generate],  # after the server has ended, shrinking would blame any request
         suppress_health_check=list(HealthCheck),
     )
     @given(requests_of(fields))
@@ -99,6 +99,6 @@ def test_no_request_harms_the_server(server, tiny_model):
 
     harmless()
     print(f"{counts.total()} requests:", *(f"  {count:5} {name}" for name, count in sorted(counts.items())), sep="\n")
-    # An idle server checks its own accounts, and dies of a slot or a lock that is lost.
+    # An idle server checks its accounting, and a leaked slot or lock ends it.
     assert requests.post(f"{url}/flush_cache?timeout=30", timeout=PATIENCE).ok, log_tail(log)
     check_answers(url, oracle)

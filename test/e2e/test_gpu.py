@@ -1,4 +1,4 @@
-"""Tiny models on a GPU, against the oracle: SGLang's kernels and CUDA graphs around the link kernels."""
+"""Tiny models on a GPU against the oracle: the link kernels among SGLang's kernels and CUDA graphs."""
 
 import dataclasses
 import gc
@@ -28,8 +28,8 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 12
-# SGLang's fused rotation-and-store, which Qwen3-MoE takes on CUDA, has no kernel for the small heads of the CPU tests.
-# With this width batches of some 750 tokens are attended to in two parts, and those of some 500 go without a graph.
+# On CUDA, Qwen3-MoE uses SGLang's fused rotate-and-store kernel, which does not support the small heads of CPU tests.
+# At this width, attention is split in two from about 750 tokens per batch on, and batches of about 500 run eagerly.
 WIDE = {"head_dim": 128, "hidden_size": 8192}
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "max_total_tokens": 2800}
 WAYS = {
@@ -39,16 +39,16 @@ WAYS = {
     "flashinfer": {"attention_backend": "flashinfer", "chunked_prefill_size": 1024},
     "triton": {"lazy_kernels": "triton"},
     "copies": {"lazy_default_link": "copy", "disable_hybrid_swa_memory": True},
-    # Layers with windows have a pool of their own in all ways but that; here it is short.
+    # Window layers have their own pool in all ways but the one above; here it is small.
     "windows": {"attention_backend": "fa3", "chunked_prefill_size": 1024, "swa_full_tokens_ratio": 0.15},
     "few": {"swa_full_tokens_ratio": 0.15},
     "fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    # The device holds little more than a prompt and a probe of it: much of what prompts reuse is loaded from the host.
+    # The device holds little more than a prompt and its probe, so much of what prompts reuse is loaded from the host.
     "tiers": TIERS,
     "tiers fp8": {**TIERS, "kv_cache_dtype": "fp8_e4m3"},
     "tiers fa3": {**TIERS, "attention_backend": "fa3", "chunked_prefill_size": 1024},
     "tiers copies": {**TIERS, "max_total_tokens": 3300, "lazy_default_link": "copy"},
-    # Sums go through NCCL: SGLang's other ways depend on how the GPUs are linked, and are compiled at the start.
+    # All-reduce uses NCCL: SGLang's other kernels depend on how the GPUs are linked, and are compiled at the start.
     "on two GPUs": {
         "tp_size": 2,
         "disable_custom_all_reduce": True,
@@ -67,18 +67,18 @@ ENGINE = {
 
 
 def wide(name: str, model_dir) -> str:
-    """The path of a model with wider heads."""
+    """Path of a model with wider heads."""
     if name in VISION_MODELS:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    # As these families have
+    # As in these families
     own = {"gpt-oss": {"head_dim": 64}, "gemma4": {"head_dim": 256, "global_head_dim": 512}}
     wider = {**WIDE, **own.get(name.removesuffix("-moe"), {})}
     inner = spec.settings.get("text_config")
     settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
     path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
-    if name == "gpt-oss":  # SGLang computes it in the type that config.json names, whatever --dtype says
+    if name == "gpt-oss":  # SGLang uses the dtype of config.json, whatever --dtype says
         config = Path(path, "config.json")
         config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))
     return path
@@ -119,10 +119,10 @@ def wide(name: str, model_dir) -> str:
     ],
 )
 def served(request, model_dir, with_plugin):
-    """An engine in bf16, with the best link kernels for the GPU unless a way says otherwise, the model's path, the type
-    of the cache, and whether it has a host tier.
+    """An engine in bf16, with the best link kernels for the GPU unless the way names others; the model's path; the
+    cache's dtype; and whether there is a host tier.
 
-    SGLang itself decodes prompts without chunks, and with copies all: with whole windows."""
+    SGLang itself decodes prompts without chunks (with copies, all prompts), with its windows made whole."""
     from sglang_lazy import Engine
 
     name, _, way = request.param.partition(" ")
@@ -142,18 +142,18 @@ def served(request, model_dir, with_plugin):
 
 
 def oracle_in_bf16(path: str, cache_dtype: torch.dtype) -> Oracle:
-    """Plain PyTorch in bf16 under the same mask, over a cache of a type."""
+    """Plain PyTorch in bf16 under the same mask, over a cache of a given dtype."""
     if cache_dtype == torch.bfloat16:
         return Oracle(path, torch.bfloat16, "cuda")
     return RoundingOracle(path, cache_dtype, dtype=torch.bfloat16, device="cuda")
 
 
 def test_chunks_on_cuda(served):
-    """Cold, warm and reordered, alone and in batches: no further from fp32 than twice plain PyTorch in bf16
-    over a cache of the same type.
+    """Cold, warm and reordered, alone and in batches: the error against fp32 is at most twice that of plain PyTorch in
+    bf16 over a cache of the same dtype.
 
-    The cold batch has chunks, linked prompts and one without chunks between them. One chunk begins like another, which
-    is cached when it is first computed, and is computed beside it in the cold batch.
+    The cold batch has fills, linked prompts, and between them one without chunks. One chunk shares a prefix with
+    another, which is cached when the first is computed alone, and computed beside it in the cold batch.
     """
     engine, path, cache_dtype, has_tiers = served
     oracle, in_bf16 = Oracle(path, device="cuda"), oracle_in_bf16(path, cache_dtype)
@@ -170,7 +170,7 @@ def test_chunks_on_cuda(served):
         [e, like_a, question],
     ]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    others = [[chunk(dice.ids(1600)), question]] if has_tiers else []  # after which little of it is on the device
+    others = [[chunk(dice.ids(1600)), question]] if has_tiers else []  # evicts most of it from the device
     one_by_one = [*prompts, *others, prompts[0]]
     alone = [
         engine.generate(segments=[s.to_request() for s in p], sampling_params=params, return_logprob=True)
@@ -178,7 +178,7 @@ def test_chunks_on_cuda(served):
     ]
     segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
     warm = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
-    flushed = engine.tokenizer_manager.flush_cache(timeout_s=30)  # as soon as the last batch has wound up
+    flushed = engine.tokenizer_manager.flush_cache(timeout_s=30)  # waits for the last batch to end
     assert engine.loop.run_until_complete(flushed).success
     cold = engine.generate(segments=segments, sampling_params=params, return_logprob=True)
     assert cold[0]["meta_info"]["cached_tokens"] == 0
@@ -206,8 +206,8 @@ KEPT = {
 
 
 def test_policies_on_cuda(served):
-    """Every policy, plain and behind both preambles, cold and warm, in batches of all: no further from fp32 than twice
-    plain PyTorch in bf16, which chooses for itself what it computes again."""
+    """Every policy, plain and behind both preambles, cold and warm, in batches of all: the error against fp32 is at
+    most twice that of plain PyTorch in bf16, which itself chooses what to recompute."""
     engine, path, cache_dtype, _ = served
     if cache_dtype != torch.bfloat16:
         pytest.skip("the oracle of policies does not round keys as a narrower cache does")
@@ -218,7 +218,7 @@ def test_policies_on_cuda(served):
     preambles = {"": (), "base+": hidden, "base:preamble=lead+": leading_text([head, docs[0]])}
     links = [f"{base}{name}" for base in preambles for name in KEPT if name != "base"] + ["base"]
     architecture = transformers.AutoConfig.from_pretrained(path).architectures[0]
-    if architecture.startswith(("GptOss", "Gemma4")):  # in the pools of most ways
+    if architecture.startswith(("GptOss", "Gemma4")):  # most ways give them two pools, which blend cannot use
         links = [link for link in links if "blend" not in link]
     prompts = [[head, *dice.shuffled(docs), question] for _ in links]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -244,8 +244,8 @@ def test_policies_on_cuda(served):
 
 @pytest.mark.parametrize("lora_backend", ["csgmv", "triton"])
 def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
-    """One document under the base model and two adapters at once, in prefill and decode graphs that have adapters: each
-    no further from its merged model in fp32 than twice that in bf16, over KV of its own."""
+    """One document under the base model and two adapters at once, in prefill and decode graphs with adapters: each
+    error against the merged model in fp32 is at most twice that of the merged model in bf16, over its own KV."""
     from sglang_lazy import Engine
 
     path = wide("llama", model_dir)
@@ -286,9 +286,9 @@ def test_adapters_on_cuda(model_dir, tmp_path, lora_backend):
 
 @pytest.mark.parametrize("way", ["", "fa3", "triton", "fp8", "tiers", "tiers fp8", "on two GPUs"])
 def test_comb_on_cuda(tmp_path, way):
-    """Chunks through an encoder, cold, warm and reordered, in batches with plain prompts, in decode graphs: no further
-    from fp32 than twice plain PyTorch in bf16 over a cache of the same type. With tiers, the second time they come from
-    the host."""
+    """Chunks through an encoder, cold, warm and reordered, in batches with plain prompts, in decode graphs: the error
+    against fp32 is at most twice that of plain PyTorch in bf16 over a cache of the same dtype. With tiers, chunks come
+    from the host the second time."""
     from sglang_lazy import Engine
 
     if torch.cuda.device_count() < WAYS[way].get("tp_size", 1):
@@ -308,7 +308,7 @@ def test_comb_on_cuda(tmp_path, way):
     try:
         for _ in range(2):
             answers.append(engine.generate(segments=segments, sampling_params=params, return_logprob=True))
-            if "tiers" in way:  # the device holds some 2,300 tokens of chunks
+            if "tiers" in way:  # the device holds about 2,300 tokens of chunks
                 engine.generate(segments=others, sampling_params=params)
     finally:
         engine.shutdown()

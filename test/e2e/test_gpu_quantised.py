@@ -1,5 +1,5 @@
-"""Models with quantised weights on a GPU, against the oracle: the weights as read back, behind inputs rounded as
-by the kernels of the format."""
+"""Models with quantised weights on a GPU, against an oracle with the dequantised weights, whose inputs are rounded as
+the format's kernels round them."""
 
 import gc
 from functools import partial
@@ -18,12 +18,12 @@ from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise for GPUs alone"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang's wheels quantise on GPUs only"),
     pytest.mark.usefixtures("freed_gpu"),
 ]
 
 OPTIONS = {
-    "fp8 block": {"fp8_gemm_runner_backend": "triton"},  # DeepGEMM would compile for minutes
+    "fp8 block": {"fp8_gemm_runner_backend": "triton"},  # DeepGEMM compiles for minutes
     "bitsandbytes": {"quantization": "bitsandbytes", "load_format": "bitsandbytes"},
 }
 KV_SCALES = 0.07, 0.03
@@ -31,7 +31,7 @@ KV_SCALES = 0.07, 0.03
 
 @pytest.fixture
 def serve(model_dir, tmp_path):
-    """Starts an engine on the model in a format, and gives it with the folder of what the weights stand for."""
+    """serve(format): start an engine on the model; returns it and the folder of dequantised weights."""
     from sglang_lazy import Engine
 
     engines = []
@@ -51,8 +51,8 @@ def serve(model_dir, tmp_path):
 
 
 def check(engine, prompts, oracles, **arguments) -> None:
-    """Cold, reordered and warm, in batches: no further from fp32 than twice plain PyTorch in bf16, and nearer to chunks
-    that see only themselves than to full attention.
+    """Cold, reordered and warm, in batches: the error against fp32 is at most twice that of plain PyTorch in bf16, and
+    smaller than the distance from full attention.
 
     oracles: in fp32, and in bf16.
     """
@@ -97,7 +97,7 @@ def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
 
 
 def test_adapters_on_quantised_weights(serve, model_dir, tmp_path):
-    """Each over chunks of its own; the adapter's product is added to that of the weights read back."""
+    """Each adapter over its own chunks; its product is added to that of the dequantised weights."""
     name = "compressed int4"
     adapter = random_adapter(build_model(FORMATS[name].model, model_dir), tmp_path / "adapter", seed=1, rank=8)
     engine, read = serve(name, lora_paths=[f"a={adapter}"], max_loras_per_batch=2, lora_backend="triton")

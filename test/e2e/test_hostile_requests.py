@@ -1,6 +1,6 @@
-"""Requests that few people send, and clients that leave: answered rightly or refused, and nothing is left behind.
+"""Requests that few clients send, and clients that leave: answered rightly or refused, leaving nothing behind.
 
-At the end of each test the server is idle: it checks its own accounts, and dies of a slot or a lock that is lost.
+At the end of each test the server is idle: it then checks its accounting, and a leaked slot or lock ends it.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.testing import Client, device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts a server
 
 POOL = 1600
 PREFILL_SIZE = 8
@@ -29,7 +29,7 @@ NUM_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    """Few requests run at a time, and a long chunk takes many passes."""
+    """It runs few requests at a time, and a long chunk takes many passes."""
     log = tmp_path_factory.mktemp("hostile") / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", str(POOL), "--max-running-requests", "2"]
     flags += ["--chunked-prefill-size", str(PREFILL_SIZE), "--lazy-max-chunks", str(MAX_CHUNKS), *device_flags()]
@@ -67,7 +67,7 @@ def check_answer(oracle, prompt, answer, num_tokens=NUM_TOKENS) -> None:
 
 
 def state_of(url, segment) -> dict:
-    """What the server says of a chunk; {} if it knows none."""
+    """What the server reports about a chunk; {} if it does not know it."""
     answer = requests.get(f"{url}/chunks/{chunk_id(tokens_digest(segment.ids))}", timeout=PATIENCE)
     return answer.json()["chunks"][0] if answer.ok else {}
 
@@ -85,7 +85,7 @@ def refusal(answer) -> str:
 
 
 def test_a_client_leaves_in_mid_stream(url, oracle):
-    """Before the first token, and after some: the locks on its chunks go with it."""
+    """Before the first token and after some: the locks on its chunks are released."""
     dice = Dice("leaves")
     document, question = dice.chunk(40), dice.text(5)
     for num_lines in (0, 3):
@@ -105,7 +105,7 @@ def test_a_client_leaves_in_mid_stream(url, oracle):
 
 @contextlib.contextmanager
 def busy(url, clients, dice):
-    """A long plain prompt is computed meanwhile, so that nothing else is; an abort ends it."""
+    """Keeps the server computing a long plain prompt, so that nothing else runs, until that is aborted."""
     plain = {"input_ids": dice.ids(150 * PREFILL_SIZE), "sampling_params": {"max_new_tokens": 1}, "rid": "busy"}
     answer = clients.submit(requests.post, f"{url}/generate", json=plain, timeout=PATIENCE)
     assert wait_for(lambda: load_of(url)["num_used_tokens"] > 0, PATIENCE)
@@ -116,7 +116,8 @@ def busy(url, clients, dice):
 
 
 def three_parents(url, clients, document, dice):
-    """Requests that wait for one chunk: their prompts and their answers to come. The first one's fill computes it."""
+    """Three requests that wait for one chunk, as prompts and futures of answers. The first one's fill computes the
+    chunk."""
     prompts = [[dice.text(n), document, dice.text(4)] for n in (2, 3, 4)]
     answers = []
     for number, prompt in enumerate(prompts):
@@ -136,7 +137,7 @@ def is_aborted(answer) -> bool:
 
 
 def test_a_fill_goes_with_its_owner_while_two_others_wait(url, oracle):
-    """It has not started: the others have one of their own made."""
+    """It has not started, so the two others get a new one."""
     dice = Dice("owner leaves")
     document = dice.chunk(60)
     with ThreadPoolExecutor() as clients:
@@ -161,7 +162,7 @@ def test_a_fill_that_has_started_outlives_its_owner(url, oracle):
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_fill_is_aborted_while_three_parents_wait(url, oracle, started):
-    """With all of them: none hangs, and what was computed of the chunk is not taken for the chunk."""
+    """Together with them: none hangs, and the part computed so far must not pass for the chunk."""
     dice = Dice(f"aborted {started}")
     document = dice.chunk(150 * PREFILL_SIZE if started else 60)
     with ThreadPoolExecutor() as clients:
@@ -181,7 +182,7 @@ def test_a_fill_is_aborted_while_three_parents_wait(url, oracle, started):
 @pytest.mark.parametrize("input_ids", [[[]], [[], [5, 6]]])
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_empty_prompt_is_refused(url, oracle, input_ids, n):
-    """Alone in a pass, it would end the scheduler."""
+    """Alone in a pass, it would end SGLang's scheduler."""
     plain = {"input_ids": input_ids, "sampling_params": {"max_new_tokens": 3, "n": n}}
     assert "the prompt is empty" in refusal(requests.post(f"{url}/generate", json=plain, timeout=PATIENCE))
     prompt = [Dice("not empty").text(3), Dice("not empty either").chunk(20), chunk([5])]
@@ -206,7 +207,8 @@ def test_as_many_chunks_as_are_allowed(url, oracle):
 
 
 def test_a_chunk_as_long_as_the_pool(url, oracle):
-    """It is refused; the longest that SGLang takes as input is answered, also where another chunk has to go for it."""
+    """It is refused. The longest input that SGLang takes is answered, even when another chunk must be evicted for
+    it."""
     dice = Dice("pool")
     question, whole, other = dice.text(3), dice.chunk(POOL), dice.chunk(30)
     longest = int(re.search(r"maximum allowed length \((\d+) tokens", refusal(ask(url, [whole, question]))).group(1))

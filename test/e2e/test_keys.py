@@ -1,4 +1,4 @@
-"""A server with an API key and an admin key: the routes about chunks take what SGLang's for its cache take."""
+"""A server with an API key and an admin key: chunk routes take the key that SGLang's cache routes take."""
 
 import pytest
 import requests
@@ -7,7 +7,7 @@ from playwright.sync_api import expect
 
 from sglang_lazy.testing import device_flags, running_server
 
-pytestmark = pytest.mark.slow  # the same with each choice of keys, without a server: test/unit/test_routes_of_chunks.py
+pytestmark = pytest.mark.slow  # test/unit/test_routes_of_chunks.py has every choice of keys, without a server
 
 DOCUMENT = "The lock keeper had one key for all four gates."
 
@@ -25,7 +25,7 @@ def call(url, method, path, key, **body):
     return requests.request(method, url + path, json=body or None, headers=headers, timeout=60)
 
 
-def test_who_may(url):
+def test_which_key_opens_which_route(url):
     registered = call(url, "POST", "/chunks", "admin", chunks=[DOCUMENT], wait=True)
     (name,) = registered.json()["affected"]
     calls = [
@@ -49,7 +49,7 @@ def test_who_may(url):
         if method != "DELETE":
             assert call(url, method, path, "admin", **body).status_code == 200, (method, path)
     segments = [text("Read: "), {"type": "chunk", "id": name}, text(" Who?")]
-    for key, status in ((None, 401), ("admin", 401), ("key", 200)):  # a prompt needs what prompts need
+    for key, status in ((None, 401), ("admin", 401), ("key", 200)):  # it needs the key for prompts
         assert call(url, "POST", "/generate", key, segments=segments).status_code == status
         assert call(url, "GET", "/lazy_info", key).status_code == status
     for method, path, body in calls[-2:]:
@@ -59,7 +59,7 @@ def test_who_may(url):
 
 
 def test_the_page_asks_for_the_key(url, browser):
-    """A tenant's chunks are seen by who has the key and names the tenant, or asks for those of all."""
+    """A tenant's chunks are visible to whoever has the key and names the tenant, or asks for all tenants."""
     answer = call(url, "POST", "/generate", "key", segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")])
     (used,) = answer.json()["meta_info"]["chunks"]
     page = browser.new_page()
@@ -90,7 +90,7 @@ def test_the_page_asks_for_the_key(url, browser):
     expect(numbers).to_be_visible()
     assert "admin" not in page.url
     page.close()
-    other = browser.new_page()  # not for another tab
+    other = browser.new_page()  # but not in another tab
     assert other.goto(f"{url}/lazy").status == 401
     expect(other.locator("#secret")).to_be_visible()
     other.close()

@@ -1,6 +1,6 @@
-"""A process of a server is killed, as the kernel does when memory is short: the server says so and ends, at once.
+"""A process of a server is killed, as the kernel does when memory is short: the server says so and ends at once.
 
-Half alive it would take requests and answer none.
+Half alive, it would accept requests and answer none.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from http_prompts import RAILWAY, SEGMENTS, chunk, generate, text
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
-pytestmark = pytest.mark.slow  # servers of its own
+pytestmark = pytest.mark.slow  # starts servers
 
-PATIENCE = 30  # seconds; nobody waits for ever
+PATIENCE = 30  # seconds
 LONG = {"temperature": 0, "max_new_tokens": 1500, "ignore_eos": True}
 
 
@@ -32,7 +32,7 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def processes_of(url: str) -> dict[str, psutil.Process]:
-    """By name: the HTTP process, which listens there, and its scheduler and detokenizer."""
+    """By name: the HTTP process that listens on the port, its scheduler and its detokenizer."""
     port = int(url.rpartition(":")[2])
     listening = [
         c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
@@ -43,7 +43,7 @@ def processes_of(url: str) -> dict[str, psutil.Process]:
 
 
 def read_stream(url, started, ended):
-    """Has a long answer streamed until the server is gone."""
+    """Stream a long answer until the server is gone."""
     with contextlib.suppress(requests.RequestException):
         body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
         with requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE) as response:
@@ -63,7 +63,7 @@ def test_the_server_ends_with_each_of_its_processes(victim, tiny_model, tmp_path
         assert started.wait(PATIENCE), log.read_text()[-2000:]
         os.kill(processes[victim].pid, signal.SIGKILL)
         assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]
-        assert ended.wait(PATIENCE), "a client still waits"
+        assert ended.wait(PATIENCE), "the client is still waiting"
     if victim != "http":
         assert f"(pid={processes[victim].pid}) crashed" in log.read_text()
 

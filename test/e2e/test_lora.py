@@ -1,4 +1,4 @@
-"""A server with LoRA adapters, against the oracle: the model into which an adapter's weights are merged."""
+"""A server with LoRA adapters, against the oracle: the model with an adapter's weights merged into it."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from oracle.segments import text, token_ids
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
 
 NUM_TOKENS = 5
-ATTENTION = ("q_proj", "v_proj")  # what most adapters have; the keys under such a one differ from the second layer on
+ATTENTION = ("q_proj", "v_proj")  # as in most adapters; keys then differ from the second layer on
 ADAPTERS = {
     "a": {"seed": 1, "rank": 4},
     "b": {"seed": 2, "rank": 8, "modules": ATTENTION},
@@ -40,7 +40,7 @@ def paths(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracles(tiny_model, paths, tmp_path_factory):
-    """By adapter; None for the base model."""
+    """By adapter; None is the base model."""
     folder = tmp_path_factory.mktemp("merged")
     models = {name: str(merged(tiny_model, path, folder / name)) for name, path in paths.items()}
     return {name: PolicyOracle(model) for name, model in {None: tiny_model, **models}.items()}
@@ -52,7 +52,7 @@ def storage(tmp_path_factory):
 
 
 def flags(adapters):
-    """No batch has the base model and two adapters."""
+    """A limit on adapters, so that no batch has the base model and both of two adapters."""
     named = [f"{name}={path}" for name, path in adapters.items()]
     return ["--hicache-storage-backend", "file", "--max-loras-per-batch", "2", "--lora-paths", *named]
 
@@ -76,7 +76,7 @@ def ask(url, prompts, **fields):
 
 
 def check(oracle, prompt, output, kept=None, preamble=()):
-    """Whether each chunk was a hit, once the answer is the oracle's."""
+    """The answer must be the oracle's; returns whether each chunk was a hit."""
     tokens, meta = output["output_ids"], output["meta_info"]
     expected = oracle.logprobs(prompt, tokens[:-1], keep_all_but(prompt, ()) if kept is None else kept, preamble)
     chosen = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -90,7 +90,8 @@ def prompt_of(dice, num_chunks=2):
 
 
 def test_each_adapter_answers_over_its_own_chunks(server, oracles):
-    """One document under base and adapters at once: nothing is shared between them, and all of it within each."""
+    """One document under the base model and adapters at once: nothing is shared between them, everything within
+    each."""
     prompt = prompt_of(Dice("at once"))
     again = [prompt[2], prompt[1], prompt[3]]
     names = (None, *LOADED)
@@ -103,14 +104,14 @@ def test_each_adapter_answers_over_its_own_chunks(server, oracles):
 
 KEPT = {
     "epic:tokens=3": lambda oracle, prompt: epic(prompt, 3),
-    "query:ratio=0.3": lambda oracle, prompt: oracle.query(prompt, 0.3, [2]),  # the last third of three layers
+    "query:ratio=0.3": lambda oracle, prompt: oracle.query(prompt, 0.3, [2]),  # the last of three layers
     "blend:ratio=0.3": lambda oracle, prompt: oracle.blend(prompt, 0.3),
     "static:ratio=0.3": lambda oracle, prompt: without_best_of_each(prompt, -oracle.key_sizes(prompt), 0.3),
 }
 
 
 def test_policies_measure_and_choose_under_the_adapter(server, oracles):
-    """Cold and warm, in batches of all."""
+    """Cold and warm, in batches of all policies."""
     prompt = prompt_of(Dice("policies"), num_chunks=3)
     cases = list(itertools.product(KEPT, (None, *LOADED)))
     for hit in (False, True):
@@ -125,7 +126,7 @@ def test_policies_measure_and_choose_under_the_adapter(server, oracles):
             assert not hit or all(hits)
 
 
-def test_chunks_behind_the_prompt_s_own_text(server, oracles):
+def test_chunks_behind_a_lead(server, oracles):
     prompt = prompt_of(Dice("lead"))
     for _ in range(2):
         outputs = ask(server.url, [prompt] * 2, link="base:preamble=lead", lora_path=list(LOADED))
@@ -133,8 +134,8 @@ def test_chunks_behind_the_prompt_s_own_text(server, oracles):
             check(oracles[name], prompt, output, preamble=leading_text(prompt))
 
 
-def test_openai_and_anthropic_name_an_adapter_behind_the_model(server):
-    """As on stock SGLang, and over the chunks that /generate has computed under it."""
+def test_openai_and_anthropic_apis_name_an_adapter_after_the_model(server):
+    """As in SGLang, and over the chunks that /generate computed under the adapter."""
     parts = [{"type": "text", "text": "Read: "}, {"type": "chunk", "text": "The mill burnt down in 1871."}]
     question = {"type": "text", "text": " When?"}
     body = {"model": "default:a", "temperature": 0, "max_tokens": 4, "ignore_eos": True}
@@ -167,8 +168,8 @@ def control(url, verb, **fields):
     assert answer.ok and answer.json()["success"], answer.text
 
 
-def test_a_name_that_is_loaded_again_has_other_chunks(server, oracles, paths):
-    """What the first one has left is gone, its pin too."""
+def test_a_reloaded_name_has_no_old_chunks(server, oracles, paths):
+    """All chunks of the adapter loaded first are gone, its pin too."""
     prompt = prompt_of(Dice("again"))
     salt = {"cache_salt": "again"}
     for name in ("c", "other c"):
@@ -184,7 +185,8 @@ def test_a_name_that_is_loaded_again_has_other_chunks(server, oracles, paths):
 
 
 def test_an_adapter_trained_for_chunks_is_served_beside_its_model(server, oracles, tiny_model, tmp_path, monkeypatch):
-    """In one batch, each over its own chunks; its answers over them are nearer to the model's under full attention."""
+    """In one batch, each over its own chunks; over them, the adapter's answers are nearer to the model's under full
+    attention."""
     questions, folder = tmp_path / "worlds.jsonl", tmp_path / "trained"
     questions.write_text("".join(json.dumps(record) + "\n" for record in records(0, "test", 1, 1, documents=(3, 3))))
     arguments = ["--model", tiny_model, "--questions", str(questions), "--out", str(folder)]
@@ -227,14 +229,12 @@ def test_a_registration_names_its_adapter(server, oracles):
         assert refused.status_code == 400 and reason in refused.text
 
 
-def test_another_server_finds_what_was_stored_by_the_adapter_s_weights(
-    server, oracles, tiny_model, paths, storage, tmp_path
-):
-    """Whatever the adapter is called there; and not what its name stood for before."""
+def test_stored_chunks_are_found_by_the_adapters_weights(server, oracles, tiny_model, paths, storage, tmp_path):
+    """Whatever the adapter's name is there; and not by its name, once that names other weights."""
     prompt = prompt_of(Dice("stored"))
     for name, output in zip((None, "a"), ask(server.url, [prompt] * 2, lora_path=[None, "a"]), strict=True):
         check(oracles[name], prompt, output)
-    server.flush()  # waits until all is stored
+    server.flush()  # waits until everything is stored
     renamed = {"renamed": "a", "a": "b"}
     with started(tiny_model, storage, tmp_path, *flags({new: paths[old] for new, old in renamed.items()})) as another:
         names = [None, *renamed]

@@ -1,4 +1,4 @@
-"""Two servers that share Mooncake's store, whose memory a third process lends, and one of them is killed."""
+"""Two servers that share Mooncake's store, for which a third process lends memory; then one server is killed."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def running(command, log):
 
 @pytest.fixture
 def storage(tmp_path):
-    """The flags of servers over a new store, and its processes."""
+    """The flags of servers over a new store, and the store's processes."""
     port, metrics_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     master = [str(Path(mooncake.__file__).parent / "mooncake_master"), f"--rpc_port={port}"]
@@ -64,18 +64,18 @@ def storage(tmp_path):
 
 
 def test_two_servers_share_what_they_store(storage, tiny_model, tmp_path):
-    """Then one of them is killed, and at last the store."""
+    """Then one of them is killed, and finally the store."""
     storage_flags, processes = storage
     dice = Dice("mooncake")
     first, second = ([dice.chunk(length) for length in LENS] for _ in range(2))
     with started(tiny_model, tmp_path, tmp_path, *storage_flags) as survivor:
-        with started(tiny_model, tmp_path, tmp_path, *storage_flags) as killed:  # with SIGKILL, in the end
+        with started(tiny_model, tmp_path, tmp_path, *storage_flags) as killed:  # it gets a SIGKILL below
             killed.answer(prompt_of(dice, first))
             assert wait_for(lambda: killed.state()["stored"] == len(LENS))
             meta = survivor.answer(prompt_of(dice, first[::-1]))
             assert meta["cached_tokens_details"]["storage"] == sum(LENS)
             assert meta["cached_tokens_details"]["storage_backend"] == "MooncakeStore"
-            killed.answer(prompt_of(dice, second))  # it is being written, or is written
+            killed.answer(prompt_of(dice, second))  # whether already written or not
         survivor.answer(prompt_of(dice, [second[0], first[0], *second[1:]]))
         survivor.flush()
         assert survivor.hits(prompt_of(dice, second)) == [True] * len(LENS)

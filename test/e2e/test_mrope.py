@@ -1,4 +1,4 @@
-"""Text chunks on models whose positions have several axes, beside images too, against Hugging Face models with explicit
+"""Text chunks on models whose positions have several axes, with images too, against Hugging Face models with explicit
 positions and masks."""
 
 import base64
@@ -51,7 +51,7 @@ def kept(oracle: PolicyOracle, prompt: list[Segment], link: str):
 
 
 def check(oracle: PolicyOracle, prompt: list[Segment], link: str, output: dict) -> None:
-    """Each token is the oracle's best after those before it, and the log-probabilities are its."""
+    """Each token is the oracle's best after the preceding ones, and the log-probabilities are equal."""
     tokens = output["output_ids"]
     preamble = oracle.tokenizer.encode(PREAMBLE) if link == "base" else ()
     expected = oracle.logprobs(prompt, tokens[:-1], kept(oracle, prompt, link), preamble)
@@ -77,7 +77,7 @@ def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     path = build_vision_model(request.param, folder / "model")
     flags = ["--model-path", str(path), "--max-total-tokens", "2048", "--disable-fast-image-processor"]
-    if request.param == "qwen3-vl":  # prompts are computed in pieces, some of which end inside an image
+    if request.param == "qwen3-vl":  # chunked prefill, with pieces that end inside an image
         flags += ["--chunked-prefill-size", "32"]
     with running_server([*flags, *device_flags()], folder / "server.log") as url:
         yield url, VisionOracle(str(path))
@@ -88,9 +88,9 @@ def post(url: str, body: dict, path: str = "/generate") -> requests.Response:
 
 
 def ask(served, *prompts: list[Segment], link: str = "block", images: list | None = None) -> list[list[bool]]:
-    """Answer the prompts as one batch and hold each against the oracle; of each, whether its chunks were hits.
+    """Answer the prompts as one batch and compare each with the oracle; returns whether each one's chunks were hits.
 
-    images: of each prompt a list.
+    images: a list for each prompt.
     """
     return [
         [entry["hit"] for entry in output["meta_info"].get("chunks", [])]
@@ -125,7 +125,7 @@ def test_text_chunks(served):
 
 @pytest.mark.parametrize("link", ["epic:tokens=4", "query:ratio=0.2", "blend:ratio=0.2", "static:ratio=0.2"])
 def test_policies(served, link):
-    """Those that recompute tokens, with missing chunks and with cached ones."""
+    """Policies that recompute tokens, over missing and cached chunks."""
     dice = Dice(f"axes {link}")
     docs, lead, question = dice.chunks(2, 20, 40), dice.text(6), dice.text(5)
     ask(served, [lead, *docs, question], link=link)
@@ -133,7 +133,7 @@ def test_policies(served, link):
 
 
 def test_a_chat_of_text(served):
-    """Its chunks are hits where /generate has brought them; the prompt is what the template gives."""
+    """Its chunks are hits if /generate has computed them; the prompt is the rendered template."""
     url, _ = served
     question = [{"type": "chunk", "text": "The bridge is old."}, {"type": "text", "text": "Who built it?"}]
 
@@ -157,12 +157,12 @@ def test_a_chat_of_text(served):
 
 
 def with_image(dice: Dice, before: int, behind: int) -> Segment:
-    """Text in which an image stands."""
+    """A text segment with an image in it."""
     return text([*dice.text(before).ids, VISION_START, IMAGE, VISION_END, *dice.text(behind).ids])
 
 
 def test_images_beside_chunks(served):
-    """In the question, between chunks and before them; cold, warm, in a new order, and in one batch with others."""
+    """In the question, between chunks and before them; cold, warm, reordered, and batched with others."""
     dice = Dice("images")
     docs = dice.chunks(3, 20, 60)
     wide, high, other = picture(1, 168, 56), picture(2, 56, 140), picture(3)
@@ -179,7 +179,7 @@ def test_images_beside_chunks(served):
 
 
 def test_images_of_equal_patches(served):
-    """Two white images that differ in shape alone, the same question, one after the other and as one batch."""
+    """Two white images that differ only in shape, with the same question, one after the other and batched."""
     dice = Dice("white images")
     prompt = [dice.text(3), dice.chunk(9), with_image(dice, 1, 4)]
     shapes = [Image.new("RGB", size, "white") for size in ((168, 56), (56, 168))]
@@ -199,7 +199,7 @@ def test_policies_beside_images(served, link):
 
 
 def test_a_chat_with_images(served):
-    """Its tokens are those that the template gives; a second turn finds the first one's images and text."""
+    """The prompt is the rendered template; a second turn finds the first one's images and text."""
     url, oracle = served
     document, shown = "The bridge is old.", [picture(7), picture(8, 56, 140)]
     first, second = ({"type": "image_url", "image_url": {"url": data_url(image)}} for image in shown)
@@ -249,7 +249,7 @@ def test_a_chat_with_images(served):
 
 
 @pytest.mark.parametrize("link", ["query", "blend", "static", "base:preamble=lead"])
-def test_policies_that_know_no_images(served, link):
+def test_policies_without_support_for_images(served, link):
     dice = Dice(f"unseen {link}")
     url, _ = served
     segments = [segment.to_request() for segment in [with_image(dice, 2, 2), *dice.chunks(1, 9, 9), dice.text(3)]]
@@ -257,7 +257,7 @@ def test_policies_that_know_no_images(served, link):
     assert refused.status_code == 400 and "image" in refused.json()["error"]["message"], refused.text
 
 
-def test_what_images_do_not_go_with(served):
+def test_options_that_exclude_images(served):
     """Each is refused with its reason, and the server goes on."""
     dice, url, image = Dice("refused images"), served[0], data_url(picture(1))
     prompt = [dice.text(3), dice.chunk(9), with_image(dice, 1, 4)]

@@ -1,4 +1,4 @@
-"""A policy from outside: one class in a module of its own, registered by a plugin of SGLang's."""
+"""A policy from outside: one class in its own module, registered by a plugin of SGLang's."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def load():
 
 @pytest.fixture
 def engine(tiny_model, tmp_path, monkeypatch):
-    """An engine whose processes find this module as a plugin, as they would find an installed distribution's."""
+    """An engine whose processes find this module as a plugin, as if it were an installed distribution."""
     from sglang_lazy import Engine
 
     plugin = tmp_path / "every_second-1.dist-info"
@@ -44,7 +44,7 @@ def engine(tiny_model, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_new_policy_is_one_class(engine, tiny_model):
-    """Cold, warm and in another order, its answers are the oracle's, in a batch with other policies."""
+    """Cold, warm and reordered, batched with other policies, its answers are the oracle's."""
     oracle = Oracle(tiny_model)
     generator = torch.Generator().manual_seed(5)
     documents = [tuple(torch.randint(5, 200, (n,), generator=generator).tolist()) for n in (7, 12, 5, 9)]
@@ -60,7 +60,7 @@ def test_a_new_policy_is_one_class(engine, tiny_model):
         for output, expected in zip(outputs, (seen, prompt, seen), strict=True):
             tokens = output["output_ids"]
             assert greedy(oracle.logprobs(expected, tokens[:-1])) == tokens
-        # Of the chunks, the first and the third are kept: they can be hits.
+        # The first and third chunk are kept, so only they can be hits.
         warm = order != (0, 1, 2, 3)
         hits = [entry["hit"] for entry in outputs[0]["meta_info"]["chunks"]]
         assert not any(hits[1::2]) and all(hits[::2]) == (warm or outputs[0]["meta_info"]["cached_tokens"] > 0)

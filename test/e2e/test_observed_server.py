@@ -1,4 +1,4 @@
-"""What a server tells of itself: metrics, as docs/metrics.md has them, with the numbers of what was asked; events."""
+"""A server's metrics, as docs/metrics.md describes them and with known numbers, and its events."""
 
 import json
 import re
@@ -31,7 +31,7 @@ QUESTION = ids("text", 7, 8, 9)
 
 
 class Server:
-    """kv_events: where it publishes them."""
+    """kv_events: where it publishes events."""
 
     def __init__(self, url, kv_events):
         self.url, self.kv_events = url, kv_events
@@ -51,7 +51,7 @@ class Server:
         return {family.name: family for family in text_string_to_metric_families(text)}
 
     def numbers(self, kind):
-        """Those of counters, gauges or histograms, of which only counts, by what is behind the colon and labels."""
+        """Values of counters and gauges, and counts of histograms, by the name after the colon and the labels."""
         numbers = {}
         for family in self.families().values():
             if family.type == kind and (family.name.startswith(OURS) or "cached_tokens" in family.name):
@@ -61,12 +61,13 @@ class Server:
         return {name: number for name, number in numbers.items() if not name.endswith(("_bucket", "_sum"))}
 
     def counted(self):
-        """All that only grows, but for decode steps: how many are launched in vain depends on when a result comes."""
+        """Everything that only grows, except decode steps: how many are launched in vain depends on when a result
+        arrives."""
         numbers = {**self.numbers("counter"), **self.numbers("histogram")}
         return {name: number for name, number in numbers.items() if "decode" not in name}
 
     def grows(self, before, expected):
-        """From `before` on by so much and not otherwise, once it is published."""
+        """Once published, the numbers have grown since `before` by exactly this much."""
 
         def growth():
             now = self.counted()
@@ -76,7 +77,7 @@ class Server:
         assert growth() == expected
 
     def has(self, **gauges):
-        """These gauges have these values, once they are published."""
+        """Once published, these gauges have these values."""
 
         def values():
             return {name: number for name, number in self.numbers("gauge").items() if name in gauges}
@@ -97,10 +98,10 @@ def running(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def server(running):
-    """The same, with an empty cache, and nothing that is yet to be published."""
+    """The same, with an empty cache and all numbers published."""
     running.flush()
     running.ask(ids("chunk", *range(37)), QUESTION)
-    running.has(resident_chunk_tokens=37)  # of no other test
+    running.has(resident_chunk_tokens=37)  # a number that no other test reaches
     running.flush()
     running.has(resident_chunk_tokens=0)
     return running
@@ -126,7 +127,7 @@ def test_the_page_names_all_metrics_and_their_labels(server):
 
 
 def test_the_dashboard_asks_for_what_there_is(server):
-    """Metrics, values of their labels, and labels to sum by."""
+    """The metrics, label values and labels in its queries exist."""
     server.ask(A, QUESTION)
     server.ask(A, QUESTION)
     assert wait_for(lambda: "cached_tokens_total chunk" in server.counted())
@@ -159,11 +160,11 @@ def test_the_dashboard_asks_for_what_there_is(server):
     unseen = {re.sub("_(count|sum)$", "", name) for name in ours} - {
         re.sub("_(bucket|count)$", "", name) for name in asked
     }
-    assert not unseen, "what the server tells, it shows"
+    assert not unseen, "every metric of the server must be shown"
 
 
-def test_prometheus_gets_the_names_that_the_dashboard_has(server):
-    """Whether the client library has put underscores for colons or not."""
+def test_prometheus_sees_the_dashboards_names(server):
+    """Whether or not the client library replaces colons with underscores."""
     config = yaml.safe_load((DASHBOARD.parent / "prometheus.yaml").read_text(encoding="utf-8"))
     (job,) = config["scrape_configs"]
     names = {sample.name for family in server.families().values() for sample in family.samples if ":" in sample.name}
@@ -196,7 +197,7 @@ def test_a_plain_prompt_counts_as_a_batch_without_chunks(server):
 
 
 def test_the_sources_of_cached_tokens_add_up(server):
-    """Leading text is cached beside the chunks, and so is text behind them."""
+    """Leading text, chunks and text behind them are all cached."""
     prompt = [ids("text", *range(300, 320)), A, QUESTION, B, QUESTION]
     before = server.counted()
     metas = [server.ask(*prompt), server.ask(*prompt), server.ask(*prompt[:2], QUESTION)]
@@ -235,9 +236,9 @@ def test_pins_and_refusals(server):
     for name, status in zip(ids_of, (200, 200, 409), strict=True):
         assert requests.patch(f"{server.url}/chunks/{name}", json={"pin": True}, timeout=60).status_code == status
     server.has(pinned_chunks=2, pinned_chunk_tokens=150, evictable_chunks=1, locked_chunks=0)
-    server.ask(LONG, QUESTION, link="copy", status=400)  # twice as many slots
+    server.ask(LONG, QUESTION, link="copy", status=400)  # a copy needs twice as many slots
     refused = {"refused_total pin_budget": 1, "refused_total pool": 1}
-    server.grows(before, {**refused, "batches_total false prefill": 1})  # SGLang refuses in a batch
+    server.grows(before, {**refused, "batches_total false prefill": 1})  # SGLang answers a refusal in a batch
 
 
 def test_chunks_in_use_are_locked(server):
@@ -258,7 +259,7 @@ class Subscriber:
         self.decode = msgspec.msgpack.Decoder(KVEventBatch).decode
 
     def until(self, condition):
-        """All events that come until one fulfils `condition`."""
+        """All events up to the one that fulfils `condition`."""
         events = []
         while not any(map(condition, events)):
             assert self.socket.poll(10_000), events[-3:]
@@ -269,7 +270,7 @@ class Subscriber:
 @pytest.fixture
 def subscriber(server):
     subscriber = Subscriber(server.kv_events)
-    # What is published before it is connected is lost.
+    # Messages published before it is connected are lost.
     assert wait_for(lambda: server.flush() or subscriber.socket.poll(300))
     server.ask(ids("chunk", 37), QUESTION)
     subscriber.until(lambda event: isinstance(event, BlockStored) and event.token_ids == [37])
@@ -280,7 +281,7 @@ def subscriber(server):
 
 
 def stock_events(*prompts):
-    """What SGLang's own tree tells when these have been computed in turn."""
+    """The events of SGLang's own tree when these are computed in turn."""
     tree = RadixCache.create_simulated(enable_kv_cache_events=True)
     tree.take_events()
     for tokens in prompts:
@@ -289,8 +290,8 @@ def stock_events(*prompts):
 
 
 def test_events_of_chunks(server, subscriber):
-    """They are those of a plain prompt with the same tokens; there are none for text behind chunks, nor for a tenant's
-    chunks, nor for those behind a preamble."""
+    """They are those of plain prompts with the same tokens; text behind chunks, a tenant's chunks and chunks behind a
+    preamble have none."""
     lead, chunk = list(range(300, 303)), A["input_ids"]
     server.ask(ids("text", *lead), A, QUESTION)
     server.ask(B, QUESTION, cache_salt="tenant")
@@ -306,7 +307,7 @@ def test_events_of_chunks(server, subscriber):
 
 
 def test_events_of_chunks_that_leave(server, subscriber):
-    """By eviction, and because they are deleted."""
+    """Because they are evicted or deleted."""
     stored = stock_events(A["input_ids"]) + stock_events(B["input_ids"])
     removed = [[event.block_hashes[0] for event in events] for events in (stored[:100], stored[100:])]
     ids_of = [chunk["id"] for chunk in server.ask(A, B, QUESTION)["chunks"]]

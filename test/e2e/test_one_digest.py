@@ -1,4 +1,4 @@
-"""Two texts with one SHA-256, which nobody has found yet: they are two chunks all the same."""
+"""Two texts with the same SHA-256, which nobody has found yet: they are still two chunks."""
 
 import pytest
 from test_oracle_matrix import Served, hits
@@ -7,7 +7,7 @@ from fakes import one_digest
 from oracle.scenarios import Dice
 from oracle.segments import chunk
 
-pytestmark = pytest.mark.slow  # an engine of its own
+pytestmark = pytest.mark.slow  # starts an engine
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def served(model_dir, with_plugin):
 
 
 def test_both_are_answered_rightly(served):
-    """Filled together, resident together, one without the other, and with the same text behind them."""
+    """Filled together, resident together, each without the other, and with the same text behind them."""
     dice = Dice("one digest")
     one, other = (chunk(one_digest.MARK + dice.ids(20)) for _ in range(2))
     shorter = chunk(one.ids[:9])
@@ -28,7 +28,7 @@ def test_both_are_answered_rightly(served):
     outputs = served.answer(*prompts, [dice.text(2), one, dice.text(2), other, dice.text(4)])
     assert not any(hit for output in outputs for hit in hits(output))
     ids = {entry["id"] for output in served.answer(*prompts) for entry in output["meta_info"]["chunks"]}
-    assert len(ids) == 2  # reported by the process that is told the truth
+    assert len(ids) == 2  # reported by the process with the real hash
     assert all(all(hits(output)) for output in served.answer(*prompts))
     served.flush()
     head = dice.text(3)

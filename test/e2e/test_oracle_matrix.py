@@ -1,6 +1,6 @@
 """The whole path on a CPU against the oracle: every model, every way of reusing chunks, in fp32.
 
-Core models play everything, the others each scenario once; LAZY_ALL_MODELS=1 makes all of them core.
+Core models run everything, the others each scenario once; LAZY_ALL_MODELS=1 makes all of them core.
 """
 
 import functools
@@ -22,25 +22,25 @@ NUM_TOKENS = 6
 SERVABLE = [name for name, spec in MODELS.items() if spec.needs is None]
 NAMES = [name for name in SERVABLE if MODELS[name].core or os.environ.get("LAZY_ALL_MODELS")]
 
-# Layers with windows have as many slots as the others.
+# Window layers have as many slots as the others.
 SERVER = dict(CPU_OPTIONS, mem_fraction_static=0.5, max_total_tokens=2048, swa_full_tokens_ratio=1.0, log_level="error")
-# The pool holds the prompts of one group, and never those of the others as well.
+# The pool holds the prompts of one group, but not those of two.
 LONG = ["far_offset"]
 SHORT = [name for name in SCENARIOS if name not in LONG]
 GROUPS = [SHORT[::2], SHORT[1::2], LONG]
-# Ways of running that every model must not try, but some model should.
+# Ways of running that at least one model should try.
 VARIANTS = {
     "llama-yarn": {"disable_overlap_schedule": True, "chunked_prefill_size": 64},
     "qwen2": {"chunked_prefill_size": 64, "schedule_policy": "dfs-weight"},
     "qwen3": {"chunked_prefill_size": 128, "enable_mixed_chunk": True},
     "gpt-oss": {"chunked_prefill_size": 64},
     "stablelm": {"schedule_policy": "lpm", "max_running_requests": 4},
-    # The pool has room for a prompt and the chunks that are copied into it.
+    # The pool has room for a prompt and the originals of its copied chunks.
     "glm4 copies": {"lazy_default_link": "copy", "max_total_tokens": 3072},
     "gpt-oss copies": {"lazy_default_link": "copy", "max_total_tokens": 3072, "disable_hybrid_swa_memory": True},
 }
 
-Waves = list[list[tuple[list[Segment], dict]]]  # batch by batch, the prompts and their outputs
+Waves = list[list[tuple[list[Segment], dict]]]  # by batch: the prompts and their outputs
 
 
 class Served:
@@ -56,7 +56,7 @@ class Served:
         self.engine.flush_cache()
 
     def answer(self, *prompts: list[Segment]) -> list[dict]:
-        """Serve the prompts as one batch and hold every answer against the oracle."""
+        """Serve the prompts as one batch and compare every answer with the oracle's."""
         segments = [[segment.to_request() for segment in prompt] for prompt in prompts]
         outputs = self.engine.generate(
             segments=segments if len(prompts) > 1 else segments[0],
@@ -69,10 +69,10 @@ class Served:
         return outputs
 
     def check(self, prompt: list[Segment], output: dict) -> None:
-        """The answer is the oracle's, its log-probabilities and the report about the prompt are right."""
+        """The answer is the oracle's, and its log-probabilities and the report on the prompt are right."""
         tokens, meta = output["output_ids"], output["meta_info"]
         assert len(tokens) == NUM_TOKENS
-        # Judged after the tokens answered before it, each token is the oracle's choice: then all of them are.
+        # Each token must be the oracle's choice after the tokens answered before it; by induction, all are.
         expected = self.expected(tuple(prompt), tuple(tokens[:-1]))
         assert greedy(expected) == tokens
         chosen = expected.amax(-1)
@@ -82,7 +82,7 @@ class Served:
         assert [(entry["offset"], entry["tokens"]) for entry in meta.get("chunks", [])] == chunk_places(prompt)
 
     def play(self, names: list[str]) -> Waves:
-        """Answer the scenarios, each in order: the first steps of all as one batch, then the second steps, ..."""
+        """Run the scenarios in lockstep: the first steps of all as one batch, then the second steps, ..."""
         scenarios = [build_scenario(name) for name in names]
         prompts, answers, waves = [[] for _ in names], [[] for _ in names], []
         for step in range(max(map(len, scenarios))):
@@ -115,14 +115,14 @@ def chunk_tokens_reused(output: dict) -> int:
 
 
 def cacheable_chunks(prompt: list[Segment]) -> list[tuple[int, ...]]:
-    """The chunks, without the last token of the prompt: that is text."""
+    """The chunks without the prompt's last token, which is text."""
     chunks = [segment.ids for segment in prompt if segment.kind == "chunk"]
     return [*chunks[:-1], chunks[-1][:-1]] if prompt[-1].kind == "chunk" else chunks
 
 
 def reuse(waves: Waves) -> list[tuple[bool, bool]]:
-    """For every chunk asked for: whether an earlier wave brought it, alone or as the beginning of a longer one, and
-    whether it was a hit. Chunks of one token are left out: one of another prompt may begin with it by chance."""
+    """For every chunk: whether an earlier wave had it, alone or as the prefix of a longer one, and whether it was a
+    hit. Chunks of one token are left out, since another prompt may begin with that token by chance."""
     brought, pairs = set(), []
     for wave in waves:
         for prompt, output in wave:
@@ -134,7 +134,7 @@ def reuse(waves: Waves) -> list[tuple[bool, bool]]:
 
 
 def check_counts(waves: Waves) -> None:
-    """Nothing of the prompts was cached at first, and everything later on; the counts say so."""
+    """Nothing is cached at first, everything later, and the counts say so."""
     assert all(hit == brought for brought, hit in reuse(waves))
     seen = []
     for wave in waves:
@@ -149,20 +149,20 @@ def check_counts(waves: Waves) -> None:
         seen += [prompt for prompt, _ in wave]
 
 
-# One engine takes half a minute to start: other rotations, pairings and copies are for `make test-all`, and for
-# `make test` in the kernels' tests alone.
+# An engine takes half a minute to start: other rotations, pairings and copies wait for `make test-all`; in `make test`
+# only the kernel tests have them.
 FAST = ("llama",)
 
 
 def on_one_worker(name: str):
-    """The parameter `name`; all tests with it run in the process that has its engine."""
+    """The parameter `name`; all tests with the same name run in the process that has its engine."""
     marks = [pytest.mark.xdist_group(name), *([] if name in FAST else [pytest.mark.slow])]
     return pytest.param(name, marks=marks)
 
 
 @pytest.fixture(scope="module", params=map(on_one_worker, [*NAMES, "glm4 copies", "gpt-oss copies"]))
 def served(request, model_dir):
-    """One engine for all tests of a model; pytest runs them together and stops it before the next."""
+    """One engine for all tests of a model; pytest groups them and stops the engine before the next."""
     name, _, _ = request.param.partition(" ")
     served = Served(name, model_dir, **VARIANTS.get(request.param, {}))
     yield served
@@ -171,19 +171,19 @@ def served(request, model_dir):
 
 
 def test_cold_warm_and_evicted(served):
-    """Twice each group: cold, warm, shuffled, second turns; and cold again, for the other groups have evicted it."""
+    """Each group twice: cold, warm, shuffled, second turns; then cold again, since the other groups have evicted it."""
     for names in GROUPS * 2:
         check_counts(served.play(names))
 
 
 def test_eviction_within_batches(served):
-    """All scenarios side by side, plain requests among chunked ones, in a pool that holds less than half of them."""
+    """All scenarios side by side, with plain requests, in a pool that holds less than half of them."""
     asked_again = [hit for brought, hit in reuse(served.play(list(SCENARIOS))) if brought]
     assert asked_again.count(False) > 5 and asked_again.count(True) > 5
 
 
 def test_after_a_flush(served):
-    """A flushed cache reports no hit, computes the chunks again and gives the same answers."""
+    """After a flush no chunk is a hit; chunks are computed again with the same answers."""
     prompt = build_scenario("retrieval")[0].segments
     served.answer(prompt)
     served.flush()
@@ -192,7 +192,7 @@ def test_after_a_flush(served):
 
 
 def test_cold_batch_that_shares_chunks(served):
-    """Requests that arrive together and need the same missing chunks, in different orders, beside plain ones."""
+    """Requests that arrive together and miss the same chunks, in different orders, beside plain ones."""
     dice = Dice("shared docs")
     docs = dice.chunks(4, 10, 30)
     prompts = [[dice.text(5), *dice.shuffled(docs), dice.text(4)] for _ in range(5)]
@@ -200,7 +200,7 @@ def test_cold_batch_that_shares_chunks(served):
 
 
 def test_prompts_given_as_text(served):
-    """Each segment is tokenized by itself; BOS, where the tokenizer adds it, comes once and belongs to no chunk."""
+    """Each segment is tokenized by itself; the tokenizer's BOS is added once and belongs to no chunk."""
     from transformers import AutoTokenizer
 
     from sglang_lazy import chunk as text_chunk
@@ -235,7 +235,8 @@ def test_other_models(name, model_dir):
 
 @pytest.mark.parametrize("name", [on_one_worker(name) for name in ("gpt-oss", "gemma4")])
 def test_few_slots_for_windows(name, model_dir):
-    """Layers with windows have a fifth of the others' slots: chunks lose what no prompt reads, and some of the rest."""
+    """Window layers have a fifth of the others' slots: chunks lose the window KV that no prompt reads, and some of the
+    rest."""
     served = Served(name, model_dir, chunked_prefill_size=64, swa_full_tokens_ratio=0.2)
     try:
         asked_again = [hit for names in GROUPS * 2 for brought, hit in reuse(served.play(names)) if brought]

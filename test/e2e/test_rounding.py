@@ -1,4 +1,4 @@
-"""`Errors` lets rounding pass, and nothing else: on made-up errors, and on answers of the oracle itself in bf16."""
+"""`Errors` accepts rounding and nothing else: on made-up errors, and on the oracle's own answers in bf16."""
 
 import contextlib
 from functools import partial
@@ -17,7 +17,7 @@ HEAD, CHUNK, QUESTION = 4, 50, 9  # tokens of a prompt
 
 
 def check(ours: torch.Tensor) -> None:
-    """ours: [NUM_ANSWERS, NUM_TOKENS], where plain PyTorch's are 0.05."""
+    """ours: [NUM_ANSWERS, NUM_TOKENS]; plain PyTorch's errors are all 0.05."""
     errors = Errors()
     for answer in ours.tolist():
         reported = {"output_token_logprobs": [(-error, 0, None) for error in answer]}
@@ -26,13 +26,13 @@ def check(ours: torch.Tensor) -> None:
     errors.check()
 
 
-def test_one_token_is_luck():
+def test_one_wrong_token_is_accepted():
     ours = torch.full((NUM_ANSWERS, NUM_TOKENS), 0.05)
     ours[3, 5] = 1
     check(ours)
 
 
-def test_one_wrong_answer():
+def test_one_wrong_answer_is_refused():
     ours = torch.full((NUM_ANSWERS, NUM_TOKENS), 0.05)
     ours[3] = 0.2
     with pytest.raises(AssertionError):
@@ -40,13 +40,14 @@ def test_one_wrong_answer():
 
 
 @pytest.mark.parametrize("error", [0.11, float("nan")])
-def test_all_are_wrong(error):
+def test_all_wrong_answers_are_refused(error):
     with pytest.raises(AssertionError):
         check(torch.full((NUM_ANSWERS, NUM_TOKENS), error))
 
 
 class Served(Oracle):
-    """In bf16, and wrong in one way: the mask is causal, windows lack a token, or the first chunk is one token late."""
+    """Answers in bf16 that are wrong in one way: a causal mask, windows one token short, or the first chunk one
+    position late."""
 
     def __init__(self, path: str, way: str):
         super().__init__(path, torch.bfloat16)
@@ -71,7 +72,7 @@ class Served(Oracle):
 
 @pytest.mark.parametrize("way", ["", "mask", "window", "positions"])
 def test_answers(model_dir, way):
-    """Of a model with windows and experts: all right, or two of eight wrong."""
+    """A model with windows and experts: all answers right, or two of eight wrong."""
     path = build("gpt-oss", model_dir)
     exact, right, wrong = Oracle(path), Served(path, ""), Served(path, way)
     dice, errors = Dice("rounding"), Errors()

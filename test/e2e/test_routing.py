@@ -17,7 +17,7 @@ from sglang_lazy.testing import Client, device_flags, running_server
 from sglang_lazy.testing.router import running_middleware, running_smg
 from sglang_lazy.testing.server import free_ports, wait_for
 
-pytestmark = pytest.mark.slow  # servers of its own
+pytestmark = pytest.mark.slow  # starts servers
 
 SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
@@ -31,7 +31,7 @@ CHAT = {
     "link": "block",
 }
 MESSAGES = {key: CHAT[key] for key in ("model", "messages", "max_tokens", "temperature")}
-# Of one token: a server that falls behind puts several into one event.
+# Of one token: a server that falls behind merges several tokens into one event.
 STREAM = {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1}
 BODIES = {
     "segments": ("/generate", {"segments": SEGMENTS, "sampling_params": GREEDY, "return_logprob": True}),
@@ -50,7 +50,7 @@ BODIES = {
     "a bad segment": ("/generate", {"segments": [{"type": "chunk"}]}),
     "a bad part": ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": [{"type": "chunk"}]}]}),
 }
-CHANGING = [  # from request to request, also on one server
+CHANGING = [  # fields that differ between requests even on one server
     r'"id":"(?:chatcmpl-|msg_)?[0-9a-f_]{24,}"',
     r'"(?:created|e2e_latency|response_sent_to_client_ts)":[0-9.]+',
 ]
@@ -61,7 +61,7 @@ POOL = 4000
 
 @pytest.fixture(scope="module")
 def start_worker(tiny_model, tmp_path_factory):
-    """Starts a server that publishes KV events, on a free port or on this one, and gives its URL."""
+    """Start a server that publishes KV events, on a free port unless one is given; returns its URL."""
     flags = ["--model-path", tiny_model, "--served-model-name", "tiny", "--max-total-tokens", str(POOL)]
     flags += ["--enable-cache-report", *device_flags()]
 
@@ -105,14 +105,14 @@ NEW = itertools.count()
 
 
 def settle(middleware, workers):
-    """Wait until a middleware knows what others have had these two compute until now."""
+    """Wait until a middleware knows what others have had these two compute so far."""
 
     def known(worker):
         document = f"This is town {next(NEW)}."
         generate(worker, document)
         return where(generate(middleware, document)) == (worker, [True])
 
-    # Without events it would send new documents to both by turns, or a few to one that has had fewer.
+    # Without events it would alternate new documents, or send a few to the worker that has had fewer.
     turns = [worker for worker in (*workers, *workers) for _ in range(3)]
     assert wait_for(lambda: all(map(known, turns)))
 
@@ -129,7 +129,7 @@ def generate(url, *documents, **body):
 
 
 def where(answer):
-    """The worker that answered, and which chunks it had."""
+    """The worker that answered, and the hits of its chunks."""
     hits = [one["hit"] for one in answer.json()["meta_info"]["chunks"]]
     return answer.headers["X-SMG-Routed-Worker-Id"], hits
 
@@ -137,7 +137,7 @@ def where(answer):
 @pytest.mark.parametrize("name", BODIES)
 def test_everything_passes_byte_for_byte(name, workers, router, middleware):
     path, body = BODIES[name]
-    for _ in range(2):  # from here on all is cached
+    for _ in range(2):  # the second time everything is cached
         answers = [post(worker, path, body) for worker in workers]
     answers += [post(router, path, body, **{"X-SMG-Target-Worker": str(index)}) for index in range(2)]
     answers.append(post(middleware, path, body))
@@ -165,7 +165,7 @@ def test_a_prompt_follows_its_chunks(workers, middleware):
 
 
 def test_what_others_had_computed_is_known(workers, following):
-    """Documents that this middleware has never seen, sent to one worker in one form and asked for in another."""
+    """Documents new to this middleware, sent to one worker in one form and asked for in another."""
     source = {"type": "text", "media_type": "text/plain", "data": RIVER}
     homes = {f"Town {index}": worker for index, worker in enumerate([*workers, *workers[::-1]])}
     for title, worker in homes.items():
@@ -178,7 +178,7 @@ def test_what_others_had_computed_is_known(workers, following):
 
 
 def test_what_is_evicted_or_emptied_is_known(workers, following):
-    """The other worker gets the documents meanwhile, so that it is the one to ask."""
+    """The other worker gets the documents in the meantime, so that it should be picked."""
     documents = [f"{number} {LIBRARY}" for number in range(6)]
 
     def flush(worker):
@@ -202,7 +202,7 @@ def test_what_is_evicted_or_emptied_is_known(workers, following):
             forget(other)
 
 
-def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router, middleware):
+def test_the_salt_header_is_refused_since_the_router_drops_it(workers, router, middleware):
     for worker in workers:
         generate(worker, RAILWAY)
     body = {"segments": [chunk(RAILWAY), text("Who?")], "sampling_params": GREEDY}
@@ -210,13 +210,13 @@ def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router,
     direct = post(workers[0], "/generate", body, **headers)
     dropped = post(router, "/generate", body, **headers, **{"X-SMG-Target-Worker": "0"})
     hits = [answer.json()["meta_info"]["chunks"][0]["hit"] for answer in (direct, dropped)]
-    assert hits == [False, True]  # the router's fault: were it mended, there would be nothing to refuse
+    assert hits == [False, True]  # a fault of the router: once fixed there, the header need not be refused
     refused = post(middleware, "/generate", body, **headers)
     assert refused.status_code == 400 and "put cache_salt into the body" in refused.text
 
 
 def test_a_worker_dies_the_rest_goes_on_and_it_comes_back(workers, middleware, following, start_worker):
-    """The last test: it leaves no worker as it was."""
+    """The last test, since it restarts the workers."""
     documents = [f"{number} {RIVER}" for number in range(8)]
     homes = {document: where(generate(middleware, document, cache_salt="dies"))[0] for document in documents}
     assert set(homes.values()) == set(workers)
@@ -267,7 +267,7 @@ def port_of(url):
 
 
 def processes(url):
-    """All of a server."""
+    """All processes of a server."""
     port = port_of(url)
     (pid,) = {
         one.pid for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN and one.laddr.port == port

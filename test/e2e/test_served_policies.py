@@ -1,4 +1,4 @@
-"""Policies that recompute tokens, and chunks behind a preamble: served answers against the oracle of policies."""
+"""Policies that recompute tokens, and chunks behind a preamble: served answers against the policies' oracle."""
 
 import gc
 import itertools
@@ -61,7 +61,7 @@ def test_cold_warm_and_another_order(served, link, base):
 
 
 def test_batches_of_mixed_policies(served):
-    """Side by side over the same chunks, cold and warm; some prompts begin or end in a chunk."""
+    """Side by side over the same chunks, cold and warm; some prompts start or end with a chunk."""
     dice = Dice("mixed")
     docs = dice.chunks(4, 8, 20)
     links = [base + link for base in BASES for link in LINKS]
@@ -74,7 +74,7 @@ def test_batches_of_mixed_policies(served):
 
 @pytest.mark.parametrize("link", ["epic:tokens=3", "query:ratio=0.3", "base+query:ratio=0.3", "blend:ratio=0.3"])
 def test_the_next_turn_finds_text_and_choices(served, link):
-    """The second question is answered over the tokens that were chosen for the first, so nothing is computed again."""
+    """The second question is answered over the tokens chosen for the first, so that nothing is computed again."""
     dice = Dice(f"turns {link}")
     prompt = [dice.text(6), *dice.chunks(3, 10, 20), dice.text(5)]
     (first,) = served.answer([prompt], [link])
@@ -86,7 +86,7 @@ def test_the_next_turn_finds_text_and_choices(served, link):
     assert second["meta_info"]["cached_tokens"] >= length + NUM_TOKENS - 1
 
 
-def test_a_choice_is_each_question_s_own(served):
+def test_each_question_has_its_own_choice(served):
     dice = Dice("questions")
     head, docs = dice.text(6), dice.chunks(3, 10, 20)
     prompts = [[head, *docs, dice.text(5)] for _ in range(3)]
@@ -94,8 +94,8 @@ def test_a_choice_is_each_question_s_own(served):
     served.answer(prompts[::-1], ["query:ratio=0.3"] * 3)
 
 
-def test_the_probe_of_a_deviation_ends_at_the_second_layer_s_keys(served):
-    """What stands behind these in the layer computes nothing for it; the first layer computes the whole prompt."""
+def test_blends_probe_ends_at_the_second_layers_keys(served):
+    """Nothing after these keys is computed for the probe; the first layer computes the whole prompt."""
     dice = Dice("passes")
     head, docs = dice.text(6), dice.chunks(3, 10, 20)
     served.answer([[head, *docs, dice.text(5)]], ["block"])
@@ -105,7 +105,7 @@ def test_the_probe_of_a_deviation_ends_at_the_second_layer_s_keys(served):
         counted(file)
     (output,) = served.answer([prompt], ["blend:ratio=0.3"])
     prompt_len, num_cached = (output["meta_info"][name] for name in ("prompt_tokens", "cached_tokens"))
-    first, second = (sum(n for n in counted(file) if n > 1) for file in files)  # one token at a time is decode
+    first, second = (sum(n for n in counted(file) if n > 1) for file in files)  # a single token is decode
     assert second == prompt_len - num_cached
     assert first == prompt_len + second
 
@@ -125,7 +125,7 @@ def with_tokens(prompt: list[Segment], link: str) -> list[Segment]:
 
 @pytest.mark.parametrize("base", ["", "base+"])
 @pytest.mark.parametrize("link", ["kvlink:tokens=2", "packet"])
-def test_trained_tokens_stand_around_chunks(served, link, base):
+def test_trained_tokens_surround_chunks(served, link, base):
     dice = Dice(f"trained {base}{link}")
     docs = dice.chunks(4, 5, 15)
     head, gap, question = dice.text(6), dice.text(3), dice.text(5)

@@ -1,4 +1,4 @@
-"""A real model, SmolLM2-135M-Instruct, under every policy that needs no training: served answers are the oracle's."""
+"""A real model, SmolLM2-135M-Instruct, under every policy that needs no training: its answers are the oracle's."""
 
 import gc
 import subprocess
@@ -30,7 +30,7 @@ def served():
 
 
 def prompt(served: Served, docs: list[dict], question: str) -> list[Segment]:
-    """As the demo asks it, without a chat template."""
+    """As the demo asks, without a chat template."""
     ids = served.tokenizer.encode
     chunks = [chunk(ids(document_text(doc))) for doc in docs]
     return [text(ids("Answer from the documents.\n\n")), *chunks, text(ids(f"Question: {question}\nAnswer:"))]
@@ -38,7 +38,7 @@ def prompt(served: Served, docs: list[dict], question: str) -> list[Segment]:
 
 @pytest.mark.parametrize("base", BASES)
 def test_answers_are_the_oracles(served, base):
-    """All policies side by side, over chunks that other prompts have left in the cache, in another order."""
+    """All policies side by side, over chunks that other prompts left in the cache, reordered."""
     question = load_sample()[0]
     docs = sorted(question["docs"], key=lambda doc: len(doc["text"]))[:NUM_DOCS]
     links = [base + policy for policy in POLICIES]

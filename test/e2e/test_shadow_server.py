@@ -1,4 +1,4 @@
-"""Shadow mode: a server that compares both ways of answering while it is in service."""
+"""Shadow mode: a server in service that compares both ways of answering."""
 
 import collections
 import time
@@ -9,12 +9,12 @@ from http_prompts import GREEDY, SEGMENTS, call, generate, ids, random_prompt
 
 from sglang_lazy.testing import device_flags, running_server
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts a server
 
 
 @pytest.fixture(scope="module")
 def shadowing(tiny_model, tmp_path_factory):
-    """URL of a server that repeats every greedy answer over chunks with link full, its default link."""
+    """URL of a server that repeats every greedy answer over chunks under link full, its default link."""
     flags = ["--model-path", tiny_model, "--max-total-tokens", "20000", *device_flags()]
     flags += ["--enable-metrics", "--lazy-shadow-rate", "1", "--lazy-default-link", "full"]
     flags += ["--lazy-shadow-min-agreement", "0.9"]
@@ -23,7 +23,7 @@ def shadowing(tiny_model, tmp_path_factory):
 
 
 def metrics(url):
-    """Values by name, without labels; series of one name added up."""
+    """Values by name, without labels; series of the same name are summed."""
     values = collections.Counter()
     for line in requests.get(url + "/metrics", timeout=60).text.splitlines():
         if not line.startswith("#"):
@@ -40,7 +40,7 @@ def shadows(url):
 
 
 def gauge(url, name, *labels):
-    """The value of the one series of a gauge that has these labels."""
+    """The value of the single series of a gauge with these labels."""
     lines = requests.get(url + "/metrics", timeout=60).text.splitlines()
     (value,) = (
         float(line.rsplit(" ", 1)[1])
@@ -53,7 +53,7 @@ def gauge(url, name, *labels):
 def wait_until(condition, seconds=120):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.05)
 
 
@@ -62,7 +62,7 @@ def running(url):
 
 
 def test_default_link_and_shadows(shadowing):
-    """Where nothing stands before the only chunk, block and full are the same; elsewhere they are not."""
+    """With nothing before the only chunk, block equals full; otherwise they differ."""
     same = [[ids("chunk", *range(20, 20 + n)), ids("text", 30, 31, n)] for n in (4, 9)]
     others = [random_prompt(seed)[0] for seed in range(4)]
     full = [generate(shadowing, segments=segments) for segments in same + others]
@@ -80,13 +80,13 @@ def test_default_link_and_shadows(shadowing):
         wait_until(lambda: shadows(shadowing)["requests"] == expected["requests"])
     assert shadows(shadowing) == expected
     assert 2 <= expected["identical_answers"] < 6, "both outcomes must occur for this test to see anything"
-    assert metrics(shadowing)["sglang:num_requests_total"] == users + 6  # shadows are not counted as requests
+    assert metrics(shadowing)["sglang:num_requests_total"] == users + 6  # shadows do not count as requests
     for of, count in (("answers", "identical_answers"), ("first_tokens", "first_token_agreements")):
         assert gauge(shadowing, "agreement", 'link="block"', f'of="{of}"') == pytest.approx(expected[count] / 6)
-    assert gauge(shadowing, "alarm", 'link="block"') == 0  # too few for one
+    assert gauge(shadowing, "alarm", 'link="block"') == 0  # too few comparisons for an alarm
 
 
-def test_what_is_and_is_not_shadowed(shadowing):
+def test_which_answers_are_shadowed(shadowing):
     before = shadows(shadowing)
     sampled = {**GREEDY, "temperature": 1}
     generate(shadowing, segments=SEGMENTS, link="block", sampling_params=sampled)
@@ -109,7 +109,7 @@ def test_what_is_and_is_not_shadowed(shadowing):
 
 
 def test_users_and_operators_come_first(shadowing, tiny_model):
-    """While a shadow runs, requests are answered as ever, and what needs an idle server finds one."""
+    """While a shadow runs, requests are answered as usual, and calls that need an idle server succeed."""
     long = {"segments": SEGMENTS, "link": "block", "sampling_params": {**GREEDY, "max_new_tokens": 600}}
     expected = generate(shadowing, segments=SEGMENTS)["output_ids"]
     before = shadows(shadowing)

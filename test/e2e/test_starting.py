@@ -1,4 +1,4 @@
-"""What starts a server: the local runtime of the frontend language, and the command."""
+"""Ways to start a server: the local runtime of the frontend language, and the command."""
 
 import tempfile
 
@@ -27,7 +27,7 @@ def test_local_runtime(tiny_model):
         runtime.shutdown()
 
 
-# the command
+# The command
 
 
 def test_help_shows_both_kinds_of_flags(capsys):
@@ -40,7 +40,7 @@ def test_help_shows_both_kinds_of_flags(capsys):
 
 
 def refused(*flags, status):
-    """What the command printed."""
+    """What the command printed before it gave up."""
     with tempfile.TemporaryFile("w+") as output:
         process = start("sglang_lazy.launch_server", flags, environment={}, source=None, output=output)
         assert process.wait() == status
@@ -55,7 +55,7 @@ def test_bad_flags_of_ours_are_refused(tiny_model):
     assert "link must be one of" in shown
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may fit")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may support them")
 def test_kernels_that_do_not_fit_are_refused_before_the_model_is_loaded(tiny_model):
     shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-kernels", "cuda", status=1)
     assert "--lazy-kernels cuda: the kernels need a Hopper GPU" in shown and "Load weight" not in shown

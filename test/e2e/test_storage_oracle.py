@@ -1,4 +1,4 @@
-"""Servers one after the other over one storage directory, against the oracle."""
+"""Servers one after the other over one storage folder, against the oracle."""
 
 import gc
 
@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_storage_backend": "file"}
 
 
-def test_a_server_answers_its_first_request_over_chunks_that_another_has_stored(model_dir, tmp_path, monkeypatch):
-    """A corpus is computed into a directory. Another server computes what is damaged there, and nothing else."""
+def test_a_new_server_answers_over_stored_chunks(model_dir, tmp_path, monkeypatch):
+    """A corpus is computed into a folder. Another server computes only what is damaged there."""
     monkeypatch.setenv("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR", str(tmp_path))
     prompt = build_scenario("retrieval")[0].segments
     chunks = [segment for segment in prompt if segment.kind == "chunk"]

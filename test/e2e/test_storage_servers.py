@@ -1,4 +1,4 @@
-"""Real servers over one storage that fails them: every answer is the oracle's, and nothing is held afterwards."""
+"""Real servers over storage that fails them: every answer is the oracle's, and nothing stays held."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ DYNAMIC = ["--hicache-storage-backend", "dynamic", "--hicache-storage-backend-ex
 
 @pytest.fixture(scope="module")
 def hostile(tiny_model, tmp_path_factory):
-    """A server whose storage has a fault when a test says so."""
+    """A server whose storage fails when a test says so."""
     folder = tmp_path_factory.mktemp("storage")
     with started(tiny_model, folder, tmp_path_factory.mktemp("log"), *DYNAMIC) as server:
         yield server
@@ -34,7 +34,7 @@ def hostile(tiny_model, tmp_path_factory):
 
 @pytest.fixture
 def healthy(hostile):
-    """The same, whose storage works at first and in the end; then nothing is held anywhere."""
+    """The same server, whose storage works before and after the test; afterwards nothing is held anywhere."""
     yield hostile
     hostile.fault("")
     hostile.flush()
@@ -50,7 +50,7 @@ def healthy(hostile):
 
 @pytest.mark.parametrize("fault", ["hang", "reset"])
 def test_storage_that_does_not_answer(healthy, fault):
-    """What it has is computed, late results and flushes harm nothing."""
+    """Stored chunks are computed instead; late results and flushes do no harm."""
     dice = Dice(f"answers {fault}")
     chunks = [dice.chunk(length) for length in LENS]
     healthy.answer(prompt_of(dice, chunks))
@@ -87,7 +87,7 @@ def test_a_full_disk(healthy):
 
 
 def test_metrics_of_the_tiers(healthy):
-    """Under SGLang's names where it has them."""
+    """Under SGLang's names where they exist."""
     dice = Dice("metrics")
     chunks = [dice.chunk(length) for length in LENS]
     names = {
@@ -118,18 +118,18 @@ def test_metrics_of_the_tiers(healthy):
     expected = {"stored": tokens, "fetched": tokens, "loaded": 2 * tokens, "host": tokens, "storage": tokens}
     expected |= {"late": count, "missed": count, "waits": 2 * count}
     grown = {name: value - before[name] for name, value in values().items()}
-    assert grown.pop("backed up") >= tokens  # and text before chunks
+    assert grown.pop("backed up") >= tokens  # text before chunks is backed up, too
     assert grown == expected
 
 
 def test_a_server_is_killed_while_it_writes(tiny_model, tmp_path):
-    """Another one over the same storage goes on, with what the first has stored; half objects are not believed."""
+    """Another server over the same storage uses what the first has stored; half-written objects are rejected."""
     folder = tmp_path / "storage"
     folder.mkdir()
     dice = Dice("killed")
     first, second = ([dice.chunk(length) for length in LENS] for _ in range(2))
     with started(tiny_model, folder, tmp_path, *FILE, "--served-model-name", "another") as other:
-        with started(tiny_model, folder, tmp_path, *DYNAMIC) as killed:  # with SIGKILL, in the end
+        with started(tiny_model, folder, tmp_path, *DYNAMIC) as killed:  # it gets a SIGKILL below
             killed.answer(prompt_of(dice, first))
             killed.stored(len(LENS))
             assert other.hits(prompt_of(dice, first[::-1])) == [True] * len(LENS)
@@ -148,7 +148,7 @@ def mounted(folder, options):
 
 
 def test_a_real_disk_that_is_full_then_read_only(tiny_model, tmp_path):
-    """The file backend, which reports both in its own way."""
+    """With the file backend, which reports the two differently."""
     folder = tmp_path / "storage"
     folder.mkdir()
     if not mounted(folder, "size=512k"):

@@ -1,6 +1,6 @@
-"""Answers over chunks from the host's memory against the oracle: the device never holds what the next prompt needs.
+"""Answers over chunks from host memory against the oracle: the device never holds what the next prompt needs.
 
-Transfers are as late as a GPU allows, and what is on its way is NaN, on the device and on the host.
+Transfers are as late as a GPU allows, and KV in transfer is NaN, on the device and on the host.
 """
 
 import gc
@@ -25,12 +25,12 @@ def served(model_dir, with_plugin):
 
 
 def displace(served, number):
-    """Have the device evict everything else."""
+    """Have the device evict everything."""
     served.answer([Dice(f"displace {number}").text(POOL - 20)])
 
 
 def test_every_request_loads(served):
-    """Each scenario twice: the second time, all its chunks come from the host, those of later steps perhaps too."""
+    """Each scenario twice: the second time all its chunks come from the host, those of later steps possibly too."""
     for name in SHORT:
         served.play([name])
     for number, name in enumerate(SHORT):
@@ -43,7 +43,7 @@ def test_every_request_loads(served):
 
 
 def test_loads_within_batches(served):
-    """All scenarios side by side, in turns that load what the turn before has displaced."""
+    """All scenarios side by side, in turns that load what the previous turn displaced."""
     loaded = 0
     for _ in range(2):
         for names in (SHORT[::3], SHORT[1::3], SHORT[2::3]):

@@ -13,10 +13,10 @@ from oracle.scenarios import Dice
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # starts a server
 
-# Seconds after which a worker that does not answer is replaced. One that starts must answer by then: 10, the default,
-# is little on two busy cores.
+# Seconds after which a worker that does not answer is replaced, even while it starts. On two busy cores, imports may
+# take longer than the default of 10.
 HEALTH_CHECK = 30
 ENVIRONMENT = {
     "SGLANG_TIMEOUT_KEEP_ALIVE": "600",  # a connection stays with its worker
@@ -31,7 +31,7 @@ class Workers:
         self.url, self.port = url, int(url.rpartition(":")[2])
 
     def all(self):
-        """The processes, in the order of their start."""
+        """The worker processes in the order of their start."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, IndexError):
@@ -40,12 +40,12 @@ class Workers:
         return sorted(found, key=psutil.Process.create_time)
 
     def _ports(self, process):
-        """Those from which clients are connected to it, and None for the server's own."""
+        """Ports from which clients are connected to it, and None for the server's own connections."""
         connections = process.net_connections("tcp")
         return {one.raddr and one.raddr.port for one in connections if one.laddr.port == self.port}
 
     def client(self, process):
-        """A session over one connection, which this worker has accepted, as the others were not awake."""
+        """A session over one connection that this worker has accepted, since the others were stopped."""
         others = [other for other in self.all() if other != process]
         before, session = self._ports(process), requests.Session()
         for other in others:
@@ -60,7 +60,7 @@ class Workers:
 
 
 class Client(Server):
-    """Asks one worker. Its connection serves one request at a time."""
+    """Talks to one worker. Its connection carries one request at a time."""
 
     def __init__(self, url, oracle, session):
         super().__init__(url, None, oracle)
@@ -88,13 +88,13 @@ def workers(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def clients(workers, tiny_model):
-    """One of each worker."""
+    """One client per worker."""
     oracle = Oracle(tiny_model)
     return [Client(workers.url, oracle, workers.client(process)) for process in workers.all()]
 
 
 def named(client, chunk):
-    """The id of a chunk that this worker has registered."""
+    """Register a chunk with this worker; returns its id."""
     answer = client.call("POST", "/chunks", json={"chunks": [{"input_ids": list(chunk.ids)}], "wait": True})
     assert answer.json()["skipped"] == []
     (name,) = answer.json()["affected"]
@@ -102,7 +102,7 @@ def named(client, chunk):
 
 
 def test_both_answer_over_the_same_chunks(clients):
-    """Side by side, as the oracle does; what one has had computed is there for the other."""
+    """Side by side, as the oracle does; chunks that one worker had computed are hits for the other."""
     dice = Dice("both")
     docs = dice.chunks(3, 20, 60)
     assert clients[0].hits([dice.text(5), *docs, dice.text(4)]) == [False] * 3
@@ -131,7 +131,7 @@ def test_an_id_is_known_to_both_until_one_deletes_it(clients):
         assert client.call("GET", f"/chunks/{name}").status_code == 404
 
 
-def test_either_says_why_a_registration_failed(clients):
+def test_both_report_why_a_registration_failed(clients):
     too_long = {"chunks": [{"input_ids": list(Dice("too long").ids(1200))}]}
     (name,) = clients[0].call("POST", "/chunks", json=too_long).json()["accepted"]
 
@@ -142,7 +142,7 @@ def test_either_says_why_a_registration_failed(clients):
     assert progress(clients[0]) == progress(clients[1]) and "1201 tokens" in progress(clients[0])["reason"]
 
 
-def test_pins_and_metrics_are_the_server_s(clients):
+def test_pins_and_metrics_are_the_servers(clients):
     dice = Dice("pins")
     chunk, question = dice.chunks(1, 20, 40)[0], dice.text(5)
     name = named(clients[0], chunk)
@@ -162,7 +162,7 @@ def test_pins_and_metrics_are_the_server_s(clients):
 
 
 def test_a_worker_that_dies_takes_nothing_with_it(workers, clients):
-    """Another one takes its place, and knows what was registered."""
+    """A new worker takes its place, and knows what was registered."""
     dice = Dice("dies")
     chunk, question = dice.chunks(1, 20, 40)[0], dice.text(5)
     first, second = workers.all()

@@ -1,4 +1,4 @@
-"""--lazy-untested-model: what the start-up probe lets through is served, with a warning; nothing else is."""
+"""--lazy-untested-model: models that pass the start-up probe are served, with a warning; no others are."""
 
 import dataclasses
 
@@ -10,12 +10,12 @@ from oracle.models import MODELS, build
 from oracle.scenarios import build_scenario
 from sglang_lazy.testing import ServerError, device_flags, running_server
 
-pytestmark = pytest.mark.slow  # servers of its own
+pytestmark = pytest.mark.slow  # starts servers
 
 
 @pytest.fixture
 def path(model_dir, monkeypatch):
-    """path(config_class, architecture, **settings): of a model like the tiny Llama."""
+    """path(config_class, architecture, **settings): build a model like the tiny Llama; returns its path."""
 
     def path(config_class, architecture, **settings):
         spec = MODELS["llama"]
@@ -28,7 +28,7 @@ def path(model_dir, monkeypatch):
 
 @pytest.fixture
 def unknown(path):
-    """A class of SGLang's that takes a Llama's configuration and weights, and that no other test serves."""
+    """A model class of SGLang's that accepts a Llama's configuration and weights, and that no other test serves."""
     return path("LlamaConfig", "IQuestCoderForCausalLM")
 
 
@@ -60,6 +60,6 @@ def test_it_is_served_with_the_flag(unknown, tmp_path):
 
 
 def test_the_flag_overrides_no_other_reason(path, tmp_path):
-    """Hunyuan's dense models have norms behind the rotation."""
+    """Hunyuan's dense models have norms after the rotation."""
     shown = refusal(path("HunYuanDenseV1Config", None, use_qk_norm=True), tmp_path / "log", "--lazy-untested-model")
     assert "HunYuanAttention of layer 0: rotating a query or key back" in shown

@@ -1,4 +1,4 @@
-"""SGLang's limit on waiting: a request with chunks that runs into it gets an error and leaves nothing behind."""
+"""SGLang's limit on waiting: a request with chunks that exceeds it gets an error and leaves nothing behind."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from oracle.block_mask import Oracle, greedy
 from oracle.scenarios import Dice
 from sglang_lazy.testing import Client, device_flags, running_server
 
-pytestmark = pytest.mark.slow  # what a waiting request leaves behind, `test/unit` asks of every step
+pytestmark = pytest.mark.slow  # `test/unit` checks after every step what waiting requests leave behind
 
 LIMIT = 2  # seconds
 PREFILL_SIZE = 8
@@ -21,7 +21,7 @@ MAX_NEW_TOKENS = 4
 
 @pytest.fixture(scope="module")
 def impatient_server(tiny_model, tmp_path_factory):
-    """One request runs at a time, and a long chunk takes many passes."""
+    """It runs one request at a time, and a long chunk takes many passes."""
     log = tmp_path_factory.mktemp("waiting") / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", "--max-running-requests", "1"]
     flags += ["--chunked-prefill-size", str(PREFILL_SIZE), *device_flags()]
@@ -54,18 +54,18 @@ def check_refusal(answer) -> None:
 
 @contextlib.contextmanager
 def busy(url):
-    """A plain request runs meanwhile; it ends when its client leaves."""
+    """A plain request that runs until its client leaves."""
     params = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
     body = {"input_ids": [7, 8, 9], "sampling_params": params, "stream": True}
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=60) as response:
         lines = response.iter_lines()
         assert next(lines).startswith(b"data: ")
         yield
-        assert next(lines) == b""  # still there
+        assert next(lines) == b""  # still running
 
 
 def test_limit_while_another_request_runs(impatient_server, tiny_model):
-    """Locks on resident chunks are given back, a fill that has not started is given up. Streams end with the error."""
+    """Locks on resident chunks are released, and a fill that has not started is dropped. Streams end with the error."""
     url, _ = impatient_server
     oracle, dice = Oracle(tiny_model), Dice("another runs")
     resident, missing, question = dice.chunk(30), dice.chunk(20), dice.text(5)
@@ -78,7 +78,7 @@ def test_limit_while_another_request_runs(impatient_server, tiny_model):
     finish_reason = json.loads(event.removeprefix("data: "))["meta_info"]["finish_reason"]
     assert (finish_reason["type"], finish_reason["status_code"]) == ("abort", 503) and done == "data: [DONE]"
     check_answer(url, oracle, prompt, [True, False])
-    # Before it empties its cache the server is idle: it checks its own accounts, and dies of a forgotten lock.
+    # The flush waits until the server is idle; it then checks its accounting, and a leaked lock ends it.
     Client(url).flush_cache()
     check_answer(url, oracle, prompt, [False, False])
 
@@ -97,7 +97,7 @@ def test_limit_while_the_fill_runs(impatient_server, tiny_model):
         while full_passes() == before:
             assert not late.done(), late.result().text
             time.sleep(0.01)
-        # However fast the machine is, the limit is reached in the middle of the fill.
+        # On a machine of any speed, the limit is reached in the middle of the fill.
         requests.post(f"{url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
         time.sleep(LIMIT)
         requests.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()

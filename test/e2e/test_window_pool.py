@@ -1,5 +1,5 @@
-"""Layers with windows in SGLang's hybrid pool, where they have a third of the other layers' slots: policies that keep
-parts of chunks, of which window KV is lost between, against the oracle of policies."""
+"""Window layers in SGLang's hybrid pool, with a third of the other layers' slots: policies that keep parts of chunks,
+which lose the window KV in between, against the policies' oracle."""
 
 import pytest
 from served import Served
@@ -17,7 +17,7 @@ LINKS = [
 SIZE, RATIO = 2400, 0.3
 
 
-# Gemma 4's pools hold heads of two shapes, and KV that later layers read, too.
+# Gemma 4's pools have two head shapes, and KV that later layers share.
 NAMES = [pytest.param(name, marks=pytest.mark.xdist_group(f"{name} window pool")) for name in ("gpt-oss", "gemma4")]
 
 
@@ -31,10 +31,11 @@ def served(request, model_dir):
 
 
 def test_policies_over_chunks_that_lose_window_kv(served):
-    """More batches than there is window KV for, then again, the last first: chunks are hits while what their prompts
-    read is left, and are computed again afterwards. All their tokens would fit into the other layers' slots."""
+    """More batches than the window pool holds, then again, the last first: chunks are hits as long as the window KV
+    that their prompts read is left, and are computed again afterwards. The other layers' slots would suffice for all
+    tokens."""
     dice = Dice("windows")
-    docs = dice.chunks(6, 40, 70)  # the window holds 24 tokens
+    docs = dice.chunks(6, 40, 70)  # the window is 24 tokens
     prompts = [[dice.text(5), *dice.shuffled(docs)[:3], dice.text(4)] for _ in LINKS]
     prompts[1], prompts[4] = [docs[0], docs[1], dice.text(30)], [docs[3], dice.text(3), docs[2]]
     hits = []
@@ -53,7 +54,7 @@ def test_policies_that_need_more_slots_there(served, link):
 
 
 def test_a_chunk_that_its_pool_cannot_hold(served):
-    """Until all of it is computed, a chunk has window KV of all its tokens."""
+    """Until it is complete, a chunk has window KV for all its tokens."""
     long = Segment("chunk", tuple(Dice("long").text(int(SIZE * RATIO)).ids))
     with pytest.raises(ValueError, match="--swa-full-tokens-ratio"):
         served.ask([[long, Dice("question").text(3)]], ["block"])

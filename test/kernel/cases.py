@@ -1,4 +1,4 @@
-"""The cases that every implementation of both ops must pass, and what an implementation can run here."""
+"""The cases that every implementation of both ops must pass, and which implementations can run here."""
 
 from collections.abc import Collection
 
@@ -61,7 +61,7 @@ CASES = {
     "nothing cached is seen": (21, Shape(bs=1), [[("new", 5), ("chunk", 2), ("chunk", 1), ("new", 1)]]),
 }  # fmt: skip
 
-# fp16 under the interpreter: enough to see every cast; fp32 walks through all the logic.
+# fp16 exercises every cast under the interpreter, fp32 all of the logic.
 INTERPRETED_IN_FP16 = ("group of 7, interleaved", "chunked prefill goes on")
 
 all_cases = pytest.mark.parametrize("case", CASES)
@@ -71,7 +71,7 @@ all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtyp
 def skip_unless_supported(
     name: str, dtype: torch.dtype, case: str, in_fp16: Collection[str] = INTERPRETED_IN_FP16
 ) -> None:
-    """Skip what cannot run on this machine, with the reason."""
+    """Skip what this machine cannot run, with the reason."""
     if name != "triton" or DEVICE != "cpu":
         return
     if dtype == torch.bfloat16:

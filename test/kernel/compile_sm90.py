@@ -1,4 +1,4 @@
-"""Compile the Triton kernels for sm_90 ahead of time, without a GPU, and print the shared memory each needs."""
+"""Compile the Triton kernels for sm_90 ahead of time, without a GPU, and print how much shared memory each needs."""
 
 import importlib
 import re
@@ -21,14 +21,14 @@ FLOAT_POINTERS = ("lse", "partial_out", "cos_sin_cache", "sums")
 INPUT_POINTERS = ("q", "k_cache", "v_cache", "sinks", "out", "cache")
 INDEX_POINTERS = ("qo_indptr", "kv_indptr", "kv_positions", "num_segments", "segment_ends", "segment_offsets")
 INDEX_POINTERS += ("req_to_token", "tail_ends", "tail_indices", "tail_positions")
-# Of queries, and of caches that have another.
+# Dtypes of queries, and of caches with another dtype.
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DTYPES |= {"bf16/fp8e4nv": torch.bfloat16, "fp16/fp8e5": torch.float16}
 MAX_SHARED = 227 * 1024
 
 
 def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
-    """The compiled kernel; pointers and the strides of rows are multiples of 16, as for contiguous tensors."""
+    """Compile a kernel; pointers and row strides are multiples of 16, as for contiguous tensors."""
     dtype, _, cache_dtype = dtype.partition("/")
     signature, attributes = {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -74,7 +74,7 @@ def compile_decode(dtype, group, head_dim, rotary_dim, is_neox, logit_cap=None):
 
 
 def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, split, window=0, logit_cap=None):
-    """With sinks where there is a window."""
+    """With sinks if there is a window."""
     shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
     options = {"WINDOW": window, **({} if window else {"sinks": None}), **({} if split else {"lse": None})}
     row_bytes = head_dim * operand_size(DTYPES[dtype])
@@ -126,7 +126,7 @@ HEADS = [
     ("fp32", 1, 128, 64, True),
     ("fp32", 2, 256, 64, False),
 ]
-# What the test compiles; the rest takes minutes.
+# What the test compiles; all configurations take minutes.
 QUICK = HEADS[:2]
 
 if __name__ == "__main__":

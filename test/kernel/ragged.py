@@ -15,8 +15,8 @@ GARBAGE = 2**30 + 7
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of one batch: heads, dimensions, pairing, dtype, how long its prompts get, and the local position from which on
-    chunks are stored, larger than 0 if they were encoded behind a preamble."""
+    """Shape of a batch: heads, dimensions, pairing, dtype, the lengths of its prompts, and the local position at which
+    stored chunks begin, larger than 0 if they were computed behind a preamble."""
 
     num_qo_heads: int = 4
     num_kv_heads: int = 2
@@ -34,7 +34,7 @@ class Shape:
 
 @dataclasses.dataclass
 class Batch:
-    """Tensor arguments of both ops, and beside them each request's prompt with un-rotated keys."""
+    """Tensor arguments of both ops, and each request's prompt with unrotated keys."""
 
     shape: Shape
     extend: dict
@@ -59,12 +59,12 @@ class Batch:
 
 
 def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) -> Batch:
-    """Prompts of texts and chunks, of which some text is new: queries are the new text, everything else is cached.
+    """Prompts of text and chunks in which some text is new: the new text gives the queries, everything else is cached.
 
-    layout: per request a list of ("text" | "new" | "chunk" | "gap", length or chunk id), random when not given. A gap
-    moves the position on without any KV token. A chunk id names one of the pooled chunks, which are shared by all
-    requests; (chunk id, indices) keeps these of its tokens only, at their places in the prompt. Slots are shuffled and
-    twice as many as needed; unused ones hold NaN.
+    layout: per request a list of ("text" | "new" | "chunk" | "gap", length or chunk id), random if not given. A gap
+    advances the position without a KV token. A chunk id names one of the chunks that all requests share; (chunk id,
+    indices) keeps only these of its tokens, at their places in the prompt. There are twice as many slots as needed, in
+    shuffled order; unused ones hold NaN.
     """
     rng = random.Random(seed)
     gen = torch.Generator().manual_seed(seed)
@@ -177,7 +177,7 @@ def random_batch(seed: int, shape: Shape = Shape(), layout: list | None = None) 
 
 
 def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
-    """One prompt: cached text first, then chunks with text between, whose new parts begin anywhere."""
+    """One prompt: cached text first, then chunks with text between them, whose new parts begin anywhere."""
     count = rng.choice([0, 1, rng.randint(0, shape.max_segments), shape.max_segments])
     new_from = rng.randint(0, count)
     layout = [("text", rng.randint(0, shape.max_text_len))]
@@ -188,19 +188,19 @@ def random_layout(rng: random.Random, shape: Shape, num_chunks: int) -> list:
 
 
 def add_sinks(batch: Batch) -> Batch:
-    """The batch with a sink for each head, from far below its scores to far above them; bf16, as models have them."""
+    """The batch with a sink per head, from far below to far above its scores; in bf16, as in models."""
     batch.options["sinks"] = torch.linspace(-8, 8, batch.shape.num_qo_heads).bfloat16().to(DEVICE)
     return batch
 
 
 def cap(batch: Batch) -> Batch:
-    """The batch with a logit cap that most of its scores feel, and larger scores."""
+    """The batch with larger scores, and a logit cap that changes most of them."""
     batch.options |= dict(logit_cap=1.5, sm_scale=3 * batch.options["sm_scale"])
     return batch
 
 
 def quantise(batch: Batch, fp8: torch.dtype, k_scale: float = 1.0, v_scale: float = 1.0) -> dict:
-    """Arguments of an op that put fp8 caches in place of the batch's, which get the values that those stand for.
+    """Arguments that replace the batch's caches by fp8 ones; the batch itself gets the dequantised values.
 
     Keys and values are divided by their scales, powers of two, before they are rounded.
     """
@@ -212,7 +212,7 @@ def quantise(batch: Batch, fp8: torch.dtype, k_scale: float = 1.0, v_scale: floa
 
 
 def naive(op: str, batch: Batch, dtype: torch.dtype):
-    """(out, lse) of the formula in this dtype; rows of the batch are in op's order."""
+    """(out, lse) of the formula in this dtype; rows of the batch are in the op's order."""
     if op == "decode":
         return naive_link_decode(**batch.decode, **batch.options, dtype=dtype)
     return naive_link_extend(**batch.extend, **batch.options, dtype=dtype)
@@ -254,7 +254,7 @@ def relative_error(out, reference) -> float:
 
 
 def lse_error(lse, reference) -> float:
-    """Largest |lse - reference|; -inf must meet -inf."""
+    """Largest |lse - reference|; -inf must match -inf."""
     lse, reference = lse.double(), reference.double()
     if lse.numel() == 0:
         return 0.0
@@ -266,11 +266,11 @@ def lse_error(lse, reference) -> float:
 
 
 def check(op: str, implementation, batch: Batch, **given) -> None:
-    """Within twice plain PyTorch's error in the same dtype, both against the formula in fp64.
+    """The error is at most twice that of plain PyTorch in the same dtype, both against the formula in fp64.
 
-    given: arguments of the implementation in place of the batch's, see `quantise`.
+    given: arguments that replace the batch's, see `quantise`.
 
-    A few rows can let plain PyTorch come out exact by luck, so the rounding of one result is always allowed.
+    With few rows plain PyTorch may be exact by luck, so the rounding of one result is always allowed.
     """
     exact, plain = naive(op, batch, torch.float64), naive(op, batch, batch.shape.dtype)
     before = {name: t.clone() for name, t in batch.extend.items()}

@@ -2,15 +2,15 @@
 
     python test/kernel/sanitize.py [--sanitizer PATH] [--tools racecheck] [--batches large]
 
-racecheck must first tell a right ring of mbarriers from a broken one, see sanitizer_control.cu. Where one lane arrives
-for its warp, as in the kernels, version 2026.4.0 reports right rings too. So racecheck looks at a build in which every
-lane arrives (LAZY_EVERY_LANE_ARRIVES, in a workspace of its own), and its word counts if it tells such rings apart; it
-cannot see then whether a warp's other lanes are done where one arrives for them. The other tools look at the ordinary
-build.
+racecheck must first tell a correct ring of mbarriers from a broken one, see sanitizer_control.cu. If one lane arrives
+for its warp, as in the kernels, version 2026.4.0 reports hazards in correct rings too. So racecheck checks a build in
+which every lane arrives (LAZY_EVERY_LANE_ARRIVES, in a workspace of its own), and its result counts only if it tells
+such rings apart. That build cannot show whether a warp's other lanes have finished when one lane arrives for them. The
+other tools check the ordinary build.
 
-racecheck counts the mbarriers in the source, where arrays of them count as one, and reports hazards that are none where
-a block has more: --num-cuda-barriers says how many there are. The tool comes with the CUDA toolkit and as
-nvidia-cuda-sanitizer-api on PyPI; releases before 13.1 are known to misreport mbarriers.
+racecheck counts the mbarriers in the source, an array as one, and reports false hazards if a block has more:
+--num-cuda-barriers gives the number. The tool comes with the CUDA toolkit and as nvidia-cuda-sanitizer-api on PyPI;
+releases before 13.1 are known to misreport mbarriers.
 """
 
 import argparse
@@ -31,8 +31,8 @@ import sgl_kernel_lazy
 HERE = pathlib.Path(__file__).parent
 CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
-NUM_BARRIERS = 64  # of a block, at least; the decode kernel has 24
-FOUND = 9  # exit status of the tool where it reports something
+NUM_BARRIERS = 64  # at least as many as any block has; the decode kernel has 24
+FOUND = 9  # exit status of the tool if it reports something
 EVERY_LANE = "-DLAZY_EVERY_LANE_ARRIVES"
 Done = subprocess.CompletedProcess[str]
 
@@ -57,7 +57,7 @@ BATCHES = {
 
 
 def run_batches(names: list[str]) -> None:
-    """Both ops on these batches, and prefill under a window with sinks, checked against the formula."""
+    """Run both ops on these batches, and prefill under a window with sinks; each is checked against the formula."""
     for name in names:
         shape, fp8 = BATCHES[name]
         for op in ("decode", "extend"):
@@ -71,7 +71,7 @@ def run_batches(names: list[str]) -> None:
 
 
 def sanitized(sanitizer: str, tool: str, *command: str, env: dict[str, str] | None = None) -> Done:
-    """The command under a tool, which looks at our kernels alone."""
+    """The command under a tool, restricted to our kernels."""
     options = ["--tool", tool, "--kernel-name", "kernel_substring=lazy"]
     if tool in ("racecheck", "synccheck"):
         options += ["--num-cuda-barriers", str(NUM_BARRIERS)]
@@ -80,12 +80,12 @@ def sanitized(sanitizer: str, tool: str, *command: str, env: dict[str, str] | No
 
 
 def print_report(done: Done) -> None:
-    """The end of what the tool said, which is on stdout."""
+    """Print the end of the tool's report, which is on stdout."""
     print((done.stderr + done.stdout)[-4000:])
 
 
 def tells_rings_apart(sanitizer: str, folder: str) -> bool:
-    """Whether racecheck finds the race in the broken ring, and none in the right one, where every lane arrives."""
+    """Whether racecheck finds the race in the broken ring and none in the correct one, with every lane arriving."""
     told = dict.fromkeys(("one lane arrives", "every lane arrives"), True)
     for arrival, ring in itertools.product(told, ("right", "broken")):
         flags = [EVERY_LANE] * (arrival == "every lane arrives") + ["-DBROKEN"] * (ring == "broken")
@@ -102,7 +102,7 @@ def tells_rings_apart(sanitizer: str, folder: str) -> bool:
 
 
 def passes(sanitizer: str, tool: str, names: list[str], folder: str) -> bool:
-    """Whether the tool has nothing to say of the kernels on these batches, and its word counts."""
+    """Whether the tool reports nothing about the kernels on these batches, and can be relied upon."""
     env = os.environ | {"FLASHINFER_JIT_LINEINFO": "1"}
     passed = True
     if tool == "racecheck":
@@ -112,7 +112,7 @@ def passes(sanitizer: str, tool: str, names: list[str], folder: str) -> bool:
         flags = os.environ.get("FLASHINFER_EXTRA_CUDAFLAGS", "")
         env |= {"FLASHINFER_WORKSPACE_BASE": folder, "FLASHINFER_EXTRA_CUDAFLAGS": f"{flags} {EVERY_LANE}"}
     program = [sys.executable, __file__, "--run", "--batches"]
-    subprocess.run([*program, ",".join(names)], env=env, check=True)  # compiles the kernels, and they are right
+    subprocess.run([*program, ",".join(names)], env=env, check=True)  # compiles the kernels and checks their results
     for name in names:
         begin = time.perf_counter()
         done = sanitized(sanitizer, tool, *program, name, env=env)
@@ -128,7 +128,7 @@ def main() -> int:
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="path of the tool")
     parser.add_argument("--tools", default="memcheck,racecheck", help=f"some of {','.join(TOOLS)}")
     parser.add_argument("--batches", default=",".join(BATCHES), help=f"some of {','.join(BATCHES)}")
-    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)  # the program that is looked at
+    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)  # the program under the tool
     given = parser.parse_args()
     names = given.batches.split(",")
     if given.run:

@@ -1,6 +1,6 @@
-// What a sanitizer must be able to tell apart before its word on the kernels counts: a ring whose slots are handed on
-// as in link_decode.cuh, by one lane's arrival on an mbarrier after __syncwarp (by every lane's with
-// -DLAZY_EVERY_LANE_ARRIVES), and with -DBROKEN the same ring with slots that are released before they are read.
+// What a sanitizer must be able to tell apart before its report on the kernels counts: a ring whose slots are released
+// as in link_decode.cuh, by one lane's arrival on an mbarrier after __syncwarp (with -DLAZY_EVERY_LANE_ARRIVES, by
+// every lane's), and, with -DBROKEN, the same ring with slots that are released before they are read.
 #include <cstdio>
 
 #include "hopper.cuh"
@@ -66,7 +66,7 @@ int main() {
     return 1;
   }
 #ifdef BROKEN
-  return 0;  // whatever it has read: the tool's exit status is wanted
+  return 0;  // whatever it has read: what counts is the tool's exit status
 #else
   return sums[0] != SLOTS * (SLOTS - 1) / 2;
 #endif

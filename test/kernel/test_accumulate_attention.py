@@ -1,4 +1,4 @@
-"""accumulate_attention: every implementation against the formula in fp64, and the properties the formula has."""
+"""accumulate_attention: every implementation against the formula in fp64, and the formula's own properties."""
 
 import dataclasses
 import importlib
@@ -41,9 +41,9 @@ INTERPRETED_IN_FP16 = ("group of 4, partial", "behind a preamble")
 
 
 def arguments(batch: Batch) -> dict:
-    """Tensor arguments: of the new rows of every three requests the first half, all, and none.
+    """Tensor arguments: of each three requests' new rows, the first half, all, and none.
 
-    So some of the KV tokens are newer than all queries, and the queries are not the last tokens of their rows.
+    Thus some KV tokens are newer than all queries, and the queries are not the last tokens of their rows.
     """
     begins, lengths = batch.extend["qo_indptr"][:-1].tolist(), batch.extend["qo_indptr"].diff().tolist()
     counts = [(-(-n // 2), n, 0)[b % 3] for b, n in enumerate(lengths)]
@@ -54,14 +54,14 @@ def arguments(batch: Batch) -> dict:
 
 
 def new_sums(batch: Batch, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Zeros for all KV tokens of the batch, and NaN behind them."""
+    """Zeros for all KV tokens of the batch, followed by NaN."""
     sums = torch.full(batch.extend["kv_positions"].shape, NAN, dtype=dtype, device=DEVICE)
     sums[: int(batch.extend["kv_indptr"][-1])] = 0
     return sums
 
 
 def run(name: str, batch: Batch, sums: torch.Tensor | None = None, **given) -> torch.Tensor:
-    """The sums of an implementation; given: arguments in place of the batch's."""
+    """The sums of an implementation.  given: arguments that replace the batch's."""
     sums = new_sums(batch) if sums is None else sums
     inputs = arguments(batch)
     max_extend_len = int(inputs["qo_indptr"].diff().max())
@@ -78,7 +78,7 @@ def naive(batch: Batch, dtype: torch.dtype) -> torch.Tensor:
 
 
 def by_request(batch: Batch, sums: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of each request; what lies behind the last must be as it was."""
+    """The sums of each request; what follows the last one must be unchanged."""
     *requests, behind = sums.tensor_split(batch.extend["kv_indptr"][1:].cpu().long())
     assert behind.isnan().all() and len(behind)
     return requests
@@ -91,9 +91,9 @@ def worst_error(batch: Batch, sums: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def check(name: str, batch: Batch, **given) -> None:
-    """Within twice plain PyTorch's error in the same dtype, both against the formula in fp64.
+    """The error is at most twice that of plain PyTorch in the same dtype, both against the formula in fp64.
 
-    A few rows can let plain PyTorch come out exact by luck, so the rounding of one weight is always allowed.
+    With few rows plain PyTorch may be exact by luck, so the rounding of one weight is always allowed.
     """
     exact = naive(batch, torch.float64)
     budget = max(torch.finfo(batch.shape.dtype).eps, worst_error(batch, naive(batch, batch.shape.dtype), exact))
@@ -149,8 +149,8 @@ def test_two_runs_give_the_same_bits(name):
 
 
 @implementations
-def test_every_row_and_head_gives_one(name):
-    """What a request's KV tokens get adds up to its query rows times heads, and what came before is added to."""
+def test_every_row_and_head_adds_one(name):
+    """The sums over a request's KV tokens grow by its number of query rows times heads."""
     batch = random_batch(5, Shape(bs=4))
     once = run(name, batch)
     given = arguments(batch)["qo_indptr"].diff() * batch.shape.num_qo_heads
@@ -165,7 +165,7 @@ def test_a_row_that_sees_nothing_adds_nothing(name):
     batch = random_batch(0, Shape(bs=1), [[("gap", 5), ("chunk", 1), ("new", 6)]])
     expected = run(name, batch)
     inputs = arguments(batch)
-    rows = torch.tensor([0, 0, 1, 2], device=DEVICE)  # the first row once more, in front of every KV token
+    rows = torch.tensor([0, 0, 1, 2], device=DEVICE)  # the first row again, before every KV token
     inputs.update(q=inputs["q"][rows], q_positions=inputs["q_positions"][rows])
     inputs["q_positions"][0] = 4
     inputs["qo_indptr"] = torch.tensor([0, 4], dtype=torch.int32, device=DEVICE)
@@ -245,7 +245,7 @@ MISTAKES = {
 
 @implementations
 @pytest.mark.parametrize("argument", MISTAKES)
-def test_mistakes_are_named(name, argument):
+def test_errors_name_the_argument(name, argument):
     batch = random_batch(0)
     given = dict(arguments(batch), sums=new_sums(batch), max_extend_len=3, sm_scale=1.0)
     with pytest.raises(ValueError, match=f"^{argument}: expected .*, got "):
@@ -253,8 +253,8 @@ def test_mistakes_are_named(name, argument):
 
 
 @implementations
-def test_checks_can_be_left_out(name):
-    """An argument that breaks nothing but the contract is let through."""
+def test_checks_are_optional(name):
+    """Without checks, an argument that violates only the contract is accepted."""
     batch = random_batch(0)
     expected, wide = run(name, batch), batch.extend["kv_positions"].long()
     with pytest.raises(ValueError, match="kv_positions: expected dtype"):

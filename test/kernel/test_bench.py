@@ -1,4 +1,4 @@
-"""The benchmark's command: every family on tiny shapes, the check before the time, what it writes."""
+"""The benchmark command: every family on tiny shapes, the check before any timing, and its output."""
 
 import json
 
@@ -58,7 +58,7 @@ def test_an_unknown_name_is_an_error(capsys):
 
 @pytest.mark.parametrize("tiny", [True, False])
 def test_shared_chunks_are_shared_slots(tiny):
-    """Requests draw distinct chunks; equal chunks are counted once; the draws repeat with the seed."""
+    """A request draws distinct chunks; chunks drawn by several requests count once; draws repeat with the seed."""
     drawn = list(shapes(["shared"], tiny=tiny))
     assert tiny or len(drawn) == len(SHARED)
     for shape in drawn:

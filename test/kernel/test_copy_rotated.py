@@ -36,14 +36,14 @@ def make_caches(num_layers, num_slots, num_heads, head_dim, dtype, gen):
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_copies_are_rotated(name, dtype, heads):
-    """Copied keys are the formula's, rounded once; values are the same bits; all other slots stay as they were."""
+    """Copied keys are the formula's, rounded once; values are bitwise equal; all other slots are untouched."""
     num_heads, head_dim, rotary_dim, is_neox = heads
     gen = torch.Generator().manual_seed(head_dim)
     num_slots, n = 160, 37
     k_caches, v_caches = make_caches(3, num_slots, num_heads, head_dim, dtype, gen)
     slots = torch.randperm(num_slots, generator=gen).to(DEVICE)
     source, target = slots[:n], slots[n : 2 * n]
-    source = torch.cat([source[:-3], source[:3]])  # a chunk that is used twice
+    source = torch.cat([source[:-3], source[:3]])  # a chunk used twice
     offsets = torch.randint(0, MAX_POSITION, (n,), generator=gen, dtype=torch.int32).to(DEVICE)
     offsets[0], offsets[1] = 0, MAX_POSITION - 1
     for cache in (*k_caches, *v_caches):
@@ -56,7 +56,7 @@ def test_copies_are_rotated(name, dtype, heads):
 
     others = torch.ones(num_slots, dtype=torch.bool, device=DEVICE)
     others[target] = False
-    # One rounding of the result, and float32 arithmetic with a float32 table before it.
+    # One rounding of the result, after float32 arithmetic with a float32 table.
     bound = torch.finfo(dtype).eps / 2 + 4 * torch.finfo(torch.float32).eps
     for layer in range(3):
         k, v = k_caches[layer], v_caches[layer]
@@ -93,8 +93,8 @@ MISTAKES = {
 
 @all_names
 @pytest.mark.parametrize("argument", MISTAKES)
-def test_mistakes_are_named(name, argument):
-    """A wrong argument is refused by name before anything is launched."""
+def test_errors_name_the_argument(name, argument):
+    """A wrong argument is refused by name before any launch."""
     gen = torch.Generator().manual_seed(0)
     k_caches, v_caches = make_caches(2, 8, 2, 64, torch.float32, gen)
     slots = torch.arange(3, device=DEVICE)

@@ -1,6 +1,7 @@
-"""The kernels as cross layers use them: queries that are no KV tokens of their rows, and see all of these, unrotated.
+"""The kernels as cross layers use them: the queries are not among their rows' KV tokens, and see all of them,
+unrotated.
 
-Against softmax over plain matrices, in fp64.
+The reference is softmax over dense matrices in fp64.
 """
 
 import pytest
@@ -22,7 +23,7 @@ implementations = pytest.mark.parametrize("name, dtype", IMPLEMENTATIONS)
 
 
 class Rows:
-    """Rows of these lengths, of `queries[b]` queries over `keys[b]` KV tokens anywhere in the caches."""
+    """Rows with `queries[b]` queries over `keys[b]` KV tokens anywhere in the caches."""
 
     def __init__(self, queries, keys, dtype):
         generator = torch.Generator().manual_seed(0)
@@ -59,7 +60,7 @@ def indptr(lens):
 
 @implementations
 def test_prefill(name, dtype):
-    """More queries than keys, fewer, and many of both."""
+    """More queries than keys, fewer queries than keys, and many of both."""
     rows = Rows([5, 40, 1, 70, 130], [200, 3, 1, 70, 300], dtype)
     none = torch.zeros(5, 1, dtype=torch.int32, device=DEVICE)
     out = get_implementation(name).link_extend(
@@ -84,7 +85,7 @@ def test_prefill(name, dtype):
 
 @implementations
 def test_decode(name, dtype):
-    """Segments to the end of each row; a row without any KV token gives exactly zero."""
+    """Segments reach to the end of each row; a row without KV tokens gives exactly zero."""
     rows = Rows([1, 1, 1, 1], [60, 0, 35, 90], dtype)
     ops = get_implementation(name)
     ends = ints([[20, 60, 0], [0, 0, 0], [35, 0, 0], [1, 50, 90]])

@@ -1,4 +1,5 @@
-"""link_decode in CUDA against the formula in fp64: every implementation's shapes, shared chunks, every schedule."""
+"""link_decode in CUDA against the formula in fp64: the shapes of every implementation, shared chunks, every
+schedule."""
 
 import dataclasses
 import importlib
@@ -21,7 +22,7 @@ CONFIGURATIONS = {
     "head_dim 256": dict(dtype=torch.bfloat16, head_dim=256, rotary_dim=64, is_neox=True),
 }
 all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
-# Reads saved from which a chunk is shared: always, as served, never.
+# Thresholds of saved reads for sharing a chunk: always, as served, never.
 sharing = pytest.mark.parametrize("min_saved_tokens", [1, module.MIN_SAVED_TOKENS, 1 << 30])
 
 
@@ -44,7 +45,7 @@ def test_link_decode(configuration, case):
 @pytest.mark.parametrize("heads", [(8, 1), (32, 8)], ids=str)
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_sinks(configuration, heads, dtype):
-    """Rows of a window's length, and one without KV tokens."""
+    """Rows as long as a window, and one without KV tokens."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], bs=4)
     layout = [[("chunk", 2), ("text", 1), ("chunk", 2), ("new", 48)], [], [("new", 1)], [("text", 127), ("new", 1)]]
     batch = add_sinks(random_batch(0, shape, layout))
@@ -55,7 +56,7 @@ def test_sinks(configuration, heads, dtype):
 @all_configurations
 @all_cases
 def test_logit_caps(configuration, case):
-    """Beside sinks, which they leave alone."""
+    """Together with sinks, which are not capped."""
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)
     check_or_refuse(cap(add_sinks(batch)))
@@ -65,7 +66,7 @@ def test_logit_caps(configuration, case):
 @all_configurations
 @pytest.mark.parametrize("heads", [(32, 8), (8, 1), (12, 4), (8, 2), (5, 5), (32, 32), (32, 1)], ids=str)
 def test_many_users_of_few_chunks(monkeypatch, heads, configuration, min_saved_tokens):
-    """Groups of every size, from two rows to several items' worth, over chunks of one token to many tiles."""
+    """Groups from two rows to several work items, over chunks from one token to many tiles."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", min_saved_tokens)
     shape = Shape(*heads, **CONFIGURATIONS[configuration], bs=40, max_segments=9, max_chunk_len=300, max_position=8192)
     check_or_refuse(random_batch(heads[0], shape))
@@ -74,7 +75,7 @@ def test_many_users_of_few_chunks(monkeypatch, heads, configuration, min_saved_t
 @pytest.mark.parametrize("span", [1, 2, 5, 64])
 @sharing
 def test_any_span(monkeypatch, span, min_saved_tokens):
-    """Spans begin inside runs and chunks, at their ends, and hold several."""
+    """Spans start within and at the ends of runs and chunks, and hold several."""
     monkeypatch.setattr(module, "SPAN", span)
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", min_saved_tokens)
     shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=7, max_segments=12, max_chunk_len=400, max_position=8192)
@@ -82,7 +83,7 @@ def test_any_span(monkeypatch, span, min_saved_tokens):
 
 
 def test_more_sharing_than_the_workspace_holds(monkeypatch):
-    """Groups that find no room are read by each of their users."""
+    """A group without room in the workspace is read by each of its users."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
     monkeypatch.setattr(module, "SPAN", 1)
     shape = Shape(8, 8, **CONFIGURATIONS["head_dim 64"], bs=96, max_segments=100, max_chunk_len=500, max_position=60000)
@@ -91,7 +92,7 @@ def test_more_sharing_than_the_workspace_holds(monkeypatch):
 
 
 def test_padding_rows_with_stale_segments(monkeypatch):
-    """Rows that pad a graph's batch have one KV token, and segments of whatever request had the row before."""
+    """A padding row of a graph's batch has one KV token, and stale segments of the request that had the row before."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
     shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=4, max_chunk_len=300)
     linked = [("chunk", 2), ("text", 3), ("chunk", 1), ("new", 2)]
@@ -100,7 +101,7 @@ def test_padding_rows_with_stale_segments(monkeypatch):
     for name in ("num_segments", "segment_ends", "segment_offsets"):
         batch.extend[name] = batch.extend[name][[0, 0, 2, 0]]
     batch.segment_ids = batch.segment_ids[[0, 0, 2, 0]]
-    # The padding's one KV token is the last of a chunk that the others have.
+    # The padding's one KV token is the last of a chunk that the other rows share.
     chunk_end = batch.extend["segment_ends"][0, 0] - 1
     first = batch.extend["kv_indptr"][[1, 3]].long()
     batch.extend["kv_indices"][first] = batch.extend["kv_indices"][chunk_end].clone()
@@ -113,7 +114,7 @@ def test_padding_rows_with_stale_segments(monkeypatch):
 @pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
 @pytest.mark.parametrize("heads", [(32, 8), (8, 4), (5, 5), (32, 1)], ids=str)
 def test_fp8_caches(heads, configuration, fp8):
-    """Against the formula on the quantised values, and no further from it than twice plain PyTorch on them."""
+    """Against the formula on the dequantised values, within twice plain PyTorch's error on them."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], bs=20, max_segments=9, max_chunk_len=300, max_position=8192)
     batch = random_batch(heads[0], shape)
     quantised = quantise(batch, fp8, 2.0, 0.5)
@@ -125,15 +126,15 @@ def test_fp8_caches(heads, configuration, fp8):
 
 
 def test_chunks_that_differ_in_their_holes(monkeypatch):
-    """As long, and with the same first and last slot: only the id tells one from the other."""
+    """Equal in length and in their first and last slot: only their ids tell them apart."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1)
     shape = Shape(8, 2, **CONFIGURATIONS["bf16"], bs=8, max_chunk_len=300)
     kept = [(0, *range(10 + b % 4, 250 + b % 4), 299) for b in range(8)]
     check("decode", module, random_batch(0, shape, [[("chunk", (2, kept[b])), ("new", 1)] for b in range(8)]))
 
 
-def test_same_result_every_time_without_sharing(monkeypatch):
-    """Where things are placed is decided by atomics; what is added up, and in which order, is not."""
+def test_results_are_deterministic_without_sharing(monkeypatch):
+    """Atomics decide where work is placed, but not what is added, nor in which order."""
     monkeypatch.setattr(module, "MIN_SAVED_TOKENS", 1 << 30)
     batch = random_batch(3, Shape(32, 8, **CONFIGURATIONS["bf16"], bs=40, max_chunk_len=300, max_position=8192))
     first = run("decode", module, batch)
@@ -142,7 +143,7 @@ def test_same_result_every_time_without_sharing(monkeypatch):
             assert torch.equal(one, other)
 
 
-def test_workspace_of_a_larger_batch_serves_every_smaller_one():
+def test_a_workspace_serves_every_smaller_batch():
     batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
     dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
     workspace = module.decode_workspace(64, 16, **dims, device=DEVICE).fill_(NAN)
@@ -152,7 +153,7 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
     assert torch.equal(out, run("decode", module, batch)[0])
 
 
-def test_workspace_too_small_is_refused():
+def test_a_workspace_too_small_is_refused():
     batch = random_batch(6, Shape(**CONFIGURATIONS["bf16"]))
     dims = dict(zip(("num_qo_heads", "num_kv_heads", "head_dim"), sizes(batch), strict=True))
     workspace = module.decode_workspace(1, 1, **dims, device=DEVICE)
@@ -164,7 +165,7 @@ def test_workspace_too_small_is_refused():
 
 
 def test_graph_replay_follows_its_inputs():
-    """A graph captured over one batch, the plan inside, gives the right answer for another of the same shape."""
+    """A graph that includes the plan, captured over one batch, is right for another of the same shape."""
     shape = Shape(32, 8, **CONFIGURATIONS["bf16"], bs=6, max_segments=6, max_chunk_len=200)
     batches = [random_batch(seed, shape) for seed in range(3)]
     size = {k: [max(d) for d in zip(*(b.decode[k].shape for b in batches), strict=True)] for k in batches[0].decode}

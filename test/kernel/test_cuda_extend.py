@@ -1,4 +1,4 @@
-"""link_extend in CUDA against the formula in fp64, on the shapes of every implementation and on its own edges."""
+"""link_extend in CUDA against the formula in fp64, on the shapes of every implementation and on its own edge cases."""
 
 import dataclasses
 import importlib
@@ -27,8 +27,8 @@ all_configurations = pytest.mark.parametrize("configuration", CONFIGURATIONS)
 fp8_configurations = pytest.mark.parametrize("configuration", ["bf16", "fp16, interleaved", "head_dim 64"])
 all_fp8 = pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2], ids=["e4m3", "e5m2"])
 all_heads = pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
-# With a million SMs, requests are split as finely as there is room for partial results: inside segments and texts, the
-# longest into more splits than it has tiles.
+# A million SMs make the plan split requests as finely as partial results have room: within segments and text, the
+# longest request into more splits than it has tiles.
 any_split = pytest.mark.parametrize("block_m, max_partials", [(64, 0), (64, 60), (128, 30), (128, 800)])
 
 
@@ -42,7 +42,7 @@ def test_link_extend(configuration, case):
 @all_configurations
 @all_heads
 def test_many_tiles(configuration, heads):
-    """Chunks and texts of several tiles; with 150 new tokens a request has several work items per kv head."""
+    """Chunks and texts of several tiles; with 150 new tokens a request has several work items per KV head."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
     check("extend", module, random_batch(heads[0], shape))
 
@@ -62,7 +62,7 @@ def test_windows(case, configuration, window):
 @all_heads
 @pytest.mark.parametrize("window", [64, 128, 1000])
 def test_windows_over_many_tiles(configuration, heads, window):
-    """They begin and end inside tiles, and inside and between runs; heads have sinks."""
+    """They start and end within tiles, and within and between runs; heads have sinks."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
     batch = add_sinks(random_batch(heads[0], shape))
     batch.options["window"] = window
@@ -83,7 +83,7 @@ def test_sinks(configuration, case, dtype):
 @all_cases
 @pytest.mark.parametrize("window", [None, 30])
 def test_logit_caps(configuration, case, window):
-    """Beside sinks, which they leave alone, and under windows."""
+    """Together with sinks, which are not capped, and under windows."""
     seed, shape, layout = CASES[case]
     batch = cap(add_sinks(random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)))
     batch.options["window"] = window
@@ -91,7 +91,7 @@ def test_logit_caps(configuration, case, window):
 
 
 def cut(monkeypatch, block_m, max_partials):
-    """A batch that the kernel splits as far as this many partial results allow."""
+    """A batch split as finely as this many partial results allow."""
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 209)]
     late = CASES["cached text behind new text"][2][0]
     shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
@@ -113,7 +113,7 @@ def test_any_number_of_splits(monkeypatch, block_m, max_partials, window):
 @fp8_configurations
 @all_cases
 def test_fp8_caches(configuration, fp8, case):
-    """Against the formula on the quantised values, and no further from it than twice plain PyTorch on them."""
+    """Against the formula on the dequantised values, within twice plain PyTorch's error on them."""
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)
     check("extend", module, batch, **quantise(batch, fp8))
@@ -123,7 +123,7 @@ def test_fp8_caches(configuration, fp8, case):
 @fp8_configurations
 @all_heads
 def test_many_tiles_of_fp8(configuration, heads, fp8):
-    """Rings of tiles go round several times; keys and values have scales."""
+    """The rings of tiles wrap around several times; keys and values have scales."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
     batch = random_batch(heads[0], shape)
     check("extend", module, batch, **quantise(batch, fp8, 2.0, 0.5))
@@ -137,7 +137,7 @@ def test_any_number_of_splits_of_fp8(monkeypatch, block_m, max_partials):
 
 @pytest.mark.parametrize("bs", [2, 32, 33, 100])
 def test_one_long_request_among_short_ones(bs):
-    """The long one is split, the others are not; from 33 requests on by another rule."""
+    """Only the long one is split; from 33 requests on, another rule decides."""
     shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=1500, max_position=16384)
     layout = [[("chunk", 0), ("new", 1 + b % 3)] for b in range(bs - 1)]
     layout.insert(bs // 2, [*[("chunk", 2), ("text", 5)] * 7, ("new", 70)])
@@ -167,7 +167,7 @@ def test_strided_rows():
 
 
 def test_replays_in_a_graph():
-    """Captured once and replayed over other queries and segments: nothing about them is read on the host."""
+    """Captured once, replayed over other queries and segments: the host must not read any of them."""
     shape = Shape(**CONFIGURATIONS["bf16"], bs=1, max_chunk_len=300)
     batch = random_batch(0, shape, [[("chunk", 2), ("new", 9), ("chunk", 2), ("new", 40)]])
     out = torch.full_like(batch.extend["q"], NAN)
@@ -186,14 +186,14 @@ def test_replays_in_a_graph():
         assert relative_error(out, exact) < 2e-2
 
 
-def test_refuses_fp8_for_wide_heads():
+def test_fp8_with_wide_heads_is_refused():
     batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=256))
     with pytest.raises(ValueError, match="expected for torch.float8_e4m3fn caches head_dim 64 or 128, got 256"):
         run("extend", module, batch, **quantise(batch, torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("head_dim, rotary_dim, name", [(96, 96, "head_dim"), (128, 24, "rotary_dim")])
-def test_refuses_what_it_cannot_do(head_dim, rotary_dim, name):
+def test_unsupported_arguments_are_refused(head_dim, rotary_dim, name):
     batch = random_batch(0, Shape(dtype=torch.bfloat16, head_dim=head_dim, rotary_dim=rotary_dim))
     with pytest.raises(ValueError, match=f"link_extend: expected {name} to be "):
         run("extend", module, batch)

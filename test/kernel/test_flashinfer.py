@@ -1,4 +1,5 @@
-"""Linked attention on FlashInfer's own kernels: on a GPU; without one, its items and merge around a stand-in."""
+"""Linked attention on FlashInfer's own kernels: on a GPU as they are, elsewhere its items and merge around a
+stand-in."""
 
 import dataclasses
 import importlib
@@ -17,7 +18,7 @@ from sgl_kernel_lazy.flashinfer_impl import common
 ops = pytest.mark.parametrize("op", ["decode", "extend"])
 on_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="FlashInfer's kernels need a GPU")
 HALVES = [torch.float16, torch.bfloat16]
-# What a stand-in for the kernels can show: how rows become items. Head layouts are the kernels' own affair.
+# A stand-in for the kernels can show how rows become items; head layouts are up to the kernels themselves.
 LAYOUTS = [
     "ragged", "group of 7, interleaved", "many requests", "50 segments, spans between", "segments of one token",
     "same chunk twice", "plain requests", "plain beside linked", "empty rows", "offsets to the end",
@@ -27,7 +28,8 @@ LAYOUTS = [
 
 
 class StandIn:
-    """FlashInfer's interface in PyTorch: rows of an item over its slots, causal from the end, base-2 lse."""
+    """FlashInfer's interface in PyTorch: an item's rows over its slots, causally aligned at the end, with base-2
+    lse."""
 
     def __init__(self, backend, q, num_kv_heads, qo_indptr, kv_indptr, *, causal, split=True):
         self.causal = causal
@@ -60,7 +62,8 @@ def stand_in(monkeypatch):
 @ops
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_items_and_merge(stand_in, op, case):
-    """In float32: partial results are rounded to it once more, so the budget is some roundings, not plain PyTorch's."""
+    """In float32, partial results are rounded once more, so the budget is a few roundings and not plain PyTorch's
+    error."""
     if DEVICE != "cpu":
         pytest.skip("the kernels themselves run on a GPU")
     seed, shape, layout = CASES[case]
@@ -88,7 +91,7 @@ def test_cases(op, dtype, case):
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("head_dim, dtype", [(64, HALVES[1]), (128, HALVES[0]), (128, HALVES[1]), (256, HALVES[1])])
 def test_long_rows(op, head_dim, dtype, seed):
-    """Items long enough for fa3, where the GPU has it."""
+    """Items long enough for FA3, where the GPU has it."""
     shape = dataclasses.replace(
         CASES["ragged"][1], num_qo_heads=32, num_kv_heads=8, head_dim=head_dim, rotary_dim=head_dim, dtype=dtype,
         max_chunk_len=700, max_segments=9, max_text_len=300, max_position=16384,
@@ -98,7 +101,7 @@ def test_long_rows(op, head_dim, dtype, seed):
 
 @on_gpu
 def test_graph_replay_follows_the_plan():
-    """A graph captured over one batch, replayed after planning others of its size, gives their answers."""
+    """A graph captured over one batch, replayed after planning others of its size, is right for those."""
     shape = dataclasses.replace(CASES["ragged"][1], bs=4, dtype=torch.bfloat16, max_segments=6)
     batches = [random_batch(seed, shape) for seed in range(3)]
     static = {}

@@ -1,4 +1,4 @@
-"""fp8 caches in `torch` and `triton`, against the formula on the quantised values; `cuda` has tests of its own."""
+"""fp8 caches in `torch` and `triton`, against the formula on the dequantised values; `cuda` has tests of its own."""
 
 import dataclasses
 
@@ -31,13 +31,13 @@ def test_fp8_caches(name, fp8, dtype, op, case):
 
 
 @both_ops
-def test_scales_are_for_fp8_alone(op):
+def test_scales_need_an_fp8_cache(op):
     with pytest.raises(ValueError, match="v_scale: expected 1 for caches that are not fp8, got 0.5"):
         run(op, get_implementation("torch"), random_batch(0, Shape()), v_scale=0.5)
 
 
 @both_ops
-def test_keys_and_values_are_of_one_type(op):
+def test_keys_and_values_share_a_dtype(op):
     batch = random_batch(0, Shape())
     quantised = quantise(batch, torch.float8_e4m3fn)
     quantised["v_cache"] = quantised["v_cache"].to(torch.float8_e5m2)

@@ -1,4 +1,5 @@
-"""What the package promises around the ops: names, errors, a cheap import, kernels that compile for sm_90."""
+"""What the package promises around the ops: one interface, errors that name things, a cheap import, kernels that
+compile for sm_90."""
 
 import inspect
 import os
@@ -18,7 +19,7 @@ HERE = pathlib.Path(__file__).parent
 
 
 def python(*arguments):
-    """A fresh interpreter that finds the package and does not interpret Triton."""
+    """Run a fresh interpreter that finds the package and does not interpret Triton."""
     path = str(pathlib.Path(sgl_kernel_lazy.__file__).parents[1])
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
@@ -39,7 +40,7 @@ OPS = (
     "accumulate_attention", "copy_rotated", "decode_workspace", "link_decode", "link_extend", "plan_decode",
     "unsupported", "window_rows",
 )  # fmt: skip
-# What an implementation takes besides, by keyword and with a default.
+# Further arguments of an implementation, by keyword and with a default.
 EXTRAS = {("flashinfer", "link_extend"): {"plan"}}
 
 
@@ -82,7 +83,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_cuda_says_what_it_cannot_serve(monkeypatch, reason):
+def test_cuda_names_what_it_cannot_serve(monkeypatch, reason):
     cuda = get_implementation("cuda")
     monkeypatch.setattr(cuda, "missing", lambda device: None)
     device = torch.device("cuda")
@@ -124,7 +125,7 @@ MISTAKES = {
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("op", ["decode", "extend"])
 @pytest.mark.parametrize("cap", [0, -1.0, float("nan")])
-def test_a_logit_cap_is_positive(op, cap, name):
+def test_a_logit_cap_must_be_positive(op, cap, name):
     batch = random_batch(0)
     batch.options["logit_cap"] = cap
     with pytest.raises(ValueError, match="^logit_cap: expected a positive number or None, got "):
@@ -179,20 +180,20 @@ def test_a_last_dimension_with_gaps_is_refused(argument):
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("op", ["decode", "extend"])
 @pytest.mark.parametrize("scale", [0.0, -0.1, NAN])
-def test_a_scale_that_is_not_positive_is_refused(op, name, scale):
+def test_scales_must_be_positive(op, name, scale):
     with pytest.raises(ValueError, match="sm_scale: expected a positive number, got "):
         run(op, get_implementation(name), random_batch(0), sm_scale=scale)
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @pytest.mark.parametrize("window", [0, -1, 2.0])
-def test_a_window_that_is_none_is_refused(name, window):
+def test_a_window_must_be_positive(name, window):
     with pytest.raises(ValueError, match="window: expected a positive int or None, got "):
         run("extend", get_implementation(name), random_batch(0), window=window)
 
 
 @pytest.mark.parametrize("op", ["decode", "extend"])
-def test_slots_that_need_more_than_int32_are_refused(op):
+def test_slots_beyond_int32_are_refused(op):
     batch = random_batch(0)
     for inputs in (batch.decode, batch.extend):
         inputs["k_cache"] = inputs["k_cache"][:1].expand(2**31 + 1, -1, -1)
@@ -200,7 +201,7 @@ def test_slots_that_need_more_than_int32_are_refused(op):
         run(op, get_implementation("triton"), batch)
 
 
-def test_the_message_says_what_was_expected_and_what_came():
+def test_errors_give_expected_and_actual_values():
     batch = random_batch(0)
     batch.extend["kv_indptr"] = batch.extend["kv_indptr"][:-1]
     with pytest.raises(ValueError, match=r"kv_indptr: expected shape \[4\], got \[3\]"):
@@ -208,8 +209,8 @@ def test_the_message_says_what_was_expected_and_what_came():
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_checks_can_be_left_out(name):
-    """The result is the same, and an argument that breaks nothing but the contract is let through."""
+def test_checks_are_optional(name):
+    """The result is the same, and an argument that violates only the contract is accepted."""
     batch, implementation = random_batch(0), get_implementation(name)
     expected = run("extend", implementation, batch)
     for got, wanted in zip(run("extend", implementation, batch, validate=False), expected, strict=True):

@@ -1,4 +1,4 @@
-"""link_decode: every implementation against the formula in fp64, and the properties the formula has."""
+"""link_decode: every implementation against the formula in fp64, and the formula's own properties."""
 
 import dataclasses
 import importlib
@@ -36,7 +36,7 @@ def test_sinks(name, dtype, case):
 @all_dtypes
 @pytest.mark.parametrize("case", ["ragged", "group of 7, interleaved", "empty rows", "plain beside linked"])
 def test_logit_caps(name, dtype, case):
-    """Beside sinks, which they leave alone."""
+    """Together with sinks, which are not capped."""
     skip_unless_supported(name, dtype, case)
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)
@@ -45,7 +45,7 @@ def test_logit_caps(name, dtype, case):
 
 @implementations
 def test_segments_that_have_left_a_window(name):
-    """They are empty, and come first; text between segments is one of offset 0."""
+    """They are empty and come first; text between segments is a segment of offset 0."""
     implementation = get_implementation(name)
     batch = random_batch(0, Shape(bs=1), [[("chunk", 2), ("chunk", 1), ("new", 1)]])
     expected, _ = run("decode", implementation, batch)
@@ -59,7 +59,7 @@ def test_segments_that_have_left_a_window(name):
 
 @implementations
 def test_empty_row_is_zero(name):
-    """Graph padding: no KV tokens, garbage segments beyond num_segments, no NaN."""
+    """A padding row has no KV tokens and garbage segments beyond num_segments; it must not give NaN."""
     batch = random_batch(0, Shape(bs=3), [[], [("new", 1)], []])
     inputs = batch.decode
     inputs["q"] = torch.cat(
@@ -89,7 +89,7 @@ def test_one_segment_at_offset_zero_is_ordinary_attention(name):
     linked, _ = run("decode", implementation, batch)
     batch.extend["num_segments"].zero_()
     plain, _ = run("decode", implementation, batch)
-    # Blocks end where a segment ends, so sums may be taken in another order.
+    # Blocks end at the ends of segments, so the order of summation may differ.
     assert relative_error(linked, plain) < 1e-6
 
 
@@ -108,7 +108,7 @@ def test_shifting_every_position_changes_nothing(name):
 
 @implementations
 def test_strided_rows(name):
-    """q and out may be slices of wider rows, as a fused qkv projection gives them; the rest stays untouched."""
+    """q and out may be slices of wider rows, as in a fused QKV projection; the rest stays untouched."""
     implementation = get_implementation(name)
     batch = random_batch(5)
     inputs, expected = batch.decode, run("decode", implementation, batch)[0]
@@ -121,7 +121,7 @@ def test_strided_rows(name):
     assert out[:, 4:].isnan().all()
 
 
-def test_workspace_of_a_larger_batch_serves_every_smaller_one():
+def test_a_workspace_serves_every_smaller_batch():
     implementation = get_implementation("triton")
     batch = random_batch(6)
     workspace = implementation.decode_workspace(64, 8, 4, 2, 64, DEVICE).fill_(NAN)
@@ -132,7 +132,7 @@ def test_workspace_of_a_larger_batch_serves_every_smaller_one():
 @pytest.mark.parametrize("bs", [1, 5])
 @pytest.mark.parametrize("num_spans", [1, 3, 20])
 def test_any_number_of_splits(monkeypatch, bs, num_spans):
-    """From one span for all requests to spans of a single block."""
+    """From one span for all requests down to spans of a single block."""
     module = importlib.import_module("sgl_kernel_lazy.triton.link_decode")
     monkeypatch.setattr(module, "_plan", lambda *shape: (16, num_spans))
     check("decode", module, add_sinks(random_batch(bs, Shape(bs=bs, max_chunk_len=150))))
@@ -140,7 +140,7 @@ def test_any_number_of_splits(monkeypatch, bs, num_spans):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 def test_graph_replay_follows_its_inputs():
-    """A graph captured over one batch gives the right answer for another of the same shape."""
+    """A graph captured over one batch is right for another of the same shape."""
     implementation = get_implementation("triton")
     shape = Shape(bs=4, dtype=torch.bfloat16, max_segments=6)
     batches = [random_batch(seed, shape) for seed in range(3)]

@@ -1,4 +1,4 @@
-"""link_extend: every implementation against the formula in fp64, and the properties the formula has."""
+"""link_extend: every implementation against the formula in fp64, and the formula's own properties."""
 
 import dataclasses
 import importlib
@@ -22,7 +22,7 @@ def test_link_extend(name, dtype, case):
     check("extend", get_implementation(name), random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout))
 
 
-# Windows of one token, of less and more than a block of keys, and of more than all; with and without gaps in positions.
+# Windows of one token, of less and more than a block of keys, and longer than the row; with and without position gaps.
 WINDOWS = [
     ("ragged", 1), ("ragged", 30), ("ragged", 3000), ("group of 7, interleaved", 9), ("long chunks", 100),
     ("50 segments, spans between", 64), ("plain requests", 50), ("chunks with holes", 12), ("behind a preamble", 20),
@@ -58,7 +58,7 @@ def test_sinks(name, dtype, case):
     [("ragged", None), ("group of 7, interleaved", 9), ("empty rows", None), ("plain beside linked", 30)],
 )
 def test_logit_caps(name, dtype, case, window):
-    """Beside sinks, which they leave alone, and under windows."""
+    """Together with sinks, which are not capped, and under windows."""
     skip_unless_supported(name, dtype, case)
     seed, shape, layout = CASES[case]
     batch = cap(add_sinks(random_batch(seed, dataclasses.replace(shape, dtype=dtype), layout)))
@@ -79,7 +79,7 @@ def test_keys_outside_of_a_window_are_not_read():
 
 @implementations
 def test_row_that_sees_nothing_is_zero(name):
-    """Query rows before every KV token: zeros and -inf, while their neighbours in the tile are unaffected."""
+    """A query row before every KV token gives zeros and -inf; its neighbours in the tile are unaffected."""
     batch = random_batch(0, Shape(bs=1), [[("gap", 5), ("chunk", 1), ("new", 6)]])
     inputs = dict(batch.extend, q_positions=batch.extend["q_positions"].clone())
     inputs["q_positions"][[0, 3]] = torch.tensor([0, 4], dtype=inputs["q_positions"].dtype, device=DEVICE)
@@ -111,7 +111,7 @@ def test_shifting_every_position_changes_nothing(name):
 
 @implementations
 def test_last_row_equals_decode(name):
-    """The last new token sees everything, so both ops give it the same answer."""
+    """The last new token sees everything, so both ops must agree on it."""
     implementation = get_implementation(name)
     batch = random_batch(4, Shape(bs=5))
     last = (batch.extend["qo_indptr"][1:] - 1).long()
@@ -137,7 +137,7 @@ def test_strided_rows(name):
 
 @pytest.mark.parametrize("block_m, num_splits", [(16, 2), (64, 8)])
 def test_any_number_of_splits(monkeypatch, block_m, num_splits):
-    """Splits end inside segments, inside the text, and past the end of a row."""
+    """Splits end within segments, within text, and past the end of a row."""
     module = importlib.import_module("sgl_kernel_lazy.triton.link_extend")
     monkeypatch.setattr(module, "_plan", lambda *shape: (block_m, num_splits))
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 9)]

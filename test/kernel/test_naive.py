@@ -8,11 +8,11 @@ from ragged import Shape, lse_error, naive, random_batch, relative_error
 
 from sgl_kernel_lazy.rope import rope_cos_sin, rotate_queries
 
-EXACT = 1e-5  # the table is float32: a rounding error of 6e-8 in cos and sin, carried into the scores
+EXACT = 1e-5  # the table is float32: its rounding error of 6e-8 in cos and sin carries over to the scores
 
 
 def rotate(x, positions, shape):
-    """R(position) x for x [n, heads, head_dim], as complex numbers in fp64: no code in common with the package."""
+    """R(position) x for x [n, heads, head_dim], as complex numbers in fp64; shares no code with the package."""
     half = shape.rotary_dim // 2
     inv_freq = 10000.0 ** -(torch.arange(half).double() * 2 / shape.rotary_dim)
     rotation = torch.polar(torch.ones(len(x), 1, half).double(), positions.double()[:, None, None] * inv_freq)
@@ -25,7 +25,7 @@ def rotate(x, positions, shape):
 
 
 def attention(prompt, shape):
-    """Softmax attention of one prompt with every key rotated by its absolute position and a mask by position."""
+    """Softmax attention of one prompt, with every key rotated by its absolute position and a mask by position."""
     group = shape.num_qo_heads // shape.num_kv_heads
     q = rotate(prompt["q"], prompt["q_positions"], shape)
     k = rotate(prompt["k"], prompt["positions"], shape).repeat_interleave(group, 1)
@@ -41,7 +41,7 @@ def attention(prompt, shape):
 @pytest.mark.parametrize("preamble", [0, 30])
 @pytest.mark.parametrize("seed", range(4))
 def test_rotating_queries_back_equals_keys_at_absolute_positions(seed, preamble, rotary_dim, is_neox):
-    # The caches hold fp64 data rounded to fp32 after the rotation, hence EXACT and not fp64's own precision.
+    # The caches hold fp64 values rounded to fp32 after rotation, hence EXACT instead of fp64's precision.
     shape = Shape(rotary_dim=rotary_dim, is_neox=is_neox, preamble=preamble)
     batch = random_batch(seed, shape)
     expected = [attention(prompt, shape) for prompt in batch.prompts]
@@ -51,7 +51,7 @@ def test_rotating_queries_back_equals_keys_at_absolute_positions(seed, preamble,
 
 
 def test_the_identity_in_full_precision():
-    """< R(m) q, R(p + i) k > = < R(m - p) q, R(i) k >, without any float32 on the way."""
+    """< R(m) q, R(p + i) k > = < R(m - p) q, R(i) k >, without float32 anywhere."""
     shape, rng = Shape(rotary_dim=48), random.Random(0)
     for _ in range(20):
         q, k = torch.randn(2, 1, 1, 64, dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_rotate_queries(is_neox):
 
 
 def test_negative_positions_are_indexed_from_the_end():
-    """Row len - j of the table is position -j, and the rows before are those of a table without negative positions."""
+    """Row len - j of the table is position -j; the rows before are those of a table without negative positions."""
     inv_freq = 10000.0 ** -(torch.arange(32).double() / 32)
     table = rope_cos_sin(inv_freq, 100, num_negative=7)
     assert torch.equal(table[:100], rope_cos_sin(inv_freq, 100))

@@ -1,4 +1,5 @@
-"""The planner of the CUDA decode kernel, run on the host: every KV token is read once, and blocks end together."""
+"""The planner of the CUDA decode kernel, run on the host: every KV token is read exactly once, and blocks finish
+together."""
 
 import pathlib
 import shutil
@@ -15,7 +16,7 @@ CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the planner for the host")
 @pytest.mark.parametrize("first, count", [(0, 20), pytest.param(20, 80, marks=pytest.mark.slow)])
 def test_every_kv_token_is_read_once(tmp_path, first, count):
-    """Shared and private chunks, any length of pieces, more sharing than fits, rows that pad a batch."""
+    """Shared and private chunks, pieces of any length, more sharing than fits, and padding rows."""
     program = tmp_path / "plan_decode"
     command = ["g++", "-std=c++20", "-O1", "-pthread", f"-I{HERE}", f"-I{CSRC}", str(HERE / "plan_decode.cpp")]
     subprocess.run([*command, "-o", str(program)], check=True)

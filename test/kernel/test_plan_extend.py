@@ -1,4 +1,4 @@
-"""The plan of the CUDA prefill kernel, its runs and the merge of its splits, run on the host."""
+"""The plan of the CUDA prefill kernel, its runs and the merge of its splits, on the host."""
 
 import pathlib
 import shutil
@@ -15,9 +15,11 @@ CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the code for the host")
 @pytest.mark.parametrize("name", ["plan_extend", "extend_runs", "merge_splits"])
 def test_on_the_host(name, tmp_path):
-    """plan_extend: every row tile and split is one block's, partial results have places of their own, blocks end alike.
+    """plan_extend: every row tile and split belongs to exactly one block, partial results do not overlap, and blocks
+    finish together.
 
-    extend_runs: what rows see is listed once, whatever the windows and splits, and tiles without a mask hide nothing.
+    extend_runs: what rows see is listed once, whatever the windows and splits, and unmasked tiles hide nothing from a
+    row.
     merge_splits: against float64, with splits that saw nothing.
     """
     program = tmp_path / name

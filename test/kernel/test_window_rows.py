@@ -1,4 +1,4 @@
-"""window_rows: of each row exactly the tokens that a window holds, segment by segment."""
+"""window_rows: exactly the tokens of each row that are in the window, segment by segment."""
 
 import random
 
@@ -12,7 +12,7 @@ WIDTH, MAX_SEGMENTS = 300, 5
 
 
 def draw(rng, window):
-    """A row: the position of each token, and where its segments end. Behind its prompt tokens stand in order."""
+    """A row: the position of each token, and where its segments end. The tokens after its prompt are in order."""
     prompt_len = rng.choice([0, 3, rng.randint(1, window), rng.randint(window, 200)])
     cuts = sorted(rng.sample(range(prompt_len + 1), min(prompt_len, rng.randint(0, MAX_SEGMENTS))))
     places = rng.sample(range(prompt_len), prompt_len)
@@ -26,7 +26,7 @@ def draw(rng, window):
 @pytest.mark.parametrize("window", [1, 7, 64, 150])
 def test_window_rows(window, index_dtype, name):
     rng = random.Random(window)
-    num_rows, bs, max_tail = 9, 6, window + 3  # tails may hold more than the window
+    num_rows, bs, max_tail = 9, 6, window + 3  # a tail may be longer than the window
     drawn = [draw(rng, window) for _ in range(num_rows)]
     rows = torch.tensor(rng.sample(range(num_rows), bs))
     req_to_token = torch.tensor([rng.sample(range(10**6), WIDTH) for _ in range(num_rows)], dtype=torch.int32)
@@ -65,7 +65,7 @@ def test_window_rows(window, index_dtype, name):
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_window_of_none_is_refused(name):
+def test_a_window_must_be_positive(name):
     ints = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     ids = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     arguments = [torch.zeros(2, dtype=torch.int32, device=DEVICE), ints[0], ints, ints[0], ints, ids, ids, *[ints] * 3]

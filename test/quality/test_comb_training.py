@@ -1,4 +1,4 @@
-"""The Comb model in training: rows against single prompts, what stays frozen, resuming, and what is saved."""
+"""Training of Comb models: packed rows against single prompts, frozen weights, resuming, and saving."""
 
 import copy
 import dataclasses
@@ -31,7 +31,7 @@ SHAPE = Shape(VOCAB_SIZE, 64, 96, 4, 4, 2, 16, 512)
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory):
-    """A Llama of random weights, large enough that every token depends on what it sees."""
+    """A Llama with random weights, large enough that every token depends on what it sees."""
     torch.manual_seed(0)
     directory, tokenizer = tmp_path_factory.mktemp("stock"), train_tokenizer()
     model = Llama(SHAPE)
@@ -66,7 +66,7 @@ def settings(stock):
 
 @pytest.fixture(scope="module")
 def opened(stock, settings) -> tuple[Llama, Comb]:
-    """With gates wide open, so that text depends on chunks."""
+    """The model with its gates wide open, so that text depends on chunks."""
     decoder, comb = load_llama(stock), Comb(SHAPE, settings.cross_layers)
     comb.start_from(decoder)
     with torch.no_grad():
@@ -79,7 +79,7 @@ def opened(stock, settings) -> tuple[Llama, Comb]:
 
 
 class Reference:
-    """A Comb model in plain PyTorch, from the files of a checkpoint in public naming; one prompt at a time."""
+    """A Comb model in plain PyTorch, loaded from a checkpoint in public naming; one prompt at a time."""
 
     def __init__(self, directory):
         self.config = json.loads((directory / "config.json").read_text())
@@ -89,7 +89,7 @@ class Reference:
             self.weights |= {name: weight.float() for name, weight in load_file(path).items()}
 
     def logits(self, before, chunks, after):
-        """Behind each token of the text, [n, vocab_size]."""
+        """After each token of the text, [n, vocab_size]."""
         places, states = self.config["cross_attention_layers"], [self.encode(ids) for ids in chunks]
         x = self.weights["language_model.model.embed_tokens.weight"][[*before, *after]]
         causal = torch.ones(len(x), len(x)).tril().bool()
@@ -157,7 +157,8 @@ def rows_of(settings, grouped=0.5, seed=0):
 
 
 def prompts_of(rows):
-    """Each question of a row: text before the chunks, chunks, question with its answer, and where the latter stands."""
+    """Each question of a row: the text before the chunks, the chunks, the question with its answer, and the answer's
+    place."""
     for number, row in enumerate(rows.full):
         fields = dict(zip(FIELDS, row, strict=True))
         for world in range(1, fields["worlds"].max() + 1):
@@ -173,8 +174,8 @@ def prompts_of(rows):
 
 
 def test_same_as_reference(opened, settings, tmp_path):
-    """In packed rows, questions have the logits of a plain model that reads the saved files, prompt by prompt; so have
-    they with FlexAttention's masks. Chunks are documents or runs of them, and matter."""
+    """A question in a packed row has the logits of a plain model that reads the saved files, prompt by prompt; also
+    with FlexAttention. Chunks are documents or runs of documents, and they matter."""
     decoder, comb = opened
     save_comb(decoder, comb, tmp_path, torch.float32, {})
     reference, rows = Reference(tmp_path), rows_of(settings)
@@ -193,7 +194,7 @@ def test_same_as_reference(opened, settings, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_losses(opened, settings, stock, tmp_path):
-    """Those of single prompts: the plain model's logits against Hugging Face's under full attention."""
+    """Losses equal those of single prompts: the plain model's logits against Hugging Face's under full attention."""
     decoder, comb = opened
     save_comb(decoder, comb, tmp_path, torch.float32, {})
     reference, rows = Reference(tmp_path), rows_of(settings)
@@ -219,11 +220,12 @@ def test_losses(opened, settings, stock, tmp_path):
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("flex", [False, True])
 def test_layers_share_what_is_compiled(opened, settings, flex):
-    """Graphs: the teacher's layers, the encoder's, the cross layers, the decoder's; they serve every step's data."""
+    """One graph each for the teacher's layers, the encoder's, the cross layers and the decoder's, reused for every
+    step."""
     decoder, comb = copy.deepcopy(opened)
     counter = CompileCounter()
     steps = [to_parts(make_worlds(settings, step), CPU) for step in range(3)]
-    with torch.set_grad_enabled(not flex):  # on a CPU, FlexAttention has no backward pass
+    with torch.set_grad_enabled(not flex):  # FlexAttention has no backward pass on CPUs
         plain = [losses(comb, decoder, parts, make_masks(parts, flex)) for parts in steps]
         compile_each(decoder, Layer, backend=counter, fullgraph=True)
         compile_each(comb, (Layer, CrossLayer), backend=counter, fullgraph=True)
@@ -232,8 +234,8 @@ def test_layers_share_what_is_compiled(opened, settings, flex):
             assert counter.frame_count == 4
 
 
-def test_the_host_does_not_wait(opened, settings):
-    """No size and no branch depends on values of tensors: fake ones have none."""
+def test_no_step_depends_on_tensor_values(opened, settings):
+    """No size and no branch may depend on a tensor's values: fake tensors have none."""
     parts = to_parts(make_worlds(settings, 0), CPU)
     with FakeTensorMode(allow_non_fake_inputs=True):
         losses(*opened[::-1], parts, make_masks(parts, flex=False))
@@ -241,7 +243,7 @@ def test_the_host_does_not_wait(opened, settings):
 
 @pytest.mark.parametrize("together", [False, True])
 def test_prompts(opened, settings, tmp_path, together):
-    """A prompt that is evaluated has the plain model's logits and its greedy answer, in any order of its chunks."""
+    """An evaluated prompt has the plain model's logits and greedy answer, in any order of its chunks."""
     decoder, comb = opened
     save_comb(decoder, comb, tmp_path, torch.float32, {})
     model, reference = CombModel(tmp_path, decoder.state_dict(), "cpu"), Reference(tmp_path)
@@ -270,7 +272,7 @@ def test_flex_attention(opened, settings):
 
 
 def test_closed_gates(stock, settings):
-    """Before training, the states of text are bit for bit those of the decoder that reads the text alone."""
+    """Before training, the states of text are bitwise those of the decoder reading the text alone."""
     decoder, comb = load_llama(stock), Comb(SHAPE, settings.cross_layers)
     comb.start_from(decoder)
     parts = to_parts(rows_of(settings), CPU)
@@ -282,7 +284,7 @@ def test_closed_gates(stock, settings):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has no queue that the host could wait for")
 def test_the_host_does_not_wait_for_the_device(settings, tmp_path):
-    """In a whole step, from rows to updated weights, once it is compiled."""
+    """Throughout a compiled training step, from rows to updated weights."""
     trainer = CombTrainer(settings, tmp_path, torch.device("cuda"), flex=True)
     steps = [make_worlds(settings, step) for step in range(4)]
     trainer.train_step(steps[0])
@@ -307,7 +309,7 @@ def trained(settings, tmp_path_factory):
 
 
 def test_plain_prompts(trained, stock):
-    """A trained model's decoder is the stock model: Hugging Face's answers to a plain prompt are equal bit for bit."""
+    """A trained model's decoder is still the stock model: on plain prompts it equals Hugging Face's bit for bit."""
     model = AutoModelForCausalLM.from_pretrained(stock, dtype=torch.float32)
     ids, kept = torch.tensor([[BOS, *range(40, 90)]]), {}
     right = model(ids).logits
@@ -325,14 +327,14 @@ def test_gates_open(trained):
 
 
 def test_log(trained):
-    """Exact match and KL of each kind of question, of documents as chunks and of several in one."""
+    """Exact match and KL for each kind of question, with one document or several per chunk."""
     *_, last = (json.loads(line) for line in (trained.directory / "log.jsonl").read_text().splitlines())
     for kind in ("alone 1-hop", "alone 2-hop", "order 1-hop", "order 2-hop"):
         assert {f"full {kind}", f"comb {kind}", f"comb {kind} KL", f"comb, grouped {kind}"} <= last.keys()
 
 
 def test_resume(trained, settings, tmp_path):
-    """Training that stops and goes on gives the very weights of training that does not."""
+    """Training that stops and resumes gives bitwise the same weights as training that does not stop."""
     stopped = CombTrainer(settings, tmp_path, CPU, flex=False)
     for step in range(3):
         stopped.train_step(make_worlds(settings, step))
@@ -346,7 +348,7 @@ def test_resume(trained, settings, tmp_path):
 
 
 def test_loss_falls(settings, tmp_path):
-    """On one batch, over and over, towards the teacher's distributions."""
+    """Repeating one batch brings the model closer to the teacher's distributions."""
     trainer = CombTrainer(dataclasses.replace(settings, steps=50), tmp_path, CPU, flex=False)
     rows = rows_of(settings)
     losses = [sum(trainer.train_step(rows)).item() for _ in range(40)]
@@ -354,7 +356,7 @@ def test_loss_falls(settings, tmp_path):
 
 
 def test_files(opened, tmp_path, monkeypatch):
-    """Weights in several files are read again as they were."""
+    """Weights in several files are read back unchanged."""
     monkeypatch.setattr("benchmark.quality.comb.SHARD", 400_000)
     decoder, comb = opened
     save_comb(decoder, comb, tmp_path, torch.float32, {})
@@ -367,7 +369,7 @@ def test_files(opened, tmp_path, monkeypatch):
 
 
 def test_examples(settings, stock, tmp_path):
-    """Prompts of files: rows have them whole, with chunks in another order or left out; a tenth is never trained on."""
+    """Prompts from files: rows hold them whole, with chunks in another order or left out; a tenth is held out."""
     examples = [
         example_of([text([BOS, n]), chunk([n] * 5), chunk([n, 7, 8]), text([n, 9]), text([n, 10])], [n, EOS])
         for n in range(100, 120)

@@ -1,4 +1,4 @@
-"""From questions to rows: forms of prompts, conditions, and an evaluation on real servers."""
+"""From questions to rows of results: forms of prompts, conditions, and an evaluation on real servers."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ def tokenizer(tiny_model):
 
 
 def test_prompts(tokenizer):
-    """The tokens are the server's; BOS and the opening can be left out; a chunk starts at its own first token."""
+    """Tokens equal the server's; BOS and the opening are optional; a chunk starts at its own first token."""
     prompts = Prompts(tokenizer)
     question = next(generated(1, hops=1))
     whole = prompts.make(question)
@@ -43,7 +43,7 @@ def test_prompts(tokenizer):
 
 
 def test_prompt_with_a_history(tokenizer):
-    """Each exchange is tokenized by itself, after the opening or without it."""
+    """Each exchange is tokenized by itself, with or without the opening."""
     question = next(generated(1, hops=1))
     chat = dataclasses.replace(question, history=("Question: Who?\nAnswer: Ada.\n\n", "Question: When?"))
     ids = [token for exchange in chat.history for token in tokenizer.encode(exchange, add_special_tokens=False)]
@@ -53,7 +53,7 @@ def test_prompt_with_a_history(tokenizer):
 
 
 def test_chat(tokenizer):
-    """As a message, the prompt is what the chat template makes of its text, BOS once, and the chunks are the same."""
+    """As a message, the prompt is what the chat template makes of its text, with one BOS and the same chunks."""
     question = next(generated(1, hops=1))
     segments = Prompts(tokenizer).make(as_user_message(question, tokenizer))
     content = question.opening + "".join(question.chunks) + question.closing
@@ -65,7 +65,7 @@ def test_chat(tokenizer):
 
 
 def test_chat_whose_template_alone_has_bos(model_dir):
-    """Where the tokenizer puts nothing in front, the template's first token stays."""
+    """Where the tokenizer adds no BOS, the template's first token stays."""
     tokenizer = AutoTokenizer.from_pretrained(build("qwen2", model_dir))
     tokenizer.chat_template = "<s>" + tokenizer.chat_template
     assert not tokenizer.encode("")
@@ -91,7 +91,7 @@ def test_shuffled():
 
 
 def test_summary():
-    """Half of the answers right, a quarter of them unlike the reference."""
+    """Half of the answers are right; a quarter of them differ from the reference."""
     lines = [
         {
             "condition": "cold",
@@ -112,7 +112,7 @@ def test_summary():
 
 @pytest.mark.slow
 def test_on_a_server(tiny_model, tmp_path, monkeypatch):
-    """In fp32 on the CPU every served answer is the reference's, whatever the cache holds; all is written down."""
+    """In fp32 on the CPU every served answer equals the reference's, whatever is cached; every answer is recorded."""
     docs = tmp_path / "worlds.jsonl"
     docs.write_text("".join(json.dumps(r) + "\n" for r in records(0, "test", 3, 1, documents=(2, 4))))
     passages = "".join(f"Passage {n}:\nThe river {n} rises in the hills.\n" for n in range(1, 4))
@@ -138,14 +138,14 @@ def test_on_a_server(tiny_model, tmp_path, monkeypatch):
 
 
 def test_conditions():
-    """What is compared with full attention comes through the server with chunk reuse."""
+    """Full attention, cached chunks and eviction each have a server of their own."""
     assert CONDITIONS["full"].server != CONDITIONS["cold"].server != CONDITIONS["after eviction"].server
     assert all(name == condition.name for name, condition in CONDITIONS.items())
     assert isinstance(next(generated(1, 1)), Question)
 
 
 def test_reference(tiny_model):
-    """Judged in a batch of unequal lengths: what greedy decoding gives is right, anything else is not."""
+    """In a batch of unequal lengths: the greedy answer is judged right, anything else wrong."""
     reference = Reference(tiny_model, torch.float32, "cpu")
     rng = random.Random(0)
 
@@ -158,7 +158,7 @@ def test_reference(tiny_model):
     assert all(verdict.same and verdict.gap > 0 for verdict in reference.judge(claims))
     wrong = [
         dataclasses.replace(claims[0], output_ids=[*claims[0].output_ids[:3], 9]),
-        dataclasses.replace(claims[1], limit=5),  # it would go on
+        dataclasses.replace(claims[1], limit=5),  # greedy decoding would go on
         dataclasses.replace(claims[2], output_ids=claims[2].output_ids[:3]),
         dataclasses.replace(claims[2], segments=[chunk(claims[1].segments[-1].ids), *claims[2].segments]),
     ]
@@ -166,7 +166,7 @@ def test_reference(tiny_model):
 
 
 def test_evicting(tokenizer, monkeypatch):
-    """Each question comes twice, the second time at most eight questions later, and it is that answer that counts."""
+    """Each question recurs within eight questions, and the second answer is the one that counts."""
     sent = []
 
     def ask_all(url, asks, concurrency):
@@ -185,7 +185,7 @@ def test_evicting(tokenizer, monkeypatch):
 
 
 def test_the_reference_computes_as_the_servers_do(tiny_model):
-    """--dtype and --enable-fp32-lm-head hold for it too: then logits are sums in fp32 of what bf16 layers give."""
+    """--dtype and --enable-fp32-lm-head hold for it too: its logits are then fp32 sums over what bf16 layers give."""
     flags = ["--mem-fraction-static", "0.6", "--dtype", "bfloat16", "--enable-fp32-lm-head"]
     usual = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     assert evaluate.numerics([]) == {"dtype": usual, "device": DEVICE, "fp32_lm_head": False}

@@ -1,5 +1,5 @@
-"""Worlds of leaning documents, against a reader that knows nothing of how they are made: it answers by rules from the
-text of whatever documents it is given."""
+"""Worlds of leaning documents, against readers that do not know how they are made: they answer by rules from the text
+of whatever documents they are given."""
 
 import random
 import re
@@ -23,7 +23,7 @@ def sentences(documents):
 
 
 def know(documents):
-    """What people do, `facts[name, verb]`, and whose teacher who is. A pronoun means the person named last."""
+    """What people do, `facts[name, verb]`, and who teaches whom. A pronoun refers to the person named last."""
     facts, teachers, trades, subject = {}, {}, {}, None
     for sentence in sentences(documents):
         if found := re.fullmatch(rf"({NAME}) works as a (\w+)", sentence):
@@ -137,7 +137,7 @@ def asked(family, hops=None, split="test", count=60):
     for seed in range(count):
         rng = random.Random(f"{family}/{seed}")
         world = LEANING[family].make(rng, split, rng.randint(2, 20), 0.3)
-        assert world.single_hop, "every world can be asked something"
+        assert world.single_hop, "every world has a question"
         for question in world.single_hop + world.two_hop:
             if hops in (None, question.hops):
                 yield world.documents, question
@@ -160,7 +160,7 @@ def test_gold_documents_are_enough(family, hops):
 
 
 def test_controls_need_one_document():
-    """It says the answer, and no other document says one."""
+    """It states the answer, and no other document does."""
     for documents, question in asked("alone", 1):
         answers = [from_facts([document], question.text) for document in documents]
         assert [index for index, answer in enumerate(answers) if answer] == list(question.gold)
@@ -168,7 +168,7 @@ def test_controls_need_one_document():
 
 @pytest.mark.parametrize(("family", "hops"), [pair for pair in PAIRS if pair != ("alone", 1)])
 def test_others_need_several_documents(family, hops):
-    """Each by itself, documents say nothing, something wrong, or different things."""
+    """Read alone, each document gives no answer, a wrong one, or one that others contradict."""
     for documents, question in asked(family, hops):
         answers = {READERS[family]([document], question.text) for document in documents} - {None}
         assert answers != {question.answer}, (documents, question)
@@ -177,7 +177,7 @@ def test_others_need_several_documents(family, hops):
 
 @pytest.mark.parametrize("family", LEANING)
 def test_order_of_documents(family):
-    """It matters wherever a document leans on its neighbours, and only there."""
+    """It matters exactly where documents lean on their neighbours."""
     changed = [
         READERS[family](documents[::-1], question.text) != question.answer for documents, question in asked(family)
     ]
@@ -186,7 +186,7 @@ def test_order_of_documents(family):
 
 @pytest.mark.parametrize("family", LEANING)
 def test_held_out(family):
-    """No name and no thing of a split is in a world of the other."""
+    """The two splits share no names and no things."""
     for split, other in (("train", "test"), ("test", "train")):
         texts = [" ".join((question.text, question.answer)) for _, question in asked(family, split=split)]
         texts += [f"{title}\n{text}" for documents, _ in asked(family, split=split) for title, text in documents]

@@ -1,4 +1,4 @@
-"""Loaders of question files, with lines made up here."""
+"""Loaders of question files, on made-up lines."""
 
 import dataclasses
 import json
@@ -35,7 +35,7 @@ def test_documents(tmp_path):
 
 
 def test_documents_in_a_chat(tmp_path):
-    """What was said before stands between the instruction and the documents, as `sglang_lazy.verify` has it."""
+    """Earlier turns stand between the instruction and the documents, as in `sglang_lazy.verify`."""
     history = [{"role": "user", "text": "Who?"}, {"role": "agent", "text": "Ada."}]
     record = {"docs": [{"title": "Ada", "text": "Born in 1815."}], "question": "When?", "answers": ["1815"]}
     plain, chat = read_questions(write(tmp_path / "set.jsonl", record, {**record, "history": history}))
@@ -63,7 +63,7 @@ def test_longbench(tmp_path):
 
 
 def test_split():
-    """What stands before the first passage is kept; words keep their white space."""
+    """What precedes the first passage is kept; words keep their white space."""
     assert split_passages("Note.\n" + PASSAGES)[0] == "Note.\n"
     assert split_passages("no passage at all") == ["no passage at all\n\n"]
     assert split_words(" a b\n\nc  d e", 2) == [" a b", "\n\nc  d", " e\n\n"]

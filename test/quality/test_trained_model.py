@@ -1,4 +1,4 @@
-"""The trained models of examples/models: made with today's tokenizer, and good at the questions they are for."""
+"""The trained models of examples/models: they use today's tokenizer and are good at the questions they are for."""
 
 import collections
 
@@ -20,13 +20,13 @@ from sglang_lazy.verify.scores import exact_match
 
 @pytest.mark.parametrize("model", [TRAINED, STOCK], ids=lambda path: path.name)
 def test_tokenizer(model):
-    """The words of worlds.py are those that the model was trained on."""
+    """The words of worlds.py are those the model was trained on."""
     assert Tokenizer.from_file(str(model / "tokenizer.json")).to_str() == train_tokenizer().to_str()
 
 
 @pytest.mark.parametrize("mask", ["block", "full"])
 def test_answers(mask):
-    """The reference, under either mask, gets at most one of the demo's questions wrong."""
+    """Under either mask the reference gets at most one of the demo's questions wrong."""
     tokenizer, reference = AutoTokenizer.from_pretrained(TRAINED), Reference(str(TRAINED), torch.float32, "cpu")
     prompts, right = Prompts(tokenizer), 0
     for record in load_sample(WORLDS):
@@ -41,7 +41,7 @@ def test_answers(mask):
 
 @pytest.mark.slow
 def test_leaning_answers():
-    """The stock model is nearly always right under the full mask, under the block mask where documents stand alone."""
+    """The stock model is nearly always right under the full mask; under the block mask, where documents stand alone."""
     tokenizer, reference = AutoTokenizer.from_pretrained(STOCK), Reference(str(STOCK), torch.float32, "cpu")
     prompts, right = Prompts(tokenizer), collections.Counter()
     for family in ("alone", "pronoun", "table", "conversation"):

@@ -32,7 +32,7 @@ def encode():
 
 @pytest.fixture(scope="module")
 def model():
-    """Random weights, large enough that every token depends on what it sees."""
+    """A model with random weights, large enough that every token depends on what it sees."""
     torch.manual_seed(0)
     model = Llama(SHAPE).eval()
     with torch.no_grad():
@@ -48,7 +48,7 @@ def batch_of(encode, *, families=("people",), block_share=0.5, seed=0, length=40
 
 
 def prompts_of(batch) -> list[tuple[list, list[int]]]:
-    """Each question of a batch as a prompt of its own, answer included, and where its tokens are in the row."""
+    """Each question of a batch as a prompt of its own, answer included, and the indices of its tokens in the row."""
     found = []
     for row in range(len(batch["ids"])):
         worlds, chunks, branches = (batch[name][row] for name in ("worlds", "chunks", "branches"))
@@ -67,7 +67,7 @@ def prompts_of(batch) -> list[tuple[list, list[int]]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows(encode, family):
-    """Rows are full, padding apart; positions count from each prompt's start; answers end with the end of sequence."""
+    """Rows are full up to padding; positions restart with each prompt; answers end with end of sequence."""
     for seed in range(3):
         batch = batch_of(encode, families=(family,), seed=seed, length=800)
         padding = batch["worlds"] == 0
@@ -101,7 +101,7 @@ def test_same_as_hugging_face(model, encode, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention(model, encode):
-    """FlexAttention's form of the mask gives what the explicit one gives."""
+    """FlexAttention's form of the mask gives the same result as the explicit one."""
     batch = batch_of(encode)
     with torch.inference_mode():
         flex, explicit = (model(batch["ids"], batch["positions"], make_mask(batch, flex)) for flex in (True, False))
@@ -109,7 +109,7 @@ def test_flex_attention(model, encode):
 
 
 def test_exact_match(model, encode, tmp_path):
-    """What is counted as right is what greedy decoding gives, here with answers replaced by what the model says."""
+    """An answer counts as right if greedy decoding gives it; here answers are replaced by what the model says."""
     save_for_serving(model, tmp_path, torch.float32, bos=BOS, eos=EOS, pad=PAD)
     reference = Reference(str(tmp_path), torch.float32, "cpu")
     batch = batch_of(encode)
@@ -127,8 +127,8 @@ def test_exact_match(model, encode, tmp_path):
     assert any(expected) and not all(expected)
 
 
-def test_questions_do_not_matter_to_one_another(model, encode):
-    """Another first question leaves the logits of the second as they are."""
+def test_questions_of_a_row_are_independent(model, encode):
+    """Another first question leaves the second one's logits as they are."""
     batch = batch_of(encode)
     changed = {name: values.clone() for name, values in batch.items()}
     first = (batch["worlds"] == 1) & (batch["branches"] == 1)
@@ -146,7 +146,7 @@ def weights_after(recipe, directory, minutes=1e9):
 
 
 def test_resume(tmp_path):
-    """Training that stops and goes on gives the very weights of training that does not."""
+    """Training that stops and resumes gives bitwise the same weights as training that does not stop."""
     straight = weights_after(RECIPE, tmp_path / "straight")
     assert straight.step == RECIPE.steps
     stopped = weights_after(RECIPE, tmp_path / "legs", minutes=1e-9)
@@ -164,7 +164,7 @@ def test_resume(tmp_path):
 
 
 def test_start(tmp_path):
-    """Training begins with another model's weights, with all documents; its own checkpoint goes before them."""
+    """Training starts from another model's weights, with all documents; its own checkpoint takes precedence."""
     known = Trainer(RECIPE, tmp_path / "known", CPU, flex=False)
     known.save()
     recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), grow=0.0, seed=1)
@@ -181,7 +181,7 @@ def test_start(tmp_path):
 
 
 def test_an_adapter(tmp_path, encode):
-    """It alone is trained, goes on where it stopped, and is written as what it adds to the model that it began with."""
+    """Only the adapter is trained; it resumes, and is saved as the difference from the model it started from."""
     known = Trainer(RECIPE, tmp_path / "known", CPU, flex=False)
     known.save()
     recipe = dataclasses.replace(RECIPE, start=str(tmp_path / "known"), lora=4)
@@ -210,7 +210,7 @@ def test_an_adapter_needs_its_model(monkeypatch, tmp_path):
 
 
 def test_families(tmp_path):
-    """Rows have worlds of each family, and the log tells exact match of each kind of question under each mask."""
+    """Rows have worlds of each family, and the log has exact match per kind of question and mask."""
     recipe = dataclasses.replace(RECIPE, families=("table", "order"), steps=1)
     trainer = weights_after(recipe, tmp_path)
     rows = [row for ids in trainer_rows(trainer)[:, FIELDS.index("ids")] for row in ids.tolist()]
@@ -227,7 +227,7 @@ def trainer_rows(trainer):
 
 
 def test_loss_falls(tmp_path, encode):
-    """On one batch, over and over, both losses fall."""
+    """On one batch, repeated, both losses fall."""
     trainer = Trainer(dataclasses.replace(RECIPE, learning_rate=3e-3), tmp_path, CPU, flex=False)
     rows = trainer_rows(trainer)
     before = losses(trainer.model, to_batch(rows, CPU), make_mask(to_batch(rows, CPU), flex=False))

@@ -1,4 +1,4 @@
-"""The small model's tokenizer: the same every time, exact, few tokens for a name, loadable by Hugging Face."""
+"""The small model's tokenizer: deterministic, lossless, short for names, loadable by Hugging Face."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_deterministic(tokenizer):
 
 
 def test_round_trip(tokenizer, texts):
-    """Generated text, real text and any other come back."""
+    """Generated text, real text and any other text decode to themselves."""
     for text in [*texts, *(document_text(load_sample()[0]["docs"][0]),), "Füße 12\t\n  ?"]:
         assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 
@@ -43,14 +43,14 @@ def test_few_tokens_for_a_name(tokenizer):
 
 
 def test_encoder(tokenizer, texts):
-    """Word by word gives the tokens of the whole text, the second time too."""
+    """Encoding word by word equals encoding the whole text, with a warm cache too."""
     encode = Encoder(tokenizer)
     for text in [*texts, *texts]:
         assert encode(text) == tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def test_as_the_server_sees_it(tokenizer, texts, tmp_path):
-    """Saved and loaded: the server's tokens are BOS and those of training; the chat template gives the same prompt."""
+    """Saved and loaded, the server's tokens are BOS and those of training; the chat template gives the same prompt."""
     save_tokenizer(tokenizer, tmp_path, 4096)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     encode = Encoder(tokenizer)

@@ -1,4 +1,4 @@
-"""Generated worlds: who is held out, where answers stand, and that the same seed gives the same text."""
+"""Generated worlds: held-out names, where answers stand, and determinism."""
 
 import random
 
@@ -15,13 +15,13 @@ def worlds(split="train", count=40, seed=0):
 
 
 def names_in(world) -> set[str]:
-    """The people of a world and all to whom they are related."""
+    """The people of a world and everyone they are related to."""
     relations = {question.answer for question in world.single_hop if question.text.startswith("Who ")}
     return {title for title, _ in world.documents} | relations
 
 
 def test_held_out_names():
-    """No name of the test split is in a training world, in any role, and the other way round."""
+    """No name of one split occurs in the other, in any role."""
     train, test = set(people("train")), set(people("test"))
     assert not train & test and len(test) > 2000
     assert all(names_in(world) <= train for world in worlds("train"))
@@ -29,7 +29,7 @@ def test_held_out_names():
 
 
 def test_documents_stand_alone():
-    """Every sentence names the person of its document; a person has one document."""
+    """Every sentence names its document's person; a person has one document."""
     for world in worlds():
         titles = [title for title, _ in world.documents]
         assert len(set(titles)) == len(titles)
@@ -40,7 +40,7 @@ def test_documents_stand_alone():
 
 
 def test_single_hop():
-    """The answer is in the one document it takes, and the question names that document's person."""
+    """The answer is in the one document needed, and the question names that document's person."""
     for world in worlds():
         assert world.single_hop
         for question in world.single_hop:
@@ -49,7 +49,8 @@ def test_single_hop():
 
 
 def test_two_hop():
-    """The first document says who is meant, the second, another one, holds the answer; the question names neither."""
+    """The first document says who is meant; the second, another one, holds the answer; the question names neither that
+    person nor the answer."""
     found = [(world, question) for world in worlds() for question in world.two_hop]
     assert len(found) > 100
     for world, question in found:
@@ -74,7 +75,7 @@ def test_similar_names_are_distractors():
 
 
 def test_templates():
-    """The value is the last thing that a statement says, after the name."""
+    """A statement ends with its value, and the name comes before."""
     for predicate in PREDICATES:
         for statement in predicate.statements:
             assert statement.endswith("{value}.") and statement.index("{name}") < statement.index("{value}")
@@ -94,7 +95,8 @@ def test_records(hops):
 
 
 def test_records_of_one_world():
-    """Both kinds of questions in turn, none twice; answers stand in the documents; these recur, with held-out names."""
+    """Both kinds of questions alternate, none repeats; answers are in the documents, which recur, with held-out
+    names."""
     sample = list(records_of_one_world(1, "test", 16))
     assert [record["type"] for record in sample] == ["1-hop", "2-hop"] * 8
     assert len({record["question"] for record in sample}) == 16
@@ -113,5 +115,5 @@ def test_records_of_one_world():
 
 
 def test_sample_of_the_demo():
-    """The file is what worlds.py writes."""
+    """The demo's file is what worlds.py writes."""
     assert load_sample(WORLDS) == list(records_of_one_world(0, "test", 16))

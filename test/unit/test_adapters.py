@@ -1,4 +1,4 @@
-"""LoRA adapters: chunks are each adapter's own, fills wait for it as their parents do, and unloading ends it."""
+"""LoRA adapters: each has chunks of its own, a fill runs under its parent's adapter, and unloading drops both."""
 
 from types import SimpleNamespace
 
@@ -24,7 +24,7 @@ ADAPTERS = (None, "x", "y")
 @both_loops
 @pytest.mark.parametrize("link", ["block", "base", "base:preamble=lead", "query:ratio=0.4", "blend:ratio=0.4", "copy"])
 def test_a_document_under_each_adapter_at_once(overlap, link):
-    """The pools check that no KV which one adapter has computed is read under another, text and probes included."""
+    """No KV computed under one adapter is read under another, text and probes included; the pools check it."""
     loop = Loop(pool_size=200, overlap=overlap, link=link)
     prompt = [(TEXT, (9, 8)), A, B, QUESTION]
     for hits in (0, 0b11):
@@ -44,8 +44,8 @@ def test_parents_of_one_adapter_share_a_fill():
 
 
 @pytest.mark.parametrize("key", [None, "k"])
-def test_a_key_that_a_client_chooses_is_no_adapter(key):
-    """SGLang appends an adapter's id to the key that clients send; so a client could send the result."""
+def test_a_clients_key_cannot_stand_for_an_adapter(key):
+    """SGLang appends the adapter's id to the client's key, so a client could send the concatenation itself."""
     loop = Loop()
     loop.submit([A, (TEXT, (7, 7)), QUESTION], "honest", extra_key=key, lora_id="x")
     loop.run()
@@ -54,12 +54,12 @@ def test_a_key_that_a_client_chooses_is_no_adapter(key):
     assert loop.counts(forged)[0] == 0
 
 
-# Batches of few adapters
+# A limit on the adapters per batch
 
 
 @both_loops
-def test_batches_have_as_many_adapters_as_fit(overlap):
-    """Fills need the adapters of their parents: neither blocks the other, whatever runs meanwhile."""
+def test_batches_respect_the_limit_on_adapters(overlap):
+    """A fill needs its parent's adapter. Neither blocks the other, whatever else is running."""
     loop = Loop(overlap=overlap, chunked_prefill_size=6, scheduler={"max_adapters": 1})
     reqs = [
         loop.submit([chunk, B, QUESTION], f"{adapter} {i}", lora_id=adapter, max_new_tokens=4)
@@ -74,7 +74,7 @@ def test_batches_have_as_many_adapters_as_fit(overlap):
 
 
 def test_an_adapter_that_becomes_ready_between_a_fill_and_its_parent():
-    """SGLang may load adapters beside the passes. It goes on with the next request, which is the parent."""
+    """SGLang may load adapters while passes run. It skips the fill as not ready, then meets the parent, which is."""
     loop = Loop()
     loop.loading.add("x")
     parent = loop.submit([A, QUESTION], "parent", lora_id="x")
@@ -85,8 +85,8 @@ def test_an_adapter_that_becomes_ready_between_a_fill_and_its_parent():
     assert parent.finished() and other.finished()
 
 
-def test_fills_have_waited_since_their_parents_came():
-    """SGLang makes room for adapters that have waited for long."""
+def test_a_fill_inherits_its_parents_waiting_time():
+    """SGLang favours adapters whose requests have waited long, so a fill's wait starts with its parent's."""
     loop = Loop()
     parent = loop.submit([A, QUESTION], "parent", lora_id="x")
     parent.time_stats.wait_queue_entry_time = 12.5
@@ -97,8 +97,8 @@ def test_fills_have_waited_since_their_parents_came():
 # Unloading
 
 
-def test_what_an_adapter_has_computed_goes_with_it():
-    """Its pins end, its memory is free, and nobody else loses anything."""
+def test_unloading_an_adapter_drops_its_chunks():
+    """Its pins end and its memory is freed; nobody else loses anything."""
     loop = Loop()
     for adapter in ADAPTERS:
         loop.submit([A, QUESTION], "r", lora_id=adapter, max_new_tokens=1)
@@ -119,8 +119,8 @@ def test_what_an_adapter_has_computed_goes_with_it():
 
 
 @both_loops
-def test_a_fill_that_has_outlived_its_parent(overlap):
-    """It would need the adapter for what is left of it."""
+def test_unloading_ends_a_fill_that_outlived_its_parent(overlap):
+    """Its next pieces would need the adapter that is unloaded meanwhile."""
     loop = Loop(pool_size=40, overlap=overlap, chunked_prefill_size=3)
     parent = loop.submit([A, QUESTION], "parent", lora_id="x")
     loop.step()
@@ -134,7 +134,7 @@ def test_a_fill_that_has_outlived_its_parent(overlap):
     assert loop.pools.slots.available_size() == 40
 
 
-def test_another_s_fill_goes_on():
+def test_unloading_leaves_other_adapters_fills_alone():
     loop = Loop(chunked_prefill_size=3)
     parent = loop.submit([A, QUESTION], "parent", lora_id="x")
     loop.step()
@@ -157,7 +157,7 @@ def test_lists_show_adapters_by_name():
     assert all("adapter" not in chunk for chunk in shown) and listed(loop)["total"] == 0
 
 
-def test_one_of_two_that_differ_in_their_adapter():
+def test_a_pin_can_name_one_adapter():
     loop = Loop()
     for adapter in ADAPTERS:
         loop.submit([A, QUESTION], "r", lora_id=adapter)
@@ -174,7 +174,7 @@ def test_one_of_two_that_differ_in_their_adapter():
 
 
 def stored_under(adapter, storage=None, **weights):
-    """The names of what a server has stored that served a chunk with this adapter."""
+    """The names of the objects stored by a server that served a chunk under this adapter."""
     storage = storage or Storage()
     server = new_server(storage)
     server.pools.connect(storage, **weights)
@@ -184,8 +184,8 @@ def stored_under(adapter, storage=None, **weights):
     return set(storage.objects)
 
 
-def test_stored_chunks_are_named_by_the_adapter_s_weights():
-    """Loaded again, an adapter has another id; trained anew, it may have the same."""
+def test_stored_chunks_are_named_by_the_adapters_weights():
+    """Not by its id: a reloaded adapter gets another one, and a retrained adapter may keep its old one."""
     first = stored_under("x", x=b"one")
     assert len(first) == 1 and stored_under("y", y=b"one") == first
     others = [stored_under("x", x=b"two"), stored_under(None), stored_under("y")]
@@ -217,7 +217,7 @@ def adapter(**changes):
     )
 
 
-def test_any_change_of_an_adapter_is_another_one():
+def test_any_change_to_an_adapter_changes_its_identity():
     others = [
         adapter(weights={"q_proj.lora_B": torch.ones(4, 2).fill_diagonal_(1.5)}),
         adapter(weights={"k_proj.lora_A": torch.ones(2, 3)}),
@@ -231,7 +231,8 @@ def test_any_change_of_an_adapter_is_another_one():
 
 
 def test_a_server_with_adapters_finds_what_one_without_has_stored():
-    """Layers that take adapters stand between their parents and SGLang's own, which have the weights."""
+    """With adapters, wrapper layers sit between the model and the layers that hold its weights; names must not show
+    it."""
 
     def runner(model):
         config = SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict))
@@ -241,11 +242,11 @@ def test_a_server_with_adapters_finds_what_one_without_has_stored():
 
     plain, wrapped = torch.nn.Module(), torch.nn.Module()
     plain.proj, wrapped.proj = torch.nn.Linear(3, 3), torch.nn.Module()
-    wrapped.proj.base_layer, wrapped.proj.weight = plain.proj, plain.proj.weight  # as SGLang does
+    wrapped.proj.base_layer, wrapped.proj.weight = plain.proj, plain.proj.weight  # SGLang aliases it, too
     assert model_identity(runner(plain)) == model_identity(runner(wrapped))
 
 
-def test_the_beginning_of_another_adapter_s_chunk_is_not_found():
+def test_a_prefix_of_another_adapters_chunk_is_not_found():
     loop = Loop()
     loop.submit([(CHUNK, (1, 2, 3, 4, 5, 6)), QUESTION], "long", lora_id="x")
     loop.run()

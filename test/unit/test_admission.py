@@ -1,4 +1,4 @@
-"""Admission of linked requests: who is seen by batch formation, what they lock, and how they give it back."""
+"""Admission of linked requests: which requests batch formation sees, what they lock, and how locks are released."""
 
 import random
 
@@ -18,7 +18,7 @@ both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "
 
 
 def test_visible_queue_keeps_the_order():
-    """Batch formation sees fills right before their parents; the real queue keeps every request in its place."""
+    """Batch formation sees fills right before their parents, while every request keeps its place in the real queue."""
     scheduler = Loop()
     scheduler.warm(D)
     reqs = [
@@ -39,12 +39,12 @@ def test_visible_queue_keeps_the_order():
         "last",
     ]
     assert scheduler.waiting_queue == reqs
-    assert scheduler.visible() == visible, "looking twice changes nothing"
+    assert scheduler.visible() == visible, "looking is idempotent"
     assert not any(is_launched(fill) for fill in visible if fill_of(fill) is not None)
 
 
 def test_queue_is_put_back_in_order():
-    """What batch formation did not take keeps its place, with parents and newcomers, and no fill among them."""
+    """Requests that batch formation did not take keep their places, parents and newcomers included, without fills."""
     scheduler = Loop()
     first = scheduler.submit([A, QUESTION], "parent")
     plain = [scheduler.submit([(TEXT, (i,))], f"plain-{i}") for i in range(3)]
@@ -63,8 +63,8 @@ def test_queue_is_put_back_in_order():
 
 @pytest.mark.parametrize("others", [0, 1], ids=["into a plain queue", "beside another parent"])
 def test_parent_that_arrives_during_batch_formation(others):
-    """SGLang queues requests whose grammar is ready before it puts the queue in order, and those whose place others
-    have taken at the end."""
+    """SGLang queues requests during batch formation: those whose grammar is ready before it sorts the queue, and
+    preempted ones at the end."""
     scheduler = Loop()
     plain = scheduler.submit([QUESTION], "plain")
     waiting = [scheduler.submit([B, QUESTION], "other") for _ in range(others)]
@@ -84,7 +84,7 @@ def test_parent_that_arrives_during_batch_formation(others):
 
 
 def test_head_of_line_blocks_under_a_small_budget():
-    """A parent that does not fit is not admitted in part, and what is behind it waits as well."""
+    """A parent that does not fit is not admitted in part, and what is behind it waits too."""
     scheduler = Loop(pool_size=30)
     scheduler.submit([A, QUESTION], "fits", max_new_tokens=10)
     scheduler.submit([B, C, QUESTION], "does not", max_new_tokens=10)
@@ -97,7 +97,7 @@ def test_head_of_line_blocks_under_a_small_budget():
 
 
 def test_plain_requests_are_left_to_sglang():
-    """Without linked requests the queue is SGLang's own object, whatever the budget."""
+    """Without linked requests batch formation gets SGLang's own queue object, whatever the budget."""
     scheduler = Loop(pool_size=10)
     scheduler.submit([(TEXT, (1, 2, 3))], "plain", max_new_tokens=100)
     assert scheduler.visible() is scheduler.waiting_queue
@@ -106,9 +106,10 @@ def test_plain_requests_are_left_to_sglang():
 @both_loops
 @pytest.mark.parametrize("parts", [[A, B, QUESTION], [A, B, A, B], [A, B, C]], ids=["text last", "twice", "chunk last"])
 def test_a_request_alone_always_runs(overlap, parts):
-    """Whatever fits the pool as SGLang counts it is served, if need be alone: no budget blocks an idle scheduler."""
+    """A request that fits the pool by SGLang's count is served, alone if need be: no budget blocks an idle
+    scheduler."""
     prompt_len = sum(len(tokens) for _, tokens in parts)
-    pool_size = prompt_len + 2 + 1 + 1  # SGLang: prompt, answer and page are strictly less than the pool
+    pool_size = prompt_len + 2 + 1 + 1  # SGLang wants prompt, answer and a page to be less than the pool
     scheduler = Loop(pool_size, overlap=overlap)
     for i in range(3):
         scheduler.submit(parts[i % 2 :] + parts[: i % 2], f"p{i}", max_new_tokens=2)
@@ -116,7 +117,7 @@ def test_a_request_alone_always_runs(overlap, parts):
 
 
 def test_resident_chunks_count_as_needed_memory():
-    """Locking a resident chunk takes it from what is evictable, so that admission counts it as memory it needs."""
+    """Locking a resident chunk makes it unevictable, so admission counts it as memory that the request needs."""
     scheduler = Loop(pool_size=30)
     scheduler.warm(A, B, C)
     assert scheduler.tree_cache.evictable_size() == 15
@@ -129,7 +130,7 @@ def test_resident_chunks_count_as_needed_memory():
 
 
 def test_needed_memory_is_what_locking_takes():
-    """A beginning that chunks share is counted once, and what is locked already is not counted."""
+    """A prefix that chunks share is counted once, and what is already locked is not counted."""
     scheduler = Loop()
     longer = (CHUNK, (*A[1], 7, 8))
     other = (CHUNK, (*A[1][:3], 9))
@@ -148,13 +149,13 @@ def test_needed_memory_is_what_locking_takes():
 
 @both_loops
 def test_locked_chunk_may_be_split_before_its_parent_is_ready(overlap):
-    """A parent's row is laid out from the nodes it has locked, which others may have split since."""
+    """A parent's row is laid out from the nodes it has locked; other requests may split them first."""
     scheduler = Loop(chunked_prefill_size=2, overlap=overlap)
     scheduler.warm(A)
     parent = scheduler.submit([B, A, QUESTION], "waits", max_new_tokens=1)
     scheduler.step()
     node = parent.lazy.chunks.nodes[1]
-    assert not parent.lazy.ready and len(node.key) == 4, "though it was computed in two pieces"
+    assert not parent.lazy.ready and len(node.key) == 4, "one node, though computed in two pieces"
     scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "splits", max_new_tokens=1)
     assert len(node.key) == 1
     scheduler.run()
@@ -163,7 +164,8 @@ def test_locked_chunk_may_be_split_before_its_parent_is_ready(overlap):
 
 @both_loops
 def test_waiting_locks_do_not_starve_the_head_of_the_queue(overlap):
-    """Where a ready parent lacks memory that newer parents lock, they give it up, and do not take it again first."""
+    """When a ready parent needs memory that newer parents lock, they give it up, and do not lock it again before it
+    runs."""
     scheduler = Loop(pool_size=40, overlap=overlap)
     scheduler.warm(A, B, C)
     scheduler.submit([A, QUESTION], "first", max_new_tokens=30)
@@ -173,7 +175,7 @@ def test_waiting_locks_do_not_starve_the_head_of_the_queue(overlap):
 
 
 def test_revoking_releases_the_newest_parent_alone():
-    """Locks go back newest first, each parent's exactly, and it is admitted again later."""
+    """Locks are revoked newest first, exactly one parent's at a time; that parent is admitted again later."""
     scheduler = Loop()
     scheduler.warm(A, B, C)
     scheduler.submit([A, B, QUESTION], "p0")
@@ -197,14 +199,15 @@ def test_revoking_releases_the_newest_parent_alone():
 
 
 def test_eviction_takes_waiting_locks_when_nothing_else_is_left():
-    """Memory that only waits never fails what runs: eviction revokes locks, newest first, and no more than it must."""
+    """Waiting requests never cost running ones their memory: eviction revokes locks, newest first, and no more than
+    needed."""
     scheduler = Loop(pool_size=40)
     scheduler.warm(A, B)
     first = scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     second = scheduler.submit([B, QUESTION], "p1", max_new_tokens=1)
     scheduler.visible()
     cache = scheduler.tree_cache
-    assert cache.evict(EvictParams(num_tokens=2)).num_tokens_evicted == 2, "the text of the warm-up"
+    assert cache.evict(EvictParams(num_tokens=2)).num_tokens_evicted == 2, "the warm-up's text goes first"
     assert first.lazy.admitted and second.lazy.admitted
     assert cache.evict(EvictParams(num_tokens=1)).num_tokens_evicted == 4
     assert first.lazy.ready and not second.lazy.admitted
@@ -212,8 +215,8 @@ def test_eviction_takes_waiting_locks_when_nothing_else_is_left():
     scheduler.run()
 
 
-def test_locks_of_a_parent_can_go_while_its_batch_is_formed(monkeypatch):
-    """What the batch allocates may take back the locks of a parent in it: its row still gets what its fills compute."""
+def test_a_parents_locks_may_be_revoked_while_its_batch_is_formed(monkeypatch):
+    """Allocating for a batch may revoke the locks of a parent in it; its row still receives what its fills compute."""
     scheduler = Loop()
     scheduler.warm(A)
     launch = scheduler.admission.launch
@@ -232,7 +235,7 @@ def test_locks_of_a_parent_can_go_while_its_batch_is_formed(monkeypatch):
 
 
 def test_reconcile_after_an_abort():
-    """An aborted parent's locks go, and so do its fills, unless they have started or others want them."""
+    """An aborted parent loses its locks, and its fills unless they have started or others wait for them."""
     scheduler = Loop()
     scheduler.warm(A)
     aborted = scheduler.submit([A, B, C, QUESTION], "aborted")
@@ -248,7 +251,8 @@ def test_reconcile_after_an_abort():
 
 
 def test_retracted_parent_is_admitted_again():
-    """A retracted parent keeps its link, holds nothing while it waits, and finds its chunks, or has them filled."""
+    """A retracted parent keeps its layout and holds nothing while it waits; its chunks are then found, or filled
+    again."""
     scheduler = Loop()
     req = scheduler.submit([A, QUESTION], "p0", max_new_tokens=4)
     while not req.output_ids:
@@ -267,8 +271,9 @@ def test_retracted_parent_is_admitted_again():
 
 
 @both_loops
-def test_decisions_repeat(overlap):
-    """The same requests in the same order launch the same batches: what every tensor-parallel rank relies on."""
+def test_decisions_are_deterministic(overlap):
+    """The same requests in the same order launch the same batches, as tensor parallelism needs: each rank decides by
+    itself."""
     logs = []
     for _ in range(2):
         scheduler = Loop(pool_size=60, chunked_prefill_size=5, overlap=overlap)
@@ -283,8 +288,8 @@ def test_decisions_repeat(overlap):
 
 
 @pytest.mark.parametrize("forget", ["lock", "holder", "fill"])
-def test_idle_check_sees_what_was_forgotten(forget):
-    """A lock, a holder or a fill that outlives all requests is an error, not a leak."""
+def test_the_idle_check_finds_leaks(forget):
+    """A lock, a holder or a fill that outlives all requests raises an error instead of leaking."""
     scheduler = Loop()
     req = scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     fill, _ = scheduler.visible()
@@ -306,9 +311,9 @@ def test_idle_check_sees_what_was_forgotten(forget):
 @pytest.mark.parametrize("ratio", [1.0, 0.1])
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_is_answered_in_a_tight_pool(seed, ratio, overlap, pool_size, link):
-    """Random requests and aborts in a barely sufficient pool: all others are answered, nothing fails or stays held.
+    """Random requests and aborts in a pool that barely suffices: all others finish, and nothing stays locked.
 
-    ratio: how much of the answers that run SGLang leaves room for.
+    ratio: the share of running requests' remaining output that SGLang reserves.
     """
     dice = random.Random(seed)
     chunked_prefill_size = dice.choice([3, 64])

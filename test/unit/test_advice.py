@@ -1,4 +1,5 @@
-"""Warnings of traffic that gains nothing by chunks, and of pins that keep others waiting; ordinary traffic has none."""
+"""Warnings about traffic that gains nothing from chunks and about pins that block others; normal traffic raises
+none."""
 
 import inspect
 import logging
@@ -28,7 +29,7 @@ class Clock:
 
 
 class Watched(Loop):
-    """A scheduler whose warnings are kept."""
+    """A loop that collects the warnings logged."""
 
     def __init__(self, caplog, pool_size=4000, **options):
         super().__init__(pool_size, chunked_prefill_size=1024, context_len=4096, **options)
@@ -57,13 +58,13 @@ def draw(dice, length):
 
 
 def serve(loop, chunks):
-    """Prompts with eight of them each."""
+    """Serve these chunks in prompts of eight."""
     chunks = list(chunks)
     for i in range(0, len(chunks), 8):
         loop.ask(*chunks[i : i + 8])
 
 
-def test_chunks_that_nobody_repeats(caplog, dice):
+def test_chunks_that_never_recur(caplog, dice):
     loop = Watched(caplog, pool_size=200)
     fresh = (draw(dice, 12) for _ in range(4 * WINDOW))
     serve(loop, (next(fresh) for _ in range(WINDOW - 8)))
@@ -73,12 +74,12 @@ def test_chunks_that_nobody_repeats(caplog, dice):
     assert f"{WINDOW} chunks were computed while prompts found 0 cached" in warning
     loop.clock_of_advice.now = PERIOD
     serve(loop, (next(fresh) for _ in range(WINDOW)))
-    assert len(loop.warnings) == 2, "again, but not within the period"
+    assert len(loop.warnings) == 2, "repeated, but at most once per period"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 0.8], ids=["uniform", "zipf"])
-def test_a_large_corpus_that_the_cache_holds_little_of(caplog, dice, exponent):
-    """Of 2,000 documents, one in twenty is cached."""
+def test_no_warning_for_a_corpus_far_larger_than_the_cache(caplog, dice, exponent):
+    """Hits are rare but real: one in twenty of 2,000 documents is cached."""
     documents = [draw(dice, 12) for _ in range(2000)]
     weights = [rank**-exponent for rank in range(1, 2001)]
     loop = Watched(caplog, pool_size=1200)
@@ -88,8 +89,8 @@ def test_a_large_corpus_that_the_cache_holds_little_of(caplog, dice, exponent):
     assert not loop.warnings
 
 
-def test_what_is_registered_ahead_of_use(caplog, dice):
-    """By thousands, without a hit; alike or not."""
+def test_no_warning_for_chunks_registered_ahead_of_use(caplog, dice):
+    """Thousands of chunks without a hit yet, whether they resemble one another or not."""
     loop = Watched(caplog, pool_size=200)
     same = draw(dice, 80)
     for number in range(WINDOW + 8):
@@ -100,8 +101,8 @@ def test_what_is_registered_ahead_of_use(caplog, dice):
 
 
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_a_word_that_changes(caplog, dice, place):
-    """In a template around the same text, wherever it stands and however many tokens it has."""
+def test_a_template_with_a_changing_word(caplog, dice, place):
+    """One word that differs from prompt to prompt within the same text, at any place and of any length."""
     loop = Watched(caplog)
     text = draw(dice, 200)
     cut = int(place * len(text))
@@ -111,8 +112,8 @@ def test_a_word_that_changes(caplog, dice, place):
     assert ("first" if place > 0.5 else "last" if place < 0.5 else "") in warning
 
 
-def test_texts_that_have_something_in_common(caplog, dice):
-    """A header and a footer; tenants with the same document; short texts."""
+def test_no_warning_for_texts_that_partly_agree(caplog, dice):
+    """Texts that share a header and a footer; tenants with the same document; short texts."""
     loop = Watched(caplog)
     header, footer = draw(dice, 60), draw(dice, 60)
     serve(loop, ((*header, *draw(dice, 200 + i % 30), *footer) for i in range(4 * MANY_ALIKE)))
@@ -124,7 +125,7 @@ def test_texts_that_have_something_in_common(caplog, dice):
 
 @pytest.fixture
 def crowded(caplog):
-    """Of 40 slots, 8 are pinned and most others belong to a request that runs on and on."""
+    """A pool of 40 slots, 8 of them pinned and most others held by a request that keeps running."""
     loop = Watched(caplog, pool_size=40)
     loop.warm(A, B)
     assert pin(loop, A, B)[0] == [id_of(A), id_of(B)]
@@ -133,7 +134,7 @@ def crowded(caplog):
     return loop
 
 
-def test_pins_that_keep_a_prompt_waiting(crowded):
+def test_pins_that_block_a_prompt(crowded):
     crowded.submit([(CHUNK, (1, 1, 1, 1)), QUESTION], "waits", max_new_tokens=1)
     crowded.step()
     crowded.clock_of_advice.now = PATIENCE - 0.1
@@ -149,8 +150,8 @@ def test_pins_that_keep_a_prompt_waiting(crowded):
 
 
 @pytest.mark.parametrize("length", [4, 20])
-def test_a_prompt_that_pins_do_not_keep_waiting(crowded, length):
-    """It waits a moment, or for more than they hold."""
+def test_no_warning_for_a_prompt_that_pins_do_not_block(crowded, length):
+    """It waits only briefly, or needs more memory than the pins hold."""
     crowded.submit([(CHUNK, (1,) * length), QUESTION], "waits", max_new_tokens=1)
     for _ in range(6):
         crowded.step()
@@ -160,8 +161,8 @@ def test_a_prompt_that_pins_do_not_keep_waiting(crowded, length):
     assert not crowded.warnings
 
 
-def test_prompts_that_wait_in_turn(crowded):
-    """Each for less than the patience, together for longer."""
+def test_no_warning_for_prompts_that_wait_in_turn(crowded):
+    """Each waits for less than the threshold, all together for longer."""
     for i in range(6):
         req = crowded.submit([(CHUNK, (1, 1, 1, i)), QUESTION], f"waits-{i}", max_new_tokens=1)
         crowded.step()
@@ -172,7 +173,7 @@ def test_prompts_that_wait_in_turn(crowded):
     assert not crowded.warnings
 
 
-def test_the_page_says_when():
+def test_the_page_quotes_the_warnings():
     page = (Path(__file__).parents[2] / "docs/metrics.md").read_text(encoding="utf-8").partition("## Warnings")[2]
     numbers = [int(number.replace(",", "")) for number in re.findall(r"\d[\d,]*", page)]
     assert numbers == [PERIOD // 60, WINDOW, advice.FEW_HITS, MANY_ALIKE, WINDOW, PATIENCE, advice.MIN_LEN]

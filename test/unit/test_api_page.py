@@ -41,7 +41,7 @@ def section(heading):
 
 
 def tables(heading):
-    """The tables of a section, each as rows of cells, without their heads."""
+    """The tables of a section, each as rows of cells, without their headers."""
     found = re.findall(r"((?:^\|.*\n)+)", section(heading), re.M)
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in table.splitlines()[2:]] for table in found]
 
@@ -142,14 +142,14 @@ def test_metrics_of_tiers():
 
 
 SOURCE = "".join(
-    re.sub(r'"\n\s*f?"', "", path.read_text(encoding="utf-8"))  # strings cut over lines
+    re.sub(r'"\n\s*f?"', "", path.read_text(encoding="utf-8"))  # joins adjacent string literals
     for path in (ROOT / "python").rglob("*.py")
 )
 
 
 @pytest.mark.parametrize("message", [m for row in tables("Errors")[0] for m in re.findall("`([^`]+)`", row[1])])
-def test_the_code_has_these_messages(message):
-    """In this order and in one string: what stands between the page's dots."""
+def test_quoted_messages_exist_in_the_code(message):
+    """The parts between the page's dots stand in one string of the code, in this order."""
     pieces = [re.escape(piece) for piece in message.split("…") if piece.strip(" :].")]
     assert re.search('[^"\\n]*'.join(pieces), SOURCE), message
 

@@ -1,4 +1,4 @@
-"""Positions of three axes, and images, in a batch of linked rows and ordinary ones."""
+"""Positions with three axes (M-RoPE), and images, in batches that mix linked and ordinary rows."""
 
 from types import SimpleNamespace
 
@@ -11,8 +11,8 @@ from sglang_lazy.port.model.images import order_images
 from sglang_lazy.port.model.model_runner import init_new
 
 
-def test_only_text_is_placed_by_its_row():
-    """A linked row of two new tokens, and behind it a request that shows an image, whose places are SGLang's."""
+def test_rows_set_positions_of_text_only():
+    """A linked row of two new tokens, then a request with an image, whose positions are SGLang's."""
     rows = [
         AttentionRow(0, [(0, 4)], np.array([2, 3, 0, 9], dtype=np.int32), 2, ordinary=False),
         AttentionRow(1, [(0, 3)], np.array([0, 1, 2], dtype=np.int32), 3, ordinary=True),
@@ -26,12 +26,12 @@ def test_only_text_is_placed_by_its_row():
     forward_batch = SimpleNamespace(positions=torch.tensor([2, 3, 0, 1, 2]), mrope_positions=torch.zeros(3, 5))
     init_new(forward_batch, None, batch, runner)
     assert forward_batch.positions.tolist() == [0, 9, 0, 1, 2]
-    # The last token was generated behind the prompt of two
+    # The last token was generated after a prompt of two
     assert forward_batch.mrope_positions.tolist() == [[0, 9, 0, 1, 3], [0, 9, 0, 1, 3], [0, 9, 0, 2, 3]]
 
 
-def test_images_go_where_their_row_has_them():
-    """The row: text 4 of the prompt, then the second image (5 to 6), text 0, and the first image (1 to 3)."""
+def test_image_offsets_follow_the_row():
+    """The row's order: text 4 of the prompt, the second image (5 to 6), text 0, the first image (1 to 3)."""
     first, second = SimpleNamespace(offsets=[(1, 3)]), SimpleNamespace(offsets=[(5, 6)])
     inputs = SimpleNamespace(mm_items=[first, second])
     images = Images([first, second], [(1, 4), (5, 7)], [b"", b""], np.arange(7))

@@ -1,4 +1,4 @@
-"""The names by which KV events speak of a request's chunks."""
+"""The hashes by which KV events identify a request's chunks."""
 
 import json
 import random
@@ -19,7 +19,7 @@ TEXT = {"type": "text", "text": "a question"}
 
 
 def sglang_name(tokens):
-    """What SGLang calls the KV of the last of these tokens."""
+    """SGLang's hash of the block that ends with the last of these tokens."""
     return hash_str_to_int64(get_hash_str(list(tokens), None, page_size=1)[-1])
 
 
@@ -37,7 +37,7 @@ def names(hashes, **body):
     return [name for name, _ in chunks_in(body, hashes)]
 
 
-def test_names_are_sglang_s():
+def test_hashes_equal_sglangs():
     rng = random.Random(0)
     for length in (1, 2, 3, 40):
         tokens = [rng.choice([0, 1, 255, 256, 2**31 - 1, rng.randrange(2**31)]) for _ in range(length)]
@@ -45,7 +45,7 @@ def test_names_are_sglang_s():
 
 
 def test_texts_are_tokenized_as_the_server_does(hashes, tokenizer):
-    """By themselves, without BOS, wherever they stand."""
+    """Each by itself, without BOS, wherever it stands in the prompt."""
     source = {"type": "text", "media_type": "text/plain", "data": DOCUMENT}
     result = {"type": "search_result", "title": "Hills", "source": "web", "content": [{"type": "text", "text": "far"}]}
     blocks = [CHUNK, {"type": "document", "source": source, "title": "River"}, result]
@@ -64,12 +64,12 @@ def test_texts_are_tokenized_as_the_server_does(hashes, tokenizer):
      {"link": "base:preamble=lead"}, {"link": "base+epic:tokens=3"}, {"link": "packet"}],
     ids=str,
 )  # fmt: skip
-def test_chunks_that_events_do_not_tell_of_keep_their_names(hashes, private):
+def test_chunks_without_events_keep_their_own_names(hashes, private):
     assert names(hashes, segments=[CHUNK], **private) == names(None, segments=[CHUNK], **private)
     assert names(None, segments=[CHUNK], **private) != names(None, segments=[CHUNK])
 
 
-def test_the_policies_that_put_tokens_into_chunks():
+def test_policies_that_add_tokens_to_chunks():
     trained = TrainedTokens((1,), (2,), (3,))
     around = {name: policy().around(trained, 0) for name, policy in POLICIES.items()}
     assert {name for name, tokens in around.items() if tokens.before or tokens.behind} == {TOKENS_INSIDE}
@@ -81,13 +81,13 @@ def test_the_policies_that_put_tokens_into_chunks():
      {"input_ids": [2**70]}, {"input_ids": [-1]}, {"input_ids": ["1"]}, {"input_ids": []}],
     ids=str,
 )  # fmt: skip
-def test_chunks_whose_tokens_nobody_knows_keep_their_names(hashes, bad):
+def test_chunks_of_unknown_tokens_keep_their_own_names(hashes, bad):
     bad = json.loads(json.dumps({"type": "chunk", **bad}))
     good = names(hashes, segments=[CHUNK])
     assert names(hashes, segments=[bad, CHUNK]) == [*names(None, segments=[bad]), *good]
 
 
-def test_a_text_is_tokenized_once_while_it_is_remembered(tokenizer, hashes):
+def test_tokenized_texts_are_cached(tokenizer, hashes):
     class Counted:
         is_fast = False
 

@@ -1,4 +1,4 @@
-"""The cache against a record of what the KV in every slot depends on, through random histories of requests."""
+"""The cache against a model that records what the KV in every slot depends on, over random histories of requests."""
 
 import random
 from array import array
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
 class Holes(Policy):
-    """Keeps some tokens of each chunk, drawn by its length and its first token."""
+    """Keeps some tokens of each chunk, chosen by its length and first token."""
 
     name = "holes"
     dice = 0
@@ -35,13 +35,13 @@ class Holes(Policy):
     def kept_of(self, tokens):
         dice = random.Random(f"{self.dice} {len(tokens)} {tokens[0]}")
         cuts = sorted(dice.sample(range(len(tokens) + 1), min(len(tokens) + 1, dice.choice([2, 2, 3, 4]))))
-        if len(cuts) == 3:  # two that adjoin, or one
+        if len(cuts) == 3:  # two adjacent ranges, or one
             return tuple(zip(cuts, cuts[1:], strict=False)) if dice.random() < 0.5 else ((cuts[0], cuts[2]),)
         return tuple(zip(cuts[::2], cuts[1::2], strict=True))
 
 
 class OtherHoles(Holes):
-    """The same, with other dice."""
+    """The same with another seed."""
 
     name = "other holes"
     dice = 1
@@ -75,7 +75,7 @@ pieces = st.sampled_from([1, 2, 5, ALL])
 
 
 def path(node):
-    """A node and those above it, but for the root."""
+    """A node and its ancestors, without the root."""
     return [] if node.parent is None else [node, *path(node.parent)]
 
 
@@ -96,7 +96,7 @@ class CacheHistories(RuleBasedStateMachine):
         super().__init__()
         self.storage = Storage() if self.has_storage else None
         self.pools = Steps(self.pool_size, eviction_policy=self.eviction_policy, storage=self.storage, **self.options)
-        if self.has_storage:  # nobody waits for storage that hangs, in requests and flushes
+        if self.has_storage:  # neither requests nor flushes wait for storage that hangs
             self.pools.cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
         self.retracted = []
         self.ended = []
@@ -111,7 +111,7 @@ class CacheHistories(RuleBasedStateMachine):
         self.restart(req, num_tokens)
 
     def restart(self, req, num_tokens):
-        """Begin a request, or the probe that its policy chooses by."""
+        """Start a request, or the probe that its policy needs first."""
         first = stand_in(req)
         if self.pools.begin(first, num_tokens):
             first.phase = "extending"
@@ -136,7 +136,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.ended)
     @rule(pick=picks, text=st.sampled_from(TEXTS), num_tokens=pieces)
     def begin_next_turn(self, pick, text, num_tokens):
-        """The prompt and the answer of an earlier request, and more."""
+        """An earlier request's prompt and answer, with more text."""
         last = pick_from(self.ended, pick)
         if len(last.contents) < 32:
             parts = [*last.parts, (TEXT, tuple(last.output_ids)), (TEXT, text)]
@@ -148,7 +148,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.pools.paths)
     @rule(pick=picks, tokens=st.sampled_from(CHUNKS + TEXTS), forge=st.sampled_from([repr, str, lambda name: name[0]]))
     def begin_forged(self, pick, tokens, forge):
-        """A client names a namespace of ours as its own."""
+        """A client passes one of our namespaces as its own key."""
         namespace = pick_from(list(self.pools.paths), pick)
         for name in (namespace, Namespace("chunk", namespace.extra_key, namespace.cache_salt)):
             self.begin(ALL, [(TEXT, tokens)], (forge(name), None, None))
@@ -163,7 +163,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.pools.running)
     @rule(pick=picks, num_steps=st.integers(1, 6), num_tokens=pieces)
     def advance(self, pick, num_steps, num_tokens):
-        """Some steps of a running request: take a result, compute the next piece, decode, finish."""
+        """Steps of a running request: receive a result, compute the next piece, decode, finish."""
         req = pick_from(self.pools.running, pick)
         for _ in range(num_steps):
             if req in self.pools.running:
@@ -221,7 +221,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.pools.running)
     @rule(pick=picks, abort=st.booleans())
     def stop(self, pick, abort):
-        """A request is aborted or retracted, in whatever phase."""
+        """A request is aborted or retracted, in any phase."""
         req = pick_from(self.pools.running, pick)
         if abort:
             self.pools.release(req, is_insert=False)
@@ -242,7 +242,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.has_storage)
     @rule(hangs=st.booleans())
     def hang_storage(self, hangs):
-        """From now on storage answers nothing, or what it was asked meanwhile."""
+        """Storage stops answering, or answers everything asked in the meantime."""
         self.pools.slow = hangs
         (self.storage.open.clear if hangs else self.storage.open.set)()
 
@@ -275,7 +275,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: self.pools.store._cached)
     @rule(pick=picks, ttl=st.sampled_from([None, 5]))
     def pin_chunk(self, pick, ttl):
-        """A chunk is pinned, anew if it is already, unless the budget or memory does not suffice."""
+        """A chunk is pinned, possibly again, unless the budget or memory is short."""
         pins, chunk = self.pools.cache.admission.pins, pick_from(list(self.pools.store._cached.values()), pick)
         before = len(pins)
         try:
@@ -286,7 +286,7 @@ class CacheHistories(RuleBasedStateMachine):
 
     @rule(seconds=st.integers(0, 6))
     def wait(self, seconds):
-        """Time passes: pins that nobody used have ended."""
+        """Time passes: pins that were not used expire."""
         self.now += seconds
         pins = self.pools.cache.admission.pins
         pins.expire(self.now)
@@ -294,7 +294,7 @@ class CacheHistories(RuleBasedStateMachine):
 
     @rule()
     def sweep(self):
-        """What was deleted is gone once nobody holds it."""
+        """Deleted chunks are freed once nobody holds them."""
         self.pools.cache.rows.sweep()
         assert all(
             chunk.node is None or chunk.node.lock_ref or chunk.node.host_ref_counter
@@ -304,7 +304,7 @@ class CacheHistories(RuleBasedStateMachine):
     @precondition(lambda self: len(self.pools.waiting_locks) < 2 and self.pools.paths)
     @rule(tokens=st.sampled_from(CHUNKS), needed=st.integers(1, 5))
     def lock_for_waiting(self, tokens, needed):
-        """A waiting request holds the beginning of a chunk."""
+        """A waiting request locks the beginning of a chunk."""
         key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         kept = ((0, min(needed, len(tokens))),)
         node = self.pools.store.find(ChunkSlice(key, 0, array("q", tokens), 0, len(tokens), kept))
@@ -339,14 +339,14 @@ class CacheHistories(RuleBasedStateMachine):
             assert not chunk.node.evicted and self.pools.store._cached[chunk.key] is chunk
 
     def settle(self):
-        """All copies that are under way arrive; then those that are on the host are stored."""
+        """All copies under way arrive; then what is on the host is stored."""
         self.pools.cache.finish_loads()
         while self.pools.copying:
             self.pools.take_acknowledgements()
         self.pools.take_acknowledgements()
 
     def teardown(self):
-        """Everything can be given back: nothing is lost."""
+        """Everything can be released and evicted: nothing has leaked."""
         if self.has_storage:
             self.hang_storage(False)
         for req in list(self.pools.running):
@@ -367,27 +367,27 @@ class CacheHistories(RuleBasedStateMachine):
 
 
 class FrequencyHistories(CacheHistories):
-    """The same with priorities that are not times alone, in a smaller pool."""
+    """The same with priorities that are more than times, in a smaller pool."""
 
     pool_size = 24
     eviction_policy = "lfu"
 
 
 class CopyHistories(CacheHistories):
-    """The same where requests get copies of their chunks, beside others that do not."""
+    """The same with requests that copy their chunks, beside others that do not."""
 
     pool_size = 64
     links = ("copy", "copy", "block")
 
 
 class HoleHistories(CacheHistories):
-    """The same where prompts keep some tokens of their chunks and compute the others in context."""
+    """The same with prompts that keep some tokens of their chunks and compute the others in context."""
 
     links = ("holes", "other holes", "holes", "block")
 
 
 class PolicyHistories(CacheHistories):
-    """The same where prompts recompute tokens, chunks stand behind preambles, and probes run beside others."""
+    """The same with recomputed tokens, preambles, and probes beside other requests."""
 
     pool_size = 80
     links = (
@@ -405,7 +405,7 @@ class PolicyHistories(CacheHistories):
 
 
 class TierHistories(CacheHistories):
-    """The same where the host keeps what the device evicts, and is soon full."""
+    """The same with a host tier that receives what the device evicts, and soon fills up."""
 
     pool_size = 32
     options = {"host_size": 40}
@@ -418,7 +418,7 @@ class StoredHistories(TierHistories):
 
 
 class HybridHistories(CacheHistories):
-    """The same where a layer with a window has fewer slots than the other one."""
+    """The same with a sliding-window layer that has fewer slots than the other one."""
 
     pool_size = 64
     links = ("block", "block", "holes", "base:preamble=lead", "base+epic:tokens=2")
@@ -434,7 +434,7 @@ class HybridHistories(CacheHistories):
 
 
 class WiderHybridHistories(HybridHistories):
-    """The same with a window that holds several chunks, and probes."""
+    """The same with a window that spans several chunks, and probes."""
 
     links = ("block", "query:ratio=0.4", "other holes", "base", "base+static:ratio=0.4")
     options = {"window": 4, "window_size": 40}

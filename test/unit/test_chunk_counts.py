@@ -1,4 +1,4 @@
-"""What the scheduler counts of chunks, over traffic whose numbers are known."""
+"""The scheduler's counters of chunks, over traffic whose numbers are known."""
 
 from array import array
 
@@ -28,7 +28,7 @@ def reuse(loop):
 
 
 def test_a_census_counts_each_chunk_once(monkeypatch):
-    """Whatever comes and goes between two steps; what is there all the time is counted."""
+    """Chunks come and go between the steps of a census; those present throughout are counted once."""
     monkeypatch.setattr(counts, "PIECE", 2)
     monkeypatch.setattr(catalog, "_SHARE", 1)
     loop = Loop()
@@ -36,7 +36,7 @@ def test_a_census_counts_each_chunk_once(monkeypatch):
     census = Census(loop.store)
     assert census.step() is None
     deleted(loop, id_of(A))
-    loop.warm(A)  # again, as the last one
+    loop.warm(A)  # used again, so now the most recent
     assert census.step().resident == (4, 16)
     assert census.step() is None
     loop.pools.flush()
@@ -51,9 +51,9 @@ def occupancy(loop):
 @pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
 def test_reuse(overlap):
     loop = Loop(overlap=overlap)
-    ask(loop, A, B)  # four tokens each
+    ask(loop, A, B)  # four tokens each, both missing
     assert reuse(loop) == (2, 0, 0, 8)
-    ask(loop, B, (TEXT, (14,)), A, C)  # the third has four as well
+    ask(loop, B, (TEXT, (14,)), A, C)  # C has four as well
     assert reuse(loop) == (5, 2, 8, 12)
     ask(loop, A, A, link="epic:tokens=1")
     assert reuse(loop) == (7, 4, 8 + 4 + 3, 12)
@@ -62,7 +62,7 @@ def test_reuse(overlap):
     assert reuse(loop) == (7, 4, 15, 12)
 
 
-def test_what_two_prompts_miss_is_computed_once():
+def test_a_chunk_missed_by_two_prompts_is_computed_once():
     loop = Loop()
     for rid in ("p0", "p1"):
         loop.submit([A, QUESTION], rid)
@@ -72,30 +72,30 @@ def test_what_two_prompts_miss_is_computed_once():
     assert sum(loop.store.counts.fill_seconds.counts) == 1
 
 
-def test_a_beginning_that_was_cached_is_not_computed():
+def test_cached_prefixes_are_not_counted_as_computed():
     loop = Loop()
     ask(loop, (CHUNK, (1, 2, 3)))
     ask(loop, (CHUNK, (1, 2, 3, 4, 5)))
     assert reuse(loop) == (2, 0, 0, 3 + 2)
-    ask(loop, A, link="base")  # behind two tokens of a preamble
+    ask(loop, A, link="base")  # after a preamble of two tokens
     ask(loop, B, link="base")
     assert reuse(loop) == (4, 0, 0, 5 + 2 + 4 + 4)
 
 
-def test_prompts_whose_chunks_are_there_wait_for_nothing():
+def test_loads_count_neither_as_waits_nor_as_fills():
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A, B)
     counts = loop.store.counts
     before = sum(counts.wait_seconds.counts), sum(counts.fill_seconds.counts)
     ask(loop, A)
     loop.tree_cache.evict(EvictParams(num_tokens=40))
-    ask(loop, A, B)  # loaded
+    ask(loop, A, B)  # loaded from the host
     assert (sum(counts.wait_seconds.counts), sum(counts.fill_seconds.counts)) == before
     assert 0 < counts.wait_seconds.total < 60 and 0 < counts.fill_seconds.total < 60
 
 
 @pytest.mark.parametrize("host_size", [0, 80])
-def test_evictions_and_the_hits_of_what_is_gone(host_size):
+def test_evictions_and_hits_of_evicted_chunks(host_size):
     loop = Loop(pool_size=40, host_size=host_size)
     loop.warm(A, B)
     for _ in range(3):
@@ -103,11 +103,11 @@ def test_evictions_and_the_hits_of_what_is_gone(host_size):
     counts = loop.store.counts
     assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (0, 0)
     loop.tree_cache.evict(EvictParams(num_tokens=40))
-    assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (2, 8)  # their texts left as well
+    assert (counts.num_evicted_chunks, counts.num_evicted_tokens) == (2, 8)  # their texts were evicted too, uncounted
     if host_size:
         assert counts.hits_per_chunk.counts == [0] * 12
         loop.pools.flush()
-    assert counts.hits_per_chunk.counts == [1, 0, 0, 1] + [0] * 8  # none, and three
+    assert counts.hits_per_chunk.counts == [1, 0, 0, 1] + [0] * 8  # one chunk without a hit, one with three
     assert counts.hits_per_chunk.total == 3
     loop.warm(C)
     deleted(loop, id_of(C))
@@ -132,12 +132,12 @@ def test_refusals():
     assert all(refused(*[A] * 9) for _ in range(2))
     assert not refused(A)
     assert pin(loop, A, B, C) == ([id_of(A), id_of(B)], [BUDGET])
-    assert pin(loop, (CHUNK, (9,)))[1] == ["unknown"]  # not a refusal: there is nothing to pin
+    assert pin(loop, (CHUNK, (9,)))[1] == ["unknown"]  # there is nothing to pin, so no refusal is counted
     counted = {"pool": 1, "positions": 1, "policy": 1, "request": 2, "pin_budget": 1, "pin_room": 0}
     assert loop.store.counts.refused == counted
 
 
-def test_a_pin_that_there_is_no_room_for_is_a_refusal():
+def test_a_pin_without_room_counts_as_refused():
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A)
     loop.tree_cache.evict(EvictParams(num_tokens=40))
@@ -192,7 +192,7 @@ def test_occupancy(host_size):
     assert now["host"] == ((1, 4) if host_size else (0, 0))
 
 
-def test_a_histogram_s_bounds_belong_to_their_buckets():
+def test_histogram_bounds_are_inclusive():
     histogram = Histogram((0, 1, 2.5))
     for value in (0, 0, 0.5, 1, 2.5, 2.6, 100):
         histogram.observe(value)

@@ -1,4 +1,4 @@
-"""Lists of chunks: what a tenant sees of the cache, in pages."""
+"""Lists of chunks: what a tenant sees of the cache, page by page."""
 
 import random
 from array import array
@@ -23,7 +23,7 @@ def listed(loop, tenant=None, everybody=False, **query):
 
 
 def pieces_of_ranks(loops, verb, between=lambda: None, **arguments):
-    """All that data-parallel ranks answer.  between: what happens between two pieces."""
+    """The answers of all data-parallel ranks, piece by piece.  between: called between two pieces."""
 
     async def ask(starts):
         if starts is not None:
@@ -33,7 +33,7 @@ def pieces_of_ranks(loops, verb, between=lambda: None, **arguments):
     for rank, loop in enumerate(loops):
         loop.admission.control.dp_rank = rank
     try:
-        all_pieces(ask).send(None)  # not in an event loop, in which one could not be within another
+        all_pieces(ask).send(None)  # driven by hand, since event loops cannot nest
     except StopIteration as end:
         return end.value
     raise AssertionError("it waits for something")
@@ -45,7 +45,7 @@ def listed_of_ranks(loops, tenant=None, everybody=False, **query):
     return merged_page(pieces_of_ranks(loops, "page", **asked), wanted)
 
 
-def test_what_a_list_says():
+def test_the_fields_of_a_list():
     loop = Loop()
     loop.warm(A, B)
     loop.submit([A, QUESTION], "hit")
@@ -73,14 +73,14 @@ def test_users_and_states_while_requests_run():
     assert {chunk["users"] for chunk in listed(loop)["chunks"]} == {0}
 
 
-def test_what_was_evicted_leaves_the_list():
+def test_evicted_chunks_leave_the_list():
     loop = Loop(pool_size=13)
     loop.warm(A, B, C)
     listed_ids = {chunk["id"] for chunk in listed(loop)["chunks"]}
     assert id_of(C) in listed_ids and id_of(A) not in listed_ids
 
 
-def test_the_host_tier_is_another_state():
+def test_chunks_on_the_host():
     loop = Loop(pool_size=14, host_size=60)
     loop.warm(A, B, C)
     states = {chunk["id"]: (chunk["state"], chunk["tiers"]) for chunk in listed(loop)["chunks"]}
@@ -90,12 +90,12 @@ def test_the_host_tier_is_another_state():
     }
 
 
-def test_a_tenant_sees_its_own():
+def test_a_tenant_sees_only_its_own_chunks():
     loop = Loop()
     for i, tenant in enumerate([None, "a", "b"]):
-        extra = {"cache_salt": tenant, "extra_key": tenant}  # as the HTTP process joins them
+        extra = {"cache_salt": tenant, "extra_key": tenant}  # the HTTP process sets both
         loop.submit([A, QUESTION], f"t{i}", **extra)
-    loop.submit([B, QUESTION], "other key", extra_key="b")  # SGLang's own key is no salt
+    loop.submit([B, QUESTION], "other key", extra_key="b")  # an extra_key is not a salt
     loop.run()
     for tenant in (None, "a", "b"):
         assert [(c["id"], c["cache_salt"]) for c in listed(loop, tenant)["chunks"]] == [(id_of(A), tenant)]
@@ -107,14 +107,14 @@ def test_a_tenant_sees_its_own():
 
 @pytest.fixture(params=[catalog.PIECE, 3], ids=["one piece", "many pieces"])
 def piece(request, monkeypatch):
-    """How many chunks are looked at together."""
+    """How many chunks are examined at a time."""
     monkeypatch.setattr(catalog, "PIECE", request.param)
     monkeypatch.setattr(catalog, "_SHARE", min(catalog._SHARE, request.param - 1))
 
 
 @pytest.mark.parametrize("sort", ["last_use", "hits", "tokens", "created"])
 @pytest.mark.parametrize("order", ["asc", "desc"])
-def test_pages_are_the_whole_list_in_order(piece, sort, order):
+def test_pages_concatenate_to_the_sorted_list(piece, sort, order):
     rng = random.Random(0)
     loop = Loop(pool_size=400)
     chunks = [(True, (rng.randrange(1, 15), i % 15 + 1, i // 15 + 1, *[3] * rng.randrange(3))) for i in range(25)]
@@ -140,8 +140,8 @@ def test_pages_are_the_whole_list_in_order(piece, sort, order):
 
 @pytest.mark.parametrize("order", ["asc", "desc"])
 @pytest.mark.parametrize("limit", [1, 2, 3])
-def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(piece, order, limit):
-    """Each rank counts its chunks from 0, so those of several ranks have the same places."""
+def test_pages_over_ranks_lose_no_chunk_at_ties(piece, order, limit):
+    """Each rank numbers its chunks from 0, so chunks of different ranks tie in the sort order."""
     loops = [Loop(), Loop(), Loop()]
     for loop in loops:
         loop.warm(A, B, C)
@@ -157,7 +157,7 @@ def test_pages_of_ranks_lose_no_chunk_where_places_are_equal(piece, order, limit
     assert pages == (expected if order == "asc" else expected[::-1])
 
 
-def test_what_is_computed_is_in_one_piece_only(piece):
+def test_chunks_being_computed_are_listed_once(piece):
     loop = Loop(chunked_prefill_size=4)
     others = [(True, (i, 9, 9)) for i in range(1, 9)]
     loop.warm(*others)
@@ -169,7 +169,7 @@ def test_what_is_computed_is_in_one_piece_only(piece):
     assert {chunk["id"]: chunk["state"] for chunk in page["chunks"]} == expected
 
 
-def test_an_id_finds_its_chunks():
+def test_an_id_finds_every_variant():
     loop = Loop()
     loop.warm(A, B)
     loop.submit([A, QUESTION], "behind a preamble", link="base")
@@ -206,7 +206,7 @@ def deleted(loop, *ids, tenant=None):
 
 
 @pytest.mark.parametrize("host_size", [0, 60])
-def test_a_deleted_chunk_is_computed_anew(host_size):
+def test_a_deleted_chunk_is_computed_again(host_size):
     loop = Loop(host_size=host_size)
     loop.warm(A, B)
     free = loop.pools.slots.available_size()
@@ -219,7 +219,7 @@ def test_a_deleted_chunk_is_computed_anew(host_size):
     assert loop.counts(req)[1:] == (4, 0b10)
 
 
-def test_a_deleted_chunk_on_the_host_leaves_it():
+def test_deletion_frees_the_host_copy():
     loop = Loop(pool_size=14, host_size=60)
     loop.warm(A, B, C)
     assert {c["id"]: c["state"] for c in listed(loop)["chunks"]}[id_of(A)] == "host"
@@ -229,7 +229,7 @@ def test_a_deleted_chunk_on_the_host_leaves_it():
     loop.pools.check()
 
 
-def test_what_a_request_holds_is_gone_when_it_ends():
+def test_a_deleted_chunk_in_use_is_freed_when_its_user_ends():
     loop = Loop()
     req = loop.submit([A, QUESTION], "running", max_new_tokens=3)
     while not loop.running_batch.reqs:
@@ -241,7 +241,7 @@ def test_what_a_request_holds_is_gone_when_it_ends():
     assert listed(loop)["total"] == 0 and loop.resident(req) == [False]
 
 
-def test_a_longer_chunk_keeps_its_beginning():
+def test_deletion_spares_a_prefix_of_another_chunk():
     longer = (True, (*A[1], 7, 7))
     loop = Loop()
     loop.warm(A, longer)
@@ -251,7 +251,7 @@ def test_a_longer_chunk_keeps_its_beginning():
     assert not [key for _, key, _ in loop.pools.nodes() if getattr(key, "kind", None) == "chunk"]
 
 
-def test_nobody_deletes_what_is_another_tenant_s():
+def test_a_tenant_cannot_delete_anothers_chunks():
     loop = Loop()
     loop.warm(A)
     assert deleted(loop, id_of(A), tenant="a") == ([], [id_of(A)])
@@ -259,7 +259,7 @@ def test_nobody_deletes_what_is_another_tenant_s():
 
 
 def test_an_ambiguous_id_is_left_alone():
-    """Two texts whose digests begin alike: the id that they share names neither, all digits do."""
+    """Two digests with the same first digits: the short id names neither chunk, the full digest does."""
     loop = Loop()
     digests = {tuple(A[1]): b"same id." + b"a" * 24, tuple(B[1]): b"same id." + b"b" * 24}
     nodes = {}

@@ -1,4 +1,4 @@
-"""Messages about chunks between the HTTP process and the scheduler: everybody is given the answer to its own."""
+"""Messages about chunks between the HTTP process and the scheduler: each caller gets the answer to its own."""
 
 import asyncio
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from sglang.srt.managers.io_struct import unwrap_from_pickle, wrap_as_pickle
 from sglang_lazy.port.scheduler import control
 
 
-def test_a_caller_that_leaves_takes_its_answer_along():
+def test_an_abandoned_call_does_not_confuse_the_next():
     async def run():
         sent = []
         communicator = FanOutCommunicator(sent.append, 1)
@@ -35,7 +35,7 @@ def test_a_caller_that_leaves_takes_its_answer_along():
     assert asyncio.run(run()) == [{"tenant": "b"}]
 
 
-def test_answers_of_ranks_are_in_their_order():
+def test_answers_are_ordered_by_rank():
     async def run():
         communicator = FanOutCommunicator(lambda _message: None, 3)
         manager = SimpleNamespace(auto_create_handle_loop=lambda: None)

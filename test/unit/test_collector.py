@@ -1,4 +1,4 @@
-"""The garbage collector: requests are none of its work, and what stays is looked at once."""
+"""The garbage collector: requests are freed without it, and long-lived chunks are scanned only once."""
 
 import gc
 import weakref
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 @pytest.fixture
 def by_hand():
-    """The collector works when it is told to."""
+    """Collection happens only when called for."""
     gc.collect()
     gc.disable()
     yield
@@ -22,22 +22,22 @@ def by_hand():
 
 
 @pytest.mark.parametrize("link", ["block", "base", "copy", "epic:tokens=1", "query:ratio=0.5", "blend:ratio=0.5"])
-def test_a_request_goes_when_it_has_ended(by_hand, link):
+def test_finished_requests_leave_no_cycles(by_hand, link):
     loop = Loop()
-    for i in range(2):  # its chunks are computed, and found
+    for i in range(2):  # first its chunks are computed, then found
         req = weakref.ref(loop.submit([A, B, QUESTION], f"r{i}", link=link, max_new_tokens=2))
         loop.run()
-        loop.submit([C, QUESTION], f"another-{i}")  # the last batch is kept
+        loop.submit([C, QUESTION], f"another-{i}")  # SGLang holds on to the last batch
         loop.run()
         assert req() is None
 
 
 def in_sight(loop):
-    """How many of its chunks the collector looks at."""
+    """How many of its chunks the collector would scan."""
     return len({id(chunk) for chunk in loop.store.catalog} & {id(one) for one in gc.get_objects()})
 
 
-def test_chunks_are_set_aside_when_nothing_runs(by_hand):
+def test_an_idle_scheduler_freezes_its_chunks(by_hand):
     loop = Loop()
     loop.warm(A, B, C)
     nodes = [weakref.ref(chunk.node) for chunk in loop.store.catalog]
@@ -52,7 +52,7 @@ def test_chunks_are_set_aside_when_nothing_runs(by_hand):
     collector.on_idle(loop)
     assert in_sight(loop) == 0
     loop.pools.flush()
-    assert [node() for node in nodes[1:]] == [None] * 2  # the last batch keeps the first
+    assert [node() for node in nodes[1:]] == [None] * 2  # SGLang's last batch still refers to the first
 
 
 def test_a_scheduler_without_chunks_is_left_alone(by_hand):

@@ -1,4 +1,4 @@
-"""A Comb model on SGLang's layers: its configuration and weights, its encoder, and who is changed by cross layers."""
+"""A Comb model on SGLang's layers: configuration, weights, the encoder, and which tokens its cross layers change."""
 
 import json
 
@@ -39,7 +39,8 @@ def rows(lens, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_encoder(tmp_path, causal):
-    """Chunks of many lengths in one batch, keys normalised, against the oracle's, one by one."""
+    """Chunks of many lengths encoded in one batch, with normalised keys, against the oracle, which encodes them one by
+    one."""
     path = build(tmp_path / "model", causal=causal)
     model, oracle = new_model(path), CombOracle(path)
     model.load_weights(load_file(path / "model.safetensors").items())
@@ -56,7 +57,7 @@ def test_the_encoder(tmp_path, causal):
 
 
 def test_each_rank_has_the_heads_that_its_queries_read(tmp_path):
-    """Of four ranks, for two heads of keys and values: with all of them, every rank's part of each weight, by heads."""
+    """Four ranks share two KV heads. Given all KV heads, each rank's weights equal the matching slices of the whole."""
     path = build(tmp_path / "model")
     weights = load_file(path / "model.safetensors")
     for rank in range(4):
@@ -68,7 +69,7 @@ def test_each_rank_has_the_heads_that_its_queries_read(tmp_path):
             for name in (f"chunk_model.k_proj.{i}.weight", f"chunk_model.v_proj.{i}.weight"):
                 assert torch.equal(parts[name], weights[name].unflatten(0, (KV_HEADS, 32))[group])
             name = f"language_model.model.cross_layers.{i}.cross_attn"
-            own = slice(rank * 32, rank * 32 + 32)  # one of HEADS heads
+            own = slice(rank * 32, rank * 32 + 32)  # each rank has one query head
             assert torch.equal(parts[f"{name}.q_proj.weight"], weights[f"{name}.q_proj.weight"][own])
             assert torch.equal(parts[f"{name}.o_proj.weight"], weights[f"{name}.o_proj.weight"][:, own])
             assert torch.equal(parts[f"{name}.k_norm.weight"], weights[f"{name}.k_norm.weight"])
@@ -80,7 +81,7 @@ def test_public_configurations_count_both_kinds_of_layers(tmp_path):
     config = CombLlamaConfig.from_pretrained(build(tmp_path / "model"))
     assert (config.num_hidden_layers, config.cross_attention_layers) == (LAYERS, list(CROSS))
     assert config.architectures == ["CombLlamaForConditionalGeneration"] and config.head_dim == 32
-    assert not hasattr(config, "text_config")  # SGLang would take the model for a multimodal one
+    assert not hasattr(config, "text_config")  # with it, SGLang would treat the model as multimodal
     config.save_pretrained(tmp_path / "again")
     assert CombLlamaConfig.from_pretrained(tmp_path / "again").num_hidden_layers == LAYERS
 
@@ -99,12 +100,12 @@ def test_bad_checkpoints(tmp_path):
             new_model(path).load_weights(changed.items())
     model = new_model(path)
     model.load_weights(weights.items())
-    model.load_weights([(gate, weights[gate] + 1)])  # as weights are updated in service
+    model.load_weights([(gate, weights[gate] + 1)])  # as in an update of a running server's weights
     assert torch.equal(model.language_model.model.cross_layers[1].cross_attn_mlp_gate, weights[gate] + 1)
 
 
 @pytest.mark.parametrize("places", [[], [1, 0], [0, 5], [2, 2]])
-def test_places_of_cross_layers(tmp_path, places):
+def test_bad_positions_of_cross_layers(tmp_path, places):
     path = build(tmp_path / "model")
     config = json.loads((path / "config.json").read_text())
     config["text_config"]["num_hidden_layers"] = LAYERS + len(places)
@@ -114,7 +115,7 @@ def test_places_of_cross_layers(tmp_path, places):
 
 
 def test_what_training_saves_is_served(tmp_path):
-    """Its names and shapes, and the same keys and values."""
+    """Names and shapes as training saves them, and the same keys and values."""
     shape = Shape(
         vocab_size=50, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, max_position_embeddings=128,
@@ -135,7 +136,8 @@ def test_what_training_saves_is_served(tmp_path):
 @pytest.mark.parametrize("first_layer", [False, True])
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_tokens_without_chunks_keep_their_bits(mode, first_layer):
-    """Both summands, since SGLang adds them before it rounds; the others' sum is what the cross layer made of it."""
+    """SGLang adds hidden state and residual before it rounds: both stay as they were for tokens without chunks, and
+    others get what the cross layer computed."""
     generator = torch.Generator().manual_seed(0)
     hidden, residual = torch.randn(2, 6, 8, generator=generator).bfloat16()
     residual = None if first_layer else residual

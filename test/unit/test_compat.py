@@ -1,4 +1,4 @@
-"""Every flag and model property that chunk reuse does not fit is refused, with its reason."""
+"""Every flag and model property that chunk reuse cannot serve is refused, with its reason."""
 
 import importlib.metadata
 from types import SimpleNamespace
@@ -92,14 +92,14 @@ def test_the_defaults_fit():
 
 
 def test_flags_are_sglangs_own():
-    """Every flag looked at exists, so that none is checked under a wrong name; and each is refused below."""
+    """Every flag checked exists, so that a renamed one cannot pass unnoticed; and each is refused in a test below."""
     assert set(FLAGS) <= set(ServerArgs.__dataclass_fields__)
     assert set(FLAGS) - {"enable_hierarchical_cache", "tokenizer_worker_num"} == {flag for flag, _, _ in UNFIT_FLAGS}
 
 
 @pytest.mark.parametrize("name", ["SGLANG_RUST_SERVER", "SGLANG_RADIX_FORCE_MISS"])
 def test_unfit_environment(name):
-    """A variable of SGLang's gives one reason."""
+    """An unsupported environment variable gives one reason."""
     with getattr(envs, name).override(True):
         (given,) = compat.unfit_flags(SimpleNamespace(**FLAGS))
     assert {"SGLANG_RUST_SERVER": "the Rust server", "SGLANG_RADIX_FORCE_MISS": name}[name] in given
@@ -107,13 +107,13 @@ def test_unfit_environment(name):
 
 @pytest.mark.parametrize(("flag", "value", "reason"), UNFIT_FLAGS)
 def test_unfit_flags(flag, value, reason):
-    """One unfit flag gives one reason, which names it."""
+    """One unsupported flag gives one reason, which names it."""
     (given,) = compat.unfit_flags(SimpleNamespace(**{**FLAGS, flag: value}))
     assert reason in given
 
 
 class Layer(torch.nn.Module):
-    """An attention layer as models build them."""
+    """An attention layer as SGLang's models build it."""
 
     def __init__(self, rope=None, **attention):
         super().__init__()
@@ -127,7 +127,7 @@ def plain_rope():
 
 
 def runner(*layers, architecture="LlamaForCausalLM", **changes):
-    """What `unfit_model` sees of a model runner."""
+    """A model runner, reduced to what `unfit_model` reads."""
     config = {
         "hf_config": SimpleNamespace(architectures=[architecture]),
         "is_encoder_decoder": False,
@@ -179,7 +179,7 @@ def test_a_plain_model_fits():
     ],
 )
 def test_unfit_models(changes, reason):
-    """One unfit property of a model gives one reason, which names it."""
+    """One unsupported property of a model gives one reason, which names it."""
     (given,) = compat.unfit_model(runner(Layer(plain_rope()), **changes))
     assert reason in given
 
@@ -188,7 +188,7 @@ FP8 = {"kv_cache_dtype": torch.float8_e4m3fn, "kv_cache_dtype_str": "fp8_e4m3"}
 
 
 def scaled(k_scale, v_scale):
-    """A layer whose keys and values are divided by scales, as SGLang loads them."""
+    """A layer with KV scales, as SGLang loads them."""
     layer = Layer(plain_rope())
     layer.attn.k_scale_float, layer.attn.v_scale_float = k_scale, v_scale
     return layer
@@ -197,7 +197,7 @@ def scaled(k_scale, v_scale):
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_an_fp8_cache_fits(name, kernels):
-    """Both types; with a model's scales too."""
+    """Both fp8 types, with and without a model's own scales."""
     dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[name]
     given = runner(scaled(0.5, 2.0), kv_cache_dtype=dtype, kv_cache_dtype_str=name)
     assert compat.unfit_model(given) == []
@@ -212,27 +212,27 @@ def test_an_fp8_cache_fits(name, kernels):
         ("cuda", {}, "the kernels need a Hopper GPU"),
     ],
 )
-def test_kernels_that_an_fp8_cache_does_not_fit(monkeypatch, kernels, changes, reason):
+def test_kernels_that_cannot_read_an_fp8_cache(monkeypatch, kernels, changes, reason):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     given = runner(Layer(plain_rope()), **{**FP8, **changes})
     assert reason in compat.unfit_kernels(kernels, given, described(given), max_chunks=256)
 
 
 def test_copies_do_not_fit_an_fp8_cache():
-    """Their keys would be rounded twice."""
+    """Rotating a copied key would round it a second time."""
     assert "fp8" in get_policy("copy").unfit(ServerTraits(fp8_cache=True))
     assert get_policy("copy").unfit(ServerTraits()) is None
     assert get_policy("block").unfit(ServerTraits(fp8_cache=True)) is None
 
 
-def test_a_query_needs_layers_that_see_all_of_a_prompt():
-    """The attention of one with a window says nothing of what lies before it."""
+def test_query_needs_layers_without_windows():
+    """A sliding-window layer's attention says nothing about what precedes its window."""
     assert "whole prompt" in get_policy("query").unfit(ServerTraits(whole_layers=False))
     assert get_policy("query").unfit(ServerTraits()) is None
 
 
 def test_scales_that_the_stock_backend_does_not_apply():
-    """Chunks are filled by SGLang's own attention, whose keys must be stored as the link path reads them."""
+    """SGLang's own attention fills chunks; it must store keys as the link path reads them."""
     native = SimpleNamespace(attention_backend=None, get_attention_backends=lambda: ("torch_native", "torch_native"))
     for layer, count in ((scaled(0.5, 0.5), 1), (scaled(1.0, 1.0), 0), (scaled(None, None), 0)):
         assert len(compat.unfit_model(runner(layer, server_args=native, **FP8))) == count
@@ -240,7 +240,7 @@ def test_scales_that_the_stock_backend_does_not_apply():
 
 @pytest.mark.parametrize("which", ["prefill", "decode"])
 def test_unfit_attention_backends(which):
-    """Where only one of two is foreign, that is named."""
+    """Where only one of prefill and decode is unsupported, that backend is named."""
     backends = ("triton", "flashmla") if which == "decode" else ("flashmla", "triton")
     args = SimpleNamespace(attention_backend="triton", get_attention_backends=lambda: backends)
     (given,) = compat.unfit_model(runner(Layer(plain_rope()), server_args=args))
@@ -258,13 +258,13 @@ def test_unfit_attention_backends(which):
     ],
 )
 def test_unfit_layers(attention, reason):
-    """One unfit property of a layer gives one reason, which names it."""
+    """One unsupported property of a layer gives one reason, which names it."""
     (given,) = compat.unfit_model(runner(Layer(plain_rope(), **attention)))
     assert reason in given
 
 
 def test_layers_of_two_shapes():
-    """As Gemma 4's: they fit where each has a pool of its own shape, on the device alone."""
+    """As in Gemma 4: supported if each shape has its own pool, and without a host tier."""
     layers = Layer(plain_rope()), Layer(plain_rope(), num_kv_heads=4, layer_id=1)
     assert compat.unfit_model(runner(*layers)) == []
     one = SimpleNamespace(get_key_buffer=lambda layer_id: torch.zeros(1, 2, 32))
@@ -277,7 +277,7 @@ def test_layers_of_two_shapes():
 
 
 def test_a_query_scale_that_depends_on_the_position():
-    """As models set it on their layers."""
+    """Models set it as an attribute of their layers."""
     layer = Layer(plain_rope())
     layer.attn.xai_temperature_len = 8
     (given,) = compat.unfit_model(runner(layer))
@@ -285,7 +285,7 @@ def test_a_query_scale_that_depends_on_the_position():
 
 
 def test_unfit_rotary_embeddings():
-    """None, and one whose angles a rotation cannot take back."""
+    """No rotary embedding, and one whose rotation cannot be undone."""
     sections = dict(mrope_section=[4, 6, 6], scaling_factor=2.0)
     mrope = YaRNScalingMRotaryEmbedding(32, 32, 128, 10000, True, dtype=torch.float32, **sections)
     for rope, reason in ((None, "layers without a rotary embedding"), (mrope, "YaRNScalingMRotaryEmbedding")):
@@ -294,13 +294,13 @@ def test_unfit_rotary_embeddings():
 
 
 def test_positions_of_several_axes():
-    """They fit, also where a model sees images: text stands at the same place on all of them."""
+    """Supported, with images too: a text token has the same position on every axis."""
     mrope = MRotaryEmbedding(32, 32, 128, 10000, True, torch.float32, mrope_section=[4, 6, 6])
     assert compat.unfit_model(runner(Layer(mrope), model_is_mrope=True, is_multimodal=True)) == []
 
 
-def test_an_architecture_that_was_not_tested():
-    """It is refused unless the user wants to try it; whatever else does not fit is refused all the same."""
+def test_an_untested_architecture():
+    """Refused unless a flag says to try it; with the flag, all other reasons still hold."""
     given = runner(Layer(plain_rope()), architecture="NewForCausalLM")
     (reason,) = compat.unfit_model(given)
     assert "NewForCausalLM" in reason and "--lazy-untested-model" in reason
@@ -310,14 +310,14 @@ def test_an_architecture_that_was_not_tested():
 
 
 def test_layers_with_another_state():
-    """A model of which some layers, or all, keep something else than the keys and values of an attention layer."""
+    """Some or all layers keep state other than the keys and values of attention."""
     layers = (Layer(plain_rope()), torch.nn.Linear(1, 1))
     (reason,) = compat.unfit_model(runner(*layers))
     assert "attention in 1 of 2 layers" in reason
 
 
 def test_the_message_says_what_to_do():
-    """Every reason on a line of its own, then the way out."""
+    """Every reason on its own line, then the way out."""
     message = str(compat.Unfit(["first", "second"]))
     assert "\n  - first\n  - second\n" in message and "--lazy-fallback" in message
 
@@ -336,8 +336,8 @@ def test_another_sglang_is_refused(monkeypatch):
         ("enable_torch_compile", True, "torch-compile"),
     ],
 )
-def test_what_does_not_fit_an_encoder_of_chunks(flag, value, reason):
-    """One flag gives one reason, with such a model alone."""
+def test_flags_unfit_for_a_chunk_encoder(flag, value, reason):
+    """One flag gives one reason, and only with a model that encodes chunks."""
     architecture = "CombLlamaForConditionalGeneration"
     comb, other = runner(Layer(plain_rope()), architecture=architecture), runner(Layer(plain_rope()))
     comb.model_config.hf_config.cross_attention_layers = [0]

@@ -1,4 +1,4 @@
-"""Device and host hold different chunks where both are full, and none is lost on its way between them."""
+"""Copies on the host: full tiers hold different chunks, and nothing is lost in transfer."""
 
 import random
 
@@ -14,17 +14,18 @@ DEVICE, HOST, LENGTH = 10, 10, 6
 
 
 def corpus(count):
-    """Chunks of which no two begin alike: their first tokens are a vocabulary of their own."""
+    """Chunks that all differ in their first token."""
     return [(CHUNK, (100 + i, *(1 + (i + j) % 7 for j in range(LENGTH - 1)))) for i in range(count)]
 
 
 def new_server(**options):
-    """Room for so many chunks on the device, beside a prompt's text and answer, and on the host."""
+    """A server with room for DEVICE chunks on the device, beside a prompt's text and answer, and for HOST on the
+    host."""
     return Loop(**{"pool_size": DEVICE * LENGTH + 8, "host_size": HOST * LENGTH, "vocab_size": 1000, **options})
 
 
 def ask(server, chunk):
-    """The tiers that had a chunk: device, host, or neither."""
+    """The tier that had the chunk: device, host, or None."""
     req = server.submit([chunk, QUESTION], "r", max_new_tokens=1)
     server.run()
     details = linked(req)
@@ -32,13 +33,13 @@ def ask(server, chunk):
 
 
 def host_chunks(server):
-    """How many chunks the host has a copy of, and how many of these the device has as well."""
+    """How many chunks have a copy on the host, and how many of these are on the device as well."""
     nodes = [node for node, _, _ in server.pools.nodes() if node.backuped and node.key.extra_key.kind == "chunk"]
     return len(nodes), sum(not node.evicted for node in nodes)
 
 
-def test_the_sum_of_both_tiers_is_found():
-    """In turns through more than either tier holds: what each has alone is never computed again."""
+def test_both_tiers_together_hold_the_corpus():
+    """Cycling through more chunks than either tier holds: no chunk is computed twice."""
     server, chunks = new_server(), corpus(16)
     for chunk in chunks:
         assert ask(server, chunk) is None
@@ -47,15 +48,15 @@ def test_the_sum_of_both_tiers_is_found():
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
-def test_more_is_found_than_the_host_holds(policy):
+def test_tiers_hold_different_chunks(policy):
     """Random requests; `step` checks slots, locks and contents of both tiers."""
     server, chunks, dice = new_server(eviction_policy=policy), corpus(16), random.Random(0)
     found = [ask(server, chunks[dice.randrange(16)]) for _ in range(300)]
-    assert found[100:].count(None) / 200 < 0.1, "with the same chunks in both tiers, 6 of 16 would be computed"
+    assert found[100:].count(None) / 200 < 0.1, "with the same chunks in both tiers, 6 of 16 would miss"
     assert {"device", "host"} < set(found)
 
 
-def test_hosts_with_room_keep_all_copies():
+def test_a_host_with_room_keeps_all_copies():
     server, chunks = new_server(host_size=40 * LENGTH), corpus(30)
     for _ in range(2):
         for chunk in chunks:
@@ -63,8 +64,8 @@ def test_hosts_with_room_keep_all_copies():
     assert host_chunks(server)[0] == 30
 
 
-def test_hot_chunks_have_no_copies_where_the_host_is_full():
-    """What is used all the time is copied once, and not again at each use."""
+def test_hot_chunks_are_not_copied_again_to_a_full_host():
+    """A chunk in constant use is copied once, not again at each use."""
     server, chunks = new_server(), corpus(18)
     written = []
     write_backup = server.tree_cache.write_backup
@@ -82,7 +83,7 @@ def test_hot_chunks_have_no_copies_where_the_host_is_full():
 
 
 def test_a_beginning_keeps_its_copy_while_an_end_has_one():
-    """Chunks that begin alike: the host has no end without its beginning. `step` checks that."""
+    """Chunks that share a prefix: the host never holds an end without its beginning, which `step` checks."""
     server, dice = new_server(), random.Random(1)
     chunks = [(CHUNK, (first, 2, 3, last, last, last)) for first in (7, 8, 9) for last in (4, 5, 6, 10, 11)]
     for _ in range(150):

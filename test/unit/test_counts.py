@@ -1,4 +1,4 @@
-"""What results say of reused chunks, and what counts as the use of one."""
+"""What results report about reused chunks, and what counts as a use."""
 
 import dataclasses
 
@@ -15,7 +15,8 @@ both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "
 @both_loops
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 def test_counts_are_honest(overlap, chunked_prefill_size):
-    """A cold prompt reports no hits though its chunks were filled just before; a warm one reports what was there."""
+    """A cold prompt reports no hits, though its chunks were filled just before it ran; a warm one reports what was
+    cached."""
     scheduler = Loop(overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     cold = scheduler.submit([A, (TEXT, (14,)), B, A, QUESTION], "cold", max_new_tokens=2)
     scheduler.run()
@@ -25,14 +26,14 @@ def test_counts_are_honest(overlap, chunked_prefill_size):
     assert scheduler.counts(partly) == (8, 8, 0b110)
     again = scheduler.submit([C, QUESTION, A, B, QUESTION, QUESTION], "again", max_new_tokens=2)
     scheduler.run()
-    assert scheduler.counts(again) == (12 + 2, 12, 0b111), "its first two text tokens are known too"
+    assert scheduler.counts(again) == (12 + 2, 12, 0b111), "its first two text tokens are cached too"
     ends_in_chunk = scheduler.submit([QUESTION, B], "chunk last", max_new_tokens=2)
     scheduler.run()
     assert scheduler.counts(ends_in_chunk) == (3, 3, 0b1)
 
 
 def test_counts_after_eviction_before_admission():
-    """A chunk that was resident on arrival, but had to be computed after all, is no hit."""
+    """A chunk that was resident on arrival but had to be computed again is not a hit."""
     scheduler = Loop()
     scheduler.warm(A, B)
     req = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
@@ -45,8 +46,8 @@ def test_counts_after_eviction_before_admission():
     assert scheduler.counts(req) == (4, 4, 0b10)
 
 
-def test_looking_for_a_chunk_counts_as_a_use():
-    """The chunk that was looked for last goes last, though it was computed first."""
+def test_a_lookup_counts_as_a_use():
+    """The chunk looked up last is evicted last, though it was computed first."""
     scheduler = Loop()
     scheduler.warm(A, B)
     cache = scheduler.tree_cache
@@ -57,8 +58,8 @@ def test_looking_for_a_chunk_counts_as_a_use():
     assert cache.store.find(a) and not cache.store.find(b)
 
 
-def test_only_what_is_used_of_a_chunk_has_to_be_there():
-    """At the end of a prompt its last token is text: what stands before it may have been another chunk."""
+def test_a_chunk_at_the_end_needs_all_but_its_last_token():
+    """A prompt's last token is computed as text, so a chunk at its end needs all tokens but the last."""
     scheduler = Loop()
     scheduler.warm((CHUNK, A[1][:3]))
     req = scheduler.submit([A], "p0", max_new_tokens=1)
@@ -68,19 +69,19 @@ def test_only_what_is_used_of_a_chunk_has_to_be_there():
 
 
 def test_split_before_admission():
-    """A chunk's node that is split after its request has arrived still ends where the chunk does."""
+    """A chunk whose node is split after its request arrived still ends at the node that was found."""
     scheduler = Loop()
     scheduler.warm(A, B)
     req = scheduler.submit([B, A, QUESTION], "p0", max_new_tokens=1)
     found = list(req.lazy.found)
     beginning = dataclasses.replace(req.lazy.prompt.chunks[1], kept=((0, 2),))
-    assert scheduler.store.find(beginning) is found[1].parent, "of the chunk, which is a node of its own now"
+    assert scheduler.store.find(beginning) is found[1].parent, "the chunk's beginning is a node of its own now"
     scheduler.run()
     assert scheduler.counts(req) == (8, 8, 0b11)
 
 
 def test_chunk_that_another_request_fills_is_no_hit():
-    """Counts say what was resident on arrival: a chunk that was only under way then was not."""
+    """Counts tell what was resident on arrival; a chunk still being computed was not."""
     scheduler = Loop(chunked_prefill_size=2)
     scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     scheduler.step()

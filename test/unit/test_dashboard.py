@@ -17,7 +17,7 @@ WINDOWS = {"$__rate_interval": "5m", "$__range": "1h"}
 
 
 def lost(before, after, way="dashboard"):
-    """What Grafana's types do not have of `before`, or have otherwise. They may add what is usual."""
+    """The parts of `before` that Grafana's types dropped or changed. They may add defaults."""
     if isinstance(before, dict) and isinstance(after, dict):
         missing = [f"{way}.{name}" for name in before.keys() - after.keys()]
         return missing + [
@@ -33,11 +33,11 @@ def loaded(dashboard):
     return json.loads(JSONEncoder().encode(Dashboard.from_json(copy.deepcopy(dashboard))))
 
 
-def test_grafana_s_own_types_load_all_of_it():
+def test_grafanas_types_load_all_of_it():
     assert lost(DASHBOARD, loaded(DASHBOARD)) == []
 
 
-def test_what_grafana_does_not_know_is_found():
+def test_fields_unknown_to_grafana_are_found():
     wrong = copy.deepcopy(DASHBOARD)
     wrong["refreshes"] = "5s"
     wrong["panels"][1]["options"]["colourMode"] = "value"
@@ -56,7 +56,7 @@ def parse(query):
     return promql_parser.parse(query)
 
 
-def test_its_queries_are_prometheus_s():
+def test_queries_are_valid_prometheus():
     queries = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     assert len(queries) > 20
     for query in queries:
@@ -66,8 +66,8 @@ def test_its_queries_are_prometheus_s():
             parse(wrong)
 
 
-def test_panels_lie_side_by_side():
-    """Within Grafana's 24 columns, none over another; each with a number and a title of its own."""
+def test_panels_do_not_overlap():
+    """Within Grafana's 24 columns, without overlap, each with its own number and title."""
     panels = DASHBOARD["panels"]
     for key in ("id", "title"):
         assert len({panel[key] for panel in panels}) == len(panels)

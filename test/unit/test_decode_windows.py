@@ -1,4 +1,4 @@
-"""What decode reads of rows under a window: the last tokens by position, wherever they stand in the row."""
+"""What decode reads under a sliding window: the last tokens by position, wherever they are in the row."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -18,12 +18,12 @@ ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).
 
 
 def chunk(start, *kept):
-    """A slice of a chunk at `start`: these ranges of its tokens."""
+    """A slice of the chunk at `start` that keeps these ranges of its tokens."""
     positions = np.concatenate([np.arange(start + begin, start + end) for begin, end in kept])
     return SimpleNamespace(start=start, offset=start, positions=positions, num_kept=len(positions))
 
 
-# Slices, and the prompt's length.
+# Per row: its slices, and the prompt's length.
 ROWS = {
     "plain": ([], 120),
     "copied chunks": ([], 70),
@@ -47,7 +47,7 @@ def layout(chunks, prompt_len, rng):
 
 
 def build(windows, seed, kernels="torch"):
-    """A pool with a row for each of ROWS, of prompts and what was generated, and NaN in all other slots."""
+    """A pool with a row for each of ROWS, prompt and generated tokens, and NaN in all other slots."""
     rng, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     ops = get_implementation(kernels)
     layers = {i: AttentionLayer(HEADS, HEADS, HEAD_DIM, ROPE, window, kernels=ops) for i, window in enumerate(windows)}
@@ -81,8 +81,8 @@ def build(windows, seed, kernels="torch"):
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize("for_graph", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_a_window_of_each_row(seed, for_graph, kernels):
-    """Several windows beside layers without; each row against softmax over the last positions of its prompt."""
+def test_each_row_reads_its_window(seed, for_graph, kernels):
+    """Several windows beside layers without one; each row against softmax over the last positions of its prompt."""
     windows = [None, *WINDOWS]
     table, pool, (keys, values), seq_lens, exact = build(windows, seed, kernels)
     rows = DecodeRows(table, pool)
@@ -125,7 +125,7 @@ def test_a_window_of_each_row(seed, for_graph, kernels):
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_a_row_that_pads_a_batch(kernels):
-    """It has one token, and the tail of whatever request had its row before."""
+    """A padding row has one token, and stale contents from whichever request had the row before."""
     table, pool, _, _, _ = build(WINDOWS, 0, kernels)
     rows = DecodeRows(table, pool)
 
@@ -143,7 +143,7 @@ def test_a_row_that_pads_a_batch(kernels):
 
 
 def test_layers_of_two_shapes():
-    """Rows are described once for each window, and planned once for each shape of heads and implementation beside."""
+    """Rows are described once per window, and planned once per window, head shape and implementation."""
     table, pool, _, seq_lens, _ = build([8], seed=0)
     one, other = (Mock(**{"decode_workspace.return_value": None}) for _ in range(2))
     narrow = dataclasses.replace(table.model.layers[0], kernels=one)
@@ -163,7 +163,7 @@ def test_layers_of_two_shapes():
 
 
 def test_a_row_that_is_used_again():
-    """What it had of an earlier request is gone."""
+    """Nothing is left of the request that had the row before."""
     table, *_ = build(WINDOWS, seed=0)
     assert (table.tail_positions[4] >= 0).any() and 4 in table.linked_rows
     table.assign({4: (), 5: ()}, lambda chunk: 0, {})

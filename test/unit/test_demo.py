@@ -1,4 +1,4 @@
-"""The demo, without its server: the documents it asks about, what it counts, and the table it ends with."""
+"""The demo without its server: the documents it asks about, its counts, and the table it prints at the end."""
 
 import sys
 from pathlib import Path
@@ -13,18 +13,18 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 @pytest.fixture(scope="module")
 def demo():
-    """The program, as it is found when run: its neighbours are modules of the same folder."""
+    """The demo's module, imported as when run: its neighbours are modules of the same folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(EXAMPLES)
         import demo
 
         yield demo
-        for name, module in list(sys.modules.items()):  # no other test finds a `sample`
+        for name, module in list(sys.modules.items()):  # so that no other test imports its `sample`
             if Path(getattr(module, "__file__", None) or "/").parent == EXAMPLES:
                 del sys.modules[name]
 
 
-def test_no_prefix_recurs_but_all_documents_do(demo):
+def test_documents_recur_but_no_prefix_does(demo):
     orders = demo.shuffled(1 + len(demo.QUESTIONS))
     assert len({order[0]["title"] for order in orders}) == len(orders)
     assert all(sorted(doc["title"] for doc in order) == sorted(demo.TITLES) for order in orders)
@@ -51,7 +51,7 @@ class Details(dict):
     [(Details(cached_tokens=70, chunk_tokens=60), 30), (Details(cached_tokens=13), 87), (None, 100)],
 )
 def test_an_answer_is_streamed_and_counted(demo, capsys, details, computed):
-    """Tokens of chunks are among those cached; requests without any have no such field, nor details at all."""
+    """Tokens of chunks are among the cached ones; requests without chunks lack the field, or all details."""
     sent = {}
 
     def create(**fields):

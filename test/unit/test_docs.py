@@ -1,4 +1,4 @@
-"""The pages: links and anchors lead somewhere, lengths are kept, the example of a policy works."""
+"""The pages: links and anchors resolve, lengths stay within limits, and the example policy works."""
 
 import re
 from array import array
@@ -26,7 +26,7 @@ HEADING = re.compile(r"^#{1,6} +(.+?) *#*$", re.MULTILINE)
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks of code."""
+    """A page without its code blocks."""
     return INDENTED.sub("\n", FENCED.sub("", page.read_text(encoding="utf-8")))
 
 
@@ -48,7 +48,7 @@ def anchors(page: Path) -> Iterator[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """The relative links of a page that lead nowhere."""
+    """The relative links of a page that do not resolve."""
     found = []
     for target in links(page):
         path, _, anchor = target.partition("#")
@@ -63,13 +63,13 @@ def name(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
-def test_links_lead_somewhere(page):
+def test_links_resolve(page):
     assert broken(page) == []
 
 
 @pytest.mark.parametrize("page", MAX_WORDS)
 def test_pages_are_short(page):
-    """Code and diagrams count too, the borders of tables do not."""
+    """Code and diagrams count; table borders do not."""
     words = [word for word in (ROOT / page).read_text(encoding="utf-8").split() if re.search(r"\w", word)]
     assert len(words) < MAX_WORDS[page]
 

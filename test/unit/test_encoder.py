@@ -1,4 +1,5 @@
-"""Chunks in a pool of their own, which an encoder computes: who reads what, and what is whose, after every step."""
+"""Chunks computed by an encoder, in a pool of their own: what each request reads and who owns each slot, after every
+step."""
 
 import random
 from array import array
@@ -47,13 +48,13 @@ class RecordingPools(Pools):
             self.contents += [(tokens, i) for i in range(len(tokens))]
 
     def forward(self, batch) -> None:
-        """What each request reads now is what it asked for, in an order that is the same for the same chunks."""
+        """Check that each request reads the chunks it asked for, in the same order for the same chunks."""
         table, current = self.rows.segment_table, self.rows.segment_table.current
         linked_reqs = [req if req.layout.link == "block" else None for req in batch.reqs]
         wanted = [sorted(t for is_chunk, t in req.parts if is_chunk) if req else [] for req in linked_reqs]
         assert (current is not None) == any(wanted)
         keys = self.chunk_kv.k_buffer[0]
-        if current is not None and not batch.forward_mode.is_decode():  # decode waits for no load, as in a graph
+        if current is not None and not batch.forward_mode.is_decode():  # decode, as a CUDA graph, waits for no load
             keys, _ = self.chunk_kv.get_kv_buffer(0)
         for i, (req, chunks) in enumerate(zip(batch.reqs, wanted, strict=True)):
             row = req.req_pool_idx
@@ -85,7 +86,7 @@ class Loop(Scheduler):
         held = [piece for node in resident for piece in chunk_tree.slots_to(node)]
         places = torch.cat([self.pools.chunk_slots.free_pages, *own, *held])
         assert sorted(places.tolist()) == list(range(1, self.pools.chunk_slots.size + 1)), (
-            "every slot is somewhere once"
+            "every slot is accounted for exactly once"
         )
         assert chunk_tree.evictable_size() + chunk_tree.protected_size() == sum(map(len, held))
         running = sum(req.kv_committed_len - req.cache_protected_len for req in self.in_rows())
@@ -103,7 +104,7 @@ class Loop(Scheduler):
         return req
 
 
-def test_a_chunk_is_encoded_once_for_all_who_wait():
+def test_a_chunk_is_encoded_once_for_all_waiting():
     loop = Loop()
     for i in range(4):
         loop.submit(DOCS[5], DOCS[i], rid=f"r{i}")
@@ -116,7 +117,7 @@ def test_a_chunk_is_encoded_once_for_all_who_wait():
 
 
 def test_a_batch_encodes_no_more_than_its_share():
-    """And one chunk that is longer. Who misses little goes with those before, though others must wait."""
+    """Except for one longer chunk. A request that misses little joins the batch although one before it must wait."""
     loop = Loop(chunked_prefill_size=8)
     long = tuple(range(1, 13))
     for i, docs in enumerate([(DOCS[3],), (DOCS[4],), (long,), (DOCS[2], DOCS[3])]):
@@ -125,7 +126,7 @@ def test_a_batch_encodes_no_more_than_its_share():
     assert loop.pools.batches == [4 + 3, 5, 12]
 
 
-def test_text_is_found_under_the_same_chunks_in_any_order_alone():
+def test_text_is_found_only_behind_the_same_chunks_in_any_order():
     loop = Loop()
     text = (TEXT, (1, 2, 3, 4))
     loop.submit(DOCS[1], DOCS[2], text=text)
@@ -151,7 +152,7 @@ def test_an_aborted_request_gives_its_slots_back():
     assert not loop.store.pending and DOCS[1] not in loop.pools.encoded and blocking.finished()
 
 
-def test_what_does_not_fit_waits_and_pins_yield_last():
+def test_requests_that_do_not_fit_wait_and_pins_yield_last():
     loop = Loop(chunk_size=12)
     first = loop.submit(DOCS[6], rid="first", max_new_tokens=6)
     loop.step()
@@ -197,8 +198,8 @@ def test_a_flush_empties_both_pools():
 @pytest.mark.parametrize("host_size", [0, 24])
 @pytest.mark.parametrize("seed", range(8))
 def test_random_traffic(seed, host_size, overlap):
-    """Both pools are short: waiting, eviction, retraction, prompts in pieces, aborts, plain prompts beside. With a host
-    tier, which has not room for all either, they are read from where it has put them."""
+    """With both pools short: waiting, eviction, retraction, chunked prefill, aborts and plain prompts. A host tier,
+    also too small, may hold what was evicted."""
     dice = random.Random(seed)
     loop = Loop(40, 22, host_size, overlap=overlap, chunked_prefill_size=dice.choice([4, 9, 64]))
     loop.new_token_ratio_tracker.current = dice.choice([0.0, 1.0])
@@ -214,24 +215,24 @@ def test_random_traffic(seed, host_size, overlap):
         loop.step()
     loop.run(1000)
     assert all(req.finished() for req in reqs)
-    assert len(loop.pools.encoded) > len(set(loop.pools.encoded)), "something was evicted and came back"
+    assert len(loop.pools.encoded) > len(set(loop.pools.encoded)), "some chunk must be evicted and encoded again"
     assert any(linked(req) and any(linked(req).loaded) for req in reqs) == (host_size > 0)
 
 
 def demote(loop):
-    """Evict all that is on the device, of both pools."""
+    """Evict everything from the device, in both pools."""
     for tree in (loop.tree_cache, loop.store.tree):
         tree.evict(EvictParams(num_tokens=tree.evictable_size()))
 
 
 def asking_nobody(loop):
-    """Within this, transfers go on only where somebody waits for them."""
+    """A context in which transfers advance only when somebody waits for them."""
     return mock.patch.object(loop.pools, "take_acknowledgements", lambda: None)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
-    """And so is text, but for that behind chunks: each to its own pool, in one pass."""
+    """So is text, except behind chunks: each into its own pool, in one pass."""
     loop = Loop(host_size=80, overlap=overlap)
     plain = (TEXT, tuple(range(1, 9)))
     loop.submit(DOCS[4], DOCS[5])
@@ -248,8 +249,8 @@ def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
     assert other.cached_tokens_host == 7
 
 
-def test_a_load_that_a_plain_batch_has_started_is_waited_for():
-    """A prompt goes first that leaves no room in the batch: its pass reads no chunks, and waits for none."""
+def test_a_load_started_by_a_plain_batch_is_awaited():
+    """A plain prompt fills the batch that starts the load; its pass reads no chunks, so it need not wait."""
     loop = Loop(host_size=80, chunked_prefill_size=8)
     loop.submit(DOCS[6], DOCS[5])
     loop.run()
@@ -265,7 +266,7 @@ def test_a_load_that_a_plain_batch_has_started_is_waited_for():
 
 
 def test_pins_load_while_passes_read_no_chunks():
-    """More loads than SGLang expects to be under way."""
+    """More loads are under way than SGLang keeps counters for."""
     loop = Loop(host_size=80)
     for doc in DOCS[:6]:
         loop.submit(doc)
@@ -280,8 +281,8 @@ def test_pins_load_while_passes_read_no_chunks():
     loop.run()
 
 
-def test_a_full_host_keeps_what_the_device_has_lost():
-    """It gives up copies of chunks that the device has as well."""
+def test_a_full_host_keeps_what_the_device_evicted():
+    """It gives up copies of chunks that are still on the device."""
     docs = [(i, 1, 2, 3) for i in range(4, 8)]
     loop = Loop(chunk_size=12, host_size=12)
     for doc in (*docs, docs[0]):
@@ -290,7 +291,7 @@ def test_a_full_host_keeps_what_the_device_has_lost():
     assert loop.pools.encoded == docs
 
 
-def test_nothing_is_idle_while_chunks_are_copied():
+def test_a_server_that_copies_chunks_is_not_idle():
     loop = Loop(host_size=80)
     loop.submit(DOCS[4])
     loop.run()
@@ -305,14 +306,14 @@ def test_nothing_is_idle_while_chunks_are_copied():
         assert pool.available_size() == pool.size
 
 
-def test_a_server_finds_what_another_has_stored():
+def test_a_server_finds_what_another_stored():
     storage = Storage()
     first = Loop(host_size=80, storage=storage)
     first.submit(DOCS[4], DOCS[5])
     first.run()
     first.step()
     first.pools.flush()
-    assert len(storage.objects) == 2, "chunks, and no text"
+    assert len(storage.objects) == 2, "chunks are stored, text is not"
     second = Loop(host_size=80, storage=storage)
     second.pools.contents = first.pools.contents
     req = second.submit(DOCS[5], DOCS[4])
@@ -330,7 +331,7 @@ def test_lost_slots_are_reported():
         loop.step()
 
 
-def test_a_queue_sorted_by_the_tree_of_text_loses_nobody():
+def test_sorting_the_queue_by_the_text_tree_loses_nobody():
     loop = Loop(policy="dfs-weight")
     loop.submit(DOCS[4])
     loop.run()
@@ -340,7 +341,7 @@ def test_a_queue_sorted_by_the_tree_of_text_loses_nobody():
 
 
 def test_identity():
-    """A whole chunk begins like no other, and its prompt is one text under a multiset."""
+    """A whole chunk matches no prefix of another, and text depends on the multiset of its prompt's chunks."""
 
     def build(*parts, extra_key=None, adapter=None):
         ids = [token for _, tokens in parts for token in tokens]
@@ -368,7 +369,7 @@ def test_identity():
 
 
 def test_locking_chunks_takes_nothing_from_the_pool_of_text():
-    """What SGLang is told, which counts on it while it forms a batch."""
+    """SGLang forms batches by the change that a lock reports; locking chunks must report none."""
     loop = Loop()
     req = loop.submit(DOCS[5])
     loop.run()

@@ -1,4 +1,4 @@
-"""The process with the clock: pins are ended in time, whatever is pinned meanwhile; several ranks' answers are one."""
+"""Pin expiry in the HTTP process: pins end on time whatever is pinned meanwhile, and ranks' answers merge into one."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ ONE = "1" * 16
 
 
 class Scheduler:
-    """Answers as one rank would; `ends` are the times at which pins end."""
+    """Answers as one rank would.  ends: the times at which pins end."""
 
     def __init__(self):
         self.ends = []
@@ -62,7 +62,7 @@ def test_pins_end_in_any_order(scheduler):
     asyncio.run(run())
 
 
-def test_a_shorter_pin_does_not_wait_for_a_longer_one(scheduler):
+def test_a_shorter_pin_ends_first(scheduler):
     async def run():
         manager = types.SimpleNamespace()
         await pin(manager, 3600)
@@ -73,7 +73,7 @@ def test_a_shorter_pin_does_not_wait_for_a_longer_one(scheduler):
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
-def test_what_is_pinned_while_the_last_pin_ends_has_its_end(scheduler):
+def test_a_pin_set_while_the_last_one_ends_also_ends(scheduler):
     async def run():
         manager, pinned = types.SimpleNamespace(), asyncio.Event()
 
@@ -90,7 +90,7 @@ def test_what_is_pinned_while_the_last_pin_ends_has_its_end(scheduler):
     asyncio.run(asyncio.wait_for(run(), timeout=60))
 
 
-def test_a_deletion_on_several_ranks():
+def test_deletion_on_several_ranks():
     first = {"affected": [{"id": "a", "state": "deleted"}], "skipped": [{"id": "b", "reason": "unknown"}]}
     second = {"affected": [{"id": "a", "state": "in use"}], "skipped": [{"id": "b", "reason": "unknown"}]}
     assert merged_deletion(["a", "b"], [first, second], lambda name: False) == {
@@ -103,7 +103,7 @@ def test_a_deletion_on_several_ranks():
     assert forgotten == ["b"] and answer["affected"] == [{"id": "b", "state": "deleted"}]
 
 
-def test_an_ambiguous_id_is_not_forgotten():
+def test_an_ambiguous_id_is_reported():
     skipped = [{"id": "a", "reason": "ambiguous: give more digits of the digest"}]
     answer = merged_deletion(["a"], [{"affected": [], "skipped": skipped}], pytest.fail)
     assert answer["skipped"] == skipped and answer["affected"] == []

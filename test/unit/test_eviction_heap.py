@@ -23,7 +23,7 @@ def heap_of(*leaves):
 
 
 class EvictionOrder(RuleBasedStateMachine):
-    """Leaves come, become more valuable, stop being evictable and come back; `pop` always gives the least valuable."""
+    """Leaves appear, gain value, stop being evictable and return; `pop` always yields the least valuable."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class EvictionOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.evictable)
     @rule(pick=st.integers(0))
     def leave(self, pick):
-        """A lock or a child: the heap is not told."""
+        """A leaf gets a lock or a child; the heap is not told."""
         self.evictable.remove(sorted(self.evictable, key=lambda leaf: leaf.id)[pick % len(self.evictable)])
 
     @precondition(lambda self: self.leaves)
@@ -62,7 +62,7 @@ class EvictionOrder(RuleBasedStateMachine):
 
     @invariant()
     def holds_each_leaf_once(self):
-        """Entries never pile up, and no evictable leaf is lost."""
+        """Stale entries do not pile up, and no evictable leaf is lost."""
         members = [node.id for _, _, node in self.heap._heap]
         assert len(members) == len(set(members)) <= len(self.leaves)
         assert {leaf.id for leaf in self.evictable} <= set(members) == self.heap._members
@@ -82,14 +82,14 @@ TestEvictionOrder = EvictionOrder.TestCase
 
 
 def test_equal_priorities_leave_in_order_of_id():
-    """Ties do not depend on the order of pushes, so that all ranks evict alike."""
+    """Ties must not depend on the order of pushes, which differs between ranks."""
     leaves = [Leaf(id, 1) for id in (3, 1, 2)]
     heap = heap_of(*leaves)
     assert [heap.pop(set(leaves)).id for _ in leaves] == [1, 2, 3]
 
 
 def test_leaf_comes_back_at_its_current_priority():
-    """A leaf that was dropped while it was not evictable returns as what it is worth then."""
+    """A leaf dropped while it was not evictable returns with its priority of that moment."""
     first, second = Leaf(1, 1), Leaf(2, 2)
     heap = heap_of(first, second)
     assert heap.pop({second}) is second

@@ -1,4 +1,4 @@
-"""Which KV goes first: what counts as a use, under every eviction policy, and that the time of day does not count."""
+"""The order of eviction: what counts as a use under each policy, and that wall-clock time does not matter."""
 
 import random
 import time
@@ -23,7 +23,7 @@ PLAIN = (TEXT, (7, 7, 7, 7))
 
 
 def evicted(scheduler):
-    """The leaves that `scheduler` evicts from now on, in order: their tokens, from the beginning of their namespace."""
+    """The leaves that `scheduler` evicts from now on, in order, each as its tokens from the start of its namespace."""
     cache, order = scheduler.tree_cache, []
     delete_leaf = cache._delete_leaf
 
@@ -54,8 +54,8 @@ def node_of(scheduler, chunk):
 
 @pytest.mark.parametrize("policy, num_texts", [("lfu", 2), ("slru", 1)])
 @pytest.mark.parametrize("link", ["block", "copy"])
-def test_a_chunk_in_demand_outlives_text_that_is_not(policy, num_texts, link):
-    """A chunk used six times stays longer than later text that was used less."""
+def test_a_chunk_in_demand_outlives_idle_text(policy, num_texts, link):
+    """A chunk used six times outlives text that was used later but less often."""
     scheduler = Loop(200, eviction_policy=policy, link=link)
     for i in range(6):
         scheduler.submit([A, (TEXT, (i, i))], f"p{i}", max_new_tokens=1)
@@ -68,8 +68,8 @@ def test_a_chunk_in_demand_outlives_text_that_is_not(policy, num_texts, link):
     assert order.index(PLAIN[1]) < order.index(A[1])
 
 
-def test_priority_of_requests_is_that_of_their_chunks():
-    """Chunks of an important request stay longer than later ones, whoever computed them."""
+def test_chunks_take_the_priority_of_requests():
+    """Chunks of a high-priority request outlive later ones, whoever computed them."""
     scheduler = Loop(200, eviction_policy="priority")
     scheduler.warm(A, D)
     for rid, chunk, priority in (("adopts", A, 5), ("computes", B, 5), ("unimportant", C, 1)):
@@ -82,7 +82,7 @@ def test_priority_of_requests_is_that_of_their_chunks():
 
 
 def test_a_fill_has_the_priority_of_its_parent():
-    """It keeps it when the parent is aborted before it has used what the fill computes."""
+    """Even if the parent is aborted before it uses what the fill computes."""
     scheduler = Loop(chunked_prefill_size=2)
     parent = scheduler.submit([A, QUESTION], "aborted", priority=5)
     scheduler.step()
@@ -91,8 +91,8 @@ def test_a_fill_has_the_priority_of_its_parent():
     assert node_of(scheduler, A).priority == 5
 
 
-def test_a_look_up_alone_is_no_hit():
-    """A request that finds a chunk and is aborted while it waits makes the chunk recent, and no more."""
+def test_a_lookup_alone_is_no_hit():
+    """A request that is aborted while it waits makes the chunks it found recent, but counts as no hit."""
     scheduler = Loop()
     scheduler.warm(A, B)
     node = node_of(scheduler, A)
@@ -120,7 +120,7 @@ def test_a_prompt_uses_its_chunks_once(chunked_prefill_size):
 
 
 def history(scheduler, seed, chunks=True):
-    """Requests that share beginnings, in a pool that holds some of them; returns the order of eviction."""
+    """Requests with shared prefixes, in a pool that holds some of them; returns the order of eviction."""
     dice, order = random.Random(seed), evicted(scheduler)
     for i in range(40):
         parts = []
@@ -134,7 +134,7 @@ def history(scheduler, seed, chunks=True):
             scheduler.step()
         if scheduler.waiting_queue and dice.random() < 0.3:
             scheduler.abort(dice.choice(scheduler.waiting_queue))
-        if dice.random() < 0.3:  # a request that is matched and nothing more
+        if dice.random() < 0.3:  # a request that is matched but never runs
             tokens = dice.choice([(1, 2, 3, 4), (6, 7)])[: dice.randint(2, 4)]
             new_request([(TEXT, (*tokens, 15))]).init_next_round_input(scheduler.tree_cache)
     scheduler.run(500)
@@ -144,7 +144,7 @@ def history(scheduler, seed, chunks=True):
 
 @pytest.fixture
 def any_time(monkeypatch):
-    """any_time(seed): from now on SGLang's radix cache meets random times of day."""
+    """any_time(seed): from now on SGLang's radix cache reads random times from its clock."""
 
     def set_clock(seed):
         dice = random.Random(seed)
@@ -156,8 +156,9 @@ def any_time(monkeypatch):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_the_time_of_day_decides_nothing(policy, seed, any_time):
-    """Two ranks with the same history evict in the same order, of chunks, text behind them, plain text, and splits."""
+def test_wall_clock_time_does_not_matter(policy, seed, any_time):
+    """Two ranks with the same history evict in the same order: chunks, text behind them, plain text, and split
+    nodes."""
     orders = []
     for clock in (1, 2):
         any_time(clock)
@@ -168,8 +169,8 @@ def test_the_time_of_day_decides_nothing(policy, seed, any_time):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_plain_text_goes_in_the_order_of_sglang(policy, seed):
-    """Without chunks, whatever the clock, our cache evicts what SGLang's own would."""
+def test_plain_text_is_evicted_in_sglangs_order(policy, seed):
+    """Without chunks our cache evicts what SGLang's own would, whatever the clock says."""
     orders = []
     for cache_class in (RadixCache, LazyRadixCache):
         pools = Pools(40, cache_class=cache_class, eviction_policy=policy)

@@ -1,4 +1,4 @@
-"""Fills: what computes the missing chunks of linked requests, and when."""
+"""Fills, which compute the missing chunks of linked requests: what they contain, and when they run."""
 
 import pytest
 
@@ -14,7 +14,8 @@ both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "
 @both_loops
 @pytest.mark.parametrize("link", ["block", "copy"])
 def test_fills_come_once_and_before_their_parents(overlap, link):
-    """Missing chunks of all parents are computed in one batch, each once; parents are in it unless they get copies."""
+    """Each missing chunk is computed once for all parents, in one batch; the parents join it unless their policy copies
+    chunks."""
     scheduler = Loop(overlap=overlap, link=link)
     parents = [
         scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1),
@@ -25,7 +26,7 @@ def test_fills_come_once_and_before_their_parents(overlap, link):
     if link == "copy":
         assert scheduler.log == [["\0fill-0", "\0fill-1"]]
         assert scheduler.waiting_queue == parents, "parents wait where SGLang's abort and timeouts look for them"
-        assert all(parent.lazy.ready for parent in parents), "what has been computed is locked for them from then on"
+        assert all(parent.lazy.ready for parent in parents), "computed chunks are locked for them from now on"
         scheduler.run()
         assert scheduler.log[1] == ["p0", "p1"]
     else:
@@ -35,7 +36,7 @@ def test_fills_come_once_and_before_their_parents(overlap, link):
 
 @both_loops
 def test_parent_joins_the_last_of_its_fills(overlap):
-    """Where the fills take several batches, the parent is in that which ends them, and not before."""
+    """When its fills take several batches, the parent joins the last of them, no earlier one."""
     scheduler = Loop(overlap=overlap, chunked_prefill_size=7)
     parent = scheduler.submit([A, (TEXT, (14,)), B, A, QUESTION], "p0", max_new_tokens=2)
     scheduler.step()
@@ -47,7 +48,7 @@ def test_parent_joins_the_last_of_its_fills(overlap):
 
 
 def test_a_fill_computes_as_much_as_a_batch():
-    """Missing chunks share a fill up to that size; a larger one has a fill of its own; what is known is left out."""
+    """Missing chunks share a fill up to that size; a larger one has its own; cached ones are left out."""
     scheduler = Loop(chunked_prefill_size=9)
     scheduler.warm(D)
     long = (CHUNK, tuple(range(1, 11)))
@@ -60,8 +61,8 @@ def test_a_fill_computes_as_much_as_a_batch():
 
 
 @both_loops
-def test_a_fill_in_pieces_gives_its_chunks_when_it_ends(overlap):
-    """Until then nobody finds any of them; what begins like a cached chunk is computed from there on."""
+def test_a_fill_in_pieces_publishes_its_chunks_at_the_end(overlap):
+    """No chunk is found before that. A chunk that shares a prefix with a cached one is computed from there on."""
     scheduler = Loop(chunked_prefill_size=3, overlap=overlap, max_fill_tokens=64)
     scheduler.warm((CHUNK, (5, 6, 1)))
     parent = scheduler.submit([A, B, C, QUESTION], "p0", max_new_tokens=1)
@@ -70,13 +71,13 @@ def test_a_fill_in_pieces_gives_its_chunks_when_it_ends(overlap):
         assert scheduler.resident(parent) == [False] * 3
     scheduler.step()
     assert scheduler.resident(parent) == [True] * 3
-    assert [batch[0] for batch in scheduler.log] == ["\0fill-1"] * 4, "10 tokens, 2 of B being known"
+    assert [batch[0] for batch in scheduler.log] == ["\0fill-1"] * 4, "10 tokens, 2 of them B's cached prefix"
     scheduler.run()
 
 
 @both_loops
-def test_a_chunk_may_be_there_when_its_fill_begins(overlap):
-    """As the beginning of another, which was computed first: its last token is computed all the same."""
+def test_a_chunk_cached_before_its_fill_begins(overlap):
+    """A longer chunk that starts with it was computed first; its last token is computed all the same."""
     scheduler = Loop(chunked_prefill_size=4, overlap=overlap)
     scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     late = scheduler.submit([(CHUNK, A[1][:3]), QUESTION], "p1", max_new_tokens=1)
@@ -88,8 +89,8 @@ def test_a_chunk_may_be_there_when_its_fill_begins(overlap):
     assert scheduler.counts(late) == (0, 0, 0)
 
 
-def test_rows_of_ended_fills_are_free_again():
-    """Fills that took all rows leave them to their parent, though nothing else ended."""
+def test_finished_fills_free_their_rows():
+    """Fills that took all rows free them for their parent, though no other request ended."""
     scheduler = Loop(max_fill_tokens=2)
     other = scheduler.submit([QUESTION], "other", max_new_tokens=30)
     scheduler.step()
@@ -102,8 +103,8 @@ def test_rows_of_ended_fills_are_free_again():
     assert len(parent.output_ids) == 1 and len(other.output_ids) == 30
 
 
-def test_row_is_completed_though_the_locks_were_taken_back(monkeypatch):
-    """A parent that its batch takes may lose what it holds as a waiting one, when SGLang makes room for that batch."""
+def test_a_row_is_completed_though_its_locks_were_revoked(monkeypatch):
+    """A parent in the batch may lose its waiting locks when SGLang makes room for that same batch."""
     scheduler = Loop(pool_size=16)
     scheduler.warm(A)
     parent = scheduler.submit([A, B, (TEXT, (14, 13, 12)), QUESTION], "p0", max_new_tokens=1)
@@ -122,8 +123,8 @@ def test_row_is_completed_though_the_locks_were_taken_back(monkeypatch):
     assert scheduler.counts(parent) == (4, 4, 0b01)
 
 
-def test_chunk_under_way_is_not_started_again():
-    """A chunk that is prefilled in pieces is awaited, by a later parent too, and is not started twice."""
+def test_a_chunk_under_way_is_not_started_twice():
+    """A chunk that is prefilled in pieces is awaited, even by a later parent, and never computed twice."""
     scheduler = Loop(chunked_prefill_size=2)
     scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     scheduler.step()
@@ -134,17 +135,18 @@ def test_chunk_under_way_is_not_started_again():
     assert [parent.rid for parent in fill.lazy.parents] == ["p0", "p1"]
     scheduler.run()
     assert [rid for batch in scheduler.log for rid in batch if rid.startswith("\0fill")] == [fill.rid] * 2
-    assert scheduler.log[2:] == [["p0", "p1"]], "the last two tokens of the chunk left no room beside them"
+    assert scheduler.log[2:] == [["p0", "p1"]], "the chunk's last two tokens filled the batch"
 
 
 def test_fill_is_no_user_request():
-    """A fill ends by itself, streams and samples nothing, and its id is no prefix of a user's nor starts with one."""
+    """A fill ends by itself, streams nothing, samples nothing, and its id neither starts a user's id nor starts with
+    one."""
     scheduler = Loop()
     scheduler.submit([A, QUESTION], "p0", extra_key="tenant")
     fill, _ = scheduler.visible()
     assert fill.rid.startswith("\0") and fill.finished_output
     assert fill.sampling_params.max_new_tokens == 0
-    # Greedy, as SGLang sees it: one request that samples would make its whole batch sample.
+    # Greedy, since one request that samples makes SGLang's whole batch sample.
     assert fill.sampling_params.top_k == 1
     assert [chunk.key.namespace for chunk in fill.lazy.chunks] == [Namespace("chunk", "tenant", None)]
     assert list(fill.origin_input_ids) == list(A[1])
@@ -152,7 +154,8 @@ def test_fill_is_no_user_request():
 
 @both_loops
 def test_started_fill_outlives_its_parent(overlap):
-    """A fill under way when its only parent is aborted ends, is kept for others, and leaves nothing locked."""
+    """A fill under way goes on when its only parent is aborted; its chunks are kept for others, and nothing stays
+    locked."""
     scheduler = Loop(chunked_prefill_size=2, overlap=overlap)
     parent = scheduler.submit([A, QUESTION], "aborted")
     scheduler.step()
@@ -165,7 +168,7 @@ def test_started_fill_outlives_its_parent(overlap):
 @both_loops
 @pytest.mark.parametrize("max_fill_tokens, num_fills", [(2, 3), (64, 2)], ids=["of one chunk", "of two"])
 def test_aborted_fill_is_started_again(overlap, max_fill_tokens, num_fills):
-    """When SGLang aborts a fill between two of its pieces, its parents get another one."""
+    """When SGLang aborts a fill between two of its pieces, its parents get a new one."""
     scheduler = Loop(chunked_prefill_size=2, overlap=overlap, max_fill_tokens=max_fill_tokens)
     scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
     scheduler.step()
@@ -177,7 +180,7 @@ def test_aborted_fill_is_started_again(overlap, max_fill_tokens, num_fills):
 
 
 def test_retracted_fill_is_started_again():
-    """A fill that comes back to the queue is dropped there, and its parents' next admission starts another."""
+    """A retracted fill is dropped from the queue, and its parents' next admission starts a new one."""
     scheduler = Loop()
     parent = scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     fill, _ = scheduler.visible()

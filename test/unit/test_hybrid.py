@@ -1,4 +1,4 @@
-"""The scheduler where layers with windows have a small pool of their own."""
+"""The scheduler with a separate, small pool for sliding-window layers."""
 
 import random
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 @pytest.mark.parametrize("link", ["block", "base+epic:tokens=2", "query:ratio=0.4", "base+static:ratio=0.4"])
 @pytest.mark.parametrize("seed", range(2))
 def test_no_deadlock_and_nothing_lost(seed, link, overlap):
-    """Random requests and aborts, with hardly more than the largest prompt needs: all others are answered."""
+    """Random requests and aborts in pools that barely hold the largest prompt: all that are not aborted finish."""
     dice = random.Random(seed)
     scheduler = Loop(
         90,
@@ -49,8 +49,8 @@ def test_no_deadlock_and_nothing_lost(seed, link, overlap):
     assert scheduler.pools.slots.swa_available_size() == scheduler.pools.slots.size_swa
 
 
-def test_of_chunks_the_last_window_stays():
-    """More chunks than the pool of window KV could hold: each is a hit in any order, with that of its last tokens."""
+def test_chunks_keep_their_last_window():
+    """More chunks than the window pool could hold in full: each keeps its last window and is a hit in any order."""
     scheduler = Loop(200, chunked_prefill_size=12, window=2, window_size=40)
     docs = [(CHUNK, tuple(1 + (i + j * j) % 13 for j in range(12))) for i in range(8)]
     scheduler.warm(*docs)
@@ -62,7 +62,7 @@ def test_of_chunks_the_last_window_stays():
 
 
 def test_a_policy_that_needs_more_of_a_chunk_has_it_computed_again():
-    """Tokens recomputed within a chunk look back on others that no prompt has read so far."""
+    """Tokens recomputed within a chunk look back on window KV that no earlier prompt needed, and so was not kept."""
     scheduler = Loop(200, chunked_prefill_size=12, window=2, window_size=40)
     scheduler.warm(*[(CHUNK, tuple(1 + (i + j * j) % 13 for j in range(12))) for i in range(8)])
     document = (CHUNK, tuple(1 + (j * j) % 13 for j in range(12)))
@@ -78,7 +78,7 @@ def test_a_policy_that_needs_more_of_a_chunk_has_it_computed_again():
 
 @pytest.fixture(autouse=True)
 def middle_four():
-    """A policy that recomputes four tokens in the middle of each chunk."""
+    """A policy that recomputes the middle four tokens of each chunk."""
 
     class MiddleFour(Policy):
         name = "middle-four"

@@ -1,4 +1,4 @@
-"""Plain prompts with images beside prompts with chunks, on models whose image tokens see those that follow them."""
+"""Plain prompts with images beside prompts with chunks, on models whose image tokens attend to later ones."""
 
 import pytest
 from sglang.srt.managers.schedule_batch import MultimodalInputs
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
 def batches(masks_images, chunked_prefill_size):
-    """What each prefill of a queue launches, by the first letter of a request: an image's, a parent's, or a fill's."""
+    """The batches that a queue launches, each request by its first letter: image, parent or fill."""
     loop = Loop(chunked_prefill_size=chunked_prefill_size)
     limits = loop.admission.arrival.limits
     loop.admission.arrival.limits = limits._replace(traits=ServerTraits(masks_images=masks_images))
@@ -37,10 +37,11 @@ def batches(masks_images, chunked_prefill_size):
 
 
 @pytest.mark.parametrize("chunked_prefill_size", [4, 64])
-def test_they_share_no_batch(chunked_prefill_size):
-    """Also where one of them goes on with its prefill: SGLang's mask fits the rows that it lays out itself."""
+def test_images_and_chunks_share_no_batch(chunked_prefill_size):
+    """Even when one is a chunked prefill that continues: SGLang's image mask fits only the rows that SGLang lays
+    out."""
     assert not any("i" in kinds and kinds & {"p", "f"} for kinds in batches(True, chunked_prefill_size))
 
 
-def test_they_do_where_images_are_causal():
+def test_causal_images_and_chunks_share_batches():
     assert any({"i", "p"} <= kinds for kinds in batches(False, 64))

@@ -1,4 +1,4 @@
-"""Images in prompts with chunks: where their tokens stand, and by what they are told apart."""
+"""Images in prompts with chunks: where their tokens go, and how images are told apart."""
 
 from types import SimpleNamespace
 
@@ -17,8 +17,8 @@ from sglang_lazy.serving.tokenization import TokenizedPrompt
 IMAGE, VIDEO = 50, 51
 
 
-def test_each_image_takes_its_tokens():
-    """Before, between and behind the chunks; an expanded prompt stays as it is."""
+def test_each_image_expands_to_its_tokens():
+    """Before, between and behind the chunks; expanding an expanded prompt changes nothing."""
     prompt = TokenizedPrompt([1, IMAGE, 2, 3, 4, IMAGE, 5, 6, IMAGE], ((2, 4), (6, 8)))
     ranges = image_ranges(prompt, IMAGE, [VIDEO])
     assert ranges == [(1, 2), (5, 6), (8, 9)]
@@ -35,7 +35,7 @@ def test_chunks_hold_no_images(token):
         image_ranges(TokenizedPrompt([1, 2, token, 3], ((1, 3),)), IMAGE, [VIDEO])
 
 
-def test_models_of_text_refuse_images():
+def test_text_models_refuse_images():
     layout = PromptLayout(((0, 2),))
     params = {"custom_params": {LAYOUT_PARAM: layout.pack()}}
     obj = SimpleNamespace(image_data=["image"], input_ids=[1, 2, 3], sampling_params=params)
@@ -51,7 +51,7 @@ def item(grid, offsets=((0, 3),)):
     return item
 
 
-def test_shapes_tell_images_apart():
+def test_images_of_another_shape_differ():
     wide, high, same = item((2, 8)), item((8, 2)), item((2, 8))
     for image in (wide, high, same):
         name_apart(image)
@@ -75,8 +75,8 @@ def hashed(value, *offsets):
     return image
 
 
-def test_the_whole_hash_and_the_shape_are_in_an_images_digest():
-    """Pad values have 30 bits of a hash."""
+def test_an_images_digest_covers_its_whole_hash_and_shape():
+    """A pad value holds only 30 bits of the hash, so the digest must not be made from it."""
     one, other = hashed(5, (0, 3)), hashed(5 + (1 << 30), (0, 3))
     assert one.pad_value == other.pad_value
     (digest,) = images(request(one)).digests

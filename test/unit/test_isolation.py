@@ -1,8 +1,8 @@
-"""What one tenant sees does not depend on whether another one holds its documents.
+"""What a tenant sees does not depend on whether another tenant holds the same documents.
 
-A tenant runs a script and writes down all that it can learn: answers of the routes about chunks, whether ids are known,
-what prompts report, and in place of times the work of each step, in tokens. Before, another tenant has done the same
-with the same documents, with others, or nothing.
+A tenant runs a script and records all that it can learn: the answers of the chunk routes, whether ids are known, what
+prompts report, and, in place of times, the work of each step in tokens. Before it, another tenant has run the script
+with the same documents, with others, or not at all.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from sglang_lazy.serving.usage import usage_of
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
-DOCUMENTS = [(1, 2, 3, 4, 5), (6, 7, 8), (9, 9, 2, 2, 9, 9), (3, 1), (5,) * 70]  # the last one is too long
+DOCUMENTS = [(1, 2, 3, 4, 5), (6, 7, 8), (9, 9, 2, 2, 9, 9), (3, 1), (5,) * 70]  # the last one exceeds the context
 OTHERS = [tuple((token + 6) % 14 + 1 for token in document) for document in DOCUMENTS]
 """Of the same lengths, and to `fakes.attention` alike: policies that measure choose the same tokens of them."""
 ABSENT = "0" * 16
@@ -50,7 +50,7 @@ class CountingTokenizer:
 
 
 class Server:
-    """The HTTP process and the scheduler in one, without a model."""
+    """HTTP process and scheduler in one, without a model."""
 
     def __init__(self, monkeypatch, **options):
         self.loop = Loop(context_len=64, **options)
@@ -84,7 +84,7 @@ class Server:
         return self.loop.submit(parts, "r", link=link, cache_salt=salt, extra_key=salt, **options)
 
     def work(self):
-        """Run until all is answered; for each step, how many tokens it computed, and how many requests it decoded."""
+        """Run until idle; returns per step how many tokens it computed and how many requests it decoded."""
         steps = []
         while not steps or not self.loop.is_fully_idle():
             self.loop.step()
@@ -95,7 +95,7 @@ class Server:
 
 
 def prompts_of(documents):
-    """A prompt, the same again, its documents in another order, and its next turn."""
+    """A prompt, its repetition, its documents in another order, and its next turn."""
     first, second = (CHUNK, documents[0]), (CHUNK, documents[1])
     turn = [(TEXT, (11, 12)), first, (TEXT, (13,)), second, (TEXT, (10, 10))]
     return [
@@ -107,7 +107,7 @@ def prompts_of(documents):
 
 
 async def act(server, salt, documents, link):
-    """All that a tenant can do; returns all that it sees."""
+    """Do everything that a tenant can do; returns everything that it sees."""
     seen = []
     ids = [chunk_id(tokens_digest(document)) for document in documents]
 
@@ -129,7 +129,7 @@ async def act(server, salt, documents, link):
                 page = await call("GET", "/chunks", params={"sort": sort, "limit": 2, **cursor})
                 cursor = {"cursor": page.json()["next"]} if page.json()["next"] else None
         survey = (await server.http.get("/lazy/survey", headers={"X-Cache-Salt": salt})).json()
-        del survey["memory"]  # of all tenants together, as on /metrics
+        del survey["memory"]  # counts all tenants, as /metrics does
         seen.append(survey)
         for name in ids:
             await call("GET", f"/lazy/uses/{name}")
@@ -167,7 +167,7 @@ async def act(server, salt, documents, link):
 
 
 def seen_by_tenant(monkeypatch, link, before, together=None, **options):
-    """before: what others, by salt, have used.  together: what another one asks about at the same time."""
+    """before: by salt, documents that others used earlier.  together: those that another tenant uses meanwhile."""
 
     async def run():
         server = Server(monkeypatch, **options)
@@ -197,13 +197,13 @@ def test_nobody_sees_whether_another_holds_its_documents(monkeypatch, tier, link
     alone = seen_after({})
     assert seen_after({"other": DOCUMENTS}) == alone
     assert seen_after({"tenan": DOCUMENTS, "tenant2": OTHERS}) == alone
-    assert seen_after({"tenant": DOCUMENTS}) != alone, "what is written down would not tell"
+    assert seen_after({"tenant": DOCUMENTS}) != alone, "the script would not notice a cached document"
 
 
 # Under `blend` and `static` the tokens that another tenant recomputes, and so its demand, depend on its documents.
 @pytest.mark.parametrize(("size", "link"), [(600, "block"), *((48, link) for link in (*LINKS[:4], *LINKS[6:]))])
-def test_beside_another_only_how_much_it_asks_is_seen(monkeypatch, size, link):
-    """In one queue, and where one evicts what the other has."""
+def test_only_the_load_of_a_concurrent_tenant_shows(monkeypatch, size, link):
+    """Also in one queue, and when one evicts the other's chunks."""
     same, different = (
         seen_by_tenant(monkeypatch, link, {"other": documents}, documents, pool_size=size)
         for documents in (DOCUMENTS, OTHERS)

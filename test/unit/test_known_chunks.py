@@ -1,4 +1,4 @@
-"""Chunks that prompts name by their ids: the right tokens, or none."""
+"""Chunks that prompts name by id: an id yields the right tokens or an error."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from sglang_lazy.serving import known_chunks
 from sglang_lazy.serving.known_chunks import KnownChunks, UnknownChunk, with_tokens
 
 
-def test_a_tenant_names_its_own():
+def test_a_tenant_names_only_its_own_chunks():
     known = KnownChunks()
     known.add("a", [1, 2, 3])
     digest = tokens_digest([1, 2, 3])
@@ -28,7 +28,7 @@ def test_a_tenant_names_its_own():
 
 
 def test_an_id_never_stands_for_another_text(monkeypatch):
-    """Two texts with one SHA-256: the second is refused."""
+    """When a tenant sends two texts with one SHA-256, the second is refused."""
     monkeypatch.setattr(keys, "hashlib", SimpleNamespace(sha256=one_digest.sha256))
     known = KnownChunks()
     one, other = [*one_digest.MARK, 1], [*one_digest.MARK, 2]
@@ -41,7 +41,7 @@ def test_an_id_never_stands_for_another_text(monkeypatch):
     assert known.get("b", tokens_digest(one).hex()) == other
 
 
-def test_what_was_used_last_is_kept():
+def test_recently_used_chunks_are_kept():
     known = KnownChunks(capacity=6)
     names = {i: chunk_id(tokens_digest([i] * 2)) for i in range(4)}
     for i in range(3):

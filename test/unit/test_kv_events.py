@@ -1,4 +1,4 @@
-"""KV events of a tree with chunks: whoever follows them knows what is cached where, by SGLang's own hashes."""
+"""KV events of a tree with chunks: a follower knows what is cached where, by SGLang's own hashes."""
 
 import collections
 
@@ -21,12 +21,13 @@ GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 
 
 def hashes(tokens):
-    """What SGLang calls the KV of each of these tokens at the start of a prompt."""
+    """SGLang's hash of each of these tokens' blocks at the start of a prompt."""
     return [hash_str_to_int64(name) for name in get_hash_str(list(tokens), None, page_size=1)]
 
 
 class Follower:
-    """Knows what the events of a cache say is stored.  strict: nothing is stored twice or removed that is not."""
+    """Tracks what the events of a cache say is stored.  strict: no block is stored twice, or removed without being
+    stored."""
 
     def __init__(self, cache, strict=True):
         self.cache, self.strict = cache, strict
@@ -50,7 +51,7 @@ class Follower:
 
 
 def cached(pools):
-    """The same by looking at the tree: what plain prompts and chunks of nobody, behind nothing, have there."""
+    """The same from the tree itself: plain prompts, and chunks without a tenant or preamble."""
     truth = collections.defaultdict(set)
     for node, namespace, before in pools.nodes():
         if namespace in (None, Namespace("chunk", None, None)):
@@ -61,8 +62,8 @@ def cached(pools):
 
 
 class EventHistories(CacheHistories):
-    """The histories of the cache, followed. All tenants have salts alone: SGLang's own events know neither `extra_key`
-    nor adapters."""
+    """The histories of the cache, followed by events. Tenants have salts only, since SGLang's own events omit
+    `extra_key` and adapters."""
 
     pool_size = 40
     links = ("block", "base", "copy", "base:preamble=lead", "epic:tokens=2")
@@ -81,7 +82,7 @@ class EventHistories(CacheHistories):
 
 
 class StoredEventHistories(EventHistories, StoredHistories):
-    """The same with a host tier and storage. SGLang does not tell of what is computed again while the host has it."""
+    """The same with a host tier and storage. SGLang sends no event for KV that is recomputed while the host has it."""
 
     pool_size = 32
     strict = False
@@ -100,8 +101,8 @@ TestEventHistories = EventHistories.TestCase
 TestStoredEventHistories = StoredEventHistories.TestCase
 
 
-def test_which_chunks_are_told_of():
-    """Those of nobody, computed alone: not a tenant's, nor one behind a preamble, nor text behind chunks."""
+def test_which_chunks_have_events():
+    """Only chunks without a tenant, computed alone: not those behind a preamble, nor text behind chunks."""
     loop = Loop()
     follower = Follower(loop.tree_cache)
     lead = (TEXT, (13, 12))
@@ -117,7 +118,7 @@ def test_which_chunks_are_told_of():
 
 
 @pytest.mark.parametrize("chunk_first", [True, False])
-def test_what_a_chunk_and_a_prompt_have_in_common_is_there_until_both_are_gone(chunk_first):
+def test_blocks_that_a_chunk_and_a_prompt_share_stay_until_both_are_gone(chunk_first):
     loop = Loop()
     follower = Follower(loop.tree_cache)
     chunk, prompt = (1, 2, 3, 4, 5), (1, 2, 3, 9, 9)
@@ -133,8 +134,9 @@ def test_what_a_chunk_and_a_prompt_have_in_common_is_there_until_both_are_gone(c
     assert not (set(hashes(gone)) - set(hashes(kept))) & follower.follow()[GPU]
 
 
-def test_what_only_seems_to_be_in_common():
-    """Two chunks begin alike; a prompt leaves them within the first and goes on as the second does behind it."""
+def test_equal_tokens_after_different_ones_are_other_blocks():
+    """Two chunks share a prefix; a prompt follows the first and then repeats tokens of the second, which are other KV
+    there."""
     loop = Loop()
     follower = Follower(loop.tree_cache)
     for tokens in ((1, 2, 3), (1, 2, 3, 4, 5)):
@@ -146,7 +148,7 @@ def test_what_only_seems_to_be_in_common():
 
 
 def test_tiers():
-    """A copy on the host has events of its own, and so has a load."""
+    """Copies on the host have events of their own, and so do loads."""
     loop = Loop(host_size=80)
     follower = Follower(loop.tree_cache)
     prompts = [[A, QUESTION], [(TEXT, A[1]), QUESTION]]
@@ -165,7 +167,7 @@ def test_tiers():
     assert follower.follow() == {GPU: set(), CPU: set()}
 
 
-def test_what_comes_from_storage():
+def test_chunks_from_storage_have_events():
     loop = new_server(storage_with(A))
     follower = Follower(loop.tree_cache)
     loop.submit([A, B, QUESTION], "r", max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""Scales of an fp8 cache: what is divided by them when it is stored is multiplied by them when it is read."""
+"""Scales of an fp8 cache: KV is divided by them when stored and multiplied by them when read."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ NUM_TOKENS, NUM_HEADS, HEAD_DIM = 5, 2, 32
 
 
 def attend(cache_dtype, k, v, k_scale, v_scale):
-    """One decode step of the link path over a pool of this type that has stored k and v."""
+    """One decode step of the link path over a pool of this dtype that has stored k and v."""
     layer = RadixAttention(NUM_HEADS, HEAD_DIM, HEAD_DIM**-0.5, NUM_HEADS, 0)
     layer.k_scale, layer.v_scale = torch.tensor(k_scale), torch.tensor(v_scale)
     layer.k_scale_float, layer.v_scale_float = k_scale, v_scale
@@ -41,7 +41,7 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
 
 
 def test_scales_cancel():
-    """Keys and values that e4m3 holds only when they are scaled; a cache of the model's own type goes without."""
+    """e4m3 can hold these keys and values only when scaled; a cache of the model's dtype is not scaled."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(NUM_TOKENS, NUM_HEADS, HEAD_DIM, generator=generator) * size for size in (1e-3, 1000.0))
     exact = attend(torch.float32, k, v, 1.0, 1.0)

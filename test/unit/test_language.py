@@ -1,4 +1,4 @@
-"""Chunks in the frontend language: marks survive what the interpreter does to a program's text."""
+"""Chunks in the frontend language: the marks survive what the interpreter does to a program's text."""
 
 import copy
 import json
@@ -19,7 +19,7 @@ from sglang_lazy.lang.program import send
 
 
 class Recorder(BaseBackend):
-    """Answers every call and keeps the prompt it was given."""
+    """Answers every call and keeps the prompts it was given."""
 
     def __init__(self):
         super().__init__()
@@ -63,8 +63,8 @@ def test_our_package_has_sglangs_public_names_beside_its_own():
     assert sgl.lang.__name__ == "sglang_lazy.lang", "submodules are our own"
 
 
-def test_import_changes_nothing():
-    """Neither the import system nor SGLang, before it or after; and it does not import SGLang."""
+def test_import_has_no_side_effects():
+    """Importing patches neither the import system nor SGLang, in either order, and does not import SGLang."""
     script = """
 import sys
 finders = list(sys.meta_path)
@@ -96,7 +96,7 @@ def test_marks_follow_the_text():
     assert str(marked).chunks == marked.chunks == copy.deepcopy(marked).chunks
     assert (marked + marked).chunks == ((1, 4), (7, 10))
     assert marked[1:].segments() == [chunk("doc"), text("bc")]
-    assert marked[2:].segments() == [text("ocbc")], "part of a chunk is text"
+    assert marked[2:].segments() == [text("ocbc")], "part of a chunk is plain text"
     assert marked[::-1].chunks == () and marked[0] == "a"
     assert json.dumps({"text": marked}) == '{"text": "adocbc"}'
 
@@ -138,7 +138,7 @@ def test_fork_select_and_variables(backend):
     @sgl.function
     def program(s, doc):
         s += "A " + sgl.chunk(doc) + " B "
-        s.sync()  # SGLang commits the common prefix only if it sees one
+        s.sync()  # SGLang commits the common prefix only if it is there when the program forks
         forks = s.fork(2)
         forks += lambda i: str(i) + sgl.gen("x")
         forks.join()
@@ -178,7 +178,7 @@ def test_tracing_keeps_chunks_and_stops_at_arguments(backend):
 
 
 class Server:
-    """Stands for `http_request` against a server that knows chunks, or not."""
+    """Stands in for `http_request` to a server that does or does not know chunks."""
 
     def __init__(self, status):
         self.status = status
@@ -248,7 +248,7 @@ def test_bad_links_are_refused(bad):
         sgl.link("query:ratio=much")
 
 
-def test_plain_text_is_sent_untouched():
+def test_plain_text_is_sent_unchanged():
     server, json = Server(404), {"text": MarkedText("plain")}
     send(server, "http://host/generate", json=json)
     assert server.calls == [("http://host/generate", json)] and server.calls[0][1] is json

@@ -1,4 +1,4 @@
-"""The names of policies with their parameters, and what those keep that need no cache to say it."""
+"""Links: names of policies with parameters, and what each policy keeps, as far as no cache is needed to say it."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ repeatable = settings(derandomize=True, deadline=None, database=None)
     ],
 )
 def test_links(link, full, preamble):
-    """`str` is the link in full, which names an equal policy."""
+    """`str(policy)` is the full link, which names an equal policy."""
     policy = get_policy(link)
     assert str(policy) == full and policy.preamble == preamble
     assert get_policy(full) == policy and hash(get_policy(full)) == hash(policy)
@@ -105,8 +105,8 @@ KNOWN = "link must be one of 'block', 'full', 'copy', 'epic', 'query', .*'packet
         ("base:preamble=none+full", "full computes no chunks"),
     ],
 )
-def test_links_that_name_nothing(link, message):
-    for _ in range(2):  # errors are not remembered
+def test_bad_links(link, message):
+    for _ in range(2):  # an error is not cached
         with pytest.raises(ValueError, match=message):
             get_policy(link)
 
@@ -125,8 +125,8 @@ class Some(Policy):
     count: int = 3
 
 
-def test_what_is_registered_later_is_found_and_what_is_deleted_is_not():
-    """Though links are parsed once."""
+def test_links_follow_registration_and_deletion():
+    """Although parsed links are cached."""
     for _ in range(2):
         with pytest.raises(ValueError, match="got 'some'"):
             get_policy("some")
@@ -144,7 +144,7 @@ def test_what_is_registered_later_is_found_and_what_is_deleted_is_not():
             del POLICIES["some"]
 
 
-def test_a_link_means_the_class_that_has_its_name_now():
+def test_a_link_means_the_class_registered_now():
     other = type("Other", (Some,), {})
     for policy in (Some, other, Some):
         register(policy)
@@ -160,7 +160,7 @@ def test_names_that_are_taken(name):
         register(type("Again", (Some,), {"name": name}))
 
 
-# What they keep
+# What policies keep
 
 lens = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 
@@ -168,7 +168,7 @@ lens = st.lists(st.integers(1, 6), min_size=1, max_size=5)
 @repeatable
 @given(lens, st.integers(0, 2), st.integers(1, 7))
 def test_epic_recomputes_the_first_tokens_of_chunks(lens, lead, tokens):
-    """By brute force: token i of a chunk is kept unless it is one of the first, and something stands before it."""
+    """By brute force: a chunk's token is kept unless it is among the first and something precedes the chunk."""
     ends = [lead + end for end in itertools.accumulate(lens)]
     layout = PromptLayout(tuple(zip([lead, *ends], ends, strict=False)))
     for (start, end), ranges in zip(layout.chunks, Epic(tokens).kept(layout, range(ends[-1] + 1)), strict=True):
@@ -178,7 +178,7 @@ def test_epic_recomputes_the_first_tokens_of_chunks(lens, lead, tokens):
 
 
 def slices(lens, cut_last):
-    """Proxy whole, but for the last token of the last one if that ends the prompt."""
+    """The chunks whole, but for the prompt's last token."""
     key, position, chunks = ChunkKey(b"", Namespace("chunk", None, None), b""), 0, []
     for i, count in enumerate(lens):
         kept = count - (cut_last and i == len(lens) - 1)
@@ -191,8 +191,8 @@ def slices(lens, cut_last):
 @repeatable
 @given(lens, st.booleans(), st.sampled_from([0.01, 0.15, 0.25, 0.5, 0.9, 1.0]), st.integers(0, 1 << 30))
 def test_query_recomputes_the_most_attended_tokens(lens, cut_last, ratio, seed):
-    """By brute force over all chunks together, with many ties: the lower position goes first. The same for duplicates,
-    which are tokens of their own."""
+    """By brute force over all chunks together, with many ties, which go to the lower position. Repeated chunks count
+    token by token."""
     chunks = slices(lens, cut_last)
     count = sum(chunk.num_kept for chunk in chunks)
     if not count:
@@ -209,8 +209,8 @@ def test_query_recomputes_the_most_attended_tokens(lens, cut_last, ratio, seed):
         kept = [i for pair in ranges for i in range(*pair)]
         assert kept == [i for i in range(chunk.num_kept) if place + i not in best]
         assert all(first < last for first, last in ranges)
-        assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges)), "they do not adjoin"
-        assert all(type(edge) is int for pair in ranges for edge in pair), "they become part of keys"
+        assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges)), "adjacent ranges must be merged"
+        assert all(type(edge) is int for pair in ranges for edge in pair), "keys hold no NumPy integers"
         place += chunk.num_kept
 
 

@@ -1,5 +1,5 @@
-"""A prefill batch of linked requests, others and fills: SGLang's own attention computes its part, ours the other,
-and every row meets exactly what it sees."""
+"""A prefill batch of linked requests, ordinary ones and fills: SGLang's own attention computes its part, ours the rest,
+and every row sees exactly the tokens it should."""
 
 import random
 from array import array
@@ -33,7 +33,7 @@ ROPE = SimpleNamespace(cos_sin_cache=rope_cos_sin(10000.0 ** -(torch.arange(16).
 
 
 class ReadingBackend(TorchNativeAttnBackend):
-    """SGLang's, and like those for GPUs it reads rows when it prepares for a batch."""
+    """SGLang's backend, which reads rows while it prepares a batch, as those for GPUs do."""
 
     def init_forward_metadata(self, forward_batch):
         rows = self.req_to_token_pool.req_to_token[forward_batch.req_pool_indices]
@@ -41,7 +41,7 @@ class ReadingBackend(TorchNativeAttnBackend):
 
 
 class LinkedTorchBackend(LinkAttention, ReadingBackend):
-    """As `with_link_path` makes it, but for what it would read from a model."""
+    """As `with_link_path` makes it, without what it would read from a model."""
 
     def __init__(self, runner, window):
         super().__init__(runner)
@@ -53,13 +53,13 @@ class LinkedTorchBackend(LinkAttention, ReadingBackend):
 
 
 def piece(start, num_tokens, *kept):
-    """A chunk at `start`, used whole or for these ranges of its tokens."""
+    """A chunk at `start`, kept whole or in these ranges of its tokens."""
     key = ChunkKey(b"", Namespace("chunk", None, None), b"")
     return ChunkSlice(key, 0, array("q", range(start + num_tokens)), start, num_tokens, kept or ((0, num_tokens),))
 
 
 def request(prefix_len, extend_len, chunks=(), positions=None, fill=None):
-    """Of a batch. positions: those of its row, None for one in the order of positions."""
+    """A request of the batch.  positions: of its row's tokens; None if they are in order."""
     return SimpleNamespace(prefix_len=prefix_len, extend_len=extend_len, chunks=chunks, positions=positions, fill=fill)
 
 
@@ -68,7 +68,8 @@ def ordinary(prefix_len, extend_len):
 
 
 def fill(chunk_lens, cached, computed=0, extend_len=None):
-    """A fill with so many tokens of each chunk cached, which has computed some of the others before this batch."""
+    """A fill with these numbers of cached tokens per chunk, which has computed some of the others in earlier
+    batches."""
     chunks = [piece(0, n) for n in chunk_lens]
     prefix_len = sum(cached) + computed
     extend_len = sum(chunk_lens) - prefix_len if extend_len is None else extend_len
@@ -78,9 +79,9 @@ def fill(chunk_lens, cached, computed=0, extend_len=None):
 
 
 def linked(chunk_lens, text_before, between, extend_len, kept=()):
-    """Text, some of it cached, and chunks in turn: the row has the kept tokens first, then the text by position.
+    """Text, partly cached, alternating with chunks: the row has the kept tokens first, then the text by position.
 
-    kept: ranges of every chunk.
+    kept: the kept ranges of every chunk.
     """
     position, chunks = text_before, []
     for length in chunk_lens:
@@ -93,7 +94,7 @@ def linked(chunk_lens, text_before, between, extend_len, kept=()):
 
 
 def out_of_order(length, spans):
-    """A request without segments that computes these spans of its text, between cached ones: one with copied chunks."""
+    """A request without segments that computes these spans of text between cached ones, as with copied chunks."""
     new = [position for begin, end in spans for position in range(begin, end)]
     row = [position for position in range(length) if position not in new] + new
     return request(length - len(new), len(new), positions=np.array(row, dtype=np.int32))
@@ -129,7 +130,7 @@ BATCHES = {
 
 
 def build(requests, seed, window=None):
-    """A pool with everything cached in shuffled slots and NaN elsewhere, and the batch as SGLang describes it."""
+    """A pool with all cached KV in shuffled slots and NaN elsewhere, and the batch as SGLang describes it."""
     generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
     rows = ReqToTokenPool(16, CONTEXT, "cpu", enable_memory_saver=False)
     pool = MHATokenToKVPool(POOL, 1, torch.float32, KV_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
@@ -179,7 +180,7 @@ def build(requests, seed, window=None):
 
 
 def entries_of(req):
-    """Of each entry of a row so far: which chunk of a fill it belongs to, and its position there or in the prompt."""
+    """For each entry of the row so far: the index of its chunk in a fill, and its position there or in the prompt."""
     if req.fill is not None:
         lens, cached = [len(chunk.tokens) for chunk in req.fill.chunks], req.fill.row.cached
         beginnings = [(i, position) for i, count in enumerate(cached) for position in range(count)]
@@ -192,7 +193,7 @@ def entries_of(req):
 
 
 def stock_rows(req, row):
-    """What SGLang's attention is to read of a request: as little as can be of a linked one."""
+    """The slots that SGLang's attention should read for a request: as few as possible for a linked one."""
     if req.positions is not None:
         return [row[: req.extend_len].tolist()]
     chunks = entries_of(req)[0]
@@ -212,7 +213,7 @@ def as_req(req):
 
 
 def expected(backend, forward_batch, requests, q, **options):
-    """The formula in fp64 for all rows alike, from the pools of SGLang; a chunk of a fill is a row of its own."""
+    """The formula in fp64 for every row alike, from SGLang's pools; each chunk of a fill is a row of its own."""
     table, slots, q_positions, kv_positions, places = backend.link_table, [], [], [], []
     for place, req in zip(forward_batch.req_pool_indices.tolist(), requests, strict=True):
         chunks, positions = entries_of(req)
@@ -272,7 +273,7 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
         out = backend.forward_extend(q, k, v, layer, forward_batch)
     assert out.shape == q.shape
     torch.testing.assert_close(out.double(), expected(backend, forward_batch, requests, q), rtol=0, atol=1e-5)
-    # SGLang goes on with its own description of the batch, and with its own rows.
+    # SGLang's description of the batch, and its rows, must be as before.
     assert backend.req_to_token_pool.req_to_token.shape == (17, CONTEXT)
     assert forward_batch.extend_prefix_lens_cpu == [req.prefix_len for req in requests]
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
@@ -280,7 +281,7 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
 
 @pytest.mark.parametrize("name", ["chunks, then their prompt", "two fills", "rows out of order without segments"])
 def test_what_sglang_cannot_compute_is_ours(name):
-    """Attention with sinks, where its backend takes none."""
+    """With attention sinks that its backend does not support, the link path computes every row."""
     requests = BATCHES[name]
     backend, batch, forward_batch, (q, k, v) = build(requests, seed=len(name))
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
@@ -297,8 +298,8 @@ def test_what_sglang_cannot_compute_is_ours(name):
         assert LinkedBatch.of(batch, max_rows=0) == LinkedBatch() and LinkedBatch.of(batch) is None
 
 
-def test_a_window_takes_what_is_cached_in_order():
-    """Text behind copied chunks is an ordinary row only where all that it sees is seen."""
+def test_windows_need_rows_in_order():
+    """A window is cut by index, so a row out of order is ordinary only in layers that see all of it."""
     row = np.array([*range(20, 40), *range(20), *range(40, 50)], dtype=np.int32)
     _, batch, *_ = build([request(40, 10, positions=row)], seed=0)
     batch.reqs[0].lazy.row.in_order = False
@@ -308,14 +309,15 @@ def test_a_window_takes_what_is_cached_in_order():
 
 
 def test_ordinary_requests_are_left_to_sglang():
-    """Those without chunks, and those with copies that compute text behind all that they see."""
+    """Requests without chunks, and with copied chunks if all text to compute follows what it sees."""
     _, batch, *_ = build([ordinary(5, 9), out_of_order(3, [(0, 3)])], seed=0)
     for apart in (False, True):
         assert LinkedBatch.of(batch, apart) is None
 
 
-def test_more_rows_than_sglang_takes_are_ours():
-    """Its attention has buffers for as many rows as there may be requests: a batch with more is computed without it."""
+def test_batches_with_more_rows_than_sglangs_buffers_are_ours():
+    """Its buffers have a row for each request; a fill's chunks are further rows, and a batch with too many is all
+    ours."""
     _, batch, *_ = build([ordinary(5, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
     for max_rows, linked in ((4, []), (3, [0, 1, 2, 3])):
         for apart in (False, True):

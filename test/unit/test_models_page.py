@@ -1,4 +1,4 @@
-"""docs/models.md says of each architecture what tests there are, and nothing else."""
+"""docs/models.md lists the tests of each architecture, and no others."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_each_architecture_has_a_row():
     assert set(ROWS) == TESTED
 
 
-def test_what_the_oracle_sees():
+def test_oracle_column():
     expected = dict.fromkeys(TESTED, "")
     for name, spec in MODELS.items():
         if spec.needs is None and expected[architecture_of(name)] != "all":
@@ -40,7 +40,7 @@ def test_what_the_oracle_sees():
     assert {architecture: cells[0] for architecture, cells in ROWS.items()} == expected
 
 
-def test_what_runs_on_gpus():
+def test_gpu_column():
     source = (ROOT / "test" / "e2e" / "test_gpu.py").read_text(encoding="utf-8")
     served = re.findall(r'"([^"]+)"', re.search(r"params=\[(.*?)\]", source, re.DOTALL)[1])
     on_several = {architecture_of(one.split()[0]) for one in served if "GPUs" in one}

@@ -1,4 +1,4 @@
-"""SGLang is imported in the port alone, but for its public interfaces; request state is read through one accessor."""
+"""Only the port imports SGLang, public interfaces aside; and a request's state is read through one accessor."""
 
 import ast
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ ACCESSOR = PACKAGE / "core" / "state.py"
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
-    """Every name of SGLang's that a module imports: by statement, at any depth, or as a string that names a module."""
+    """All names that a module imports from SGLang: by statement, at any depth, or as a string with a module's name."""
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -47,7 +47,7 @@ def is_public(name: str) -> bool:
 
 
 def attribute_guesses(tree: ast.AST) -> Iterator[str]:
-    """The names of a request's state that a module asks for with getattr, hasattr, setattr or delattr."""
+    """The attributes of a request's state that a module accesses with getattr, hasattr, setattr or delattr."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(
@@ -68,7 +68,7 @@ def test_sglang_is_imported_in_the_port_alone(path):
 
 
 def test_every_public_interface_is_used():
-    """The list holds no more than it has to."""
+    """The list of exceptions has no stale entries."""
     names = {
         name
         for path in PACKAGE.rglob("*.py")
@@ -84,7 +84,7 @@ def test_state_is_read_through_its_accessor(path):
     assert not list(attribute_guesses(ast.parse(path.read_text())))
 
 
-def test_what_counts_as_an_import():
+def test_imports_in_every_form_are_found():
     source = """
 import sglang.srt.managers.io_struct
 from sglang.srt import utils

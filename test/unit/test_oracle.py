@@ -18,7 +18,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads only slow models this small down."""
+    """Threads slow down models this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,13 +27,14 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """load(name): the oracle of a model, kept for the module."""
+    """load(name): a model's oracle, cached for the module."""
     folder = tmp_path_factory.mktemp("models")
     return functools.cache(lambda name: Oracle(build(name, folder)))
 
 
 def logits(oracle, segments, *, ids=None, position_ids=None):
-    """The model under the mask of `segments`: [n, vocab_size]. `ids` and `position_ids` ([n]) replace the usual."""
+    """The model's logits under the mask of `segments`: [n, vocab_size]. `ids` and `position_ids` ([n]) override
+    theirs."""
     ids = torch.tensor(token_ids(segments) if ids is None else ids)
     position_ids = torch.arange(len(ids)) if position_ids is None else position_ids
     places = torch.arange(len(ids))
@@ -43,7 +44,7 @@ def logits(oracle, segments, *, ids=None, position_ids=None):
 
 
 def test_rounding_to_the_same_type_changes_nothing(load, tmp_path):
-    """Turning keys to where they are stored and back is exact but for the last bits of fp32."""
+    """Rotating keys to their stored positions and back is exact up to the last bits of fp32."""
     dice = Dice(1)
     segments = [text(dice.ids(3)), chunk(dice.ids(20)), text(dice.ids(4))]
     rounding = RoundingOracle(build("llama", tmp_path), torch.float32)
@@ -51,7 +52,7 @@ def test_rounding_to_the_same_type_changes_nothing(load, tmp_path):
 
 
 def test_visibility_of_a_small_prompt():
-    """text of 2, chunk of 2, text of 1, chunk of 3 whose last token ends the prompt, 1 generated token."""
+    """Text of 2, a chunk of 2, text of 1, a chunk of 3 whose last token ends the prompt, 1 generated token."""
     segments = [text([0, 0]), chunk([0, 0]), text([0]), chunk([0, 0, 0])]
     expected = """
         1 . . . . . . . .
@@ -70,7 +71,7 @@ def test_visibility_of_a_small_prompt():
 
 @every_model
 def test_all_text_is_plain_generation(load, name):
-    """With text only, the oracle is Hugging Face's own greedy generation, with its cache and its own mask."""
+    """Without chunks, the oracle equals Hugging Face's own greedy generation, with its cache and mask."""
     oracle, prompt = load(name), Dice(name).ids(50)
     expected = oracle.model.generate(
         torch.tensor([prompt]),
@@ -90,7 +91,7 @@ def test_all_text_is_plain_generation(load, name):
 
 @every_model
 def test_chunk_in_a_prompt_is_the_chunk_alone(load, name):
-    """The logits at a chunk's tokens are those of the stock model on the chunk by itself from position 0."""
+    """The logits at a chunk's tokens are the stock model's on the chunk by itself, from position 0."""
     oracle, dice = load(name), Dice(name)
     first, second = dice.chunk(30), dice.chunk(21)
     in_prompt = logits(oracle, [dice.text(300), first, dice.text(2), second, dice.text(3)])
@@ -102,21 +103,22 @@ def test_chunk_in_a_prompt_is_the_chunk_alone(load, name):
 
 @every_model
 def test_a_masked_token_changes_nothing(load, name):
-    """Outside a chunk any token may change: the logits at the chunk stay equal, bitwise but for experts, whose matrix
-    products have another shape when other tokens are routed to them; those after it do not."""
+    """Any token outside a chunk may change: the logits at the chunk stay bitwise equal, except with experts, whose
+    matrix products change shape when other tokens are routed to them. The logits after the chunk do change."""
     oracle, dice = load(name), Dice(name)
     segments = [dice.text(10), dice.chunk(12), dice.chunk(9), dice.text(4)]
     ids = token_ids(segments)
     changed = [(token + 1 - FIRST_ORDINARY_ID) % 500 + FIRST_ORDINARY_ID for token in ids[:10]] + ids[10:]
     before, after = logits(oracle, segments), logits(oracle, segments, ids=changed)
-    allowed = 1e-5 if hasattr(oracle.model.config, "num_experts_per_tok") else 0  # of logits around 10
+    allowed = 1e-5 if hasattr(oracle.model.config, "num_experts_per_tok") else 0  # for logits of about 10
     assert (before[10:31] - after[10:31]).abs().max() <= allowed
     assert (before[31:] - after[31:]).abs().amax(-1).min() > 0.05
 
 
 @every_model
 def test_models_are_sensitive(load, name):
-    """A far token, the mask and an error of one position each move the next token's logits; decoding does not loop."""
+    """A far token, the mask, and a position off by one each change the next token's logits; greedy decoding does not
+    loop."""
     oracle, dice = load(name), Dice(name)
     segments = [dice.text(20), dice.chunk(60), dice.text(1), dice.chunk(100), dice.text(12)]
     expected = logits(oracle, segments)[-1]
@@ -134,7 +136,7 @@ def test_models_are_sensitive(load, name):
 
 
 def test_last_token_of_the_prompt_is_text(load):
-    """Ending in a chunk equals ending in all but its last token, then that token as text, also for one token."""
+    """A prompt that ends in a chunk equals one whose last token is text, also for a chunk of one token."""
     oracle, dice = load("llama"), Dice(0)
     head, doc, one = dice.text(6), dice.chunk(15), dice.chunk(1)
     split = [head, chunk(doc.ids[:-1]), text(doc.ids[-1:])]
@@ -143,7 +145,7 @@ def test_last_token_of_the_prompt_is_text(load):
 
 
 def test_generated_tokens_are_text(load):
-    """Tokens generated after a prompt equal the same tokens given as its last text segment."""
+    """Generated tokens equal the same tokens given as the prompt's last text segment."""
     oracle, dice = load("qwen2"), Dice(1)
     prompt = [dice.text(6), dice.chunk(15), dice.text(2)]
     tokens, _ = oracle.generate(prompt, 4)
@@ -151,7 +153,7 @@ def test_generated_tokens_are_text(load):
 
 
 def test_dynamic_ntk_is_fixed_at_the_longest_context(load):
-    """The frequencies are Hugging Face's own for a prompt of factor x max_position_embeddings tokens."""
+    """Its frequencies are Hugging Face's for a prompt of factor x max_position_embeddings tokens."""
     model = load("llama-dynamic").model
     longest, _ = ROPE_INIT_FUNCTIONS["dynamic"](model.config, "cpu", seq_len=4 * MAX_POSITION)
     assert torch.allclose(model.base_model.rotary_emb.inv_freq, longest, rtol=1e-6)
@@ -162,7 +164,7 @@ def test_dynamic_ntk_is_fixed_at_the_longest_context(load):
 
 @every_model
 def test_build_is_reproducible(load, name):
-    """The saved model holds exactly the seeded weights, in fp32, and another build finds it."""
+    """The saved model holds exactly the seeded weights, in fp32, and a second build reuses it."""
     oracle = load(name)
     path = oracle.model.config._name_or_path
     assert build(name, path.rsplit("/", 1)[0]) == path
@@ -175,7 +177,7 @@ def test_build_is_reproducible(load, name):
 
 @every_model
 def test_tokenizer(load, name):
-    """Loads offline, adds BOS once where told to, gives back the text, renders the chat template."""
+    """It loads offline, adds BOS once where asked to, round-trips text, and renders the chat template."""
     tokenizer = AutoTokenizer.from_pretrained(load(name).model.config._name_or_path)
     sample = "Who built the bridge? Zoë's 12 maps, naïvely…"
     plain = tokenizer.encode(sample, add_special_tokens=False)
@@ -191,7 +193,8 @@ def test_tokenizer(load, name):
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_are_seeded_and_fit(scenario):
-    """Same seed, same steps; legal tokens; turns point back; with every turn's answer a prompt fits the context."""
+    """The same seed gives the same steps; tokens are legal; turns refer back; prompts with every turn's answer fit the
+    context."""
     steps = build_scenario(scenario)
     assert steps == build_scenario(scenario) != build_scenario(scenario, seed=1)
     lengths = []

@@ -1,4 +1,4 @@
-"""The picker of workers, before simulated workers whose caches are known."""
+"""The picker of workers, in front of simulated workers whose caches are known."""
 
 import copy
 import math
@@ -11,7 +11,7 @@ from sglang_lazy.routing.picker import SLACK, Picker
 
 
 class Cache:
-    """A worker's cache: the chunks used last, `size` of them."""
+    """A worker's cache: the `size` chunks used last."""
 
     def __init__(self, size: int):
         self.size, self.chunks = size, OrderedDict()
@@ -27,7 +27,7 @@ class Cache:
 
 
 def believed(picker: Picker, chunk, worker) -> bool:
-    """Whether the picker would prefer this worker for this chunk to an idle one that it knows nothing of."""
+    """Whether the picker prefers this worker for this chunk to an idle one of unknown cache."""
     return copy.deepcopy(picker).pick({chunk: 1}, {worker: 1, "a new one": 0}).worker == worker
 
 
@@ -35,7 +35,7 @@ def send(picker: Picker, chunks, worker) -> None:
     picker.pick(dict.fromkeys(chunks, 1), {worker: 0}).answered({})
 
 
-def test_most_of_a_prompt_counts_by_size():
+def test_chunks_count_by_size():
     picker = Picker()
     send(picker, "ab", "two small")
     send(picker, "c", "one large")
@@ -44,7 +44,7 @@ def test_most_of_a_prompt_counts_by_size():
     assert picker.pick({"a": 10, "b": 10, "d": 90}, loads).worker == "two small"
 
 
-def test_ties_go_to_the_least_loaded_then_to_the_emptiest():
+def test_ties_go_to_the_least_loaded_then_the_emptiest():
     picker = Picker()
     send(picker, "ab", 0)
     send(picker, "c", 1)
@@ -52,8 +52,8 @@ def test_ties_go_to_the_least_loaded_then_to_the_emptiest():
     assert picker.pick({"newer": 1}, {0: 0, 1: 0}).worker == 1
 
 
-def test_prompts_that_are_sent_at_once_meet():
-    """The second one need not wait for the first one's answer to be sent after it."""
+def test_simultaneous_prompts_go_to_one_worker():
+    """The second one follows the first, which has no answer yet."""
     picker = Picker()
     loads = dict.fromkeys(range(4), 0)
     first = picker.pick({"new": 1}, loads).worker
@@ -77,8 +77,8 @@ def test_no_worker_gets_more_than_its_share(imbalance):
     assert 0 <= min(left) < 1  # the limit holds, and is used
 
 
-def test_what_is_cached_is_never_forgotten_and_what_is_not_soon_is():
-    """Answers alone teach the picker how large caches are."""
+def test_the_picker_learns_cache_sizes_from_answers():
+    """From answers alone the picker learns how large the caches are."""
     rng = random.Random(1)
     picker = Picker()
     caches = {0: Cache(20), 1: Cache(60)}
@@ -91,10 +91,10 @@ def test_what_is_cached_is_never_forgotten_and_what_is_not_soon_is():
             for worker, cache in caches.items():
                 assert all(believed(picker, chunk, worker) for chunk in cache.chunks)
                 wrong.append(sum(believed(picker, chunk, worker) for chunk in range(400)) - len(cache.chunks))
-    assert max(wrong) < 60, wrong  # without the answers it were up to 340
+    assert max(wrong) < 60, wrong  # without answers, up to 340
 
 
-def test_a_worker_that_starts_anew_is_found_out_by_one_answer():
+def test_one_answer_reveals_a_restarted_worker():
     picker, loads = Picker(), {0: 0}
     for chunk in range(10):
         send(picker, [chunk], 0)
@@ -102,7 +102,7 @@ def test_a_worker_that_starts_anew_is_found_out_by_one_answer():
     assert [chunk for chunk in range(10) if believed(picker, chunk, 0)] == [9]
 
 
-def test_a_miss_of_what_is_still_being_computed_says_nothing():
+def test_a_miss_of_a_chunk_under_way_says_nothing():
     picker, loads = Picker(), {0: 0}
     send(picker, ["old"], 0)
     first, second = (picker.pick({"new": 1}, loads) for _ in range(2))
@@ -111,7 +111,7 @@ def test_a_miss_of_what_is_still_being_computed_says_nothing():
     assert believed(picker, "old", 0)
 
 
-def test_it_remembers_so_many_chunks():
+def test_the_memory_of_chunks_is_bounded():
     picker = Picker(capacity=3)
     send(picker, "abc", 0)
     send(picker, "ad", 0)

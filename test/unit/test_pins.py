@@ -1,4 +1,4 @@
-"""Pinned chunks: they stay while others leave, within a budget and for a time, and starve nobody."""
+"""Pinned chunks: they outlive others, within a budget and a time to live, and starve nobody."""
 
 import random
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
 def pin(loop, *chunks, ttl=None, now=0.0, pinned=True, tenant=None, only=None):
-    """The numbers of chunks that were affected and skipped, and the reasons."""
+    """The ids pinned, and the reasons why others were skipped."""
     message = {"tenant": tenant, "ids": list(map(id_of, chunks)), "pin": pinned, "ttl": ttl}
     answer = loop.admission.control.handle("pin", {**message, "only": only}, now)
     loop.pools.check()
@@ -51,22 +51,22 @@ def test_a_pinned_chunk_stays_while_others_leave(host_size):
 
 
 def test_the_budget():
-    loop = Loop(pool_size=40)  # of which ten tokens may be pinned
+    loop = Loop(pool_size=40)  # ten tokens of it may be pinned
     loop.warm(A, B, C)
     assert pin(loop, A, B, C) == ([id_of(A), id_of(B)], ["no more than 10 tokens can be pinned (--lazy-max-pinned)"])
-    assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])  # again
+    assert pin(loop, A, B) == ([id_of(A), id_of(B)], [])  # pinning again changes nothing
     assert loop.admission.pins.num_tokens.total() == 8
     pin(loop, A, pinned=False)
     assert pin(loop, C)[1] == []
 
 
-def test_of_many_times_the_last_one_holds():
+def test_superseded_expiry_times_are_dropped():
     loop = Loop(pool_size=40)
     loop.warm(A, B)
     pin(loop, A, B, ttl=5.0)
     for i in range(20):
         pin(loop, A, ttl=80.0 + i, now=1.0)
-    assert len(loop.admission.pins._ends) < 8, "ends that are none any more are kept"
+    assert len(loop.admission.pins._ends) < 8, "superseded times pile up"
     assert expire(loop, 50.0) == 50.0 and listed_pins(loop) == {id_of(A): 100.0}
     pin(loop, A, now=51.0)
     assert expire(loop, 1e9) is None and listed_pins(loop) == {id_of(A): None}
@@ -78,16 +78,16 @@ def warm_for(loop, tenant, *chunks):
     loop.run()
 
 
-def test_nobody_keeps_others_from_pinning():
-    loop = Loop(pool_size=48)  # of which twelve tokens may be pinned
+def test_a_tenant_cannot_exhaust_the_budget():
+    loop = Loop(pool_size=48)  # twelve tokens of it may be pinned
     for tenant in ("a", "b", None):
         warm_for(loop, tenant, A, B, C)
     assert pin(loop, A, B, C, tenant="a") == ([id_of(A), id_of(B), id_of(C)], [])
     assert pin(loop, A, tenant="b") == ([id_of(A)], [])
-    assert sorted(pins_of(loop, "a")) == sorted([id_of(B), id_of(C)])  # the oldest one ended
+    assert sorted(pins_of(loop, "a")) == sorted([id_of(B), id_of(C)])  # the oldest pin of "a" ended
     full = "no more than 12 tokens can be pinned (--lazy-max-pinned)"
     assert pin(loop, A, tenant="a") == ([], [full])
-    assert pin(loop, B, tenant="b") == ([], [full])  # with it, "b" would have as much as "a" has left
+    assert pin(loop, B, tenant="b") == ([], [full])  # otherwise "b" would hold as much as is left to "a"
     assert pin(loop, C) == ([id_of(C)], [])
     assert [len(pins_of(loop, tenant)) for tenant in ("a", "b", None)] == [1, 1, 1]
 
@@ -96,7 +96,7 @@ def pins_of(loop, tenant):
     return {chunk["id"]: chunk["tokens"] for chunk in listed(loop, tenant)["chunks"] if chunk["pinned"]}
 
 
-def test_each_tenant_may_pin_its_share_whatever_the_others_do():
+def test_each_tenant_can_pin_its_share():
     rng = random.Random(0)
     loop = Loop(pool_size=1000)
     loop.admission.pins.budget = 50
@@ -143,7 +143,7 @@ def test_time_to_live_and_hits():
     assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(C)]
 
 
-def test_what_was_set_last_holds():
+def test_pinning_again_replaces_the_expiry():
     loop = Loop()
     loop.warm(A)
     pin(loop, A)
@@ -152,7 +152,7 @@ def test_what_was_set_last_holds():
     assert expire(loop, 5.0) is None and listed_pins(loop) == {}
 
 
-def test_what_is_unknown_or_another_tenant_s_is_left_alone():
+def test_unknown_chunks_and_those_of_others_are_skipped():
     loop = Loop()
     loop.warm(A)
     assert pin(loop, A, tenant="a") == ([], ["unknown"])
@@ -160,7 +160,7 @@ def test_what_is_unknown_or_another_tenant_s_is_left_alone():
     assert listed_pins(loop) == {}
 
 
-def test_one_of_two_that_differ_in_their_preamble():
+def test_a_pin_can_name_the_variant_behind_a_preamble():
     loop = Loop()
     loop.warm(A)
     loop.submit([A, QUESTION], "behind", link="base")
@@ -171,7 +171,7 @@ def test_one_of_two_that_differ_in_their_preamble():
     assert all(chunk["pinned"] for chunk in listed(loop)["chunks"])
 
 
-def test_a_pinned_chunk_is_deleted():
+def test_a_pinned_chunk_can_be_deleted():
     loop = Loop()
     loop.warm(A)
     pin(loop, A)
@@ -180,7 +180,7 @@ def test_a_pinned_chunk_is_deleted():
     loop.run()
 
 
-def test_what_is_about_to_be_deleted_is_not_pinned():
+def test_a_chunk_being_deleted_is_not_pinned():
     loop = Loop()
     loop.submit([A, QUESTION], "running", max_new_tokens=3)
     while not loop.running_batch.reqs:
@@ -190,7 +190,7 @@ def test_what_is_about_to_be_deleted_is_not_pinned():
     loop.run()
 
 
-def test_a_chunk_on_the_host_is_loaded():
+def test_pinning_loads_a_chunk_from_the_host():
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A, B)
     evict_all(loop)
@@ -213,7 +213,7 @@ def test_a_flush_ends_all_pins():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("prompt", [[(TEXT, tuple(range(1, 13)) * 3)], [C, D, (TEXT, tuple(range(1, 15)) * 2)]])
-def test_a_request_that_needs_the_whole_pool_ends_the_pins_that_stand_in_its_way(prompt, overlap):
+def test_a_request_that_needs_the_whole_pool_ends_pins(prompt, overlap):
     loop = Loop(pool_size=43, overlap=overlap)
     loop.warm(A, B)
     pin(loop, A, B)
@@ -233,7 +233,7 @@ def test_a_parent_that_needs_its_pinned_chunk_and_the_whole_pool():
 
 
 def test_pins_hold_while_others_run():
-    """Requests that fit one after the other wait for each other rather than for a pin."""
+    """Requests that fit one after the other wait for each other instead of ending a pin."""
     loop = Loop(pool_size=40)
     loop.warm(A, B)
     pin(loop, A, B)
@@ -243,7 +243,7 @@ def test_pins_hold_while_others_run():
 
 
 def test_the_last_running_request_is_not_aborted_for_a_pin():
-    """SGLang sets aside only a part of a long answer when it admits a request."""
+    """SGLang reserves only part of a long answer on admission, so the request may run short later."""
     loop = Loop(pool_size=40)
     loop.warm(A, B)
     pin(loop, A, B)
@@ -256,8 +256,8 @@ def test_the_last_running_request_is_not_aborted_for_a_pin():
     assert len(req.output_ids) == 13 and len(loop.admission.pins) < 2
 
 
-def test_a_pin_yields_to_what_is_left_of_a_prompt_that_is_computed_in_pieces():
-    """SGLang takes the next piece whether it fits or not; others came, and pins were set, after the first one."""
+def test_a_pin_yields_to_the_rest_of_a_chunked_prefill():
+    """SGLang takes the next piece whether it fits or not; after the first, requests came and pins were set."""
     loop = Loop(pool_size=40, chunked_prefill_size=8)
     loop.warm(A, B)
     req = loop.submit([(TEXT, (3,) * 34)], "long", max_new_tokens=1)
@@ -270,7 +270,7 @@ def test_a_pin_yields_to_what_is_left_of_a_prompt_that_is_computed_in_pieces():
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_pin_yields_to_copies_of_chunks(overlap):
-    """It was set while the chunks were computed, and took the memory that admission had found for their copies."""
+    """Set while the chunks were computed, the pin took memory that admission had counted on for their copies."""
     loop = Loop(pool_size=34, chunked_prefill_size=8, overlap=overlap, link="copy")
     loop.warm(A, B)
     req = loop.submit([(CHUNK, (3,) * 14), QUESTION], "copies", max_new_tokens=1)
@@ -280,8 +280,8 @@ def test_a_pin_yields_to_copies_of_chunks(overlap):
     assert len(req.output_ids) == 1 and len(loop.admission.pins) == 1
 
 
-def test_copies_of_chunks_have_their_memory_whatever_comes_behind_them():
-    """SGLang would take the plain prompt in the same pass: it does not know what the copies take."""
+def test_memory_for_copies_is_not_given_to_later_requests():
+    """SGLang does not know what the copies take, and would admit the plain prompt to the same pass."""
     loop = Loop(pool_size=40, link="copy")
     loop.warm(A, B, C)
     loop.new_token_ratio_tracker.current = 0.0
@@ -291,7 +291,7 @@ def test_copies_of_chunks_have_their_memory_whatever_comes_behind_them():
     assert copies.finished() and plain.finished()
 
 
-def test_what_is_left_of_a_prompt_is_not_given_to_others():
+def test_memory_for_the_rest_of_a_prompt_is_not_given_to_others():
     loop = Loop(pool_size=40, chunked_prefill_size=8)
     loop.warm(A, B)
     long = loop.submit([(TEXT, (3,) * 32)], "long", max_new_tokens=1)
@@ -303,12 +303,12 @@ def test_what_is_left_of_a_prompt_is_not_given_to_others():
     assert long.finished() and other.finished()
 
 
-def test_a_pin_holds_while_something_else_is_locked_that_will_be_released():
+def test_a_pin_holds_while_other_locks_will_be_released():
     loop = Loop(pool_size=40)
     loop.warm(A, B)
     pin(loop, A)
     (copied,) = (chunk.node for chunk in loop.store._cached.values() if chunk.pin is None)
-    loop.tree_cache.lock(copied)  # as a copy to the host that is under way
+    loop.tree_cache.lock(copied)  # as during a copy to the host
     loop.admission.make_room()
     assert listed_pins(loop) == {id_of(A): None}
     loop.tree_cache.unlock(copied)

@@ -1,4 +1,4 @@
-"""The oracle of policies against the block-mask oracle, and against one token at a time."""
+"""The policies' oracle against the block-mask oracle, and against computing one token at a time."""
 
 import functools
 
@@ -20,13 +20,13 @@ from oracle.policies import (
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 
-SHIFT = 20  # of all positions, so that none before a preamble is negative
+SHIFT = 20  # added to all positions, so that a preamble's are not negative
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads only slow models this small down."""
+    """Threads slow down models this small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -35,13 +35,13 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
-    """load(name): both oracles of a model, kept for the module."""
+    """load(name): both oracles of a model, cached for the module."""
     folder = tmp_path_factory.mktemp("models")
     return functools.cache(lambda name: (PolicyOracle(build(name, folder)), Oracle(build(name, folder))))
 
 
 def prompts(seed):
-    """Chunks at the start, next to one another, of one token and at the end, with text before and between."""
+    """Chunks at the start, adjacent, of one token and at the end, with text before and between."""
     dice = Dice(seed)
     middle = [dice.text(7), dice.chunk(21), dice.chunk(1), dice.text(3), dice.chunk(15)]
     return {"text last": [*middle, dice.text(4)], "chunk last": middle, "chunk first": [dice.chunk(9), *middle]}
@@ -52,9 +52,9 @@ def close(actual, expected):
 
 
 def brute_force(oracle, segments, generated, recomputed, preamble):
-    """Log-probabilities after each token that is not kept, token by token, without a mask.
+    """Log-probabilities after each recomputed token, one token at a time and without a mask.
 
-    Each chunk is the end of a prompt of its own; the entries of recomputed tokens are replaced as they are computed.
+    Each chunk is first computed as the end of a prompt of its own; recomputed tokens then replace their entries.
     """
     ids, entries, start = token_ids(segments), {}, 0
     for segment in segments:
@@ -88,7 +88,7 @@ def test_everything_kept_is_the_block_mask(load, name):
 
 @every_model
 def test_nothing_kept_is_full_attention(load, name):
-    """Whatever the preamble, which only kept tokens have seen."""
+    """Whatever the preamble, since only kept tokens have seen it."""
     oracle, block = load(name)
     for segments in prompts(name).values():
         kept = [() for segment in segments if segment.kind == "chunk"]
@@ -98,8 +98,8 @@ def test_nothing_kept_is_full_attention(load, name):
 
 @every_model
 @pytest.mark.parametrize("preamble", [(), Dice("preamble").ids(11)], ids=["alone", "preamble"])
-def test_holes_are_computed_token_by_token(load, name, preamble):
-    """Holes at the beginning, in the middle and at the end of chunks, chunks without any and without anything kept."""
+def test_holes_equal_brute_force(load, name, preamble):
+    """Holes at the start, middle and end of chunks; chunks without holes, and chunks that keep nothing."""
     oracle, _ = load(name)
     rng = Dice(name).rng
     for segments in prompts(name).values():
@@ -110,7 +110,7 @@ def test_holes_are_computed_token_by_token(load, name, preamble):
             expected = torch.stack(list(brute_force(oracle, segments, [20, 30], recomputed, preamble)))
         actual = oracle.logprobs(segments, [20, 30], kept, preamble)
         assert close(actual, expected)
-        # Neither the holes nor the preamble are without effect.
+        # Both the holes and the preamble must make a difference.
         assert (actual - oracle.logprobs(segments, [20, 30], keep_all_but(segments, ()), preamble)).abs().max() > 0.05
         if preamble:
             assert (actual - oracle.logprobs(segments, [20, 30], kept)).abs().max() > 0.05
@@ -133,7 +133,7 @@ def test_query_scores_are_attention_under_the_block_mask(load, name):
 
 
 def test_blend_scores_are_deviations_of_unrotated_keys(load):
-    """A rotation leaves the length of a difference as it is, so keys can be compared before it."""
+    """A rotation preserves the norm of a difference, so keys can be compared before it."""
     oracle, block = load("qwen2")
     segments, keys = prompts(0)["text last"], []
     block.model.model.layers[1].self_attn.k_proj.register_forward_hook(lambda _module, _args, out: keys.append(out[0]))
@@ -150,18 +150,18 @@ def test_a_preamble_changes_scores(load):
         assert not torch.allclose(scores(segments, preamble=(21, 22, 23)), scores(segments), rtol=0.01)
 
 
-def test_rules():
-    """What each rule keeps of chunks of 4, 1 and 3 tokens, the first of which starts the prompt."""
+def test_what_each_rule_keeps():
+    """Of chunks of 4, 1 and 3 tokens, the first of which starts the prompt."""
     segments = [chunk([0] * 4), chunk([0]), text([0, 0]), chunk([0] * 3)]
 
     def kept(ranges):
         return [[i for low, high in chunk_ranges for i in range(low, high)] for chunk_ranges in ranges]
 
-    assert candidates(segments) == [0, 1, 2, 3, 4, 7, 8]  # without the last token of the prompt
+    assert candidates(segments) == [0, 1, 2, 3, 4, 7, 8]  # not the prompt's last token
     assert kept(epic(segments, 1)) == [[0, 1, 2, 3], [], [1]]
     assert kept(epic(segments, 5)) == [[0, 1, 2, 3], [], []]
     scores = torch.tensor([1.0, 5, 1, 1, 0, 5, 1])
-    assert kept(without_best(segments, scores, 0.3)) == [[2, 3], [0], [1]]  # three of seven: ties to the earlier
+    assert kept(without_best(segments, scores, 0.3)) == [[2, 3], [0], [1]]  # three of seven; ties go to the earlier
     assert kept(without_best(segments, scores, 0)) == [[0, 1, 2, 3], [0], [0, 1]]
     assert kept(without_best_of_each(segments, scores, 0.3)) == [[2, 3], [], [1]]  # two of four, one of one, one of two
     assert leading_text(segments) == ()
@@ -175,7 +175,7 @@ def test_nothing_to_keep(load, segments):
         assert close(oracle.logprobs(segments, [30], kept), block.logprobs(segments, [30]))
 
 
-def test_query_and_blend_recompute_the_best(load):
+def test_query_and_blend_recompute_the_highest_scores(load):
     oracle, _ = load("llama")
     segments = prompts(0)["text last"]
     for kept, scores in (

@@ -1,4 +1,4 @@
-"""Chunks behind a preamble: fills compute it with them, unless it is cached, and all other requests never see it."""
+"""Chunks behind a preamble: fills compute it before them unless it is cached, and no other request sees it."""
 
 import types
 
@@ -40,7 +40,7 @@ def run_fills(scheduler):
 @both_preambles
 @pytest.mark.parametrize("chunked_prefill_size", [1, 3, 4, 5, 64])
 def test_a_fill_begins_with_its_preamble(link, preamble_len, overlap, chunked_prefill_size):
-    """Cut anywhere, and then its chunks follow; all of it is computed once."""
+    """Cut anywhere by chunked prefill, then followed by its chunks; every token is computed once."""
     scheduler = Loop(overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=64)
     req = scheduler.submit([LEAD, A, (TEXT, (6,)), B, QUESTION], "p0")
     assert run_fills(scheduler) == [preamble_len + len(A[1]) + len(B[1])]
@@ -51,18 +51,18 @@ def test_a_fill_begins_with_its_preamble(link, preamble_len, overlap, chunked_pr
 
 @both_loops
 @both_preambles
-def test_a_preamble_is_text_that_the_cache_may_have(link, preamble_len, overlap):
-    """In whole or in part, from other fills or from prompts that begin with it."""
+def test_a_cached_preamble_is_reused(link, preamble_len, overlap):
+    """In full or in part, from other fills or from prompts that begin with it."""
     scheduler = Loop(overlap=overlap, link=link)
     ids = NEUTRAL_PREAMBLE if link == "base" else LEAD[1]
     scheduler.submit([(TEXT, (*ids[:-1], 1, 1))], "a part of it", max_new_tokens=1)
     scheduler.run()
     scheduler.submit([LEAD, A, QUESTION], "p0")
-    assert run_fills(scheduler) == [1 + len(A[1])], "the last token of the preamble was not there"
+    assert run_fills(scheduler) == [1 + len(A[1])], "the preamble's last token was not cached"
     scheduler.submit([LEAD, B, QUESTION], "p1")
     assert run_fills(scheduler) == [len(B[1])]
     scheduler.submit([LEAD, C, QUESTION], "p2", extra_key="tenant")
-    assert run_fills(scheduler) == [preamble_len + len(C[1])], "of a tenant's own"
+    assert run_fills(scheduler) == [preamble_len + len(C[1])], "each tenant's preamble is its own"
     plain = scheduler.submit([(TEXT, (*ids, 1))], "plain", max_new_tokens=1)
     scheduler.run()
     assert plain.cached_tokens == preamble_len
@@ -71,8 +71,8 @@ def test_a_preamble_is_text_that_the_cache_may_have(link, preamble_len, overlap)
 @both_loops
 @both_preambles
 def test_fills_that_share_a_preamble(link, preamble_len, overlap):
-    """Side by side each computes it, for none waits for another; one copy remains, of which the check of slots is the
-    proof. Behind each other, the second finds it."""
+    """Side by side, each computes it, since fills do not wait for one another, and one copy remains, as the check of
+    slots proves. One after the other, the second finds it."""
     for chunked_prefill_size, computed in ((64, preamble_len), (preamble_len + 4, 0)):
         scheduler = Loop(
             overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=preamble_len + 7
@@ -85,8 +85,8 @@ def test_fills_that_share_a_preamble(link, preamble_len, overlap):
 @both_loops
 @both_preambles
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
-def test_a_preamble_that_was_evicted_in_between(link, preamble_len, overlap, chunked_prefill_size):
-    """Chunks that have stayed stay what they are; for another one it is computed again."""
+def test_a_preamble_evicted_in_between(link, preamble_len, overlap, chunked_prefill_size):
+    """Resident chunks behind it stay valid; for a new chunk it is computed again."""
     scheduler = Loop(overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=64)
     scheduler.submit([LEAD, A, QUESTION], "p0")
     scheduler.run()
@@ -102,7 +102,7 @@ def test_a_preamble_that_was_evicted_in_between(link, preamble_len, overlap, chu
 @both_preambles
 @pytest.mark.parametrize("chunked_prefill_size", [2, 64])
 def test_a_chunk_whose_beginning_is_cached(link, preamble_len, overlap, chunked_prefill_size):
-    """Behind the same preamble: it is computed from there on; another preamble's is another chunk."""
+    """Behind the same preamble only the rest is computed; behind another preamble it is another chunk."""
     scheduler = Loop(overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=64)
     scheduler.submit([LEAD, (CHUNK, A[1][:3]), QUESTION], "p0")
     scheduler.run()
@@ -118,8 +118,8 @@ def test_a_chunk_whose_beginning_is_cached(link, preamble_len, overlap, chunked_
 @both_loops
 @both_preambles
 @pytest.mark.parametrize("chunked_prefill_size", [2, 64])
-def test_a_cached_beginning_of_a_chunk_behind_a_preamble_that_is_not(link, preamble_len, overlap, chunked_prefill_size):
-    """Then the row of the fill is in another order than its tokens, though it has but one chunk."""
+def test_a_cached_chunk_prefix_behind_an_evicted_preamble(link, preamble_len, overlap, chunked_prefill_size):
+    """The fill's row is then ordered differently from its tokens, although it has a single chunk."""
     scheduler = Loop(overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=64)
     beginning = scheduler.submit([LEAD, (CHUNK, A[1][:2]), QUESTION], "p0")
     scheduler.run()
@@ -134,7 +134,7 @@ def test_a_cached_beginning_of_a_chunk_behind_a_preamble_that_is_not(link, pream
 
 @both_preambles
 def test_a_preamble_counts_as_needed_memory(link, preamble_len):
-    """A parent that would fit without it waits, and so does what is behind it."""
+    """A parent that would fit without it waits, and so does what is behind that parent."""
     for left, admitted in ((preamble_len - 1, 1), (preamble_len, 2)):
         scheduler = Loop(100, link=link)
         first_need = (3 + 1 + 30 + 1) + (preamble_len + 4 + 1)
@@ -147,9 +147,9 @@ def test_a_preamble_counts_as_needed_memory(link, preamble_len):
 
 
 @both_loops
-def test_a_lead_is_the_prompts_own(overlap):
-    """Chunks behind different leads are different ones; without a lead, they are those of `block`. A lead that is the
-    neutral preamble is as good as that."""
+def test_leads_separate_chunks(overlap):
+    """Chunks behind different leads differ; without a lead they are those of `block`; behind a lead equal to the
+    neutral preamble they are those of `base`."""
     scheduler = Loop(overlap=overlap, link="base:preamble=lead")
     scheduler.submit([LEAD, A, QUESTION], "p0")
     assert run_fills(scheduler) == [3 + 4]
@@ -167,7 +167,7 @@ def test_a_lead_is_the_prompts_own(overlap):
 
 @both_loops
 @pytest.mark.parametrize("link", ["base", "base+query:ratio=0.4"])
-def test_aborts_and_eviction_leave_nothing(link, overlap):
+def test_aborts_and_eviction_leak_nothing(link, overlap):
     """At every step of a fill with a preamble, between its pieces too."""
     for when in range(9):
         for chunked in (False, True):
@@ -190,8 +190,9 @@ def test_aborts_and_eviction_leave_nothing(link, overlap):
 @both_loops
 @pytest.mark.parametrize("policy", ["", "+epic:tokens=1", "+query:ratio=0.4", "+blend:ratio=0.4"])
 @pytest.mark.parametrize("chunked_prefill_size", [1, 3, 7, 64])
-def test_a_lead_that_own_fills_compute_counts_as_computed(chunked_prefill_size, policy, overlap):
-    """Though it is in the cache when the prompt's turn comes, a batch later; what was there before counts as cached."""
+def test_a_lead_computed_by_the_prompts_own_fills_is_no_hit(chunked_prefill_size, policy, overlap):
+    """It is cached when the prompt runs, a batch later, but only what was cached before the request counts as
+    cached."""
     scheduler = Loop(
         overlap=overlap,
         link=f"base:preamble=lead{policy}",
@@ -213,7 +214,7 @@ def test_a_lead_that_own_fills_compute_counts_as_computed(chunked_prefill_size, 
 
 @pytest.mark.parametrize("lead_len, refused", [(4, False), (5, True)])
 def test_a_chunk_that_exceeds_the_context_behind_its_preamble(lead_len, refused):
-    """The model of these tests has 64 positions; a prompt of more is SGLang's to refuse."""
+    """These tests' model has 64 positions; longer prompts are SGLang's to refuse."""
     chunk = (CHUNK, tuple(i % 15 for i in range(60)))
     scheduler = Loop(200)
     req = scheduler.submit([(TEXT, (1,) * lead_len), chunk], "p0", link="base:preamble=lead", max_new_tokens=1)
@@ -234,7 +235,7 @@ def test_a_prompt_that_does_not_fit_beside_its_preamble():
 
 @pytest.mark.parametrize("link", ["base", "base+epic:tokens=2", "base+query:ratio=0.4"])
 def test_a_server_without_a_neutral_preamble(link):
-    """No tokenizer, or no text: what needs it is refused, and a lead does not need it."""
+    """It has no tokenizer, or an empty text: policies that need the preamble are refused; a lead does not need it."""
     scheduler = Loop()
     arrival = scheduler.admission.arrival
     for preamble in (neutral_preamble("Some text.", None), neutral_preamble("", types.SimpleNamespace(encode=list))):

@@ -1,4 +1,4 @@
-"""The offline stage without a model: what it reads, how it stores, and what it says."""
+"""Offline precomputation without a model: what it reads, how it stores chunks, and what it reports."""
 
 import asyncio
 import json
@@ -10,9 +10,9 @@ from sglang_lazy import precompute
 
 
 class Engine:
-    """Stores chunks when it is flushed.
+    """Stores its chunks when flushed.
 
-    stores: whether that succeeds.  at_once: how many it can store with one flush.  refused: what storage never takes.
+    stores: whether that succeeds.  at_once: how many it can store per flush.  refused: what storage never accepts.
     """
 
     def __init__(self, stores=True, at_once=100, refused=()):
@@ -47,7 +47,7 @@ def test_all_chunks_are_stored_batch_by_batch(monkeypatch):
     assert engine.stored == {f"chunk {i}" for i in range(7)}
 
 
-def test_an_interrupted_run_goes_on():
+def test_an_interrupted_run_resumes():
     engine = Engine()
     precompute.precompute(engine, chunks(4))
     assert precompute.precompute(engine, chunks(6)) == 4
@@ -61,13 +61,13 @@ def test_storage_that_fails_is_an_error():
         precompute.precompute(Engine(refused=["chunk 3"]), chunks(5))
 
 
-def test_more_than_the_host_takes_at_once_is_stored_one_by_one():
+def test_a_batch_too_large_for_the_host_is_stored_one_by_one():
     engine = Engine(at_once=2)
     assert precompute.precompute(engine, chunks(5)) == 0
     assert engine.stored == {f"chunk {i}" for i in range(5)}
 
 
-def test_a_chunk_twice_in_a_batch_is_stored_once():
+def test_a_duplicate_in_a_batch_is_stored_once():
     engine = Engine()
     assert precompute.precompute(engine, chunks(3) * 2) == 0
     assert engine.stored == {f"chunk {i}" for i in range(3)} and len(engine.computed) == 1

@@ -1,4 +1,4 @@
-"""Which prefill batches run without a graph that SGLang would pad them for, and which are attended to in two parts."""
+"""Which prefill batches run without SGLang's padded CUDA graph, and which split their attention in two."""
 
 import contextlib
 from array import array
@@ -18,7 +18,7 @@ from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.model import model_runner as hooks
 from sglang_lazy.port.model.model_runner import can_run_prefill_graph
 
-LARGE, SMALL = 4096, 2048  # hidden sizes of models of 8 and of 1 billion weights
+LARGE, SMALL = 4096, 2048  # hidden sizes of 8B and 1B models
 
 MODEL = ServedModel({}, {0: AttentionLayer(1, 1, 2, SimpleNamespace(cos_sin_cache=torch.zeros(64, 2)))})
 
@@ -41,33 +41,33 @@ def runs_graph(num_tokens, hidden_size=LARGE, tp_size=1, chunks=True, sglang=Tru
 def test_a_large_batch_with_chunks_is_not_padded():
     assert not runs_graph(2080)
     assert not runs_graph(5000)
-    assert not runs_graph(1568)  # to 1,792
+    assert not runs_graph(1568)  # it would be padded to 1,792
 
 
-def test_one_of_a_graphs_size_loses_nothing():
+def test_a_batch_of_a_graphs_size_uses_the_graph():
     assert runs_graph(2048)
 
 
 @pytest.mark.parametrize(
     "small", [dict(num_tokens=900), dict(num_tokens=1500), dict(hidden_size=SMALL), dict(tp_size=4)]
 )
-def test_where_launches_take_longer_graphs_are_worth_padding(small):
+def test_short_passes_run_graphs_despite_padding(small):
     assert runs_graph(**{"num_tokens": 2080, **small})
 
 
-def test_a_pass_that_ends_at_a_layer_s_keys_runs_no_graph():
+def test_a_pass_that_ends_early_runs_no_graph():
     """A graph would run all layers."""
     assert not runs_graph(2048, last_layer=1) and not runs_graph(900, last_layer=0)
 
 
-def test_others_are_left_to_sglang():
+def test_batches_without_chunks_are_left_to_sglang():
     assert runs_graph(2080, chunks=False)
     assert not runs_graph(2048, sglang=False)
 
 
 @pytest.mark.parametrize("device, num_tokens, apart", [("cuda", 2080, False), ("cuda", 3104, True), ("cpu", 5, True)])
 def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens, apart):
-    """More kernels than the device can follow would hold up the host."""
+    """With more kernels, launching would take the host longer than the device."""
     runner = SimpleNamespace(
         req_to_token_pool=SimpleNamespace(segment_table=SegmentTable(1, 1, "cpu", model=MODEL), size=7),
         model_config=SimpleNamespace(hidden_size=LARGE),
@@ -91,7 +91,7 @@ def test_small_batches_take_one_attention_kernel(monkeypatch, device, num_tokens
 
 
 def test_plain_decode_is_recognised_at_once():
-    """Requests are not asked where no row has chunks, and are where one has."""
+    """Requests are examined only if a row of the batch has chunks."""
     table = SegmentTable(2, 1, "cpu", model=MODEL)
     batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
@@ -101,4 +101,4 @@ def test_plain_decode_is_recognised_at_once():
     table.assign({1: ()}, lambda chunk: 0, {})
     assert not hooks.involves_chunks(batch, table)
     batch.forward_mode = ForwardMode.EXTEND
-    assert hooks.involves_chunks(batch, table), "of fills, whose rows have no segments, too"
+    assert hooks.involves_chunks(batch, table), "fills count too, though their rows have no segments"

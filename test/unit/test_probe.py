@@ -1,4 +1,4 @@
-"""The start-up probe tells models whose queries and keys are as the rotation left them from those that change them."""
+"""The start-up probe tells models that leave rotated queries and keys as they are from those that change them."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 32
 
 
 class Attention(torch.nn.Module):
-    """Projects, rotates, and then does to q and k what `after` says."""
+    """Projects, rotates, and then applies `after` to q and k."""
 
     def __init__(self, is_neox, rotary_dim, after, layer_id=0, **more):
         super().__init__()
@@ -33,7 +33,7 @@ class Attention(torch.nn.Module):
 
 
 class AttentionOfOtherNames(Attention):
-    """As Phi's: other names of arguments, in another order."""
+    """As in Phi: other argument names, in another order."""
 
     def forward(self, position_ids, forward_batch, hidden_states):
         return super().forward(position_ids, hidden_states, forward_batch)
@@ -56,12 +56,12 @@ def check(after, is_neox=True, rotary_dim=HEAD_DIM):
 @pytest.mark.parametrize("is_neox", [True, False])
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, HEAD_DIM // 2])
 def test_a_model_that_leaves_the_rotation_alone(is_neox, rotary_dim):
-    """Both pairings, full and partial."""
+    """Both ways of pairing dimensions, full and partial rotation."""
     check(unchanged, is_neox, rotary_dim)
 
 
 class Reader(Attention):
-    """As Gemma 4's last layers: reads the keys and values of the layer with its id."""
+    """As Gemma 4's last layers, it reads the keys and values of the layer whose id it has."""
 
     def forward(self, positions, hidden_states, forward_batch):
         q = self.proj(hidden_states)[:, : HEADS * HEAD_DIM].contiguous()
@@ -70,7 +70,7 @@ class Reader(Attention):
 
 
 def test_a_layer_that_reads_the_keys_of_another():
-    """It is one with that, unless they differ; its queries are checked."""
+    """It counts as one layer with that one unless they differ; its queries are checked."""
     torch.manual_seed(0)
     own, reader = (kind(True, HEAD_DIM, unchanged) for kind in (Attention, Reader))
     reader.rotary_emb = own.rotary_emb
@@ -85,20 +85,20 @@ def test_a_layer_that_reads_the_keys_of_another():
 
 
 def test_a_norm_after_the_rotation():
-    """A weight per dimension after the rotation does not commute with it."""
+    """A weight per dimension does not commute with the rotation."""
     weight = torch.linspace(0.5, 1.5, HEAD_DIM)
     with pytest.raises(ValueError, match="Attention of layer 0: rotating a query or key back"):
         check(lambda x, _: (x.view(len(x), -1, HEAD_DIM) * weight).flatten(1))
 
 
 def test_a_scale_that_depends_on_the_position():
-    """What the query is multiplied by must be the same at every position."""
+    """The factor on a query must be the same at every position."""
     with pytest.raises(ValueError, match="relative error"):
         check(lambda x, positions: x * (1 + positions[:, None] / 1000))
 
 
-def test_a_scale_that_changes_far_away():
-    """The end of the context is looked at, too."""
+def test_a_scale_that_changes_at_the_end_of_the_context():
+    """The probe looks at the end of the context, too."""
     with pytest.raises(ValueError, match="position 2047"):
         check(lambda x, positions: x * (1 + 0.1 * (positions[:, None] > 2000)))
 
@@ -109,8 +109,8 @@ class Unrotated(Attention):
 
 
 @pytest.mark.parametrize("rotary_dim", [HEAD_DIM, HEAD_DIM // 2])
-def test_layers_that_leave_the_rotation_out(rotary_dim):
-    """As some models' in every fourth: nothing is to be undone there."""
+def test_layers_without_rotation(rotary_dim):
+    """As every fourth layer of some models: there is no rotation to undo."""
     kinds = Attention, Unrotated
     layers = check_all(*(kind(True, rotary_dim, unchanged, layer_id=i) for i, kind in enumerate(kinds)))
     rotated, still = (layer.rope.cos_sin_cache for layer in layers.values())
@@ -119,8 +119,8 @@ def test_layers_that_leave_the_rotation_out(rotary_dim):
     assert rotated.shape == still.shape and not torch.equal(rotated, still)
 
 
-def test_every_layer_is_looked_at():
-    """One whose queries grow with their position, though it leaves the rotation out."""
+def test_every_layer_is_probed():
+    """One unrotated layer has queries that grow with the position."""
     grown = Unrotated(True, HEAD_DIM, lambda x, positions: x * torch.arange(1, len(x) + 1)[:, None], layer_id=1)
     with pytest.raises(ValueError, match="Unrotated of layer 1"):
         check_all(Attention(True, HEAD_DIM, unchanged), grown)
@@ -130,15 +130,15 @@ def test_other_names_of_arguments():
     check_all(AttentionOfOtherNames(True, HEAD_DIM, unchanged))
 
 
-def test_attention_that_is_given_more():
-    """What the link path does not know would be left out of the answers over chunks."""
+def test_unknown_arguments_of_attention():
+    """An argument unknown to the link path would be missing from answers over chunks."""
     with pytest.raises(ValueError, match="attention takes bias"):
         check_all(Attention(True, HEAD_DIM, unchanged, bias=torch.zeros(HEADS)))
     check_all(Attention(True, HEAD_DIM, unchanged, bias=None))
 
 
 def test_layers_with_sinks_and_windows():
-    """SGLang's models count a window without the token itself, and give sinks with every call."""
+    """SGLang's models count a window without the token itself, and pass sinks with every call."""
     layers = [
         Attention(True, HEAD_DIM, unchanged, i, sinks=given) for i, given in enumerate([None, torch.zeros(HEADS)])
     ]
@@ -149,17 +149,17 @@ def test_layers_with_sinks_and_windows():
 
 
 def test_a_layer_that_cannot_be_run():
-    """It is no reason to die with its own error: the server says what it cannot serve."""
+    """Instead of the layer's own error, the server reports what it cannot serve."""
     with pytest.raises(ValueError, match="Attention of layer 0 cannot be probed: no such kernel"):
         check(lambda *_: (_ for _ in ()).throw(RuntimeError("no such kernel")))
 
 
 @pytest.mark.parametrize("context_len", [1, 100, 511, 512, 1023, 2048])
 def test_angles_of_a_short_context(context_len):
-    """The table goes on with negative positions, which the model's does not have."""
+    """Our table has rows for negative positions, which the model's lacks."""
     rope = RotaryEmbedding(HEAD_DIM, HEAD_DIM, 2048, 10000, True, torch.float32)
     expected = rope._compute_cos_sin_cache()[:context_len]
-    # Angles of up to 2,048 radians in float32 are off by some 1e-4.
+    # In float32, angles of up to 2,048 radians are off by about 1e-4.
     assert torch.allclose(layer_rope(rope, context_len, "cpu").cos_sin_cache[:context_len], expected, atol=1e-3)
 
 

@@ -1,4 +1,4 @@
-"""The start-up probe on attention layers of SGLang's own, of models that no CPU can serve."""
+"""The start-up probe on SGLang's own attention layers, of models that no CPU can serve."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def check(layer):
 
 @pytest.mark.parametrize("factor", [1.0, 8.0])
 def test_gemma3(factor):
-    """Its layers are given angles; in larger models those of layers without a window are scaled."""
+    """Each layer is given its angles; in larger models the angles of layers without a window are scaled."""
     config = MODELS["gemma3"].config()
     config.rope_parameters["full_attention"] |= {"rope_type": "linear", "factor": factor}
     model = gemma3_causal.Gemma3TextModel(config)
@@ -46,14 +46,14 @@ def test_gemma3(factor):
     for layer, (base, scale) in zip(layers.values(), [(100, 1), (100, 1), (10000, factor), (100, 1)], strict=True):
         angles = 7 * base ** (-torch.arange(0, 48, 2) / 48) / scale
         assert torch.allclose(layer.rope.cos_sin_cache[7], torch.cat([angles.cos(), angles.sin()]), atol=1e-5)
-    # The rotation of one kind of layer is found wrong in the other.
+    # Each kind of layer fails with the other kind's rotation.
     layers[0], layers[2] = layers[2], layers[0]
     with pytest.raises(ValueError, match="Gemma3Attention of layer 0: rotating a query or key back"):
         check_layers(model, layers, HIDDEN, torch.float32)
 
 
 def test_minimax_m2(monkeypatch):
-    """Off GPUs only some CPUs have its norm over all heads."""
+    """Its norm over all heads exists only for some CPUs; GPUs have it."""
     norm = minimax_m2.MiniMaxM2QKRMSNorm
     monkeypatch.setattr(norm, "_forward_naive", norm._forward_cpu)
     layer = minimax_m2.MiniMaxM2Attention(MODELS["minimax-m2"].config())
@@ -75,7 +75,7 @@ def test_bailing_moe(partial, use_qk_norm):
 
 @pytest.mark.parametrize("use_qk_norm", [True, False])
 def test_hunyuan(use_qk_norm):
-    """Its norms stand behind the rotation."""
+    """Its norms follow the rotation."""
     config = transformers.PretrainedConfig(
         hidden_size=HIDDEN, num_attention_heads=4, num_key_value_heads=2, head_dim=32, use_qk_norm=use_qk_norm,
         rms_norm_eps=1e-6,

@@ -1,4 +1,5 @@
-"""Probes: what a policy chooses by, in the place of their parents; and what is remembered of choices."""
+"""Probes, by which some policies choose what to recompute: they run before their parents, and choices are
+remembered."""
 
 import random
 from array import array
@@ -25,12 +26,12 @@ def query_loop(*args, **kwargs):
 
 
 def launches(scheduler, kind):
-    """The ids of internal requests of a kind that ran, each once, in order."""
+    """The ids of the internal requests of this kind that ran, each once, in order."""
     return list(dict.fromkeys(rid for batch in scheduler.log for rid in batch if rid.startswith(f"\0{kind}")))
 
 
 def recomputed(req):
-    """Positions of chunk tokens that `req` does not keep, but for its last one."""
+    """Positions of the chunk tokens that `req` recomputes, without its last token."""
     kept = kept_in(lazy_state(req), req.layout)
     positions = set()
     for (start, end), ranges in zip(req.layout.chunks, kept, strict=True):
@@ -39,7 +40,7 @@ def recomputed(req):
 
 
 def check_answer(req, chosen_for=None):
-    """It has ended over what its own question attends to most, or that of an earlier turn."""
+    """The answer is complete, over the tokens its own question attends to most, or an earlier turn's (`chosen_for`)."""
     assert len(req.output_ids) == req.sampling_params.max_new_tokens
     asked = chosen_for or req
     assert recomputed(req) == most_attended(asked, asked.layout.chunks, RATIO)
@@ -49,7 +50,7 @@ def check_answer(req, chosen_for=None):
 @pytest.mark.parametrize("chunked_prefill_size", [2, 3, 64])
 @pytest.mark.parametrize("parts", [[LEAD, A, QUESTION, B, OTHER_QUESTION], [A, B], [LEAD, A, A, QUESTION]])
 def test_a_probe_runs_before_its_parent(overlap, chunked_prefill_size, parts):
-    """Fills, probe, parent; in pieces too. The parent runs over what the probe has measured."""
+    """The order is fills, probe, parent, in pieces too; the parent runs over what the probe chose."""
     scheduler = query_loop(overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     parent = scheduler.submit(parts, "p0")
     assert isinstance(lazy_state(parent), Undecided)
@@ -65,13 +66,13 @@ def test_a_probe_runs_before_its_parent(overlap, chunked_prefill_size, parts):
 
 @both_loops
 def test_probe_and_fills_share_a_batch(overlap):
-    """As a parent does; its row sees what the same pass computes."""
+    """As with parents: the probe's row reads what the same pass computes."""
     scheduler = query_loop(overlap=overlap)
     parents = [scheduler.submit([LEAD, A, B, text], f"p{i}") for i, text in enumerate([QUESTION, OTHER_QUESTION])]
     other = scheduler.submit([B, C, QUESTION], "other", link="block")
     scheduler.step()
     assert scheduler.log == [["\0fill-0", "\0probe-0", "\0probe-1", "\0fill-1", "other"]]
-    assert scheduler.waiting_queue == parents, "they wait where SGLang's abort and timeouts look for them"
+    assert scheduler.waiting_queue == parents, "parents wait where SGLang's abort and timeouts look for them"
     scheduler.run()
     for parent in parents:
         check_answer(parent)
@@ -81,7 +82,8 @@ def test_probe_and_fills_share_a_batch(overlap):
 @both_loops
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 def test_twins(overlap, chunked_prefill_size):
-    """Two parents with the same prompt are probed each, if neither has ended when the other arrives, and agree."""
+    """Two parents with the same prompt, neither finished when the other arrives, each have a probe; both choose
+    alike."""
     scheduler = query_loop(overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     twins = [scheduler.submit([LEAD, A, B, QUESTION], f"p{i}") for i in range(2)]
     scheduler.run()
@@ -94,8 +96,8 @@ def test_twins(overlap, chunked_prefill_size):
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 @pytest.mark.parametrize("when", range(8))
 def test_aborted_parents(overlap, chunked_prefill_size, when):
-    """Before, while and after its probe runs: nothing stays locked, which the loop checks when idle, and others, which
-    wait for the same chunks, are answered."""
+    """Aborted before, during or after their probe: nothing stays locked, as the idle loop checks, and others that wait
+    for the same chunks are answered."""
     scheduler = query_loop(60, overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     aborted = scheduler.submit([LEAD, A, B, QUESTION], "aborted")
     others = [
@@ -118,8 +120,8 @@ def test_aborted_parents(overlap, chunked_prefill_size, when):
 
 @both_loops
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_probe_aborted_between_its_pieces_is_made_again(overlap, times):
-    """And measures all of it: what an aborted one has measured is not counted."""
+def test_a_probe_aborted_between_pieces_is_replaced(overlap, times):
+    """The new one measures everything: what the aborted one measured is discarded."""
     scheduler = query_loop(overlap=overlap, chunked_prefill_size=3)
     scheduler.warm(A, B)
     parent = scheduler.submit([LEAD, A, B, (TEXT, (3, 4, 5, 6, 7, 10)), QUESTION], "p0")
@@ -136,8 +138,8 @@ def test_a_probe_aborted_between_its_pieces_is_made_again(overlap, times):
 
 
 @both_loops
-def test_a_probe_that_waits_takes_part_in_nothing_else(overlap):
-    """Looking at the queue twice makes no second probe; one that comes back to the queue is dropped there."""
+def test_a_waiting_probe_is_neither_doubled_nor_queued(overlap):
+    """A second look at the queue makes no second probe; a probe that is requeued is dropped."""
     scheduler = query_loop(overlap=overlap)
     parent = scheduler.submit([A, QUESTION], "p0")
     visible = scheduler.visible()
@@ -151,7 +153,7 @@ def test_a_probe_that_waits_takes_part_in_nothing_else(overlap):
 
 @both_loops
 def test_chunks_evicted_between_probe_and_parent(overlap):
-    """They are computed again, and are no hits; the choice stays."""
+    """They are computed again and are no hits; the choice stands."""
     scheduler = query_loop(overlap=overlap)
     scheduler.warm(A, B)
     parent = scheduler.submit([LEAD, A, B, QUESTION], "p0")
@@ -172,7 +174,7 @@ def test_chunks_evicted_between_probe_and_parent(overlap):
 @both_loops
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 def test_counts_are_honest(overlap, chunked_prefill_size):
-    """What a request's own probe or fills have computed is no hit."""
+    """What a request's own probe or fills computed is no hit."""
     scheduler = query_loop(overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     cold = scheduler.submit([LEAD, A, QUESTION, B, QUESTION], "cold", max_new_tokens=1)
     scheduler.run()
@@ -180,11 +182,11 @@ def test_counts_are_honest(overlap, chunked_prefill_size):
     partly = scheduler.submit([LEAD, C, B, OTHER_QUESTION], "partly", max_new_tokens=1)
     scheduler.run()
     kept_of_b = partly.lazy.prompt.chunks[-1].num_kept
-    assert scheduler.counts(partly) == (2 + kept_of_b, kept_of_b, 0b10), "the lead is known"
+    assert scheduler.counts(partly) == (2 + kept_of_b, kept_of_b, 0b10), "the lead is cached"
     again = scheduler.submit([LEAD, A, QUESTION, B, QUESTION], "again", max_new_tokens=1)
     scheduler.run()
     assert scheduler.counts(again) == (2 + 4 + 1 + 4, again.lazy.prompt.num_chunk_tokens, 0b11), (
-        "all but its last token"
+        "all but the prompt's last token"
     )
 
 
@@ -192,7 +194,7 @@ def test_counts_are_honest(overlap, chunked_prefill_size):
 @pytest.mark.parametrize("link", [LINK, "copy"])
 @pytest.mark.parametrize("other", [[A, QUESTION], [(TEXT, (5, 6, 7))]], ids=["chunks", "plain"])
 def test_answers_come_in_order_where_memory_is_tight(overlap, link, other):
-    """Nobody behind takes the memory of a parent that is left out while its probe or fill runs."""
+    """While a parent's probe or fill runs, requests behind the parent must not take its memory."""
     scheduler = Loop(34, overlap=overlap)
     for i in range(4):
         if i % 2:
@@ -206,9 +208,10 @@ def test_answers_come_in_order_where_memory_is_tight(overlap, link, other):
 
 
 def test_a_prompt_that_does_not_fit_beside_what_may_be_recomputed():
-    """Its text may grow by all that the policy recomputes at most: what cannot be served is refused on arrival."""
+    """Recomputation may add up to its share to the text; a prompt that could not be served then is refused on
+    arrival."""
     num_recomputed = 4  # of 8
-    tight = 8 + 1 + num_recomputed + 2  # a token of the answer, and one that SGLang counts besides, but none is left
+    tight = 8 + 1 + num_recomputed + 2  # an answer token and the one that SGLang adds: nothing would be left
     for pool_size, refused in ((tight, True), (tight + 1, False)):
         scheduler = query_loop(pool_size)
         req = scheduler.submit([A, B, QUESTION], "p0", max_new_tokens=1)
@@ -221,7 +224,7 @@ def test_a_prompt_that_does_not_fit_beside_what_may_be_recomputed():
 
 
 def test_everything_recomputed_is_an_ordinary_request():
-    """The probe runs for nothing once; the next time it is known to."""
+    """The first probe is wasted; afterwards it is known that nothing is kept."""
     scheduler = Loop(link="query:ratio=1.0")
     for rid in ("p0", "p1"):
         req = scheduler.submit([LEAD, A, QUESTION], rid)
@@ -231,18 +234,18 @@ def test_everything_recomputed_is_an_ordinary_request():
 
 
 def test_a_prompt_of_one_chunk_token_has_nothing_to_choose():
-    """Its last token is text anyway."""
+    """Its last token is text in any case."""
     scheduler = query_loop()
     req = scheduler.submit([LEAD, (CHUNK, (1,))], "p0")
     assert req.to_finish is None and lazy_state(req) is None
     scheduler.run()
 
 
-# What is remembered
+# Remembered choices
 
 
 def ask(scheduler, parts, rid, **kwargs):
-    """A request served alone, and whether it was probed."""
+    """Serve one request alone; returns whether it was probed."""
     scheduler.log.clear()
     req = scheduler.submit(parts, rid, max_new_tokens=2, **kwargs)
     scheduler.run()
@@ -250,8 +253,9 @@ def ask(scheduler, parts, rid, **kwargs):
 
 
 @both_loops
-def test_what_is_recalled(overlap):
-    """The same prompt, and one that continues it, answer included. Another question, tenant, policy or cut is not."""
+def test_which_choices_are_recalled(overlap):
+    """The choice holds for the same prompt and for its continuation, answer included; not for another question, tenant,
+    policy or division into chunks."""
     scheduler = query_loop(200, overlap=overlap)
     prompt = [LEAD, A, B, QUESTION]
     first, probed = ask(scheduler, prompt, "first")
@@ -279,7 +283,7 @@ def test_what_is_recalled(overlap):
 @both_loops
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 def test_new_chunks_of_a_later_turn(overlap, chunked_prefill_size):
-    """They are probed alone: of the earlier ones the same tokens are kept as before, whose text is found again."""
+    """Only they are probed: earlier chunks keep the same tokens as before, so the text behind them is found again."""
     scheduler = query_loop(200, overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     prompt = [LEAD, A, B, QUESTION]
     first, _ = ask(scheduler, prompt, "first")
@@ -295,7 +299,7 @@ def test_new_chunks_of_a_later_turn(overlap, chunked_prefill_size):
 
 
 def test_choices_are_bounded():
-    """The one that was used longest ago goes first."""
+    """The least recently used choice is dropped."""
     choices, chunks = Choices(capacity=3), ((0, 2),)
     prompts = [array("q", [i, i, 9]) for i in range(4)]
     for i in range(3):
@@ -311,7 +315,7 @@ def test_choices_are_bounded():
 @both_loops
 @pytest.mark.parametrize("seed", range(8))
 def test_everything_is_answered_in_a_tight_pool(seed, overlap):
-    """Random requests of all policies and aborts: all others are answered, nothing fails or stays held."""
+    """Random requests of all policies and aborts: all others finish, and nothing stays locked."""
     dice = random.Random(seed)
     pool_size, size = 48, dice.choice([3, 5, 64])
     scheduler = Loop(pool_size, overlap=overlap, chunked_prefill_size=size, max_fill_tokens=dice.choice([3, 9, 64]))
@@ -339,8 +343,9 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap):
     assert scheduler.pools.slots.available_size() == pool_size
 
 
-def test_what_every_chunk_recomputes_has_room_from_the_start():
-    """A share of each chunk, rounded up, is more than the same share of all: it is refused on arrival or never."""
+def test_recomputed_tokens_of_all_chunks_are_reserved_on_arrival():
+    """Rounded up for each chunk, the recomputed share exceeds that of the prompt: a request is refused on arrival or
+    served."""
     chunks = [(CHUNK, (i, 1, 2)) for i in range(3, 9)]
     answered = refused = 0
     for pool_size in range(20, 40):

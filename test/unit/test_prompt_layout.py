@@ -1,4 +1,4 @@
-"""How a prompt is cut into slices of chunks and text spans, how these are named, and the order of its row."""
+"""How a prompt is cut into slices of chunks and spans of text, how these are named, and the order of its row."""
 
 import itertools
 from array import array
@@ -21,7 +21,7 @@ tenants = st.sampled_from([(None, None), ("a", None), (None, "a"), ("", None), (
 
 @st.composite
 def chunks_with_holes(draw):
-    """Ranges of a chunk that are kept, and its tokens."""
+    """The kept ranges of a chunk, and its tokens."""
     chunk = draw(tokens)
     bounds = st.integers(0, len(chunk))
     cuts = sorted(draw(st.one_of(st.just([0, len(chunk)]), st.sets(bounds, max_size=2), st.sets(bounds, max_size=4))))
@@ -32,7 +32,7 @@ segments = st.lists(st.one_of(st.tuples(st.just(TEXT), tokens), chunks_with_hole
 
 
 def build(segments, extra_key=None, cache_salt=None, preamble=None):
-    """The prompt of `segments`: pairs of CHUNK, TEXT, or the ranges of a chunk that are kept, and tokens."""
+    """The prompt of `segments`: pairs of CHUNK, TEXT or a chunk's kept ranges, and tokens."""
     ids, chunks, kept = array("q"), [], []
     for use, segment in segments:
         if use is not TEXT:
@@ -43,7 +43,7 @@ def build(segments, extra_key=None, cache_salt=None, preamble=None):
 
 
 def path_before(segments, start):
-    """What a text token at position `start` sees: text tokens one by one, kept ranges with all that they depend on."""
+    """What a text token at position `start` sees: text token by token, and kept ranges with all that they depend on."""
     path, position = [], 0
     prompt_len = sum(len(segment) for _, segment in segments)
     for use, segment in segments:
@@ -60,7 +60,7 @@ def path_before(segments, start):
 
 @st.composite
 def rows(draw):
-    """A prompt, how much of each span is cached, and how many tokens were generated before."""
+    """A prompt, the number of cached tokens of each span, and the number of tokens generated before."""
     ids, prompt = build(draw(segments))
     cached = [draw(st.integers(0, len(span.positions))) for span in prompt.spans]
     return ids, prompt, cached, draw(st.integers(0, 3))
@@ -69,7 +69,7 @@ def rows(draw):
 @repeatable
 @given(segments)
 def test_cut_covers_every_position_once(segments):
-    """Proxy slices and text spans partition the prompt, and the last token is text."""
+    """Slices and text spans partition the prompt, and the last token is text."""
     ids, prompt = build(segments)
     kept = [position for chunk in prompt.chunks for position in chunk.positions.tolist()]
     assert prompt.num_chunk_tokens == len(kept)
@@ -82,8 +82,8 @@ def test_cut_covers_every_position_once(segments):
 
 @repeatable
 @given(segments)
-def test_what_is_kept_is_what_the_policy_keeps(segments):
-    """But for the last token; a chunk of which nothing is kept is no slice."""
+def test_slices_keep_what_the_policy_keeps(segments):
+    """Except for the prompt's last token; a chunk that keeps nothing is no slice."""
     ids, prompt = build(segments)
     slices, position, index = {chunk.index: chunk for chunk in prompt.chunks}, 0, 0
     for use, segment in segments:
@@ -121,7 +121,7 @@ def test_row_is_a_permutation(row_case):
 @repeatable
 @given(rows(), st.data())
 def test_row_queries_match_brute_force(row_case, data):
-    """`positions_of` continues with generated tokens, and `available` counts a span's first tokens in the row."""
+    """`positions_of` goes on with generated tokens; `available` counts how much of a span's beginning is in the row."""
     ids, prompt, cached, generated = row_case
     row = Row(prompt, cached, len(ids) + generated)
     entries = [*row.positions.tolist(), *range(len(row.positions), len(row.positions) + 4)]
@@ -145,7 +145,7 @@ def test_row_queries_match_brute_force(row_case, data):
 
 
 def test_chunk_last_leaves_its_last_token_in_context():
-    """A chunk that ends the prompt is used but for its last token, though all of it is computed and cached."""
+    """A chunk that ends the prompt is used without its last token, though all of it is computed and cached."""
     ids, prompt = build([(TEXT, (9,)), (CHUNK, (1, 2, 3))])
     (chunk,) = prompt.chunks
     assert (chunk.start, chunk.kept, chunk.tokens) == (1, ((0, 2),), array("q", [1, 2, 3]))
@@ -153,7 +153,7 @@ def test_chunk_last_leaves_its_last_token_in_context():
 
 
 def test_chunk_of_one_token_last_is_text():
-    """A last chunk of one token has no part that could be shared: the prompt is as good as without it."""
+    """A final chunk of one token has nothing to share and becomes text."""
     for before in ([], [(TEXT, (9,))], [(CHUNK, (2,))]):
         _, prompt = build([*before, (CHUNK, (1,))])
         assert len(prompt.chunks) == sum(is_chunk for is_chunk, _ in before)
@@ -161,20 +161,20 @@ def test_chunk_of_one_token_last_is_text():
 
 
 def test_adjacent_chunks_have_no_text_between():
-    """No span is made for text that is not there."""
+    """No empty span is made."""
     _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3,)), (TEXT, (4,))])
     assert [chunk.positions.tolist() for chunk in prompt.chunks] == [[0, 1], [2]]
     assert [span.positions.tolist() for span in prompt.spans] == [[3]]
 
 
-def test_tokens_between_kept_ones_are_one_span_with_the_text_behind():
-    """What precedes the first kept token belongs to the text before the chunk."""
+def test_recomputed_tokens_join_the_adjacent_text():
+    """Tokens before the first kept one join the text before the chunk."""
     _, prompt = build([(TEXT, (9,)), (((1, 2), (3, 4)), (1, 2, 3, 4, 5)), (TEXT, (8,)), (CHUNK, (1,)), (TEXT, (7,))])
     assert [span.positions.tolist() for span in prompt.spans] == [[0, 1], [3, 5, 6], [8]]
 
 
-def test_a_preamble_is_part_of_what_chunks_and_text_behind_them_depend_on():
-    """But not of leading text, nor of a prompt without slices."""
+def test_chunks_and_text_behind_them_depend_on_the_preamble():
+    """But leading text does not depend on it, nor does a prompt without slices."""
     segments = [(TEXT, (7,)), (CHUNK, (1, 2)), (TEXT, (3,))]
     prompts = [build(segments, preamble=array("q", ids))[1] for ids in ((), (1,), (1, 2))]
     assert len({prompt.chunks[0].key for prompt in prompts}) == 3
@@ -186,13 +186,13 @@ def test_a_preamble_is_part_of_what_chunks_and_text_behind_them_depend_on():
 @pytest.mark.parametrize("token", [-1, 1 << 31, (1 << 32) + 1])
 @pytest.mark.parametrize("kind", [TEXT, CHUNK])
 def test_token_ids_that_no_vocabulary_has_are_refused(token, kind):
-    """Paths are hashed over 32 bits of each id: two that differ above them must not pass for one."""
+    """Paths are hashed over 32 bits of each id; ids that differ only above them would collide."""
     with pytest.raises(ValueError, match=f"token id {token} "):
         build([(CHUNK, (1,)), (kind, (2, token)), (TEXT, (3,))])
 
 
 def test_same_chunk_has_one_key():
-    """Uses of a chunk share their key at any position, in whole or but for the last token."""
+    """Uses of a chunk share their key at any position, in full or without the last token."""
     _, prompt = build([(CHUNK, (1, 2)), (TEXT, (4,)), (CHUNK, (1, 2)), (CHUNK, (1, 2, 3)), (CHUNK, (1, 2))])
     first, second, longer, last = (chunk.key for chunk in prompt.chunks)
     assert first == second == last != longer
@@ -202,7 +202,7 @@ def test_same_chunk_has_one_key():
 @repeatable
 @given(segments, segments, tenants, tenants)
 def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
-    """Text after chunks shares a namespace exactly where the path up to the last kept token and the tenant are the
+    """Text after chunks shares a namespace exactly if the path up to the last kept token and the tenant are the
     same."""
     prompts = []
     for segments, tenant in ((one, one_tenant), (other, other_tenant)):
@@ -248,7 +248,7 @@ def test_namespaces_name_paths(one, other, one_tenant, other_tenant):
     ],
 )
 def test_text_after_different_paths_never_shares(other):
-    """The same tokens under other boundaries or kinds lead to other namespaces."""
+    """The same tokens under other boundaries or of other kinds have other namespaces."""
     _, prompt = build([(CHUNK, (1, 2)), (CHUNK, (3, 4)), (TEXT, (5,))])
     _, other_prompt = build(other)
     namespaces = [{span.namespace for span in prompt.spans} for prompt in (prompt, other_prompt)]
@@ -256,13 +256,14 @@ def test_text_after_different_paths_never_shares(other):
 
 
 def test_a_slice_depends_on_what_stands_before_it_in_its_chunk():
-    """Two chunks that differ in a hole alone give other KV to the token behind it, in whatever else is the same."""
+    """Chunks that differ only in a hole give different KV to the kept token behind it."""
     one, other = (build([(((1, 2),), (token, 2)), (TEXT, (3,))])[1].spans[-1] for token in (1, 7))
     assert one.namespace != other.namespace
 
 
 def test_slice_and_whole_chunk_are_different_paths():
-    """Text after a whole chunk does not meet the last token of a prompt that ends with this chunk or a longer one."""
+    """Text after a whole chunk must not match the last token of a prompt that ends with that chunk, but matches that of
+    a longer one."""
     whole = build([(CHUNK, (1, 2)), (TEXT, (3,))])[1].spans[-1]
     ends_in_same = build([(CHUNK, (1, 2))])[1].spans[-1]
     ends_in_longer = build([(CHUNK, (1, 2, 3))])[1].spans[-1]
@@ -272,7 +273,7 @@ def test_slice_and_whole_chunk_are_different_paths():
 
 @pytest.mark.parametrize("extra_key", [None, "tenant"])
 def test_cache_salt_and_extra_key_separate_tenants(extra_key):
-    """Chunks and the text after them are apart by extra_key and by cache_salt; leading text is not."""
+    """Chunks and the text after them are separated by extra_key and cache_salt, leading text is not."""
     prompts = {
         (key, salt): build([(TEXT, (7,)), (CHUNK, (1, 2)), (TEXT, (3,))], key, salt)[1]
         for key in (extra_key, "other", "")
@@ -287,13 +288,13 @@ def test_cache_salt_and_extra_key_separate_tenants(extra_key):
 
 
 def with_images(digests, places=None):
-    """Text 7, an image of two tokens, a chunk of two, an image of two, text 7: pad values of both images are 9."""
+    """Text 7, an image of two tokens, a chunk of two, an image of two, text 7; both images have pad value 9."""
     ids = array("q", [7, 9, 9, 1, 2, 9, 9, 7])
     images = Images([None, None], [(1, 3), (5, 7)], digests, np.arange(8) if places is None else np.array(places))
     return LinkedPrompt.build(ids, PromptLayout(((3, 5),)), [((0, 2),)], None, images=images)
 
 
-def test_images_begin_spans_of_their_own():
+def test_images_start_spans():
     prompt = with_images([b"a", b"b"], [0, 1, 1, 2, 3, 4, 4, 5])
     assert [(span.positions.tolist(), span.image_len) for span in prompt.spans] == [
         ([0], 0),
@@ -305,7 +306,7 @@ def test_images_begin_spans_of_their_own():
 
 
 def test_images_that_share_a_pad_value_share_no_path():
-    """The first image is part of every path behind it, the second of its own span's alone."""
+    """The first image is part of every later path, the second only of its own span's."""
     one, other, later = with_images([b"a", b"b"]), with_images([b"c", b"b"]), with_images([b"a", b"c"])
     namespaces = [[span.namespace for span in prompt.spans] for prompt in (one, other, later)]
     assert namespaces[0][1] == namespaces[2][1] and namespaces[0][1] != namespaces[1][1]

@@ -1,4 +1,4 @@
-"""The checkpoints that GPU tests serve, read by others."""
+"""The checkpoints that GPU tests serve, read back by other libraries."""
 
 import importlib
 from pathlib import Path
@@ -22,22 +22,22 @@ WEIGHT = torch.randn(2 * GROUP, 3 * GROUP, generator=torch.Generator().manual_se
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
-def test_compressed_tensors_are_read_by_transformers(model_dir, tmp_path, name):
+def test_transformers_reads_compressed_tensors(model_dir, tmp_path, name):
     stored, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
-    model(torch.tensor([[1]]))  # reads the weights back
+    model(torch.tensor([[1]]))  # decompresses the weights
     theirs = dict(model.named_parameters())
     for key, weight in load_model(read, torch.float32, "cpu").named_parameters():
         torch.testing.assert_close(theirs[key], weight, rtol=1e-6, atol=1e-7)
 
 
-def test_awq_is_read_by_sglang():
+def test_sglang_reads_awq():
     stored, read = awq(WEIGHT)
     theirs = awq_dequantize_decomposition(stored["qweight"], stored["scales"].float(), stored["qzeros"])
     assert torch.equal(theirs, read.T)
 
 
-def test_gptq_is_packed_as_by_sglang():
+def test_gptq_is_packed_as_sglang_packs():
     stored, read = gptq(WEIGHT)
     numbers, scale, _ = int4_groups(WEIGHT)
     assert torch.equal(stored["qweight"], pack_rows(numbers.T.int(), 4, *WEIGHT.T.shape))
@@ -62,8 +62,9 @@ def test_blocks_have_their_own_scales():
     assert (read[GROUP:, :GROUP] - scaled[GROUP:, :GROUP]).norm() < 0.1 * scaled[GROUP:, :GROUP].norm()
 
 
-def test_scales_of_blocks_reach_the_layers_of_sglang(sglang_context, model_dir, tmp_path, monkeypatch):
-    """Layers without any answer NaN: SGLang fills scales with the lowest number, and only warns of names it lacks."""
+def test_block_scales_reach_sglangs_layers(sglang_context, model_dir, tmp_path, monkeypatch):
+    """Otherwise outputs are NaN: SGLang presets scales to the lowest float and merely warns of names it does not
+    know."""
     form = FORMATS["fp8 block"]
     stored, _ = quantised(build_model(form.model, model_dir), "fp8 block", tmp_path)
     weights, config = load_file(Path(stored) / "model.safetensors"), transformers.AutoConfig.from_pretrained(stored)

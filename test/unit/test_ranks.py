@@ -1,4 +1,4 @@
-"""Which data-parallel rank a request goes to, in the HTTP process."""
+"""The data-parallel rank that each request goes to, as the HTTP process picks it."""
 
 import asyncio
 from types import SimpleNamespace
@@ -12,13 +12,13 @@ A, B = [1, 2, 3, 4], [5, 6]
 
 
 class Server:
-    """The HTTP process of a server, whose ranks do nothing."""
+    """The HTTP process of a server, with ranks that do nothing."""
 
     def __init__(self, dp_size=2):
         self.manager = SimpleNamespace(server_args=SimpleNamespace(dp_size=dp_size), rid_to_state={})
 
     def send(self, *chunks, lead=(9,), link="block", rank=None, **fields):
-        """A request on its way to a rank."""
+        """Dispatch a request; returns it, with its rank."""
         ids, places = list(lead), []
         for chunk in chunks:
             places.append((len(ids), len(ids) + len(chunk)))
@@ -31,7 +31,7 @@ class Server:
         return obj
 
     def answer(self, obj, *hits):
-        """The rank has answered `obj`; what its user sees."""
+        """Let the rank answer `obj`; returns what its user sees."""
         del self.manager.rid_to_state[id(obj)]
 
         async def outputs():
@@ -50,7 +50,7 @@ class Server:
         return obj.routed_dp_rank
 
 
-def test_nothing_is_done_where_there_is_one_rank():
+def test_one_rank_needs_no_choice():
     server = Server(dp_size=1)
     assert server.serve(A) is None
 
@@ -67,8 +67,8 @@ def test_a_prompt_follows_most_of_its_chunk_tokens():
     [{"extra_key": "tenant"}, {"lora_id": "adapter"}, {"link": "base"}, {"link": "base:preamble=lead", "lead": (8,)}],
     ids=lambda other: " ".join(other),
 )
-def test_chunks_of_other_kv_are_others(other):
-    """A chunk that is nowhere goes to the rank that was sent fewer."""
+def test_variants_of_a_chunk_are_different_chunks(other):
+    """A chunk that no rank has goes to the rank that was sent fewer chunks."""
     server = Server()
     link = other.get("link", "block") if "lead" in other else "block"
     home = server.serve(A, link=link)
@@ -76,13 +76,13 @@ def test_chunks_of_other_kv_are_others(other):
     assert server.serve(A, link=link) == home and server.serve(A, **other) != home
 
 
-def test_a_rank_that_is_named_is_learned_from():
+def test_a_named_rank_is_remembered():
     server = Server()
     home = server.serve(A)
     assert server.serve(B, rank=home) == home == server.serve(B)
 
 
-def test_all_requests_that_name_a_rank_count_as_its_load():
+def test_requests_that_name_a_rank_count_as_its_load():
     server = Server()
     home = server.serve(A)
     running = [server.send(A) for _ in range(20)]
@@ -91,12 +91,12 @@ def test_all_requests_that_name_a_rank_count_as_its_load():
     for obj in running:
         server.answer(obj, True)
     assert server.serve(A) == home
-    server.manager.rid_to_state["embeds"] = SimpleNamespace(obj=SimpleNamespace())  # EmbeddingReqInput names none
+    server.manager.rid_to_state["embeds"] = SimpleNamespace(obj=SimpleNamespace())  # EmbeddingReqInput has no rank
     assert server.serve(A) == home
 
 
 def test_misses_are_learned():
-    """What was last used before a chunk that is gone is gone, too."""
+    """If a chunk is gone, so are those used longer ago."""
     server = Server()
     home = server.serve(A)
     assert server.serve(B, rank=home) == server.serve(A, B) == home

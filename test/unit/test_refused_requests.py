@@ -1,4 +1,4 @@
-"""Requests with chunks that cannot be served: each is answered with a 400, and nothing else happens."""
+"""Requests with chunks that cannot be served: each gets a 400, and nothing else happens."""
 
 import types
 from http import HTTPStatus
@@ -34,13 +34,13 @@ def request_with(layout):
 
 
 def without_chunk_reuse():
-    """A scheduler over the stock cache."""
+    """A scheduler over SGLang's own cache."""
     return types.SimpleNamespace(tree_cache=object(), waiting_queue=[])
 
 
 def add(scheduler, req):
     hooks.add_request_to_queue(lambda scheduler, req: scheduler.waiting_queue.append(req), scheduler, req)
-    assert scheduler.waiting_queue == [req], "SGLang answers it, whatever the answer is"
+    assert scheduler.waiting_queue == [req], "SGLang answers refused requests, too"
 
 
 @pytest.mark.parametrize("new_scheduler", [Loop, without_chunk_reuse])
@@ -53,7 +53,7 @@ def test_malformed_layouts(layout, new_scheduler):
 
 
 def test_refused_requests_are_answered_beside_others():
-    """One token of prefill, as SGLang answers whatever it refuses; the others do not notice."""
+    """A refused request costs one token of prefill, as with SGLang's own refusals; others do not notice."""
     scheduler = Loop()
     refused = request_with("not json")
     scheduler._add_request_to_queue(refused)
@@ -87,7 +87,7 @@ def test_without_chunk_reuse_chunks_are_refused(link):
 
 
 def test_copies_beside_an_fp8_cache_are_refused():
-    """Their keys would be rounded a second time; in place they are read as they are."""
+    """Rotating copied keys would round them a second time; keys used in place are read as they are."""
     scheduler = Loop()
     arrival = scheduler.admission.arrival
     arrival.limits = arrival.limits._replace(traits=ServerTraits(fp8_cache=True))
@@ -96,7 +96,7 @@ def test_copies_beside_an_fp8_cache_are_refused():
 
 
 def test_prompt_that_does_not_fit_beside_its_chunks():
-    """Where chunks are copied, prompt and chunks are in the pool together for a moment; what cannot be is refused."""
+    """Copied chunks and their originals share the pool for a moment; what cannot fit is refused."""
     scheduler = Loop(pool_size=4 + 5)
     refused = scheduler.submit([A, QUESTION], "refused", link="copy")
     for part in ("1 tokens of text", "4 of chunks", "4 of copies", "9 tokens"):
@@ -109,8 +109,8 @@ def test_prompt_that_does_not_fit_beside_its_chunks():
 
 @pytest.mark.parametrize("link", ["block", "base", "copy", "epic:tokens=2", "query:ratio=0.3", "static:ratio=0.3"])
 @pytest.mark.parametrize("text", [1, 3])
-def test_what_is_not_refused_is_answered(link, text):
-    """Around the sizes of the pool at which a prompt fits: an answer may be shorter than was asked for."""
+def test_requests_are_refused_or_answered(link, text):
+    """In pools around the size at which the prompt fits; the answer may be shorter than asked for."""
     lens = []
     for pool_size in range(8, 40):
         scheduler = Loop(pool_size)
@@ -130,7 +130,7 @@ def test_what_is_not_refused_is_answered(link, text):
         ("return_routed_experts", True, "routed experts"),
     ],
 )
-def test_what_chunks_cannot_be_combined_with(name, value, reason):
+def test_options_that_exclude_chunks(name, value, reason):
     req = new_request([A, QUESTION])
     setattr(req, name, value)
     add(Loop(), req)

@@ -1,4 +1,4 @@
-"""Registrations: what became of each chunk is known afterwards, to its tenant alone and in bounded memory."""
+"""Registrations: a tenant can ask later what became of each of its chunks, and memory stays bounded."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ IDS = [chunk_id(tokens_digest(tokens)) for tokens in CHUNKS]
 WAITING = {"state": "waiting"}
 
 
-def test_waiting_done_failed():
+def test_a_registration_waits_then_succeeds_or_fails():
     async def register():
         progress, go_on = Registrations(), asyncio.Event()
 
@@ -39,7 +39,7 @@ def test_waiting_done_failed():
     assert progress.get("a", IDS[1]) is None
 
 
-def test_the_next_registration_replaces_the_failed_one():
+def test_registering_again_replaces_a_failure():
     progress = Registrations()
     progress.begin(None, DIGESTS[0])
     progress.end(None, DIGESTS[0], "no room")
@@ -51,7 +51,7 @@ def test_the_next_registration_replaces_the_failed_one():
     assert progress.get(None, IDS[0]) is None
 
 
-def test_the_last_failures_are_remembered():
+def test_only_the_latest_failures_are_remembered():
     progress = Registrations(capacity=2)
     for digest in DIGESTS:
         progress.begin("a", digest)
@@ -60,7 +60,7 @@ def test_the_last_failures_are_remembered():
     assert remembered == [None, *[{"state": "failed", "reason": "x" * MAX_REASON}] * 2]
 
 
-def test_an_error_of_ours_is_a_failure_of_its_chunk():
+def test_an_internal_error_fails_its_chunk_alone():
     async def register():
         async def run(tokens):
             if tokens == [3]:

@@ -1,4 +1,4 @@
-"""The routes about chunks without a server: who may, what their parameters are, what is refused."""
+"""The chunk routes without a server: who may call them, which parameters they take, and what they refuse."""
 
 import asyncio
 import base64
@@ -29,7 +29,7 @@ DATA = ("/chunks", f"/chunks/{ID}", "/lazy/survey", f"/lazy/uses/{ID}")
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the scheduler is asked."""
+    """What the scheduler is asked for."""
     asked = []
 
     async def ask(_manager, verb, **arguments):
@@ -49,14 +49,14 @@ def client(**keys):
     app = fastapi.FastAPI()
     chunk_routes.add_routes(app)
     page.add_route(app)
-    if keys:  # as SGLang does
+    if keys:  # SGLang adds its middleware only if a key is set
         keys = {"api_key": None, "admin_api_key": None, **keys}
         add_api_key_middleware(app, **keys)
         page.ask_for_key(None, app, **keys)
     return TestClient(app)
 
 
-def test_every_route_asks_for_the_key_that_guards_the_cache():
+def test_every_route_needs_the_cache_managers_key():
     app = fastapi.FastAPI()
     chunk_routes.add_routes(app)
     page.add_route(app)
@@ -86,8 +86,8 @@ def test_which_key_opens_them(asked, keys, allowed):
     assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (4 if not keys else len(allowed))
 
 
-def test_whoever_has_no_key_is_asked_for_it():
-    """By the page, which is the same with and without one; by nothing else."""
+def test_only_the_page_asks_for_a_missing_key():
+    """Only by the page, which is the same with and without a key."""
     http = client(api_key="key")
     refused, shown = http.get("/lazy"), http.get("/lazy", headers={"Authorization": "Bearer key"})
     assert (refused.status_code, shown.status_code) == (401, 200)
@@ -103,8 +103,8 @@ def test_whoever_has_no_key_is_asked_for_it():
         assert answer.status_code == 401 and "html" not in answer.headers["content-type"], (method, path)
 
 
-def test_the_page_runs_nothing_but_its_own():
-    """The hashes in its policy are those of its script and its style; it names no other place."""
+def test_the_page_runs_only_its_own_script():
+    """The hashes in its policy are those of its script and style, and it refers to no other host."""
     answer = client().get("/lazy")
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))
     assert policy["default-src"] == policy["base-uri"] == policy["frame-ancestors"] == "'none'"
@@ -113,13 +113,13 @@ def test_the_page_runs_nothing_but_its_own():
         (content,) = re.findall(f"<{tag}>(.*?)</{tag}>", answer.text, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
-    names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"}  # of what elements belong to
+    names = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xhtml"}  # XML namespaces, never fetched
     assert set(re.findall(r"\w+://[^\"' )]*", answer.text)) == names
     for risky in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "localStorage"):
         assert risky not in answer.text
 
 
-def test_a_survey_s_parts(asked):
+def test_parts_of_a_survey(asked):
     http = client()
     used = usage_of(chunk_routes._manager())
     for salt in (None, "a"):
@@ -137,7 +137,7 @@ def test_a_survey_s_parts(asked):
     assert http.get(f"/lazy/uses/{ID}?all=true").json()["num_prompts"] == 2
 
 
-def test_a_list_s_parameters(asked):
+def test_parameters_of_a_list(asked):
     http = client()
     query = {"sort": "hits", "order": "asc", "limit": 7, "state": "host", "cache_salt": "a"}
     page = http.get("/chunks", params=query).json()
@@ -167,14 +167,14 @@ def test_a_list_s_parameters(asked):
         ("/lazy/uses/short", {}, 400, "16 to 64"),
     ],
 )
-def test_what_is_refused(asked, path, headers, status, reason):
+def test_refused_parameters(asked, path, headers, status, reason):
     answer = client().get(path, headers=headers)
     assert answer.status_code == status and reason in answer.json()["detail"]
     assert not asked
 
 
-def test_the_scheduler_deletes_some_at_a_time(monkeypatch):
-    """Each share is a message of its own, between which batches go on; one that fails to be known is skipped."""
+def test_deletions_are_sent_in_shares(monkeypatch):
+    """Each share is a message of its own, so batches run in between; a chunk that became unknown is skipped."""
     asked, ids = [], [f"{i:016x}" for i in range(2 * chunk_calls.MAX_DELETED + 1)]
 
     async def ask(_manager, verb, tenant, ids):

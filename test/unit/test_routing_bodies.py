@@ -1,4 +1,4 @@
-"""What the picker reads in requests and answers."""
+"""What the picker reads from requests and answers."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_a_chunk_has_one_name_wherever_it_stands(body):
     assert chunks_in(body)[0][1] == len(CHUNK["text"])
 
 
-def test_chunks_of_other_kv_have_other_names():
+def test_chunks_with_different_kv_have_different_names():
     plain = {"segments": [CHUNK]}
     others = [
         {"cache_salt": "tenant"},
@@ -68,14 +68,14 @@ def test_bodies_without_chunks(body):
     assert chunks_in(body) == []
 
 
-def test_what_answers_say():
+def test_hits_are_read_from_answers():
     chunks = [("a", 1), ("b", 1)]
     report = [{"id": "0", "hit": True}, {"id": "1", "hit": False}]
     one = {"text": '"chunks":', "meta_info": {"chunks": report}}
     for answer in (one, [one, one], {"choices": [{"index": 0, "meta_info": {"chunks": report}}]}):
         line = json.dumps(answer, separators=(",", ":")).encode()
         assert hits_by_chunk(chunks, line) == hits_by_chunk(chunks, b"data: " + line) == {"a": True, "b": False}
-        assert hits_by_chunk(chunks[:1], line) == {}  # of other chunks: a batch's
+        assert hits_by_chunk(chunks[:1], line) == {}  # hits of other chunks, as in a batch
     assert hits_by_chunk(chunks, b"") == hits_by_chunk(chunks, b"data: [DONE]") == {}
     for broken in (b'{"chunks":', b'{"chunks":[1]}', b'{"meta_info":{"chunks":3}}'):
         assert hits_by_chunk(chunks, broken) == {}

@@ -1,4 +1,4 @@
-"""What the picker learns from KV events: hand-made ones, a cache's, and those of a worker that comes and goes."""
+"""What the picker learns from KV events: hand-made ones, a cache's, and those of workers that come and go."""
 
 import asyncio
 import itertools
@@ -34,12 +34,12 @@ GPU, CPU = StorageMedium.GPU, StorageMedium.CPU
 
 
 def hashes(tokens):
-    """What SGLang calls the KV of each of these tokens at the start of a prompt."""
+    """SGLang's hash of each of these tokens' blocks at the start of a prompt."""
     return [hash_str_to_int64(name) for name in get_hash_str(list(tokens), None, page_size=1)]
 
 
 def stored(tokens, after=0, medium=GPU):
-    """The events of these tokens, without the first `after`, which are known."""
+    """Events that store these tokens; the first `after` were stored before."""
     parents = [None, *hashes(tokens)]
     blocks = zip(parents, parents[1:], tokens, strict=False)
     return [BlockStored([own], parent, [token], 1, None, medium) for parent, own, token in blocks][after:]
@@ -58,12 +58,12 @@ def message(number, events, rank=0):
 
 
 def knows(picker, tokens, worker=WORKER):
-    """Whether the picker takes the worker to have the chunk of these tokens."""
+    """Whether the picker believes that the worker has the chunk of these tokens."""
     return picker._caches[worker].has(hashes(tokens)[-1])
 
 
 class Told:
-    """A picker and who tells it."""
+    """A picker, and the listener that feeds it events."""
 
     def __init__(self, **options):
         self.picker = Picker(**options)
@@ -80,7 +80,7 @@ class Told:
 FIRST, SECOND = (1, 2, 3, 4), (1, 2, 7)
 
 
-def test_chunks_are_there_from_one_event_to_the_other():
+def test_a_chunk_is_known_from_store_to_removal():
     told = Told()
     told.tell(*stored(FIRST), *stored(SECOND, after=2))
     assert told.knows(FIRST, SECOND, (1, 2, 8)) == [True, True, False]
@@ -90,14 +90,14 @@ def test_chunks_are_there_from_one_event_to_the_other():
     assert told.knows(SECOND, (5, 6), (8, 9)) == [False, False, True]
 
 
-def test_a_prompt_goes_where_another_s_chunks_are():
+def test_a_prompt_goes_where_its_chunks_were_stored():
     told = Told()
     told.tell(*stored(FIRST))
     for _ in range(3):
         assert told.picker.pick({hashes(FIRST)[-1]: 1}, {OTHER: 0, WORKER: 1}).worker == WORKER
 
 
-def test_a_chunk_that_was_sent_is_gone_when_it_is_said_to_be():
+def test_removal_events_overrule_earlier_requests():
     told = Told()
     name = hashes(FIRST)[-1]
     told.picker.pick({name: 1, "a tenant's": 1}, {WORKER: 0}).answered({name: False})
@@ -105,8 +105,8 @@ def test_a_chunk_that_was_sent_is_gone_when_it_is_said_to_be():
     assert told.knows(FIRST) == [False] and told.picker._caches[WORKER].has("a tenant's")
 
 
-def test_answers_do_not_take_away_what_events_have_told():
-    """A worker evicts by other rules than the picker thinks: here the last used first."""
+def test_misses_do_not_overrule_events():
+    """Workers evict by rules that the picker does not know: here most recently used first."""
     told = Told()
     told.tell(*stored(FIRST))
     first, second = hashes(FIRST)[-1], hashes(SECOND)[-1]
@@ -116,7 +116,7 @@ def test_answers_do_not_take_away_what_events_have_told():
     assert told.knows(FIRST, SECOND) == [True, True]
 
 
-def test_a_chunk_is_there_while_one_tier_or_rank_has_it():
+def test_a_chunk_is_known_while_any_tier_or_rank_has_it():
     told = Told()
     told.tell(*stored(FIRST), *stored(FIRST, medium=CPU))
     told.tell(*stored(FIRST), rank=1)
@@ -136,7 +136,7 @@ def test_memory_is_bounded():
     assert list(kept) == [hashes((49, other))[-1] for other in (17, 18, 19)]
 
 
-def test_of_a_long_chunk_one_name_is_kept():
+def test_a_long_chunk_takes_one_entry():
     told = Told()
     told.tell(*stored(range(500)))
     assert len(told.picker._caches[WORKER].stored[0, GPU]) == 1
@@ -144,7 +144,7 @@ def test_of_a_long_chunk_one_name_is_kept():
 
 @pytest.mark.usefixtures("sglang_context")
 def test_all_chunks_of_a_cache_are_known():
-    """By the events of a cache through which prompts go that it has no room for together."""
+    """From the events of a real cache too small for all prompts together."""
     loop = Loop(40, host_size=60)
     loop.tree_cache.enable_kv_cache_events = True
     told = Told()
@@ -164,7 +164,7 @@ def test_all_chunks_of_a_cache_are_known():
         expected = [any(path[: len(chunk)] == chunk for path in there) for chunk in chunks]
         assert told.knows(*chunks) == expected, turn
         held.add(tuple(expected))
-    assert len(held) > 3  # they came and went
+    assert len(held) > 3  # chunks came and went
 
 
 BROKEN = [
@@ -175,13 +175,13 @@ BROKEN = [
     [b"", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [["BlockSold", [1]]], 0])],
     [b"", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [["BlockRemoved", "all"]], 0])],
     [b"", (1).to_bytes(8, "big"), msgspec.msgpack.encode([1.0, [["BlockStored"]], 0])],
-    message(0, stored(SECOND)),  # of a worker that has started anew
-    message(2, stored(SECOND)),  # one is missing
+    message(0, stored(SECOND)),  # from a restarted worker
+    message(2, stored(SECOND)),  # a message is missing
 ]
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=range(len(BROKEN)))
-def test_a_message_that_says_nothing_changes_nothing(broken):
+def test_broken_messages_change_nothing(broken):
     told = Told()
     told.tell(*stored(FIRST))
     with pytest.raises((ValueError, msgspec.MsgspecError)):
@@ -189,7 +189,7 @@ def test_a_message_that_says_nothing_changes_nothing(broken):
     assert told.knows(FIRST, SECOND) == [True, False]
 
 
-def test_fields_that_a_later_sglang_adds_are_passed_over():
+def test_unknown_fields_are_ignored():
     told = Told()
     event = ["BlockStored", [5], None, [1], 1, None, "GPU", "new"]
     told.listener.take([b"", bytes(8), msgspec.msgpack.encode([1.0, [event], 0, "new"])])
@@ -197,7 +197,7 @@ def test_fields_that_a_later_sglang_adds_are_passed_over():
 
 
 class Worker:
-    """What a picker sees of a server: where it publishes, how it tokenizes, and its messages."""
+    """A server as pickers see it: where it publishes, how it tokenizes, and its messages."""
 
     def __init__(self, tokenizer):
         (self.port,) = free_ports(1)
@@ -245,7 +245,7 @@ async def until(condition, act=lambda: None):
 
 @pytest.fixture
 def log(caplog):
-    caplog.set_level(logging.WARNING, "sglang_lazy")  # SGLang's engines set the level of all
+    caplog.set_level(logging.WARNING, "sglang_lazy")  # SGLang's engines change every logger's level
     return caplog
 
 
@@ -271,7 +271,7 @@ def run(tiny_model, monkeypatch):
 
 
 async def followed(worker, picker, url):
-    """Publish until something arrives: what is published before the picker listens is lost."""
+    """Publish until something arrives: messages sent before the picker listens are lost."""
     await until(lambda: knows(picker, (99,), url), lambda: worker.publish(*stored((99,))))
     worker.publish(*stored(FIRST))
     await until(lambda: knows(picker, FIRST, url))
@@ -287,7 +287,7 @@ def test_a_worker_is_followed(run):
     run(test)
 
 
-def test_a_worker_that_ends_is_forgotten_and_followed_when_it_is_back(run):
+def test_a_worker_that_ends_is_forgotten_until_it_is_back(run):
     async def test(worker, picker, url, _following):
         await followed(worker, picker, url)
         worker.stop()
@@ -306,9 +306,9 @@ def test_a_worker_that_ends_is_forgotten_and_followed_when_it_is_back(run):
         lambda worker: worker.socket.send_multipart(message(worker.number + 1, [])),
         lambda worker: worker.socket.send_multipart(message(0, [])),
     ],
-    ids=["garbage", "malformed", "one is missing", "it counts anew"],
+    ids=["garbage", "malformed", "missing", "restarted"],
 )
-def test_after_a_message_that_is_lost_nothing_is_known(run, send, log):
+def test_a_lost_message_discards_all_knowledge(run, send, log):
     async def test(worker, picker, url, following):
         await followed(worker, picker, url)
         send(worker)
@@ -342,7 +342,7 @@ class Letters:
     ],
     ids=["no events", "blocks", "tokenizer", "key"],
 )
-def test_a_worker_that_nothing_can_be_learned_from(run, alter, reason, log):
+def test_workers_whose_events_are_of_no_use(run, alter, reason, log):
     async def test(worker, picker, url, following):
         alter(worker)
         await following
@@ -353,7 +353,7 @@ def test_a_worker_that_nothing_can_be_learned_from(run, alter, reason, log):
 
 
 def test_a_worker_that_does_not_answer_is_asked_again(run, log):
-    """Meanwhile what answers have taught stays."""
+    """In the meantime, what answers have taught stays."""
 
     async def test(worker, picker, url, _following):
         worker.failures = [web.HTTPServiceUnavailable(), web.HTTPInternalServerError()]

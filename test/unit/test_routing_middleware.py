@@ -1,4 +1,4 @@
-"""The middleware before a stand-in for the router, which keeps to what `smg` does in test/e2e/test_routing.py."""
+"""The middleware before a stand-in for the router that behaves as test/e2e/test_routing.py sees `smg` behave."""
 
 import asyncio
 import json
@@ -16,12 +16,12 @@ OTHER = {"segments": [{"type": "chunk", "text": "another"}]}
 
 
 class Router:
-    """Names workers by their place among the healthy ones."""
+    """Addresses workers by their index among the healthy ones."""
 
     def __init__(self, *workers):
         self.health = dict.fromkeys(workers, True)
         self.dead: set[str] = set()
-        self.asked: list[tuple[str, str]] = []  # worker and path
+        self.asked: list[tuple[str, str]] = []  # (worker, path)
         self.caches = {worker: set() for worker in workers}
         self.gate, self.cancelled = asyncio.Event(), asyncio.Event()
 
@@ -94,7 +94,7 @@ async def worker_for(client, body=PROMPT):
         return answer.headers["X-SMG-Routed-Worker-Id"]
 
 
-def test_prompts_with_chunks_are_sent_after_them():
+def test_prompts_follow_their_chunks():
     async def test(_router, _middleware, client):
         homes = {text: await worker_for(client, body) for text, body in (("a", PROMPT), ("b", OTHER))}
         assert set(homes.values()) == {"w0", "w1"}
@@ -104,7 +104,7 @@ def test_prompts_with_chunks_are_sent_after_them():
     run(test, "w0", "w1")
 
 
-def test_all_passes_as_it_is():
+def test_bodies_and_headers_pass_unchanged():
     async def test(router, _middleware, client):
         for body in (b"", b"{", b"[]", b'{"text": "plain"}', b"[" * 100_000):
             async with client.post("/generate?a=%20b", data=body) as answer:
@@ -147,46 +147,46 @@ def test_a_dead_worker_is_replaced_and_comes_back():
         assert await worker_for(client) == other
         before = len(router.asked)
         assert await worker_for(client, OTHER) == other and len(router.asked) == before + 1
-        router.health[home] = False  # what the router says a little later; places change
+        router.health[home] = False  # the router notices a little later, and indices shift
         await middleware.refresh()
         assert await worker_for(client) == other
         router.dead, router.health[home] = set(), True
         await middleware.refresh()
-        middleware.down.clear()  # as in time
+        middleware.down.clear()  # as after the time for which it is avoided
         new = {"segments": [{"type": "chunk", "text": "nobody's"}]}
         assert await worker_for(client, new) == home
 
     run(test, "w0", "w1")
 
 
-def test_a_change_that_the_router_has_not_told_yet():
-    """A place that means another worker by now: that one is learned of."""
+def test_a_change_before_the_router_reports_it():
+    """An index means another worker by now; the picker must learn about that one."""
 
     async def test(router, middleware, client):
         home = await worker_for(client)
         assert home == "w0"
         router.health["w0"] = False
         assert await worker_for(client) == "w1"
-        while middleware.workers != ["w1", "w2"]:  # it asks at once
+        while middleware.workers != ["w1", "w2"]:  # the middleware asks again at once
             await asyncio.sleep(0.01)
         new = {"segments": [{"type": "chunk", "text": "nobody's"}]}
-        assert await worker_for(client, new) == "w2"  # which was sent less than w1
+        assert await worker_for(client, new) == "w2"  # it was sent less than w1
         assert await worker_for(client) == "w1"
 
     run(test, "w0", "w1", "w2")
 
 
-def test_no_worker_is_left():
+def test_without_workers_the_router_decides():
     async def test(router, _middleware, client):
         router.dead = {"w0", "w1"}
         async with client.post("/generate", json=PROMPT) as answer:
-            assert answer.status == 200  # the router was asked to choose
+            assert answer.status == 200  # the router chose
         assert [worker for worker, _ in router.asked] == ["w0", "w1", "any"]
 
     run(test, "w0", "w1")
 
 
-def test_a_prompt_that_ends_workers_ends_two():
+def test_a_deadly_prompt_is_retried_once():
     async def test(router, _middleware, client):
         async with client.post("/generate", json={"segments": [{"type": "chunk", "text": "deadly"}]}) as answer:
             assert answer.status == 500
@@ -195,7 +195,7 @@ def test_a_prompt_that_ends_workers_ends_two():
     run(test, "w0", "w1", "w2")
 
 
-def test_streams_pass_as_they_come_and_end_as_they_end():
+def test_streams_pass_unbuffered_and_end_as_they_end():
     async def test(router, middleware, client):
         async with client.post("/slow", json=PROMPT) as answer:
             assert await answer.content.readany() == b"data: 1\n\n"
@@ -207,13 +207,13 @@ def test_streams_pass_as_they_come_and_end_as_they_end():
             await answer.content.readany()
             router.dead = {"all"}
             router.gate.set()
-            with pytest.raises(ClientPayloadError):  # not taken for an end
+            with pytest.raises(ClientPayloadError):  # a broken stream must not look complete
                 await answer.content.read()
 
     run(test, "w0")
 
 
-def test_a_client_that_leaves_takes_its_request_along():
+def test_a_client_that_leaves_cancels_its_request():
     async def test(router, middleware, client):
         async with client.post("/slow", json=PROMPT) as answer:
             await answer.content.readany()
@@ -223,7 +223,7 @@ def test_a_client_that_leaves_takes_its_request_along():
     run(test, "w0")
 
 
-def test_the_salt_s_header_is_refused_since_the_router_drops_it():
+def test_the_salt_header_is_refused_since_the_router_drops_it():
     async def test(router, _middleware, client):
         for body in (PROMPT, {"text": "plain"}):
             async with client.post("/generate", json=body, headers={"X-Cache-Salt": "mine"}) as answer:
@@ -256,7 +256,7 @@ def test_workers_are_followed_while_the_router_lists_them(monkeypatch):
     assert not following
 
 
-def test_a_router_that_is_not_there():
+def test_an_unreachable_router():
     async def test(_router, middleware, client):
         middleware.router = "http://127.0.0.1:9"
         await middleware.refresh()

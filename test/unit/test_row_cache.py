@@ -1,4 +1,4 @@
-"""Rows of single requests: what they take from the pool, share, and leave behind."""
+"""Rows of single requests: the slots that they allocate, share, and leave behind."""
 
 import itertools
 from array import array
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("sglang_context")
 
 
 def run(pools, req):
-    """One request from beginning to end; returns how many tokens were computed for it, those of its chunks aside."""
+    """Run one request to its end; returns how many tokens were computed for it, not counting its chunks."""
     pools.arrive(req)
     assert pools.begin(req)
     num_computed = req.extend_range.length
@@ -38,7 +38,8 @@ def num_used(pools):
 
 
 def test_cached_chunks_take_no_slots_at_new_offsets():
-    """Zero copy: a warm prompt in a new order allocates its text and its answer, and computes its text in one pass."""
+    """Zero copy: a warm prompt in a new order allocates slots for its text and answer only, and computes its text in
+    one pass."""
     pools = Steps(200)
     documents = [(CHUNK, (i, i + 1, i + 2)) for i in range(1, 9)]
     separators = [(TEXT, (15,))] * 8
@@ -48,11 +49,12 @@ def test_cached_chunks_take_no_slots_at_new_offsets():
     reordered = [*itertools.chain(*zip(documents[::-1], separators, strict=True))]
     assert run(pools, new_request(reordered, max_new_tokens=1)) == 8
     assert num_used(pools) == used + 8
-    assert run(pools, new_request(reordered, max_new_tokens=1)) == 1, "only the last token of a known prompt"
+    assert run(pools, new_request(reordered, max_new_tokens=1)) == 1, "only the last token of a cached prompt"
 
 
 def test_copies_last_as_long_as_their_request():
-    """A copied chunk takes slots of the request's own, leaves the shared ones to eviction, and goes with it."""
+    """A copied chunk has slots of the request's own, leaves the shared ones evictable, and is freed with the
+    request."""
     pools = Steps(30)
     parts = [(TEXT, (9,)), (CHUNK, (1, 2, 3)), (CHUNK, (4, 5)), (TEXT, (7,))]
     req = new_request(parts, link="copy", max_new_tokens=2)
@@ -70,7 +72,7 @@ def test_copies_last_as_long_as_their_request():
 
 
 def test_duplicate_text_is_kept_once():
-    """Two requests that compute the same text side by side end with one copy, in the rows of both."""
+    """Two requests that compute the same text side by side end up with one copy, in both rows."""
     pools = Steps(40)
     parts = [(TEXT, (9,)), (CHUNK, (1, 2, 3)), (TEXT, (5, 6)), (CHUNK, (4,)), (TEXT, (7, 8))]
     twins = [new_request(parts), new_request(parts)]
@@ -88,7 +90,7 @@ def test_duplicate_text_is_kept_once():
 
 @pytest.mark.parametrize("forge", [repr, str, lambda namespace: namespace[0], lambda namespace: str(namespace[-1])])
 def test_client_keys_reach_no_private_namespace(forge):
-    """Whatever string a client gives as extra_key, it meets neither a chunk nor the text after one."""
+    """Whatever extra_key a client sends, it must not match a chunk's namespace or that of text behind one."""
     pools = Steps(60)
     req = new_request([(CHUNK, (1, 2, 3)), (TEXT, (4, 5))], extra_key="a", cache_salt="s")
     run(pools, req)
@@ -103,8 +105,8 @@ def test_client_keys_reach_no_private_namespace(forge):
 
 
 def test_an_image_is_found_whole_or_not_at_all():
-    """A prompt was aborted with two of its first image's three tokens computed: the next one computes all of them, and
-    keeps the slots of those two. SGLang finds each image in one piece of the row."""
+    """An aborted prompt computed two of its first image's three tokens. The next one computes all three, but keeps the
+    slots of those two, since SGLang embeds an image from one range of the row."""
     pools, parts = Steps(60), [(TEXT, (1, 9, 9, 9, 4)), (CHUNK, (5, 6)), (TEXT, (9, 9, 9, 7))]
 
     def with_images():
@@ -126,7 +128,7 @@ def test_an_image_is_found_whole_or_not_at_all():
 
 
 def test_segment_table_rows_follow_their_requests():
-    """A row shows the slices of the request it was given to last, none for an ordinary one; others keep every bit."""
+    """A row shows the slices of the latest request it was assigned to, or none; all other rows stay bit-identical."""
     table = SegmentTable(num_rows=6, max_segments=5, device="cpu", model=Pools(1).new_model("cpu"))
     tensors = table.num_segments, table.ends, table.offsets, table.ids
     for tensor in tensors[1:]:

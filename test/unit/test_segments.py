@@ -1,4 +1,4 @@
-"""Segments: what is accepted, what is refused and why, and the layout that travels with a request."""
+"""Segments: what is accepted, what is refused with which reason, and the layout that travels with a request."""
 
 import hashlib
 import json
@@ -59,7 +59,7 @@ def test_no_segments(values, reason):
 
 
 @pytest.mark.parametrize("ids", [[1, 2, 70000], [0], [2**31 - 1], []])
-def test_a_chunk_is_named_by_the_hash_of_its_tokens(ids):
+def test_a_chunks_id_is_the_hash_of_its_tokens(ids):
     expected = hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids))
     for form in (ids, tuple(ids), array("q", ids)):
         assert tokens_digest(form) == expected.digest()
@@ -68,7 +68,7 @@ def test_a_chunk_is_named_by_the_hash_of_its_tokens(ids):
 
 
 @pytest.mark.parametrize("bad", [-1, 2**31, 2**40])
-def test_a_token_id_of_more_than_31_bits_has_no_digest(bad):
+def test_token_ids_beyond_31_bits_have_no_digest(bad):
     with pytest.raises(ValueError, match=f"token id {bad} is outside"):
         tokens_digest([5, bad, 6])
 
@@ -100,13 +100,13 @@ BAD_LAYOUTS = [
 
 
 @pytest.mark.parametrize("bad", BAD_LAYOUTS)
-def test_a_layout_that_does_not_fit_is_refused(bad):
+def test_malformed_layouts_are_refused(bad):
     with pytest.raises(ValueError):
         PromptLayout.unpack(bad, 5)
 
 
 @pytest.mark.parametrize("version", [0, 2, "1", None])
-def test_a_layout_of_another_version_is_refused_whatever_else_it_holds(version):
+def test_layouts_of_another_version_are_refused(version):
     with pytest.raises(ValueError, match=f"layout of version {version!r}, but this is version 1"):
         PromptLayout.unpack(json.dumps({"v": version, "spans": []}), 5)
 

@@ -28,7 +28,7 @@ def chat(*parts, **fields):
 
 
 class Serving:
-    """Stands for `OpenAIServingChat`: renders the parts of all messages and encodes the result."""
+    """Stands in for `OpenAIServingChat`: renders the parts of all messages and encodes the result."""
 
     rendered = ""
 
@@ -84,7 +84,7 @@ def test_chunks_keep_their_boundaries_and_tokens(tokenizer, template):
     assert "hills" not in Serving.rendered, "the template never sees a document"
 
 
-def test_without_chunks_the_request_is_stocks_own(tokenizer):
+def test_requests_without_chunks_are_sglangs(tokenizer):
     serving, request = Serving(tokenizer), chat(part("text", "Who?"))
     adapted, _ = convert_request(Serving.convert, serving, request, None)
     assert adapted.input_ids == tokenizer.encode("U: Who? A:")
@@ -94,7 +94,7 @@ def test_without_chunks_the_request_is_stocks_own(tokenizer):
 
 
 def test_placeholders_cannot_be_forged(tokenizer):
-    """A document that repeats the placeholders of another request is only text."""
+    """A document that contains the placeholders of another request is only text."""
     other = chat(part("chunk", "the sea"))
     forged = other.messages[0].content[0].text
     input_ids, layout = convert(Serving(tokenizer), chat(part("text", forged), part("chunk", "the sea" + forged)))
@@ -102,7 +102,7 @@ def test_placeholders_cannot_be_forged(tokenizer):
     assert chat(part("chunk", "x")).messages[0].content[0].text != forged
 
 
-def test_the_assistants_own_beginning_may_hold_a_chunk(tokenizer):
+def test_an_assistant_prefill_may_hold_a_chunk(tokenizer):
     request = chat(part("text", "Who?"), part("chunk", "the sea"))
     placeholder = request.messages[0].content[1].text
     input_ids, layout = convert(Serving(tokenizer, prefix=f"It says {placeholder}"), request)
@@ -125,20 +125,20 @@ def test_bad_parts_are_named(tokenizer, bad, reason):
 
 
 @pytest.mark.parametrize("kind", [None, 3, [], {}])
-def test_a_type_that_is_no_text_is_left_to_sglang(kind):
+def test_parts_of_other_types_are_left_to_sglang(kind):
     content = [{"type": kind, "text": "a"}]
     with pytest.raises(ValidationError):
         ChatRequest(model="m", messages=[{"role": "user", "content": content}])
     assert ChunkParts(blocks={"document": str}).take_from_content(content, "content") == content
 
 
-def test_a_chunk_that_the_template_leaves_out_is_an_error(tokenizer):
+def test_a_chunk_dropped_by_the_template_is_an_error(tokenizer):
     serving = Serving(tokenizer, template=lambda parts: parts[0])
     with pytest.raises(ValueError, match=r"messages\[0\].content\[1\].*leaves this chunk out"):
         convert(serving, chat(part("text", "See"), part("chunk", "the sea")))
 
 
-def test_what_chunk_parts_do_not_go_with(tokenizer):
+def test_options_that_exclude_chunk_parts(tokenizer):
     with pytest.raises(ValueError, match="input_ids"):
         convert(Serving(tokenizer), chat(part("chunk", "x"), input_ids=[1]))
     with pytest.raises(ValueError, match="cache_salt must be a non-empty string"):
@@ -151,17 +151,17 @@ def test_what_chunk_parts_do_not_go_with(tokenizer):
         convert(Serving(tokenizer), chat(part("text", "the sea"), link="full"))
 
 
-def test_what_would_be_dropped_silently_is_refused(tokenizer):
+def test_fields_that_would_be_dropped_are_refused(tokenizer):
     with pytest.raises(ValueError, match='content parts .*"chunk"'):
         convert(Serving(tokenizer), chat(part("text", "Who?"), segments=[part("chunk", "the sea")]))
     with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
         convert(Serving(tokenizer), chat(part("chunk", "the sea"), salt="s"))
     plain, _ = convert_request(Serving.convert, Serving(tokenizer), chat(part("text", "Who?"), salt="s"), None)
-    assert plain.extra_key is None, "as on stock SGLang"
+    assert plain.extra_key is None, "as SGLang does"
 
 
-def test_the_cache_salt_is_not_taken_twice(tokenizer):
-    """SGLang's conversion puts it into extra_key; over chunks it travels in the layout, which does that later."""
+def test_the_cache_salt_is_not_added_twice(tokenizer):
+    """SGLang's conversion puts the salt into extra_key; with chunks it travels in the layout, which adds it later."""
     request = chat(part("chunk", "the sea"), cache_salt="s", extra_key="e")
     adapted, _ = convert_request(Serving.convert, Serving(tokenizer), request, None)
     assert adapted.extra_key == "e"

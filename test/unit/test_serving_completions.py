@@ -1,4 +1,4 @@
-"""Completions: what SGLang's conversion sees, and what the request becomes."""
+"""Completions: what SGLang's conversion receives, and what the request becomes."""
 
 from types import SimpleNamespace
 
@@ -14,7 +14,7 @@ TEXT, CHUNK = {"type": "text", "input_ids": [1]}, {"type": "chunk", "input_ids":
 
 
 class Serving:
-    """Stands for `OpenAIServingCompletion`."""
+    """Stands in for `OpenAIServingCompletion`."""
 
     def __init__(self, template=None):
         self.template_manager = SimpleNamespace(completion_template_name=template)
@@ -23,7 +23,7 @@ class Serving:
         )
 
     def convert(self, request, raw_request):
-        assert request.cache_salt is None or isinstance(request.cache_salt, str), "SGLang joins it as a string"
+        assert request.cache_salt is None or isinstance(request.cache_salt, str), "SGLang concatenates it as a string"
         extra_key = (request.cache_salt or "") + (request.extra_key or "")
         params = {"n": request.n}
         return GenerateReqInput(text=request.prompt, sampling_params=params, extra_key=extra_key or None), request
@@ -50,7 +50,7 @@ def test_a_batch():
     assert [params.keys() for params in adapted.sampling_params] == [{"n", "custom_params"}, {"n"}]
 
 
-def test_plain_prompts_are_sglangs_own():
+def test_plain_prompts_are_left_to_sglang():
     adapted, _ = convert(prompt="Who?", cache_salt="s")
     assert (adapted.text, adapted.extra_key, adapted.sampling_params) == ("Who?", "s", {"n": 1})
     stock = CompletionRequest(prompt="Who?")
@@ -76,6 +76,6 @@ def test_refusals(body, reason):
         convert(**body)
 
 
-def test_a_completion_template_has_no_place_for_segments():
+def test_completion_templates_exclude_segments():
     with pytest.raises(ValueError, match="completion template"):
         convert(Serving(template="star_coder"), segments=[CHUNK])

@@ -1,4 +1,4 @@
-"""When the head of a stream is sent: with its status, but not later than the status is known."""
+"""When a stream's headers are sent: late enough to carry the right status, and no later."""
 
 import asyncio
 import json
@@ -11,7 +11,8 @@ ERROR = 'data: {"error": {"message": "the reason", "code": 413}}\n\n'
 
 
 def streamed(*steps):
-    """A response whose events are `steps`; a future is waited for, and None stands for the sending of the request."""
+    """A response with the events `steps`; a future is awaited, and None marks when the request is sent to the
+    scheduler."""
 
     async def events():
         for step in steps:
@@ -29,7 +30,7 @@ async def rest_of(response):
     return [event async for event in response.body_iterator]
 
 
-def test_the_head_does_not_wait_for_the_first_event():
+def test_headers_do_not_wait_for_the_first_event():
     async def ask():
         token = asyncio.get_running_loop().create_future()
         response = await asyncio.wait_for(fail_before_stream(streamed(None, token, "a", "b")), timeout=60)
@@ -40,13 +41,13 @@ def test_the_head_does_not_wait_for_the_first_event():
     assert asyncio.run(ask()) == (200, ["a", "b"])
 
 
-def test_an_error_before_the_request_is_sent_has_its_status():
+def test_an_error_before_dispatch_sets_the_status():
     response = asyncio.run(fail_before_stream(streamed(ERROR, "never read")))
     assert response.status_code == 413
     assert json.loads(response.body)["error"]["message"] == "the reason"
 
 
-def test_an_error_after_that_is_an_event():
+def test_an_error_after_dispatch_is_an_event():
     async def ask():
         later = asyncio.get_running_loop().create_future()
         response = await fail_before_stream(streamed(None, later, ERROR))
@@ -56,7 +57,7 @@ def test_an_error_after_that_is_an_event():
     assert asyncio.run(ask()) == (200, [ERROR])
 
 
-def test_without_a_sign_the_first_event_decides():
+def test_without_a_dispatch_the_first_event_decides():
     async def ask():
         response = await fail_before_stream(streamed("a", ERROR))
         return response.status_code, await rest_of(response)
@@ -64,7 +65,7 @@ def test_without_a_sign_the_first_event_decides():
     assert asyncio.run(ask()) == (200, ["a", ERROR])
 
 
-def test_a_client_that_went_away():
+def test_a_client_that_disconnects():
     assert asyncio.run(fail_before_stream(streamed())).status_code == 499
 
 
@@ -72,7 +73,7 @@ CREATED = 'event: response.created\ndata: {"type": "response.created"}\n\n'
 
 
 def refused(error, *later):
-    """The answer to a stream whose first event says nothing, and whose request is then refused with `error`."""
+    """The response to a stream whose first event carries no output, and whose request is then refused with `error`."""
 
     async def events():
         yield CREATED
@@ -87,13 +88,13 @@ def refused(error, *later):
     return asyncio.run(asyncio.wait_for(ask(), timeout=60))
 
 
-def test_an_opening_event_is_held_back_until_the_request_is_sent():
+def test_an_opening_event_is_held_until_dispatch():
     assert refused(ValueError("too long"), "failed") == b"too long"
     assert refused(ValueError("too long")) == b"too long"
     assert refused(None, "a", "b") == [CREATED, "a", "b"]
 
 
-def test_the_event_of_a_refused_request_is_waited_for():
+def test_the_event_of_a_refused_request_is_awaited():
     async def events():
         REQUEST_SENT.get().set_result(ValueError("the reason"))
         await asyncio.sleep(0.01)
@@ -103,7 +104,7 @@ def test_the_event_of_a_refused_request_is_waited_for():
     assert response.status_code == 413
 
 
-def test_a_stream_that_ends_without_a_word_is_passed_on():
+def test_streams_without_a_dispatch_are_passed_on():
     async def ask():
         response = await fail_before_stream(streamed("a", "b"), refuse=PlainTextResponse)
         return await rest_of(response)

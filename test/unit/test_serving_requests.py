@@ -1,4 +1,4 @@
-"""Requests with segments: what reaches the scheduler, and what is refused before it does."""
+"""Requests with segments: what reaches the scheduler, and what is refused before."""
 
 from types import SimpleNamespace
 
@@ -44,7 +44,7 @@ def test_one_prompt():
     assert args["input_ids"] == [1, 2, 3, 4]
     assert layout_in(args["sampling_params"], 4) == PromptLayout(((1, 3),), "tenant")
     assert args["sampling_params"]["custom_params"]["mine"] == 1 and args["sampling_params"]["temperature"] == 0
-    assert sampling == {"temperature": 0, "custom_params": {"mine": 1}}, "the caller's own objects stay as they are"
+    assert sampling == {"temperature": 0, "custom_params": {"mine": 1}}, "the caller's objects must not change"
 
 
 def test_batch_of_prompts_with_and_without_chunks():
@@ -54,7 +54,7 @@ def test_batch_of_prompts_with_and_without_chunks():
     assert layout_in(args["sampling_params"][1], 1) == PromptLayout(((0, 1),), "b")
 
 
-def test_every_link_has_the_same_tokens():
+def test_links_do_not_change_the_tokens():
     block, full, plain = to_generate_args(
         manager(),
         [[text(1), chunk(2), text(3)]] * 2 + [[text(1)]],
@@ -63,17 +63,17 @@ def test_every_link_has_the_same_tokens():
     )["sampling_params"]
     chunks = ((1, 2),)
     assert layout_in(block, 3) == PromptLayout(chunks) and layout_in(full, 3) == PromptLayout(chunks, link="full")
-    assert plain == {"n": 1}, "without chunks there is nothing to say"
+    assert plain == {"n": 1}, "without chunks there is no layout to send"
 
 
-def test_the_servers_default_link_holds_where_none_is_given(monkeypatch):
+def test_the_servers_default_link(monkeypatch):
     monkeypatch.setattr(LazyConfig, "from_env", classmethod(lambda cls: cls(default_link="full")))
     for link, links in ((None, "full"), ("block", "block")):
         args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
         assert layout_in(args["sampling_params"], 2).link == links
 
 
-def test_link_full_has_no_bound_on_chunks():
+def test_link_full_has_no_limit_on_chunks():
     args = to_generate_args(manager(), [chunk(1)] * 4, link="full")
     assert args["input_ids"] == [1] * 4 and layout_in(args["sampling_params"], 4).link == "full"
 
@@ -107,7 +107,7 @@ def test_bad_input(segments, cache_salt, params, reason):
         to_generate_args(manager(), segments, cache_salt, params)
 
 
-def test_links_with_parameters_travel_in_full():
+def test_links_keep_their_parameters():
     for link, spelled in (("epic:tokens=4", "epic:tokens=4"), ("base+query", "base+query:ratio=0.15")):
         args = to_generate_args(manager(), [chunk(1), text(2)], link=link)
         assert layout_in(args["sampling_params"], 2).link == spelled
@@ -155,7 +155,7 @@ def test_chunks_alone_pass():
     assert layout_of(request()) == PromptLayout(((2, 5), (6, 8)))
 
 
-def test_ordinary_requests_are_none_of_its_business():
+def test_ordinary_requests_are_left_alone():
     for obj in (GenerateReqInput(text="x", lora_path="a", sampling_params={}), EmbeddingReqInput(text="x")):
         prepare_request(manager(), obj, [1])
         assert layout_of(obj) is None
@@ -165,7 +165,7 @@ def test_ordinary_requests_are_none_of_its_business():
     "field, value",
     [("session_params", {"id": "s"}), ("video_data", ["film"]), ("audio_data", ["sound"]), ("mm_hashes", ["ab"])],
 )
-def test_what_chunks_do_not_go_with(field, value):
+def test_options_that_exclude_chunks(field, value):
     with pytest.raises(ValueError, match=field):
         check(request(**{field: value}))
 
@@ -185,7 +185,7 @@ def with_link(link, cache_salt=None, chunks=((2, 5), (6, 8))):
     return {"custom_params": {LAYOUT_PARAM: PromptLayout(chunks, cache_salt, link).pack()}}
 
 
-def test_link_full_goes_with_everything():
+def test_link_full_excludes_nothing():
     session = {"id": "s"}
     check(request(sampling_params=with_link("full"), session_params=session, return_logprob=True, logprob_start_len=0))
     for link in ("block", "copy"):
@@ -195,8 +195,8 @@ def test_link_full_goes_with_everything():
 
 @pytest.mark.parametrize("link", ["block", "full", "copy"])
 @pytest.mark.parametrize("extra_key, joined", [(None, "tenant"), ("a", "tenanta")])
-def test_the_cache_salt_joins_the_key_that_separates_prompts(link, extra_key, joined):
-    """As SGLang's OpenAI surfaces join them, so that the same salt is the same namespace on every surface."""
+def test_the_cache_salt_joins_the_extra_key(link, extra_key, joined):
+    """As on SGLang's OpenAI routes, so one salt means one namespace on every API."""
     salted = request(sampling_params=with_link(link, "tenant"), extra_key=extra_key)
     check(salted)
     assert salted.extra_key == joined
@@ -243,16 +243,16 @@ def test_fields_for_segments_need_segments():
         refuse_without_segments(None, "full")
 
 
-def test_salt_is_not_dropped_silently():
+def test_a_misspelled_salt_is_refused():
     refuse_salt({"cache_salt": "a"})
     with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
         refuse_salt({"salt": "a"})
 
 
-# sampling parameters
+# Sampling parameters
 
 
-def test_what_sglang_takes_passes():
+def test_sampling_parameters_that_sglang_takes_pass():
     params = {"temperature": 0, "max_new_tokens": 16.0, "ignore_eos": 1, "stop": ["a"], "stop_token_ids": [1, None]}
     check_sampling_params({**params, "top_p": None, "custom_params": {"mine": {"deep": [[1]]}}, "json_schema": "{}"})
     check_sampling_params([params, None])

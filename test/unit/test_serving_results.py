@@ -1,4 +1,4 @@
-"""Results: honest counts of what was reused, on every surface."""
+"""Results: honest counts of what was reused, on every API."""
 
 import asyncio
 import json
@@ -67,7 +67,7 @@ def test_only_the_last_output_carries_the_report():
         assert (meta_info["cached_tokens"], meta_info["cached_tokens"].chunk) == (7, 6)
 
 
-def test_without_details_nothing_is_a_hit():
+def test_without_details_nothing_counts_as_a_hit():
     (last,) = collect(request(), output({"type": "stop"}))
     assert not any(chunk["hit"] for chunk in last["chunks"]) and last["cached_tokens"] == 0
     assert last["cached_tokens_details"] is None
@@ -100,7 +100,7 @@ def test_ordinary_requests_are_untouched():
 
 
 def test_samples_of_one_prompt_report_what_the_prompt_found():
-    """For n > 1 the prompt is computed first: that the samples then find it is no hit of the request."""
+    """For n > 1 SGLang computes the prompt first; that the samples then find it is no hit of the request."""
     children = {"p_0": "p", "p_1": "p", "p_2": "p"}
     manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
     cold = output({"type": "length"}, cached_tokens_details={"device": 0, "host": 0, "chunk": 0, "chunk_hits": "0"})
@@ -115,7 +115,8 @@ def test_samples_of_one_prompt_report_what_the_prompt_found():
 
 
 def test_every_prompt_is_remembered_once():
-    """Not its samples, nor what is no user's, nor ordinary prompts; for its tenant, unless it has a key of its own."""
+    """Samples, internal requests and ordinary prompts are not; prompts belong to their tenant, unless they have an
+    extra_key."""
     children = {"p_0": "p", "p_1": "p"}
     manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
 
@@ -165,7 +166,7 @@ def details_of(count):
     return usage_details(UsageProcessor._details_if_cached(count), count)
 
 
-def test_usage_tells_chunks_apart():
+def test_usage_counts_chunks_separately():
     counts = {0: CachedTokens(7, 6), 1: CachedTokens(7, 6), 2: CachedTokens(5, 0)}
     total = sum(count for index, count in counts.items() if index != 1)
     usage = protocol.UsageInfo(prompt_tokens_details=details_of(total))
@@ -174,7 +175,7 @@ def test_usage_tells_chunks_apart():
 
 
 def test_counts_survive_pickling():
-    """As in an answer that an engine's user sends to another process, or copies deeply."""
+    """As when an engine's user sends an answer to another process, or deep-copies it."""
     count = pickle.loads(pickle.dumps(CachedTokens(7, 6)))
     assert (count, count.chunk) == (7, 6)
 
@@ -186,7 +187,7 @@ def test_usage_of_ordinary_requests_keeps_its_shape():
     assert details.model_dump() == {"device": 4, "host": 0}
 
 
-def test_sglext_tells_chunks_apart():
+def test_sglext_counts_chunks_separately():
     details = cached_tokens_details(protocol.CachedTokensDetails(device=4), {"device": 4, "host": 0, "chunk": 3})
     extension = protocol.SglExt(cached_tokens_details=details)
     assert json.loads(extension.model_dump_json())["cached_tokens_details"] == {"device": 4, "host": 0, "chunk": 3}

@@ -1,4 +1,4 @@
-"""What happens before SGLang starts: backends for a CPU, and what is refused before a model is loaded."""
+"""Before SGLang starts: backends chosen for a CPU, and what is refused before a model is loaded."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ NO_LORA = {"enable_lora": None, "lora_paths": None, "lora_backend": "csgmv"}
         ({"device": None}, UNSET, []),
     ],
 )  # fmt: skip
-def test_backends_that_are_not_set_are_chosen_for_a_cpu(given, settings, named, caplog):
+def test_unset_backends_are_chosen_for_a_cpu(given, settings, named, caplog):
     args = SimpleNamespace(**{**UNSET, **NO_LORA, **given})
     with caplog.at_level(logging.INFO):
         choose_backends(args)
@@ -45,8 +45,8 @@ def test_backends_that_are_not_set_are_chosen_for_a_cpu(given, settings, named, 
 
 
 @pytest.mark.parametrize("given", [{"enable_lora": True}, {"lora_paths": ["a=path"]}])
-def test_lora_has_another_backend_on_a_cpu(given, caplog):
-    caplog.set_level("WARNING", "sglang_lazy")  # whatever level engines have set
+def test_lora_backend_on_a_cpu(given, caplog):
+    caplog.set_level("WARNING", "sglang_lazy")  # engines may have raised it
     for backend, chosen in (("csgmv", "torch_native"), ("triton", "triton")):
         args = SimpleNamespace(device="cpu", **{**CHOSEN, **NO_LORA, **given, "lora_backend": backend})
         choose_backends(args)
@@ -72,7 +72,7 @@ def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallb
     assert ("triton is replaced by torch_native" in caplog.text) == (left != backend)
 
 
-def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):
+def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
     args = SimpleNamespace(device="cpu")
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
@@ -84,7 +84,7 @@ def test_reasons_are_refused_together_unless_there_is_a_fallback(monkeypatch):
 
 @pytest.fixture
 def no_start(monkeypatch):
-    """A model that fits no machine's kernels, up to the moment when it would be loaded."""
+    """A model that no machine's kernels fit, stopped where it would be loaded."""
     args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy", tokenizer_worker_num=1)
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
@@ -107,7 +107,7 @@ def test_an_engine_and_a_server_are_refused_early(no_start):
 
 
 def test_workers_without_our_hooks_are_refused(monkeypatch):
-    """What spawns them was started by another command: they would import that, and not ours."""
+    """Their parent was started by another command, so they would import that command and not ours."""
     router = MultiTokenizerRouter.__new__(MultiTokenizerRouter)
     for main in (types.ModuleType("__main__"), sys):
         monkeypatch.setitem(sys.modules, "__main__", main)
@@ -116,7 +116,7 @@ def test_workers_without_our_hooks_are_refused(monkeypatch):
     assert workers._ADDRESS not in os.environ
 
 
-# the configuration
+# The configuration
 
 
 def test_keywords():

@@ -1,4 +1,4 @@
-"""Text that is a chunk: what separators, roles and Anthropic's blocks make of it, and which salt a request has."""
+"""Text that becomes chunks: by separators, by roles, and as Anthropic's blocks; and which salt a request has."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from sglang_lazy.serving.text import segments_in
 
 
 def spelled(parts, content):
-    """A message's content with its chunks in braces, read back from the placeholders."""
+    """A message's content, with chunks in braces in place of their placeholders."""
     texts, indices = parts.split(content if isinstance(content, str) else "".join(part["text"] for part in content))
     chunks = [parts.parts[index]["text"] for index in indices]
     return texts[0] + "".join(f"{{{chunk}}}{text}" for chunk, text in zip(chunks, texts[1:], strict=True))
@@ -45,8 +45,8 @@ def test_separators_and_roles(given, as_text, as_role):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_joined_is_found_again(seed):
-    """Random texts and chunks, joined by separators: the chunks are found, and nothing of the text is lost."""
+def test_splitting_undoes_joining(seed):
+    """Random texts and chunks joined by separators: every chunk is found, and no text is lost."""
     rng = random.Random(seed)
 
     def word():
@@ -74,10 +74,10 @@ def test_without_a_separator_plain_text_stays_text(monkeypatch):
         [{"type": "text", "text": "a"}, {"type": "chunk", "text": "b"}],
         [{"type": "text", "text": "c"}],
     ]
-    assert segments_in("a##b##", "") is None, "the request's own comes first"
+    assert segments_in("a##b##", "") is None, "the request's separator overrides the flag"
 
 
-def test_a_request_comes_before_the_flags(monkeypatch):
+def test_requests_override_flags(monkeypatch):
     monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool,function"}))
 
     def chunks(role, **fields):
@@ -100,7 +100,7 @@ def test_chunks_of_an_earlier_turn():
     assert spelled(third, first[0]["content"]) == "{a}"
 
 
-def test_blocks_that_hold_a_document():
+def test_document_blocks():
     def read(**block):
         return BLOCKS[block["type"]](block)
 

@@ -27,7 +27,7 @@ def metaspace(scheme, specials="<s> $A"):
 
 
 def legacy():
-    """As Llama-2's: the space before a text comes from a normalizer."""
+    """As Llama-2's: a normalizer puts the space before a text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
@@ -71,7 +71,7 @@ def tokenizer(request):
     return ALL[request.param]()
 
 
-def test_one_text_segment_is_what_stock_makes_of_it(tokenizer):
+def test_one_text_segment_has_sglangs_tokens(tokenizer):
     prompt = SegmentTokenizer(tokenizer).encode([text("The river rises.")])
     assert prompt.input_ids == tokenizer.encode("The river rises.")
     assert prompt.chunks == () and prompt.layout("block", None) is None
@@ -102,7 +102,7 @@ def test_the_prompt_decodes_to_the_segments_texts(tokenizer):
     assert tokenizer.decode(prompt.input_ids, skip_special_tokens=True).strip() == "".join(texts)
 
 
-def test_special_tokens_come_once_and_belong_to_no_chunk(tokenizer):
+def test_special_tokens_are_added_once_outside_chunks(tokenizer):
     prompt = SegmentTokenizer(tokenizer).encode([chunk("the hills"), text(" and "), chunk("the sea")])
     whole = tokenizer.encode("x")
     for special in (1, 2):
@@ -111,7 +111,7 @@ def test_special_tokens_come_once_and_belong_to_no_chunk(tokenizer):
     assert prompt.chunks[-1][1] == len(prompt.input_ids) - (1 if 2 in whole else 0)
 
 
-def test_a_chunk_that_was_seen_is_not_encoded_again(tokenizer, monkeypatch):
+def test_known_chunks_are_not_encoded_again(tokenizer, monkeypatch):
     segments = [text("The river "), chunk("Who built it?"), chunk("the hills"), text("Who built it?")]
     expected = SegmentTokenizer(tokenizer).encode(segments)
     segment_tokenizer, encoded = SegmentTokenizer(tokenizer), []
@@ -122,10 +122,10 @@ def test_a_chunk_that_was_seen_is_not_encoded_again(tokenizer, monkeypatch):
     segment_tokenizer.encode([chunk("Who built it?")]).input_ids.clear()
     encoded.clear()
     assert segment_tokenizer.encode(segments) == expected
-    assert encoded == ["the hills", "Who built it?"], "text is encoded, as is what is new"
+    assert encoded == ["the hills", "Who built it?"], "only text and new chunks are encoded"
 
 
-def test_recent_tokens_are_those_used_last():
+def test_the_least_recently_used_tokens_are_dropped():
     recent = RecentTokens(capacity=6)
     for one in ("aa", "bb", "cc"):
         recent.add(None, one, [ord(one[0])])
@@ -138,7 +138,7 @@ def test_recent_tokens_are_those_used_last():
 
 
 def test_a_tenant_does_not_profit_from_what_another_sent(tokenizer, monkeypatch):
-    """Whether a document has to be encoded takes time, so it must not depend on what other tenants have sent."""
+    """Encoding takes time, so whether a document is encoded must not depend on other tenants."""
     segment_tokenizer = SegmentTokenizer(tokenizer)
     encode_later, encoded = segment_tokenizer.encode_later, []
     monkeypatch.setattr(
@@ -150,7 +150,7 @@ def test_a_tenant_does_not_profit_from_what_another_sent(tokenizer, monkeypatch)
     assert encoded == ["a document that only one of them has"] * 3
 
 
-def test_token_ids_are_taken_as_they_are(tokenizer):
+def test_token_ids_are_used_unchanged(tokenizer):
     ids = Segment(True, input_ids=[7, 8]), Segment(False, input_ids=[9])
     prompt = SegmentTokenizer(tokenizer).encode(ids)
     assert prompt == ([7, 8, 9], ((0, 2),))
@@ -163,8 +163,8 @@ def test_a_chunk_without_tokens_is_refused():
         SegmentTokenizer(tokenizer).encode([text("The"), chunk("  ")])
 
 
-def test_slow_tokenizers_are_asked_behind_a_sentinel():
-    """A slow tokenizer always adds its space."""
+def test_slow_tokenizers_encode_behind_a_sentinel():
+    """A slow tokenizer always prepends a space, which the sentinel absorbs."""
 
     class Slow:
         is_fast = False

@@ -1,4 +1,4 @@
-"""Shadow mode against a stand-in for SGLang: what is compared, what is counted, and that users come first."""
+"""Shadow mode against a stand-in for SGLang: what is compared, what is counted, and that users have priority."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ def _no_waiting(monkeypatch):
 
 
 class Manager:
-    """Holds a shadow's request until `reply` is called or it is aborted."""
+    """Holds a shadow request until `reply` is called or it is aborted."""
 
     def __init__(self):
         self.rid_to_state = {}
@@ -75,7 +75,7 @@ def user_request(**params):
 
 
 def run(scenario, rate=1.0):
-    """Play `scenario(manager, shadow)` in an event loop; what was counted afterwards."""
+    """Run `scenario(manager, shadow)` in an event loop; returns the counts afterwards."""
 
     async def play():
         manager, counts = Manager(), Counter()
@@ -102,7 +102,7 @@ def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
     async def scenario(manager, subject):
         subject.offer(user_request(stop=["."]), LAYOUT, ANSWER)
         request = await manager.next_request()
-        # The salt is in the user's extra_key by then: a second time would make another namespace of it.
+        # The user's extra_key includes the salt by then; adding it again would change the namespace.
         assert layout_of(request) == PromptLayout(LAYOUT.chunks, None, "full") and request.input_ids == [1, 2, 3]
         assert request.sampling_params["stop"] == ["."] and request.sampling_params["custom_params"]["mine"] == 1
         assert request.extra_key == "key" and not request.stream and not request.log_metrics
@@ -111,7 +111,7 @@ def test_the_same_prompt_is_answered_in_full_and_compared(tokens, agreements):
     assert run(scenario) == {"requests": 1, **dict.fromkeys(agreements, 1)}
 
 
-def test_greedy_by_top_k_is_greedy_and_all_else_is_ineligible():
+def test_only_greedy_requests_are_eligible():
     async def scenario(manager, subject):
         for params in ({"temperature": 0.1}, {"temperature": 1, "top_k": 2}, {"n": 2}):
             subject.offer(user_request(**params), LAYOUT, ANSWER)
@@ -128,7 +128,7 @@ def test_greedy_by_top_k_is_greedy_and_all_else_is_ineligible():
     assert run(scenario) == {"ineligible": 5, "requests": 1, "identical_answers": 1, "first_token_agreements": 1}
 
 
-def test_one_at_a_time():
+def test_shadows_run_one_at_a_time():
     async def scenario(manager, subject):
         for _ in range(3):
             subject.offer(user_request(), LAYOUT, ANSWER)
@@ -141,7 +141,7 @@ def test_one_at_a_time():
 
 
 @pytest.mark.parametrize("rate, least, most", [(0.0, 0, 0), (0.25, 200, 300), (1.0, 1000, 1000)])
-def test_a_fraction_is_chosen_and_the_same_one_each_time(rate, least, most):
+def test_the_sampled_fraction_is_deterministic(rate, least, most):
     async def scenario(manager, subject):
         chosen.append([])
         for index in range(1000):
@@ -158,7 +158,7 @@ def test_a_fraction_is_chosen_and_the_same_one_each_time(rate, least, most):
     assert chosen[0] == chosen[1] and least <= len(chosen[0]) <= most
 
 
-def test_it_waits_for_a_quiet_moment():
+def test_a_shadow_waits_until_the_server_is_idle():
     async def scenario(manager, subject):
         manager.rid_to_state["other"] = SimpleNamespace()
         subject.offer(user_request(), LAYOUT, ANSWER)
@@ -172,11 +172,11 @@ def test_it_waits_for_a_quiet_moment():
     assert run(scenario)["requests"] == 1
 
 
-def test_it_gives_way_to_a_user_and_starts_over():
+def test_a_shadow_yields_to_users_and_starts_over():
     async def scenario(manager, subject):
         subject.offer(user_request(), LAYOUT, ANSWER)
         first = await manager.next_request()
-        give_way(manager, first, [])  # its own arrival is none
+        give_way(manager, first, [])  # the shadow's own arrival must not abort it
         assert not manager.aborted
         give_way(manager, SimpleNamespace(rid="another user"), [])
         assert manager.aborted == [first.rid]
@@ -187,7 +187,7 @@ def test_it_gives_way_to_a_user_and_starts_over():
     assert run(scenario) == {"requests": 1, "identical_answers": 1, "first_token_agreements": 1}
 
 
-def test_an_abort_of_all_requests_ends_it_for_good():
+def test_aborting_all_requests_drops_the_shadow():
     async def scenario(manager, subject):
         for waiting in (True, False):
             if waiting:
@@ -207,7 +207,7 @@ def test_an_abort_of_all_requests_ends_it_for_good():
     assert run(scenario) == {"dropped": 2}
 
 
-def test_what_needs_an_idle_server_gets_one():
+def test_a_shadow_yields_to_calls_that_need_an_idle_server():
     async def flush(manager, timeout_s=None):
         assert not manager.rid_to_state
         return timeout_s
@@ -221,7 +221,7 @@ def test_what_needs_an_idle_server_gets_one():
     assert run(scenario) == {"dropped": 1}
 
 
-def test_a_server_that_ends_starts_none():
+def test_no_shadow_starts_during_shutdown():
     async def scenario(manager, subject):
         manager.gracefully_exit = True
         subject.offer(user_request(), LAYOUT, ANSWER)
@@ -247,7 +247,7 @@ def test_errors_are_counted_and_logged(caplog):
     ],
 )  # fmt: skip
 def test_finished_answers_over_reused_chunks_are_offered(link, kind, output_ids, offered):
-    """The whole answer, though a stream's last output may hold only its end."""
+    """Whole answers are offered, though a stream's last output may hold only the end."""
 
     async def wait(manager, obj, request):
         for ids, finish_reason in ((output_ids[:1], None), (output_ids[1:], {"type": kind})):
@@ -268,18 +268,18 @@ def test_finished_answers_over_reused_chunks_are_offered(link, kind, output_ids,
     run(scenario)
 
 
-# recent agreement
+# Recent agreement
 
 
 class Gauges(dict):
-    """The last value of each gauge by its name and labels; unknown ones are refused."""
+    """The last value of each gauge by name and labels; unknown gauges are refused."""
 
     def __call__(self, name, value, **labels):
         assert set(labels) == set(GAUGES[name][1])
         self[(name, *labels.values())] = value
 
 
-def test_agreement_is_that_of_the_last_answers_of_each_link():
+def test_agreement_is_over_the_latest_answers_of_each_link():
     gauges = Gauges()
     recent = RecentAgreement(0, gauges)
     for index in range(WINDOW):
@@ -290,10 +290,10 @@ def test_agreement_is_that_of_the_last_answers_of_each_link():
     for _ in range(WINDOW // 4):
         recent.add("block", answer=True, first_token=True)
     assert gauges["agreement", "block", "answers"] == 0.25 and gauges["agreement", "block", "first_tokens"] == 0.625
-    assert gauges["alarm", "block"] == gauges["alarm", "base"] == 0  # without a minimum there is no alarm
+    assert gauges["alarm", "block"] == gauges["alarm", "base"] == 0  # no alarm without a minimum
 
 
-def test_an_alarm_rises_once_per_fall_and_ends(caplog):
+def test_an_alarm_is_logged_once_and_clears(caplog):
     caplog.set_level(logging.WARNING, logger=RecentAgreement.__module__)  # an engine in this process may have raised it
     gauges = Gauges()
     recent = RecentAgreement(0.5, gauges)
@@ -305,16 +305,16 @@ def test_an_alarm_rises_once_per_fall_and_ends(caplog):
         assert gauges["alarm", "base"] == 0
         return gauges["alarm", "block"], len(caplog.records)
 
-    assert add(ENOUGH - 1, False) == (0, 0)  # too few to tell
+    assert add(ENOUGH - 1, False) == (0, 0)  # too few answers to judge
     assert add(1, False) == (1, 1)
     assert add(ENOUGH - 1, True) == (1, 1)
-    assert add(1, True) == (0, 1)  # half of them
+    assert add(1, True) == (0, 1)  # half of them agree
     assert add(5, False) == (1, 2)
     first, second = (record.getMessage() for record in caplog.records)
     assert f"link block, 0.000 of the last {ENOUGH} answers" in first and "less than --lazy-shadow-min-" in second
 
 
-def test_series_of_metrics_are_bounded(monkeypatch):
+def test_the_number_of_metric_series_is_bounded(monkeypatch):
     monkeypatch.setattr(agreement, "_MAX_LINKS", 2)
     gauges = Gauges()
     recent = RecentAgreement(0, gauges)
@@ -337,24 +337,24 @@ def test_a_comparison_counts_for_its_link():
     assert seen == [("base", False, True), ("base", True, True)]
 
 
-# where it is refused
+# Refusals
 
 
 @pytest.mark.parametrize("rate", [1.5, -0.1, float("nan")])
-def test_a_rate_that_is_no_fraction(rate):
+def test_bad_rates(rate):
     with pytest.raises(ValueError, match="shadow_rate must be between 0 and 1"):
         LazyConfig(shadow_rate=rate)
 
 
-def test_a_minimum_that_is_no_share_or_watches_nothing():
+def test_bad_minimums():
     with pytest.raises(ValueError, match="shadow_min_agreement must be between 0 and 1"):
         LazyConfig(shadow_rate=0.1, shadow_min_agreement=90)
     with pytest.raises(ValueError, match="set shadow_rate, too"):
         LazyConfig(shadow_min_agreement=0.9)
 
 
-def test_where_nobody_would_see_it(monkeypatch):
-    """An engine, and servers without metrics, before any model is loaded."""
+def test_shadows_that_nobody_would_see_are_refused(monkeypatch):
+    """In an engine and in servers without metrics; refused before any model is loaded."""
     from sglang_lazy import Engine, Runtime, launch_server
     from sglang_lazy.port import plugin
 

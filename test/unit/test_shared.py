@@ -1,4 +1,4 @@
-"""What several tokenizer workers have in common: calls reach one object, and what a worker has begun ends with it."""
+"""State that tokenizer workers share: calls reach one object, and what a worker began ends with that worker."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ DIGEST = "0123456789abcdef" * 4
 
 
 class Counter:
-    """Loses counts if two calls overlap."""
+    """Loses increments if two calls overlap."""
 
     def __init__(self):
         self.value = 0
@@ -35,7 +35,7 @@ def server():
     return ObjectServer(lambda: {**shared, "registrations": WorkerRegistrations(registrations)})
 
 
-def test_chunks_that_one_worker_adds_are_known_to_others(server):
+def test_chunks_are_known_to_all_workers(server):
     one, other = (Proxy(connect(server.address), "chunks") for _ in range(2))
     name = chunk_id(tokens_digest([5, 6, 7]))
     segments = [{"type": "text", "text": "see"}, {"type": "chunk", "id": name}]
@@ -62,7 +62,7 @@ def test_calls_do_not_overlap(server):
     assert Proxy(connect(server.address), "counter").count(0) == 100
 
 
-def test_an_error_is_the_caller_s(server):
+def test_errors_are_raised_in_the_caller(server):
     counter = Proxy(connect(server.address), "counter")
     with pytest.raises(TypeError):
         counter.count("1")
@@ -71,14 +71,14 @@ def test_an_error_is_the_caller_s(server):
     assert counter.count(1) == 1
 
 
-def test_whoever_lacks_the_key_is_turned_away(server):
+def test_a_wrong_key_is_rejected(server):
     with pytest.raises(Exception, match="digest"):
         Client(server.address, "AF_UNIX", authkey=b"another")
     assert Proxy(connect(server.address), "counter").count(1) == 1
 
 
 def test_registrations_end_with_their_worker(server):
-    """Those that it had begun have failed; what it had ended, and what others do, stays."""
+    """Those it had begun fail; those it had finished, and other workers', stay."""
     connection = connect(server.address)
     one, other = Proxy(connection, "registrations"), Proxy(connect(server.address), "registrations")
     digests = [f"{i}" + DIGEST[1:] for i in range(3)]

@@ -48,7 +48,7 @@ def slicing():
 
 
 def row_of(scheduler, req):
-    """Slots and positions of a running request's row, and its segments: (end, offset, id)."""
+    """The slots and positions of a running request's row, and its segments as (end, offset, id)."""
     table, index = scheduler.pools.rows.segment_table, req.req_pool_idx
     count = int(table.num_segments[index])
     columns = (column[index, :count].tolist() for column in (table.ends, table.offsets, table.ids))
@@ -57,7 +57,7 @@ def row_of(scheduler, req):
 
 
 def begin(scheduler, link, rid, parts=(BEGIN, LONG, END)):
-    """A request that has its first token, and more to come."""
+    """A request that has its first token and will generate more."""
     req = scheduler.submit(parts, rid, link=link, max_new_tokens=9)
     while not req.output_ids:
         scheduler.step()
@@ -65,7 +65,7 @@ def begin(scheduler, link, rid, parts=(BEGIN, LONG, END)):
 
 
 def test_a_row_of_slices():
-    """The kept tokens come first, as one segment, in the slots of the chunk; then text, of holes too, by position."""
+    """Kept tokens come first, as one segment, in the chunk's slots; then all text by position, holes included."""
     scheduler = Loop()
     slots, positions, ((end, offset, segment_id),) = row_of(scheduler, begin(scheduler, "parts", "p0"))
     assert positions == [3, 4, 6, 7, 0, 1, 2, 5, 8, 9, 10]
@@ -84,20 +84,20 @@ def test_a_row_of_slices():
 
 
 def chunk_node(scheduler):
-    """Where the only chunk in the tree ends."""
+    """The node where the only chunk in the tree ends."""
     (resident,) = scheduler.store._cached.values()
     return resident.node
 
 
 def test_text_of_holes_is_found_again_under_the_same_path():
-    """A second request computes its last token alone; one that keeps other tokens shares no text from there on."""
+    """A second request computes only its last token; one that keeps other tokens shares no text from there on."""
     scheduler = Loop()
     counts = {}
     for rid, link in (("cold", "parts"), ("warm", "parts"), ("other", "other parts"), ("whole", "block")):
         req = scheduler.submit([BEGIN, LONG, END], rid, link=link, max_new_tokens=1)
         scheduler.run()
         counts[rid] = scheduler.counts(req)
-    text_before = 2 + 1  # the leading text; the first token of the chunk, which is text, continues it
+    text_before = 2 + 1  # the leading text, continued by the chunk's first token, which is text
     assert counts == {
         "cold": (0, 0, 0),
         "warm": (4 + text_before + 1 + 2, 4, 1),
@@ -107,7 +107,7 @@ def test_text_of_holes_is_found_again_under_the_same_path():
 
 
 def test_only_what_a_slice_needs_has_to_be_resident():
-    """The beginning of a chunk is taken from another chunk that begins alike; nothing is computed for it."""
+    """A chunk's beginning is taken from another chunk with the same prefix; nothing is computed for it."""
     scheduler = Loop()
     scheduler.warm((CHUNK, (1, 2, 3)))
     req = scheduler.submit([LONG, END], "p0", link="beginning", max_new_tokens=1)
@@ -117,7 +117,7 @@ def test_only_what_a_slice_needs_has_to_be_resident():
 
 
 def test_states_of_a_chunk():
-    """Missing, pending while somebody waits for it or it is computed, resident, and missing again."""
+    """Missing; pending while requests wait for it or it is computed; resident; missing again."""
     scheduler = Loop(chunked_prefill_size=2)
     req = scheduler.submit([A, QUESTION], "p0", max_new_tokens=1)
     (chunk,) = linked(req).prompt.chunks
@@ -135,8 +135,8 @@ def test_states_of_a_chunk():
     assert states == [missing, pending, pending, resident, missing]
 
 
-def test_a_chunk_that_nobody_waits_for_any_more_is_missing():
-    """Its fill had not started."""
+def test_a_chunk_that_nobody_waits_for_is_missing():
+    """The only request was aborted before its fill started."""
     scheduler = Loop()
     scheduler.warm(B)
     req = scheduler.submit([A, B, QUESTION], "aborted")

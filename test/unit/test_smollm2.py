@@ -1,4 +1,4 @@
-"""The conversion of GGUF to a Hugging Face folder, on a small model that is written as llama.cpp's converter does."""
+"""The conversion of GGUF to a Hugging Face folder, on a small model written as llama.cpp's converter writes it."""
 
 import json
 
@@ -19,7 +19,7 @@ SPEC = ModelSpec("tied", "LlamaConfig", {**SETTINGS, "tie_word_embeddings": True
 def model():
     model = random_model(SPEC)
     for weight in model.parameters():
-        weight.data = weight.data.bfloat16().float()  # so that nothing is lost in the folder
+        weight.data = weight.data.bfloat16().float()  # so that saving loses nothing
     return model
 
 
@@ -30,14 +30,14 @@ def tokenizer_folder(model_dir):
 
 @pytest.fixture
 def folder(model, tokenizer_folder, tmp_path):
-    """The folder made of the model's GGUF file."""
+    """The folder made from the model's GGUF file."""
     write_gguf(model, tokenizer_folder, tmp_path / "model.gguf")
     smollm2.convert(tmp_path / "model.gguf", tmp_path / "model")
     return tmp_path / "model"
 
 
 def interleaved(weight, num_heads):
-    """Rows of q or k as GGUF has them: the halves of a head, one row of each in turn."""
+    """Rows of q or k in GGUF's order: one row of each half of a head in turn."""
     halves = weight.view(num_heads, 2, -1, weight.shape[-1])
     return torch.stack([halves[:, 0], halves[:, 1]], 2).reshape(weight.shape)
 
@@ -89,8 +89,8 @@ def test_the_model_is_the_same(model, folder):
         assert torch.allclose(converted(ids).logits, model(ids).logits, atol=1e-5)
 
 
-def test_the_tokenizer_is_the_same_but_for_digits(tokenizer_folder, folder):
-    """SmolLM2 takes each digit by itself, and puts nothing in front."""
+def test_the_tokenizer_is_the_same_except_for_digits(tokenizer_folder, folder):
+    """SmolLM2 makes each digit a token and adds no prefix."""
     converted, original = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(tokenizer_folder)
     sample = "Who built the bridge?</s> Zoë's maps"
     assert converted.encode(sample) == original.encode(sample)

@@ -1,4 +1,4 @@
-"""How a server starts: with which kernels it links, and what becomes of it where chunk reuse does not fit."""
+"""Server start: which kernels it uses, and what happens where chunk reuse does not fit."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ WITHOUT = "something is not as expected"
 
 @pytest.fixture
 def fits(monkeypatch):
-    """A runner that everything fits, but for what a test changes."""
+    """A runner that everything fits, except for what a test changes."""
     monkeypatch.setattr(model_runner, "unfit_flags", lambda _args: [])
     monkeypatch.setattr(model_runner, "unfit_model", lambda _runner, untested: [])
     monkeypatch.setattr(model_runner, "describe_layers", lambda *_: {})
@@ -48,17 +48,17 @@ class Stock:
         return "stock"
 
     def forward_extend(self, q, k, v, layer, forward_batch):
-        """Takes no sinks."""
+        """Does not accept sinks."""
 
 
 def start(runner, monkeypatch, **config):
-    """The backend that a runner gets where the stock one is "stock"."""
+    """The backend that a runner gets when the stock one is "stock"."""
     monkeypatch.setenv(ENV_VAR, json.dumps(config))
     monkeypatch.setattr(model_runner, "with_link_path", lambda backend, *_: f"linked {backend}")
     return model_runner.wrap_backend(lambda _runner: Stock())(runner)
 
 
-def test_a_model_that_fits_is_linked(fits, monkeypatch):
+def test_a_model_that_fits_gets_the_link_path(fits, monkeypatch):
     assert start(fits, monkeypatch) == "linked stock"
     assert table_of(fits.req_to_token_pool).max_segments == LazyConfig.max_chunks
 
@@ -79,7 +79,7 @@ def fail(*_):
 
 @pytest.mark.parametrize("probe", ["describe_layers", "check_layers"])
 def test_a_probe_that_fails(fits, monkeypatch, caplog, probe):
-    """With the fallback the server runs without chunk reuse, and says why; otherwise it does not start."""
+    """With the fallback, the server runs without chunk reuse and logs why; otherwise it does not start."""
     monkeypatch.setattr(model_runner, probe, fail)
     with pytest.raises(compat.Unfit, match=WITHOUT):
         start(fits, monkeypatch)
@@ -100,7 +100,7 @@ def test_a_default_link_that_does_not_fit(fits, monkeypatch, default_link, refus
 
 
 class Hybrid(SimpleNamespace):
-    """As SGLang's model configuration."""
+    """As SGLang's model configuration describes it."""
 
     def _derive_hybrid_model(self):
         self.is_hybrid_swa = not self.disable_hybrid_swa_memory
@@ -117,10 +117,8 @@ class Hybrid(SimpleNamespace):
         (["Gemma4ForCausalLM"], True, True, [1], 512, True),
     ],
 )
-def test_where_layers_with_windows_have_a_pool_of_their_own(
-    monkeypatch, architectures, untested, tiers, whole, head_dim, hybrid
-):
-    """SGLang's pools remain those of a model that it serves without chunk reuse, or of two head shapes."""
+def test_when_window_layers_have_their_own_pool(monkeypatch, architectures, untested, tiers, whole, head_dim, hybrid):
+    """SGLang keeps its two pools for models served without chunk reuse and for models with two head shapes."""
     monkeypatch.setenv(ENV_VAR, json.dumps({"untested_model": untested}))
     config = Hybrid(
         hf_config=SimpleNamespace(architectures=architectures),
@@ -137,8 +135,8 @@ def test_where_layers_with_windows_have_a_pool_of_their_own(
 
 
 @pytest.mark.parametrize("sinks", [False, True])
-def test_sinks_that_the_stock_backend_does_not_take(fits, monkeypatch, sinks):
-    """The link path computes all rows of such a model."""
+def test_sinks_without_support_in_the_stock_backend(fits, monkeypatch, sinks):
+    """The link path then computes all rows of the model."""
     layer = AttentionLayer(1, 1, 32, SimpleNamespace(cos_sin_cache=torch.zeros(1, 32)), sinks=sinks)
     monkeypatch.setattr(model_runner, "describe_layers", lambda *_: {0: layer})
     fits.token_to_kv_pool = SimpleNamespace(get_kv_buffer=lambda layer_id: None)
@@ -146,19 +144,19 @@ def test_sinks_that_the_stock_backend_does_not_take(fits, monkeypatch, sinks):
     assert table_of(fits.req_to_token_pool).stock_attends is not sinks
 
 
-def test_logit_caps_that_the_stock_backend_does_not_know():
-    """PyTorch's own attention has none."""
+def test_logit_caps_without_support_in_the_stock_backend():
+    """PyTorch's own attention has no logit cap."""
     layers = {i: AttentionLayer(1, 1, 32, None, logit_cap=cap) for i, cap in enumerate([None, 30.0])}
     native = object.__new__(TorchNativeAttnBackend)
     assert model_runner.stock_attends(Stock(), layers, hybrid=True)
     assert not model_runner.stock_attends(native, layers, hybrid=False)
     assert model_runner.stock_attends(native, {0: layers[0]}, hybrid=False)
-    assert not model_runner.stock_attends(native, {0: layers[0]}, hybrid=True), "it knows one pool"
+    assert not model_runner.stock_attends(native, {0: layers[0]}, hybrid=True), "it reads a single pool"
 
 
 @pytest.fixture
 def cuda_takes(monkeypatch):
-    """cuda_takes(n): the CUDA kernels take n segments a row at most."""
+    """cuda_takes(n): limit the CUDA kernels to n segments per row."""
 
     def limit(num_segments):
         def unsupported(_device, _dtype, _kv_dtype, _heads, _kv_heads, head_dim, _rotary_dim, max_segments, **kinds):
@@ -175,8 +173,9 @@ def cuda_takes(monkeypatch):
     return limit
 
 
-def test_kernels_that_cuda_does_not_have(cuda_takes, caplog):
-    """triton takes their place layer by layer, and the log says where and why; who asked for cuda is refused."""
+def test_layers_that_cuda_cannot_serve(cuda_takes, caplog):
+    """triton replaces them layer by layer, and the log says where and why; with cuda requested explicitly, the start is
+    refused."""
     rope = SimpleNamespace(cos_sin_cache=torch.zeros(1, 64))
     layers = {i: AttentionLayer(4, 2, 64, rope, window=128) for i in range(2)}
     wide = layers | {i: AttentionLayer(4, 1, 512, rope) for i in (2, 5)}
@@ -201,7 +200,7 @@ def test_kernels_that_cuda_does_not_have(cuda_takes, caplog):
 
 
 class Target:
-    """Something of SGLang's, for hooks."""
+    """A stand-in for an SGLang class that gets hooks."""
 
     @classmethod
     def hooked(cls):
@@ -220,7 +219,7 @@ def around(original, *args):
 
 
 def test_a_hook_that_is_not_in_place_is_named(monkeypatch):
-    """One that was never applied, and one that something has replaced since."""
+    """One hook was never applied, another has been replaced since."""
     declared = [hooks.Hook(target, around, "AROUND") for target in (HOOKED, LOST)]
     assert hooks.missing(declared) == [HOOKED, LOST]
     hooks.apply(declared[:1])

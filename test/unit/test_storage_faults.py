@@ -1,4 +1,4 @@
-"""Storage that hangs, is slow, fails or lies: all requests are answered, and no slot of the device or host is lost."""
+"""Storage that hangs, is slow, fails or lies: all requests are answered, and no slot of device or host is lost."""
 
 import errno
 
@@ -25,7 +25,7 @@ def storage():
 
 @pytest.fixture
 def hanging(storage):
-    """A server whose storage, which has A and B, does not answer. Its clock stands still."""
+    """A server whose storage has A and B but does not answer. Its clock stands still."""
     server = new_server(storage)
     server.tree_cache.clock = lambda: server.now
     server.now = 0.0
@@ -40,7 +40,7 @@ def hang(server, storage):
 
 
 def answer(server, storage):
-    """Storage answers what it has been asked."""
+    """Storage answers what it was asked so far."""
     storage.open.set()
     server.pools.slow = False
     server.pools.take_acknowledgements()
@@ -56,7 +56,7 @@ def report(server):
 
 
 def test_requests_wait_until_the_deadline_and_no_longer(hanging):
-    """SGLang's default: two seconds, and a tenth for each 1,024 tokens."""
+    """SGLang's default is two seconds, plus a tenth for every 1,024 tokens."""
     req = hanging.submit([A, B, QUESTION], "r")
     for now in (0.0, 1.99):
         hanging.now = now
@@ -67,7 +67,7 @@ def test_requests_wait_until_the_deadline_and_no_longer(hanging):
     assert details(req) == (0, 0, 0, 0) and hanging.counts(req)[2] == 0 and report(hanging)["late"] == 2
 
 
-def test_storage_is_given_time_for_all_that_it_was_asked(hanging):
+def test_the_deadline_counts_all_tokens_being_fetched(hanging):
     hanging.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=0.0, per_ki_token=1024.0, max=20.0)
     long = (CHUNK, (*A[1], 7, 7, 7, 7))
     short, both = hanging.submit([A, QUESTION], "short"), hanging.submit([long, QUESTION], "long")
@@ -79,7 +79,7 @@ def test_storage_is_given_time_for_all_that_it_was_asked(hanging):
 
 
 def test_nobody_waits_for_storage_that_has_fallen_behind(hanging, storage):
-    """Once a request has waited in vain, the next ones compute their chunks at once, until storage has answered."""
+    """After one request has waited in vain, later ones compute their chunks at once, until storage answers."""
     hanging.submit([A, QUESTION], "first")
     hanging.now = 10.0
     hanging.run()
@@ -91,8 +91,8 @@ def test_nobody_waits_for_storage_that_has_fallen_behind(hanging, storage):
 
 
 @pytest.mark.parametrize("moment", ["computing", "resident", "on the host", "gone"])
-def test_what_arrives_late_harms_nothing(hanging, storage, moment):
-    """Whatever has become of the chunk meanwhile. `answer` and `step` check all slots and what they hold."""
+def test_late_answers_are_harmless(hanging, storage, moment):
+    """Whatever became of the chunk meanwhile. `answer` and `step` check all slots and their contents."""
     req = hanging.submit([A, QUESTION], "r")
     hanging.now = 10.0
     if moment == "computing":
@@ -113,7 +113,7 @@ def test_what_arrives_late_harms_nothing(hanging, storage, moment):
     assert details(served(hanging, A)) == (0, 4, 0, 4)
 
 
-def test_best_effort_waits_for_nothing(hanging, storage):
+def test_policy_best_effort_never_waits(hanging, storage):
     hanging.tree_cache.prefetch_stop_policy = "best_effort"
     assert details(served(hanging, A)) == (0, 0, 0, 0)
     assert details(served(hanging, B)) == (0, 0, 0, 0)
@@ -121,7 +121,7 @@ def test_best_effort_waits_for_nothing(hanging, storage):
     assert report(hanging)["fetched"] == 2
 
 
-def test_wait_complete_waits_for_ever(hanging, storage):
+def test_policy_wait_complete_waits_forever(hanging, storage):
     hanging.tree_cache.prefetch_stop_policy = "wait_complete"
     req = hanging.submit([A, QUESTION], "r")
     hanging.now = 1e9
@@ -132,7 +132,7 @@ def test_wait_complete_waits_for_ever(hanging, storage):
     assert details(req) == (0, 0, 4, 4)
 
 
-def test_storage_that_hangs_gets_half_of_the_host(storage):
+def test_hanging_storage_holds_at_most_half_of_the_host(storage):
     server = new_server(storage, host_size=16)
     server.warm(C)
     hang(server, storage)
@@ -143,8 +143,8 @@ def test_storage_that_hangs_gets_half_of_the_host(storage):
     answer(server, storage)
 
 
-def test_a_flush_gives_up_storage_that_hangs(hanging, storage):
-    """While it reads, and while it writes. What it answers afterwards touches no slot, though all have new owners."""
+def test_a_flush_abandons_storage_that_hangs(hanging, storage):
+    """While it reads and while it writes. Its late answers touch no slot, though all slots have new owners."""
     hanging.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
     served(hanging, A, C)
     given_up = hanging.tree_cache.objects
@@ -171,7 +171,7 @@ def raising(error):
 
 
 def half(storage, then=None):
-    """A `batch_get` that fills in half of an object, and then fails, or says that it is all."""
+    """A `batch_get` that fills half of an object, then fails or claims success."""
 
     def batch_get(keys, targets):
         for key, target in zip(keys, targets, strict=True):
@@ -187,7 +187,7 @@ def half(storage, then=None):
 
 @pytest.mark.parametrize("fault", ["refused", "killed", "half", "nothing", "none"])
 def test_storage_that_fails_while_it_reads(storage, fault):
-    """Chunks are computed; once it works again, they are found."""
+    """Chunks are computed; once storage works again, they are found."""
     faults = {
         "refused": raising(ConnectionRefusedError()),
         "killed": half(storage, then=ConnectionResetError()),
@@ -206,7 +206,7 @@ def test_storage_that_fails_while_it_reads(storage, fault):
 
 @pytest.mark.parametrize("fault", ["full", "read-only", "refuses"])
 def test_storage_that_takes_nothing(fault):
-    """Chunks stay on the host, where nothing protects them; nothing is held."""
+    """Chunks stay on the host, unprotected; nothing stays held."""
     storage = Storage()
     errors = {"full": OSError(errno.ENOSPC, "full"), "read-only": OSError(errno.EROFS, "read-only")}
     storage.batch_set = raising(errors[fault]) if fault in errors else lambda *_: False
@@ -219,8 +219,8 @@ def test_storage_that_takes_nothing(fault):
     assert details(served(server, A, B)) == (0, 8, 0, 8)
 
 
-def test_chunks_are_not_held_for_storage_that_is_too_slow_to_take_them(storage):
-    """It holds half of the host at most, so that the other half can be given to others."""
+def test_slow_writes_hold_at_most_half_of_the_host(storage):
+    """Storage holds at most half of the host, so that the other half can be reused."""
     server = new_server(storage, host_size=20)
     storage.exists = lambda _key: False
     hang(server, storage)

@@ -1,4 +1,4 @@
-"""Chunks in storage: who asks for them, what is waited for, and what is not believed."""
+"""Chunks in storage: who asks for them, who waits, and which objects are not trusted."""
 
 from types import SimpleNamespace
 
@@ -27,16 +27,16 @@ def storage():
     return storage_with(A, B)
 
 
-def test_one_object_for_each_chunk_and_none_for_text(storage):
+def test_chunks_are_stored_and_text_is_not(storage):
     assert len(storage.objects) == 2
     served(new_server(storage), (TEXT, (9, 9, 9)), A, (TEXT, (8, 8)))
     assert len(storage.objects) == 2
 
 
-def test_a_server_finds_what_another_has_stored(storage):
+def test_a_server_finds_what_another_stored(storage):
     server = new_server(storage)
     req = server.submit([B, A, C, QUESTION], "r")
-    assert server.states(req) == [FETCHING, FETCHING, FETCHING], "none is known to be missing"
+    assert server.states(req) == [FETCHING, FETCHING, FETCHING], "none is known to be missing yet"
     server.run()
     assert details(req) == (0, 0, 8, 8) and server.counts(req)[2] == 0b011
     assert [tokens for rids in server.log for tokens in rids if "fill" in tokens] == ["\0fill-0"]
@@ -67,7 +67,7 @@ def test_an_abort_while_fetching_loses_nothing(storage):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "another", "empty", "raises"])
 def test_a_wrong_object_is_a_miss(storage, damage):
-    """It is computed; `RecordingPools` compares what every slot holds with what it should."""
+    """The chunk is computed; `RecordingPools` compares every slot's contents with what it should hold."""
     (name, data), (_, other) = storage.objects.items()
     if damage == "truncated":
         storage.objects[name] = data[:-1]
@@ -85,7 +85,7 @@ def test_a_wrong_object_is_a_miss(storage, damage):
 
 @pytest.fixture
 def small_pieces(monkeypatch):
-    """Objects hold one or two tokens."""
+    """Limit objects to one or two tokens."""
     size = Loop(pool_size=60, host_size=60).tree_cache.token_to_kv_pool_host.get_size_per_token()
     monkeypatch.setattr(chunk_objects, "PIECE_BYTES", 2 * size)
 
@@ -99,7 +99,7 @@ def test_large_chunks_are_stored_in_pieces(small_pieces):
 
 @pytest.mark.parametrize("damage", ["missing", "flipped", "two places exchanged", "of another chunk"])
 def test_a_wrong_piece_is_a_miss(small_pieces, damage):
-    """Whichever it is: the chunk is computed."""
+    """Whichever piece is wrong, the chunk is computed."""
     long, other = (CHUNK, (1, 2, 3, 4, 5)), (CHUNK, (6, 7, 8, 9, 10))
     for place in range(3):
         storage = storage_with(long)
@@ -129,7 +129,7 @@ def test_models_are_kept_apart(storage):
     assert details(served(server, A, B))[2] == 0
 
 
-def test_the_first_request_does_not_wait_for_the_models_name(storage):
+def test_the_first_request_does_not_wait_for_the_models_identity(storage):
     server, asked = new_server(storage), []
     backend, report = TensorBackend(storage), StorageReport(1)
     server.tree_cache.connect(backend, lambda weights: asked.append(weights) or b"model", report)
@@ -137,8 +137,8 @@ def test_the_first_request_does_not_wait_for_the_models_name(storage):
     assert details(served(server, A)) == (0, 0, 4, 4) and asked == [None]
 
 
-def test_keys_and_values_of_all_layers_come_back_to_any_slots():
-    """From slots in one order to slots in another, in pieces."""
+def test_kv_of_all_layers_survives_a_round_trip():
+    """In pieces, from slots in one order to slots in another."""
     shape = (2, 3, 40, 2, 4)
     stored, fetched = (SimpleNamespace(kv_buffer=torch.zeros(shape), get_size_per_token=lambda: 192) for _ in range(2))
     stored.kv_buffer.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(0)))
@@ -163,7 +163,7 @@ def test_without_room_on_the_host_nothing_is_fetched(storage):
 
 
 def test_the_host_gives_up_what_storage_has(storage):
-    """A server with little memory: what the host evicts comes back from storage."""
+    """With a small host tier, what the host evicts comes back from storage."""
     server = new_server(storage, host_size=8)
     for _ in range(3):
         for chunk in (A, B, C):
@@ -175,7 +175,7 @@ def test_the_host_gives_up_what_storage_has(storage):
 
 
 def test_a_flush_waits_for_storage(storage):
-    """The slots of the host that are being stored do not get other contents; what was stored is found again."""
+    """Host slots being stored must not be reused meanwhile; what was stored is found again."""
     server = new_server(storage)
     server.warm(C)
     server.pools.flush()
@@ -185,7 +185,7 @@ def test_a_flush_waits_for_storage(storage):
 
 
 def test_storage_that_cannot_write(storage):
-    """Chunks stay on the host; nothing is held."""
+    """Chunks stay on the host; nothing stays held."""
     server = new_server(storage)
     storage.batch_set = None
     server.warm(C)
@@ -194,7 +194,7 @@ def test_storage_that_cannot_write(storage):
 
 
 def test_a_chunk_whose_beginning_has_no_copy():
-    """Its beginning is on the device alone, so what was fetched has no place in the tree: it is computed."""
+    """Its beginning is on the device only, so a fetched rest has no place in the tree: the chunk is computed."""
     long, storage = (CHUNK, (*A[1], 9, 9)), Storage()
     new_server(storage).warm(long)
     server = new_server(storage, write_policy="write_through_selective")
@@ -204,7 +204,7 @@ def test_a_chunk_whose_beginning_has_no_copy():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32])
 def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
-    """Down to one bit of one weight: trained tokens change a few rows of an embedding, and nothing else."""
+    """Down to one bit of one weight: trained tokens, for one, change a few embedding rows and nothing else."""
     torch.manual_seed(0)
     shapes = {"embedding": (500, 16), "norm": (16,), "experts": (2, 8, 16), "scale": ()}
     weights = {name: (30 * torch.randn(shape)).to(dtype) for name, shape in shapes.items()}
@@ -229,8 +229,8 @@ def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
     assert len({identity(), *others}) == 1 + len(others)
 
 
-def test_what_bitsandbytes_reads_a_weight_with_makes_another_model():
-    """Its scales, and those of the scales, are no parameters: they hang on the weights."""
+def test_scales_of_bitsandbytes_are_part_of_the_identity():
+    """Its scales, and the scales of these, are attributes of the weights instead of parameters."""
 
     def identity(**changed):
         state = {"absmax": torch.ones(4), "nested_absmax": torch.ones(2), "nested_offset": 0.5, "quant_type": "nf4"}

@@ -1,4 +1,4 @@
-"""Surveys: in steps they find what lists say, whatever happens in between, and cost the scheduler little."""
+"""Surveys count chunks in steps: they agree with lists whatever happens in between, and cost the scheduler little."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ LISTS["pinned"] = ("tokens", lambda chunk: chunk["pinned"])
 
 
 def surveyed(*loops, between=lambda: None, tenant=None, everybody=False):
-    """A whole survey.  between: what happens between two pieces."""
+    """A complete survey.  between: called between two pieces."""
     return merged(pieces_of_ranks(loops, "survey", between, tenant=tenant, everybody=everybody))
 
 
@@ -36,7 +36,7 @@ def share(chunks):
 
 
 def check(found, chunks):
-    """A survey against the list of the same chunks."""
+    """Compare a survey with the list of the same chunks."""
     resident = [chunk for chunk in chunks if chunk["state"] == "resident"]
     expected = {
         "resident": share(resident),
@@ -57,7 +57,7 @@ def check(found, chunks):
 
 @pytest.mark.parametrize("size", [1, 7, 30, 500])
 @pytest.mark.parametrize("host_size", [0, 150])
-def test_a_survey_is_what_lists_say(monkeypatch, size, host_size):
+def test_surveys_agree_with_lists(monkeypatch, size, host_size):
     in_pieces_of(monkeypatch, size)
     rng = random.Random(size)
     loop = Loop(pool_size=120, host_size=host_size)
@@ -81,7 +81,7 @@ def test_a_survey_is_what_lists_say(monkeypatch, size, host_size):
         assert found["memory"]["host"]["free"] == loop.tree_cache.token_to_kv_pool_host.available_size()
 
 
-def test_what_is_computed_is_counted():
+def test_chunks_being_computed_are_counted():
     loop = Loop(chunked_prefill_size=4)
     loop.submit([A, B, QUESTION], "running", max_new_tokens=3)
     loop.step()
@@ -90,8 +90,8 @@ def test_what_is_computed_is_counted():
     assert surveyed(loop, tenant="other")["chunks"]["pending"] == 0
 
 
-def test_what_comes_and_leaves_between_two_pieces(monkeypatch):
-    """Each chunk is counted once, as it is when its turn comes; what has gone by then is left out."""
+def test_chunks_that_come_and_go_between_two_pieces(monkeypatch):
+    """Each chunk is counted once, in its state when its turn comes; chunks gone by then are left out."""
     in_pieces_of(monkeypatch, 2)
     loop = Loop()
     loop.warm(A, B, C)
@@ -112,7 +112,7 @@ def test_a_flush_between_two_pieces(monkeypatch):
     check(surveyed(loop), [])
 
 
-def test_ranks_come_to_an_end_by_themselves(monkeypatch):
+def test_ranks_finish_independently(monkeypatch):
     in_pieces_of(monkeypatch, 1)
     loops = [Loop(), Loop(), Loop()]
     loops[0].warm(A)
@@ -122,7 +122,7 @@ def test_ranks_come_to_an_end_by_themselves(monkeypatch):
     assert [chunk["dp_rank"] for chunk in found["largest"]] == [0, 1, 1, 1]
 
 
-def test_a_tenant_s_survey_is_of_its_own():
+def test_a_tenants_survey_counts_its_own_chunks():
     loop = Loop()
     for i, tenant in enumerate([None, "a", "b"]):
         chunks = [A, B, C][: i + 1]
@@ -136,14 +136,14 @@ def test_a_tenant_s_survey_is_of_its_own():
 
 
 def test_surveys_of_several_processes_do_not_disturb_one_another(monkeypatch):
-    """Tokenizer workers know nothing of one another's."""
+    """Tokenizer workers do not coordinate their surveys."""
     in_pieces_of(monkeypatch, 1)
     loop = Loop()
     loop.warm(A, B, C)
     check(surveyed(loop, between=lambda: check(surveyed(loop), listed(loop)["chunks"])), listed(loop)["chunks"])
 
 
-def test_a_pin_ends_with_its_time_though_surveys_do_not_end_it():
+def test_expired_pins_are_not_counted():
     loop = Loop()
     loop.warm(A)
     pin(loop, A, ttl=5.0)
@@ -157,7 +157,7 @@ def test_a_pin_ends_with_its_time_though_surveys_do_not_end_it():
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time is what it has slept."""
+    """An event loop whose time is the time slept."""
 
     def __init__(self):
         super().__init__()
@@ -188,7 +188,7 @@ def answer(num_chunks, sizes=()):
 
 
 class Asked:
-    """What a scheduler of `num_chunks` chunks is asked, with the times.  pieces: of each survey."""
+    """Records what a scheduler of `num_chunks` chunks is asked, with times.  pieces: of each survey."""
 
     def __init__(self, num_chunks=3, pieces=1):
         self.num_chunks, self.pieces, self.begun, self.left = num_chunks, pieces, [], 0
@@ -196,7 +196,7 @@ class Asked:
     async def __call__(self, starts):
         await asyncio.sleep(0)
         if starts is None:
-            assert not self.left, "two surveys at a time"
+            assert not self.left, "two surveys at once"
             self.begun.append(asyncio.get_running_loop().time())
             self.left = self.pieces
         else:
@@ -205,7 +205,7 @@ class Asked:
         return [{**answer(self.num_chunks if not self.left else 0), "next": 7 if self.left else None}]
 
 
-def test_all_who_look_share_one_survey():
+def test_concurrent_callers_share_one_survey():
     async def look():
         kept, asked = Surveys(), Asked(pieces=5)
         found = await asyncio.gather(*(kept.get("a", asked) for _ in range(9)))
@@ -216,8 +216,8 @@ def test_all_who_look_share_one_survey():
 
 @pytest.mark.parametrize("num_chunks", [3, 50_000])
 @pytest.mark.parametrize("num_tenants", [1, 4])
-def test_surveys_take_a_hundredth_of_the_scheduler_s_time(num_chunks, num_tenants):
-    """However many look, and whoever they are: a chunk takes a microsecond. Nor is one survey made twice a second."""
+def test_surveys_take_a_hundredth_of_the_schedulers_time(num_chunks, num_tenants):
+    """However many callers, at a microsecond per chunk. The same survey is not made twice within a second."""
 
     async def look():
         kept, asked, clock = Surveys(), Asked(num_chunks, pieces=3), asyncio.get_running_loop()
@@ -235,7 +235,7 @@ def test_surveys_take_a_hundredth_of_the_scheduler_s_time(num_chunks, num_tenant
     run(look())
 
 
-def test_a_survey_that_fails_or_is_left_keeps_nobody_waiting():
+def test_failed_and_abandoned_surveys_block_nobody():
     async def look():
         kept, asked = Surveys(), Asked()
 
@@ -253,7 +253,7 @@ def test_a_survey_that_fails_or_is_left_keeps_nobody_waiting():
     run(look())
 
 
-def test_only_so_many_surveys_are_kept(monkeypatch):
+def test_the_number_of_cached_surveys_is_bounded(monkeypatch):
     monkeypatch.setattr(surveys, "_KEPT", 2)
 
     async def look():
@@ -265,7 +265,7 @@ def test_only_so_many_surveys_are_kept(monkeypatch):
     run(look())
 
 
-def test_pieces_of_ranks_are_added_up():
+def test_surveys_of_ranks_are_summed():
     found = merged([(0, answer(1, [5, 1])), (1, answer(2, [7, 3]))])
     assert found["chunks"]["resident"] == {"chunks": 3, "tokens": 12} and found["chunks"]["pending"] == 2
     assert [(chunk["tokens"], chunk["dp_rank"]) for chunk in found["largest"]] == [(7, 1), (5, 0), (3, 1), (1, 0)]
@@ -275,7 +275,7 @@ def test_pieces_of_ranks_are_added_up():
 
 
 def test_an_eviction_between_two_pieces(monkeypatch):
-    """Chunks that have gone to the host are counted where they are when they are looked at."""
+    """Chunks that moved to the host are counted in the state they are found in."""
     in_pieces_of(monkeypatch, 1)
     loop = Loop(pool_size=40, host_size=80)
     loop.warm(A, B)

@@ -1,4 +1,4 @@
-"""Chunks in the host's memory: when they are copied there, who has them loaded, and that nothing is lost on the way."""
+"""Chunks in host memory: when they are copied there, who has them loaded, and that transfers lose nothing."""
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -20,7 +20,7 @@ def demote(scheduler):
 
 
 def with_chunks_on_host(*chunks, **options):
-    """A scheduler that has these chunks on the host and nothing on the device."""
+    """A scheduler with these chunks on the host and nothing on the device."""
     scheduler = Loop(**{"pool_size": 40, "host_size": 80, **options})
     scheduler.warm(*chunks)
     demote(scheduler)
@@ -58,18 +58,18 @@ def test_a_second_request_finds_them_on_the_device():
 
 
 def test_the_beginning_of_a_chunk_is_loaded_alone():
-    """A prompt that ends in a chunk keeps all but the last token of it."""
+    """A prompt that ends in a chunk needs all but the chunk's last token."""
     scheduler = with_chunks_on_host(A)
     req = scheduler.submit([QUESTION, A], "r")
     scheduler.run()
     assert details(req) == (0, 3, 3)
-    assert scheduler.states(scheduler.submit([A, QUESTION], "whole")) == [HOST], "its last token is still there alone"
+    assert scheduler.states(scheduler.submit([A, QUESTION], "whole")) == [HOST], "its last token is left on the host"
     scheduler.run()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_nothing_is_copied_before_it_is_computed(overlap):
-    """A fill publishes its chunks when its batch is formed; `HostSlots` would find what is copied then."""
+    """A fill publishes its chunks when its batch is formed; `HostSlots` would notice a copy made that early."""
     scheduler = Loop(40, host_size=80, overlap=overlap)
     scheduler.submit([A, QUESTION], "r")
     copied = []
@@ -85,7 +85,7 @@ def test_nothing_is_copied_before_it_is_computed(overlap):
     assert [step for step, tokens in copied if tokens == A[1]] == [launched + overlap]
 
 
-def test_chunks_of_one_fill_are_copied_at_once():
+def test_chunks_of_one_fill_are_copied_together():
     scheduler = Loop(40, host_size=80)
     host_pool, lens = scheduler.tree_cache.token_to_kv_pool_host, []
     copy = host_pool.backup_from_device_all_layer
@@ -107,7 +107,7 @@ def test_text_behind_chunks_is_not_copied():
     assert host_used(scheduler) == 4 + 2, "the chunk and the leading text"
 
 
-def test_selective_policy_copies_what_is_used_twice():
+def test_write_through_selective_copies_what_is_used_twice():
     scheduler = Loop(60, host_size=80, write_policy="write_through_selective")
     scheduler.warm(A, B)
     assert host_used(scheduler) == 0
@@ -118,7 +118,7 @@ def test_selective_policy_copies_what_is_used_twice():
     scheduler.run()
 
 
-def test_plain_prefixes_are_loaded_as_on_stock():
+def test_plain_prefixes_are_loaded_as_by_sglang():
     scheduler = Loop(60, host_size=80)
     for rid in ("cold", "warm"):
         req = scheduler.submit([(TEXT, (1, 2, 3, 4, 5, 6))], rid, max_new_tokens=1)
@@ -128,7 +128,7 @@ def test_plain_prefixes_are_loaded_as_on_stock():
 
 
 def test_an_abort_while_loading_loses_nothing():
-    """The request goes before a batch is formed; nothing else comes."""
+    """The request is aborted before a batch is formed, and nothing else arrives."""
     scheduler = with_chunks_on_host(A, B)
     req = scheduler.submit([A, B, QUESTION], "r")
     scheduler.visible()
@@ -160,7 +160,8 @@ def test_no_flush_while_loading():
 
 
 def test_a_full_host_gives_up_what_was_used_least_recently():
-    """Room for three chunks: the copies leave in the order of eviction, and what has left is computed again."""
+    """With room for three chunks, copies leave in the order of eviction, and chunks that have left are computed
+    again."""
     scheduler = Loop(40, host_size=12)
     scheduler.warm(A, B, C)
     demote(scheduler)
@@ -175,7 +176,7 @@ def test_a_full_host_gives_up_what_was_used_least_recently():
 
 
 def test_without_room_on_the_host_chunks_are_computed_again():
-    """All copies belong to chunks on the device: the host cannot give any of them up."""
+    """All copies belong to chunks on the device, so the host cannot give any of them up."""
     scheduler = Loop(40, host_size=4)
     scheduler.warm(A)
     scheduler.warm(B)
@@ -187,9 +188,9 @@ def test_without_room_on_the_host_chunks_are_computed_again():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_device_and_host_together_hold_as_many_chunks_as_they_have_room_for(overlap):
-    """More chunks in turn than either has room for are found again and again. Were all that the device has on the host
-    too, the one that is asked for next would always be gone."""
+def test_device_and_host_hold_different_chunks(overlap):
+    """Cycling through more chunks than either tier holds: all are found every time. If the host also held what the
+    device holds, the chunk asked for next would always be gone."""
     chunks = [(True, (i, i // 6, i % 6, 3)) for i in range(1, 37)]
     scheduler = Loop(24 * 4 + 6, host_size=24 * 4, overlap=overlap, vocab_size=100)
     reqs = []
@@ -198,11 +199,11 @@ def test_device_and_host_together_hold_as_many_chunks_as_they_have_room_for(over
             reqs.append(scheduler.submit([chunk, QUESTION], f"{turn}-{i}", max_new_tokens=1))
             scheduler.run()
             scheduler.pools.check()
-    assert {details(req)[1:] for req in reqs[72:]} == {(4, 4)}, "each of them from the host"
+    assert {details(req)[1:] for req in reqs[72:]} == {(4, 4)}, "each comes from the host"
 
 
 def test_a_copy_is_not_given_up_while_it_is_made_or_read():
-    """The host is full of copies of what the device has."""
+    """The host is full of copies of chunks that the device has."""
     scheduler = Loop(60, host_size=8)
     cache = scheduler.tree_cache
     scheduler.submit([A, B, QUESTION], "copied", max_new_tokens=1)
@@ -223,7 +224,7 @@ def test_a_copy_is_not_given_up_while_it_is_made_or_read():
 
 
 def test_loads_wait_for_memory_like_fills():
-    """What runs fills the pool: a request whose chunks are on the host stays in the queue, then is served."""
+    """A running request fills the pool: a request whose chunks are on the host waits in the queue, then is served."""
     scheduler = with_chunks_on_host(A, B, pool_size=24)
     scheduler.submit([(TEXT, tuple(range(1, 9)))], "running", max_new_tokens=8)
     scheduler.step()
@@ -235,7 +236,7 @@ def test_loads_wait_for_memory_like_fills():
 
 
 def test_a_load_never_takes_what_waiting_requests_hold():
-    """The pool is full of locked chunks: the load gives up, and no lock is revoked for it."""
+    """The pool is full of locked chunks: the load gives up and revokes no lock."""
     scheduler = with_chunks_on_host(A, B, pool_size=12)
     cache = scheduler.tree_cache
     req = scheduler.submit([B, QUESTION], "holds", max_new_tokens=1)
@@ -247,8 +248,9 @@ def test_a_load_never_takes_what_waiting_requests_hold():
     scheduler.run()
 
 
-def test_where_eviction_falls_short_it_waits_for_copies():
-    """What is copied to the host is held until then; SGLang's scheduler would give up, and the server with it."""
+def test_eviction_that_falls_short_waits_for_copies():
+    """KV being copied to the host cannot be evicted yet; instead of waiting, SGLang's scheduler would raise and end the
+    server."""
     scheduler = Loop(20, host_size=80)
     cache = scheduler.tree_cache
     scheduler.submit([A, B, QUESTION], "r", max_new_tokens=1)
@@ -261,8 +263,8 @@ def test_where_eviction_falls_short_it_waits_for_copies():
 
 @pytest.mark.parametrize("load", ["load", "load_back"])
 def test_a_load_evicts_no_more_than_it_lacks(load):
-    """Three slots are free and two can be evicted, for a chunk of four: what waits keeps its locks. SGLang loads what
-    plain prompts begin with by itself, while it forms a batch."""
+    """Three slots are free and two evictable, for a chunk of four: waiting requests keep their locks. SGLang loads the
+    prefixes of plain prompts by itself, while it forms a batch."""
     scheduler = with_chunks_on_host(A, B, pool_size=20)
     cache = scheduler.tree_cache
     scheduler.submit([(TEXT, (7, 7))], "text", max_new_tokens=1)
@@ -295,7 +297,7 @@ def test_room_for_all_chunks_of_a_prompt_is_made_at_once(monkeypatch):
 @pytest.mark.parametrize(
     "link", ["copy", "query:ratio=0.5", "blend:ratio=0.5", "static:ratio=0.5", "base", "epic:tokens=2"]
 )
-def test_every_policy_has_its_chunks_loaded(link):
+def test_chunks_are_loaded_under_every_policy(link):
     scheduler = Loop(100, host_size=200, link=link)
     for rid in ("cold", "loads"):
         req = scheduler.submit([(TEXT, (9,)), A, B, QUESTION], rid)
@@ -304,7 +306,7 @@ def test_every_policy_has_its_chunks_loaded(link):
     assert details(req)[1] == details(req)[2] > 0
 
 
-def test_no_decode_step_reads_what_nobody_has_begun_to_load():
+def test_a_decode_step_over_a_load_that_never_began_is_caught():
     scheduler = with_chunks_on_host(A, B)
     req = scheduler.submit([A, QUESTION], "r")
     scheduler.submit([B, QUESTION], "loads")
@@ -316,8 +318,9 @@ def test_no_decode_step_reads_what_nobody_has_begun_to_load():
         scheduler.step()
 
 
-def test_leaves_of_the_device_where_children_are_on_the_host():
-    """Chunks that begin alike leave one by one, then their beginning; `check` searches children, the cache counts."""
+def test_device_leaves_with_children_on_the_host():
+    """Chunks with a common prefix are evicted one by one, then the prefix; `check` searches children, the cache counts
+    them."""
     chunks = [(True, (1, 2, i, i)) for i in range(3, 9)]
     scheduler = with_chunks_on_host(*chunks, pool_size=60)
     req = scheduler.submit([*chunks, QUESTION], "r")

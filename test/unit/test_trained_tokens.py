@@ -1,4 +1,4 @@
-"""Tokens that models were trained to have around chunks: where prompts get them, and what is refused."""
+"""Tokens that models were trained to see around chunks: where prompts get them, and what is refused."""
 
 import json
 import random
@@ -16,8 +16,8 @@ VOCAB_SIZE = 100
 PROMPT = TokenizedPrompt([1, 2, 3, 4, 5, 6, 7], ((1, 3), (3, 4), (5, 7)))
 
 
-def test_link_tokens_stand_behind_chunks_numbered_by_place():
-    """They begin anew where there are more chunks than tokens."""
+def test_link_tokens_follow_chunks_in_order():
+    """The numbering starts over where a prompt has more chunks than tokens."""
     prompt = add_trained_tokens(PROMPT, get_policy("kvlink:tokens=2"), TrainedTokens(link=(90, 91, 92, 93)))
     assert prompt.input_ids == [1, 2, 3, 90, 91, 4, 92, 93, 5, 6, 7, 90, 91]
     assert prompt.chunks == ((1, 3), (5, 6), (9, 11))
@@ -30,7 +30,7 @@ def test_packet_tokens_are_part_of_the_chunk():
 
 
 @pytest.mark.parametrize("link", ["kvlink", "kvlink:tokens=3", "packet", "base+packet"])
-def test_what_was_put_around_is_taken_away_again(link):
+def test_wrapping_is_undone(link):
     dice = random.Random(link)
     trained = TrainedTokens((80,), (81, 82), tuple(range(90, 97)))
     for _ in range(50):
@@ -42,7 +42,7 @@ def test_what_was_put_around_is_taken_away_again(link):
 
 
 class Manager:
-    """What is asked of SGLang's tokenizer manager."""
+    """The parts of SGLang's tokenizer manager in use."""
 
     def __init__(self, folder):
         self.model_path, self.model_config = str(folder), type("Config", (), {"vocab_size": VOCAB_SIZE})

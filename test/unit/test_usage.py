@@ -1,4 +1,4 @@
-"""What is remembered of prompts with chunks: numbers by time and tenant, the last prompts, what uses a chunk."""
+"""What is remembered of prompts with chunks: totals by time and tenant, the last prompts, and each chunk's uses."""
 
 import random
 from collections import Counter
@@ -17,11 +17,11 @@ def shared(salt=None, extra_key=None):
 
 
 def report(*chunks):
-    """Of (id, tokens, hit)."""
+    """A report of (id, tokens, hit)."""
     return [{"id": name, "tokens": tokens, "offset": 0, "hit": hit} for name, tokens, hit in chunks]
 
 
-def test_numbers_by_period():
+def test_totals_by_period():
     used = Usage()
     used.add(shared(), "block", report(("a", 5, False), ("b", 7, True)), 7, NOW)
     used.add(shared(), "block", report(("a", 5, True)), 4, NOW + SECONDS - 1)
@@ -30,7 +30,7 @@ def test_numbers_by_period():
     assert used.history("other", False, NOW) == []
 
 
-def test_an_hour_is_kept():
+def test_totals_go_back_one_hour():
     used = Usage()
     for i in range(PERIODS + 5):
         used.add(shared(), "block", report(("a", 5, True)), 5, NOW + i * SECONDS)
@@ -39,7 +39,7 @@ def test_an_hour_is_kept():
     assert used.history(None, False, NOW + (2 * PERIODS + 4) * SECONDS) == []
 
 
-def test_a_tenant_sees_its_own():
+def test_a_tenant_sees_only_its_own_prompts():
     used = Usage()
     for namespace in (shared(), shared("a"), shared("b"), shared("b", "b and another key"), shared(None, "a")):
         used.add(namespace, "block", report(("x", 5, True), ("y", 6, False)), 5, NOW)
@@ -52,7 +52,7 @@ def test_a_tenant_sees_its_own():
     assert used.uses("c", False, "x") == {"num_prompts": 0, "prompts": [], "together": []}
 
 
-def test_the_last_prompts_come_first_and_are_short():
+def test_the_latest_prompts_come_first_and_are_shortened():
     used = Usage()
     for i in range(SHOWN_PROMPTS + 3):
         used.add(shared(), "block", report(*[(f"{j}", 5, True) for j in range(SHOWN_CHUNKS + 2)]), 0, NOW + i)
@@ -62,7 +62,7 @@ def test_the_last_prompts_come_first_and_are_short():
     assert prompts[0]["chunks"][0] == {"id": "0", "tokens": 5, "hit": True}
 
 
-def test_what_uses_a_chunk():
+def test_uses_of_a_chunk():
     rng, used, prompts = random.Random(0), Usage(), []
     for i in range(200):
         ids = rng.choices("abcdefghijklmnopqrstuvw", weights=range(23, 0, -1), k=rng.randint(1, 70))

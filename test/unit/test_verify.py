@@ -1,4 +1,4 @@
-"""`sglang_lazy.verify`: prompts in, comparisons by a model of a few tokens, thresholds and a verdict out."""
+"""`sglang_lazy.verify`: prompts in; comparisons over a tiny table model; thresholds and a verdict out."""
 
 import json
 import math
@@ -15,7 +15,7 @@ from sglang_lazy.verify.policies import parse_policies
 from sglang_lazy.verify.prompts import INSTRUCTION, retrieval_segments
 from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
-# prompts
+# Prompts
 
 TEXT, CHUNK = {"type": "text", "text": "Who?"}, {"type": "chunk", "text": "doc"}
 RETRIEVAL = {"docs": [{"title": "A", "text": "a.", "id": 1}], "question": "Who?", "answers": ["x", "y"]}
@@ -94,7 +94,7 @@ def test_no_prompts():
         verify(None, [])
 
 
-# scores
+# Scores
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def normalized(weights):
     return {token: math.log(weight / sum(weights.values())) for token, weight in weights.items()}
 
 
-def test_kl_is_that_of_the_definition_and_a_bound_from_below():
+def test_kl_equals_its_definition_and_is_a_lower_bound():
     rng = random.Random(0)
     for _ in range(50):
         p, q = (normalized({token: rng.random() ** 4 + 1e-6 for token in range(40)}) for _ in range(2))
@@ -136,15 +136,15 @@ def test_kl_where_rounding_leaves_nothing_for_the_rest():
     assert kl_divergence({0: 1e-6}, {0: math.log(0.5)}) == pytest.approx(math.log(2), abs=1e-4)
 
 
-# both ways, over a model that is a table
+# Comparisons, over a model that is a table
 
 
 class TableModel:
     """Next tokens depend on the question, the number of tokens since, and on the link where it matters.
 
-    differs: by link, the questions that it answers in its own way.
+    differs: by link, the questions that it answers differently.
     recomputed: by link, how many of a chunk's 20 tokens are not reused.
-    ms: by link, how long a prompt takes, by a clock of the model's own.
+    ms: by link, how long a prompt takes, by the model's own clock.
     """
 
     vocab_size = 50
@@ -220,7 +220,7 @@ def test_the_same_model_agrees_with_itself():
     assert answered == [16, 16, 8]
 
 
-def test_differences_are_found_where_they_are():
+def test_differences_are_located():
     differs = {"block": {"1?", "4?", "20?"}, "base": {"4?"}}
     model = TableModel(differs)
     thresholds = Thresholds(min_agreement=0.95, max_kl=10)
@@ -247,7 +247,7 @@ def test_differences_are_found_where_they_are():
 
 
 def test_each_policy_has_a_cache_of_its_own():
-    """What one has computed would shorten another's times, and what a server has cached already would shorten all."""
+    """One policy's chunks would shorten another's times, and what a server has cached already would shorten all."""
     model = TableModel()
     for _ in range(2):
         verify(model, questions(3), policies=["block", "base"])
@@ -259,8 +259,9 @@ def test_each_policy_has_a_cache_of_its_own():
     assert len(set().union(*salts.values())) == 6
 
 
-def test_answers_are_scored_before_the_same_documents_have_another_question():
-    """A policy that chooses by the question would choose by the answer, too, where it has forgotten its choice."""
+def test_answers_are_scored_before_the_next_question():
+    """A policy that chooses by the question, once its choice is forgotten, would choose by the question and the
+    answer."""
     model = TableModel()
     docs = [chunk("doc"), OTHER]
     prompts = [{"segments": [*docs, {"type": "text", "text": f"{index}?"}]} for index in range(2)]
@@ -269,10 +270,10 @@ def test_answers_are_scored_before_the_same_documents_have_another_question():
     assert sizes == [1, 3]
 
 
-# cost
+# Cost
 
 
-def test_costs_are_those_of_cached_documents_in_a_new_order(monkeypatch):
+def test_costs_are_measured_over_cached_documents_in_a_new_order(monkeypatch):
     model = TableModel(recomputed={"block": 0, "epic": 5}, ms={"full": 30, "block": 4, "epic": 10})
     monkeypatch.setattr(cost, "time", model)
     a, b, c = ({"type": "chunk", "text": name} for name in "abc")
@@ -334,7 +335,7 @@ def test_the_cheapest_policy_that_passes_is_recommended(monkeypatch, ms, recompu
     assert last in str(report).splitlines()[-1]
 
 
-def test_what_a_budget_allows_between_the_policies_measured(monkeypatch):
+def test_a_budget_allows_parameters_between_those_measured(monkeypatch):
     """With a budget the report names the parameter that is expected to use it up."""
     links = ["query:ratio=0.1", "query:ratio=0.3"]
     model = TableModel({}, {}, dict(zip(links, (4, 8), strict=True)))
@@ -345,7 +346,7 @@ def test_what_a_budget_allows_between_the_policies_measured(monkeypatch):
     assert verify(model, questions(3), Thresholds(), policies=links).within_budget == {}
 
 
-def test_full_is_no_policy_to_compare():
+def test_full_cannot_be_compared():
     with pytest.raises(ValueError, match="link full is what policies are compared with"):
         verify(TableModel(), questions(1), policies=["block", "full"])
 
@@ -371,7 +372,7 @@ def test_a_refused_batch_is_named():
         verify(Refusing(), questions(19), policies=["block", "base"])
 
 
-# reports
+# Reports
 
 
 def comparison(full, linked, answers=(), texts=("", ""), kl=(0.0,), ms=None):
@@ -411,7 +412,7 @@ def test_without_thresholds_there_is_no_verdict():
 
 def test_intervals():
     low, high = wilson([True] * 19 + [False])
-    assert (low, high) == pytest.approx((0.7639, 0.9911), abs=1e-4)  # from Wilson's formula
+    assert (low, high) == pytest.approx((0.7639, 0.9911), abs=1e-4)  # by Wilson's formula
     rng = random.Random(1)
     values = [rng.gauss(3, 1) for _ in range(200)]
     low, high = bootstrap(values)
@@ -430,7 +431,7 @@ def test_impossible_thresholds(field, value):
         Thresholds(**{field: value})
 
 
-# the command
+# The command
 
 
 @pytest.fixture

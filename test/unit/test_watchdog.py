@@ -1,4 +1,4 @@
-"""Processes whose death ends the server: those of SGLang's watchdog, and what ours adds to it."""
+"""Processes whose death ends the server: those of SGLang's watchdog, and those that ours adds."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ START = "import subprocess; subprocess.Popen([sys.executable, '-c', {program!r}]
 
 
 class Child:
-    """A process that this one has started, as `multiprocessing` shows it."""
+    """A process started by this one, as `multiprocessing` presents it."""
 
     def __init__(self, popen):
         self.popen, self.pid = popen, popen.pid
@@ -32,11 +32,11 @@ class Child:
 
 @pytest.fixture
 def controller():
-    """A child that has started the scheduler of a data-parallel rank, and that scheduler."""
+    """A child that started the scheduler of a data-parallel rank, and that scheduler."""
     scheduler = SLEEP.format(title="sglang::scheduler_DP0", then="print(flush=True)")
     program = SLEEP.format(title="sglang::data_parallel_controller", then=START.format(program=scheduler))
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as popen:
-        assert popen.stdout.readline() and popen.stdout.readline()  # both have their titles
+        assert popen.stdout.readline() and popen.stdout.readline()  # both have set their process titles
         (rank,) = psutil.Process(popen.pid).children()
         yield Child(popen), rank
         for process in (rank, popen):
@@ -63,7 +63,7 @@ def test_a_killed_rank_ends_the_server_though_its_controller_lives(controller, m
 
 
 @pytest.mark.parametrize(("enabled", "waits"), [(None, False), ("0", False), ("1", True)])
-def test_a_core_dump_is_waited_for_where_one_can_come(enabled, waits, monkeypatch):
+def test_the_server_waits_for_a_core_dump_if_one_can_come(enabled, waits, monkeypatch):
     with envs.SGLANG_CUDA_COREDUMP_BEFORE_CRASH.override(True):
         monkeypatch.delenv("CUDA_ENABLE_USER_TRIGGERED_COREDUMP", raising=False)
         if enabled is not None:

@@ -1,4 +1,4 @@
-"""The windows that SGLang's Triton attention decodes with: one token short, unless GPU tests widen them."""
+"""The windows with which SGLang's Triton attention decodes: one token short, unless GPU tests widen them."""
 
 from types import SimpleNamespace
 
@@ -13,8 +13,8 @@ WINDOW, LENGTH = 24, 40
 
 @pytest.mark.parametrize("widened", [False, True])
 def test_decode_sees(widened):
-    """Once SGLang's own are whole, `fakes/whole_windows.py` can go."""
-    backend = SimpleNamespace(sliding_window_size=WINDOW - 1)  # without the token itself, as models say
+    """Once SGLang's own windows are whole, `fakes/whole_windows.py` can go."""
+    backend = SimpleNamespace(sliding_window_size=WINDOW - 1)  # models count a window without the token itself
     if widened:
         whole_windows.widen(None, backend)
     indptr, row = torch.zeros(2, dtype=torch.int32), torch.arange(LENGTH, dtype=torch.int32)[None]

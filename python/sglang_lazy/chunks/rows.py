@@ -1,4 +1,4 @@
-"""Rows of linked requests and fills: laid out over cached KV, and published to the tree when computed."""
+"""Rows of linked requests: laid out over cached KV, and published to the tree when computed."""
 
 import itertools
 import time
@@ -11,10 +11,9 @@ import torch
 
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Node, Tree
-from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice, tokens_at
-from sglang_lazy.core.rows import FillRow, Row
+from sglang_lazy.core.rows import Row
 from sglang_lazy.core.state import ChunkNodes, LinkedRequest, RowNodes, as_linked
 
 
@@ -25,6 +24,7 @@ class RowCache:
     allocate: returns the requested number of slots, int64, evicting as needed; raises RuntimeError if memory runs out.
     tree, chunk_allocator: the tree of text and the allocator of chunks, if text and chunks have trees and pools of
         their own.
+    no_slots: an empty tensor of slots, int64.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class RowCache:
         self.store, self.tree = store, tree or store.tree
         self.pool, self.allocator, self.chunk_allocator = pool, allocator, chunk_allocator or allocator
         self.allocate = allocate
-        self._placeholders = torch.empty(0, dtype=torch.int64, device=allocator.device)
+        self.no_slots = self._placeholders = torch.empty(0, dtype=torch.int64, device=allocator.device)
 
     # Rows
 
@@ -94,7 +94,7 @@ class RowCache:
         """
         assert state.chunks is not None, f"request {req.rid} was scheduled before its chunks"
         if state.recomputes:
-            return self._placeholders[:0], RowNodes(state.chunks, [])
+            return self.no_slots, RowNodes(state.chunks, [])
         # Without output yet no copy is needed: SGLang never appends to the prompt's array.
         ids = req.origin_input_ids + req.output_ids if req.output_ids else req.origin_input_ids
         ready = state.ready
@@ -194,7 +194,7 @@ class RowCache:
         nodes: RowNodes = req.last_node
         counts = [row.available(i, row_len) for i in range(len(row.published))]
         text_start = row.prompt.num_chunk_tokens
-        text_slots = self.read(req, text_start, row_len) if counts != row.published else self._placeholders[:0]
+        text_slots = self.read(req, text_start, row_len) if counts != row.published else self.no_slots
         for i, (span, count) in enumerate(zip(row.prompt.spans, counts, strict=True)):
             published = row.published[i]
             if count == published:
@@ -229,69 +229,6 @@ class RowCache:
             self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
         self.unlock(req.last_node)
         state.policy.end(req, self)
-
-    # Fills
-
-    def match_fill(self, req: Any, state: Fill) -> tuple[torch.Tensor, RowNodes]:
-        """Lay out the row of a fill; returns the slots of the cached parts of its preamble and chunks, and their nodes.
-
-        Sets `state.row` and permutes `req.full_untruncated_fill_ids` into row order. The last token of each chunk is
-        always computed, as SGLang does with prompts.
-        """
-        state.began = time.perf_counter()
-        pieces, nodes, cached = [], [], []
-        for part in state.parts:
-            tokens = part.tokens if part.chunk is None else part.tokens[:-1]
-            slots, node = self.tree.find(tokens, part.namespace, complete=part.chunk is not None)
-            cached.append(len(slots))
-            if len(slots):
-                pieces.append(slots)
-                nodes.append(node)
-        state.row = FillRow([len(part.tokens) for part in state.parts], cached, bool(state.preamble))
-        req.full_untruncated_fill_ids = state.row.permuted(req.origin_input_ids)
-        return torch.cat(pieces) if pieces else self._placeholders[:0], RowNodes(ChunkNodes([], []), nodes)
-
-    def publish_fill(self, req: Any, state: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
-        """Give the chunks and the preamble that a fill's batch completes to the tree, locked until the fill ends.
-
-        slots: int64, the slots that the batch writes, following the fill's cached prefix.
-        Returns the node where each chunk ends, by key.
-
-        If the tree has slots for the same tokens already, as of a chunk with the same beginning, the fill keeps its
-        own in `duplicates`, since its batch writes to them.
-        """
-        slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
-        published, duplicates, lent, ends = {}, [self._placeholders[:0]], [], []
-        for i, part in enumerate(state.parts):
-            pieces = [slots[start:end] for start, end in state.row.windows(i)]
-            part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-            cached, priority = state.row.cached[i], req.priority or 0
-            inserted = self.tree.add(part.tokens, part.namespace, part_slots, priority, cached, chunked=True)
-            if part.chunk is not None:
-                self.store.adopt(part.chunk, inserted.node)
-                published[part.chunk.key] = inserted.node
-            if inserted.num_present > cached:
-                duplicates.append(part_slots[cached : inserted.num_present])
-            lent.append(inserted.lent)
-            ends.append(inserted.node)
-        nodes = RowNodes(ChunkNodes([], []), ends, state.row.num_computed)
-        self.lock(nodes)
-        self.unlock(req.last_node)
-        req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
-        state.duplicates, state.lent = torch.cat(duplicates), torch.cat(lent)
-        self.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(state.row.cached)
-        return published
-
-    def end_fill(self, req: Any, state: Fill, row_len: int) -> None:
-        """Release the row of a fill that ends or is retracted, and free the slots that the tree does not own."""
-        if state.duplicates is not None:
-            self.tree.take_lent(state.lent)
-            self.free(state.duplicates)
-            self.tree.back_up(req.last_node.spans)
-            self.store.counts.fill_seconds.observe(time.perf_counter() - state.began)
-        else:
-            self.free(self.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
-        self.unlock(req.last_node)
 
 
 def _tokens(req: Any, positions: np.ndarray) -> array:

@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
+from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.tree import Node
 from sglang_lazy.core.fills import Fill
@@ -77,13 +78,13 @@ class FillProducer:
             self.pending.update(dict.fromkeys((chunk.key for chunk in share), req))
 
     def wait(self, parent: Any, keys: Iterable[ChunkKey]) -> list[Any]:
-        fills = list(dict.fromkeys(self.pending[key] for key in keys))
-        for fill in fills:
-            if parent not in fill.lazy.parents:
-                fill.lazy.parents.append(parent)
+        reqs = list(dict.fromkeys(self.pending[key] for key in keys))
+        for req in reqs:
+            if parent not in req.lazy.parents:
+                req.lazy.parents.append(parent)
                 if parent.priority is not None:
-                    fill.priority = min(fill.priority, parent.priority, key=lambda p: p * self.priority_sign)
-        return [fill for fill in fills if not is_launched(fill)]
+                    req.priority = min(req.priority, parent.priority, key=lambda p: p * self.priority_sign)
+        return [req for req in reqs if not is_launched(req)]
 
     def leave(self, parent: Any, keys: Iterable[ChunkKey]) -> None:
         for key in keys:
@@ -104,7 +105,7 @@ class FillProducer:
         for req, end, extend_len in zip(batch.reqs, ends, batch.extend_lens, strict=True):
             fill = fill_of(req)
             if fill is not None and req is not batch.chunked_req:
-                published = rows.publish_fill(req, fill, batch.out_cache_loc[end - extend_len : end])
+                published = fills.publish(rows, req, fill, batch.out_cache_loc[end - extend_len : end])
                 self.forget(req)
                 yield fill, published
 

@@ -10,7 +10,7 @@ def server_flags(tiny_model) -> list[str]:
     flags = ["--model-path", tiny_model, "--max-total-tokens", "8000", "--chunked-prefill-size", "512", *device_flags()]
     flags += ["--enable-cache-report", "--decode-log-interval", "1", "--random-seed", "1"]
     flags += ["--grammar-backend", "outlines"]  # works without a GPU, unlike the default
-    return [*flags, "--sleep-on-idle"]  # leaves a small machine's cores to what is started beside it
+    return [*flags, "--sleep-on-idle"]  # leaves the cores of a small machine to other servers
 
 
 @pytest.fixture(scope="package")
@@ -27,7 +27,7 @@ def server(server_flags, server_log):
 
 @pytest.fixture(scope="package")
 def engine(server, tiny_model):
-    """It ends with the server, not before: when an engine shuts down, SGLang kills every child of the process."""
+    """Closed together with the server: when an engine shuts down, SGLang kills all children of the process."""
     import sglang_lazy
 
     with sglang_lazy.Engine(

@@ -1,4 +1,4 @@
-"""The Responses and Messages APIs, text that is a chunk, and the header of the salt, on a real server."""
+"""The Responses and Messages APIs, text that becomes chunks, and the salt header, on a real server."""
 
 import json
 
@@ -57,7 +57,7 @@ def answer_of(path, body):
         cached = usage.get("cache_read_input_tokens", 0)
         return body["content"][0]["text"], usage["input_tokens"] + cached, cached
     usage = body["usage"]
-    if "input_tokens" in usage:  # SGLang's name in a stream
+    if "input_tokens" in usage:  # SGLang's name for it in a stream
         counts = usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]
     else:
         counts = usage["prompt_tokens"], (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
@@ -81,7 +81,7 @@ def events(response):
 
 
 def streamed(path, response):
-    """What `answer_of` gives, from the events of a stream."""
+    """The same as `answer_of`, from a stream's events."""
     found = events(response)
     if path == "/v1/responses":
         return answer_of(path, found[-1]["response"])
@@ -94,8 +94,8 @@ SEE = [text("See "), chunk(RIVER), text(" and "), chunk(LIBRARY), text("\nWho?")
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_answers_are_those_of_the_chat(ask, post, path, tokens):
-    """Each API renders the same messages, so policies give the same answers over the same tokens."""
+def test_every_api_answers_alike(ask, post, path, tokens):
+    """Every API renders the same messages, so each policy gives the same answers over the same tokens."""
     whole = {link: ask("/v1/chat/completions", *SEE, link=link) for link in ("block", "full")}
     assert whole["block"][0] != whole["full"][0]
     for link, expected in whole.items():
@@ -119,7 +119,7 @@ def test_one_salt_is_one_namespace(ask, tokens, path):
         assert ask(other, chunk(document), text(" Why?"), cache_salt=f"{salt} {other}")[2] < tokens(document)
 
 
-# What the Messages API calls a document
+# Documents of the Messages API
 
 
 SEARCH_RESULT = {
@@ -167,7 +167,7 @@ def test_blocks_in_results_of_tools_and_in_the_system_prompt(post, tokens):
 # The next turn of a response
 
 
-def test_a_response_that_follows_another_has_its_chunks(ask, post, tokens):
+def test_a_following_response_keeps_the_chunks(ask, post, tokens):
     first = post("/v1/responses", responses_body(*SEE, cache_salt="turns")).json()
     body = responses_body(text("And "), chunk(RAILWAY), cache_salt="turns", previous_response_id=first["id"])
     second = post("/v1/responses", body)
@@ -199,7 +199,7 @@ def test_developer_messages_and_outputs_of_functions(post, tokens):
     assert cached >= tokens(LIBRARY) + tokens(RIVER)
 
 
-# Text that is a chunk
+# Text that becomes chunks
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -225,7 +225,7 @@ def test_a_separator_in_a_plain_prompt(post, path, prompt):
 
     segments = [text("See "), chunk(RIVER), chunk(" and "), chunk(LIBRARY), text("\nWho?")]
     assert ask(**{prompt: joined}, chunk_separator="<|>") == ask(segments=segments)
-    assert ask(**{prompt: joined}) != ask(segments=segments), "without one it is text"
+    assert ask(**{prompt: joined}) != ask(segments=segments), "without a separator it is text"
 
 
 def test_roles_make_chunks(post, tokens):
@@ -242,7 +242,7 @@ def test_roles_make_chunks(post, tokens):
     assert cached([LIBRARY, RIVER]) == 0
 
 
-# The header
+# The salt header
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -256,7 +256,7 @@ def test_the_header_sets_the_salt(ask, tokens, path):
     assert ask(path, *parts, headers={"X-Cache-Salt": f"{salt}2"})[2] < tokens(document)
 
 
-def test_the_header_separates_plain_prompts_too(post):
+def test_the_header_also_separates_plain_prompts(post):
     prompt = "Who built the brewery, who burned it down, and who paid for the chimney?"
 
     def cached(**headers):

@@ -18,7 +18,7 @@ def ask(url, document, **body):
     return answer["meta_info"]["chunks"][0]
 
 
-def test_a_prompt_s_chunk_is_listed(server):
+def test_chunks_of_prompts_are_listed(server):
     first = ask(server, DOCUMENT, cache_salt="listing")
     assert not first["hit"] and ask(server, DOCUMENT, cache_salt="listing")["hit"]
     page = get(server, cache_salt="listing").json()
@@ -31,7 +31,7 @@ def test_a_prompt_s_chunk_is_listed(server):
     assert same["digest"] == listed["digest"]
 
 
-def test_others_do_not_see_it(server):
+def test_other_tenants_do_not_see_it(server):
     mine = ask(server, DOCUMENT, cache_salt="mine")
     for salt in (None, "other", "min", "mine2"):
         ids = [c["id"] for c in get(server, salt=salt, limit=1000).json()["chunks"]]
@@ -43,7 +43,7 @@ def test_others_do_not_see_it(server):
     assert unknown.status_code == 404
 
 
-def test_what_is_refused(server):
+def test_refused_calls(server):
     assert get(server, sort="size").status_code == 400
     assert get(server, limit=0).status_code == 400
     assert get(server, "/short").status_code == 400
@@ -51,7 +51,7 @@ def test_what_is_refused(server):
     assert get(server, all="true").status_code == 403
 
 
-def test_a_deleted_chunk_is_computed_anew(server):
+def test_a_deleted_chunk_is_computed_again(server):
     first = ask(server, DOCUMENT, cache_salt="deleting")
     for salt, status in (("other", 404), ("deleting", 200), ("deleting", 404)):
         headers = {"X-Cache-Salt": salt}
@@ -166,12 +166,12 @@ def listed(url, name, salt):
 
 
 def fill_pool(url):
-    """Prompts that share nothing, of more tokens than the pool has."""
+    """Send unrelated prompts with more tokens than the pool holds."""
     for i in range(5):
         generate(url, input_ids=[20 + i, *range(30, 230)] * 10, sampling_params={"max_new_tokens": 1})
 
 
-def test_a_pinned_chunk_stays_and_its_time_ends(server):
+def test_a_pinned_chunk_stays_until_it_expires(server):
     salt = "pins"
     answer = register(server, DOCUMENT, {"input_ids": [7, 8, 9, 10]}, salt=salt, wait=True, pin=True).json()
     assert len(answer["affected"]) == 2, answer
@@ -196,7 +196,7 @@ def test_a_pinned_chunk_stays_and_its_time_ends(server):
     assert get(server, f"/{pinned}", salt=salt).status_code == 404
 
 
-def test_what_cannot_be_pinned(server):
+def test_refused_pins(server):
     salt = "no pins"
     (name,) = register(server, DOCUMENT, salt=salt, wait=True).json()["affected"]
     for other in (None, "other"):
@@ -205,7 +205,7 @@ def test_what_cannot_be_pinned(server):
     assert not listed(server, name, salt)["pinned"]
     for body in ({}, [], {"pin": 1}, {"ttl": -1}, {"ttl": "1h"}, {"ttl": True}, {"pin": False, "ttl": 5}, {"until": 5}):
         assert patch(server, name, body, salt).status_code == 400, body
-    large = [{"input_ids": [token] * 1100} for token in (5, 6, 7)]  # of 8,000 tokens, 2,000 may be pinned
+    large = [{"input_ids": [token] * 1100} for token in (5, 6, 7)]  # 2,000 of 8,000 tokens may be pinned
     first, second = register(server, *large[:2], salt=salt, wait=True).json()["affected"]
     assert patch(server, first, {"pin": True}, salt).status_code == 200
     response = patch(server, second, {"pin": True}, salt)

@@ -1,4 +1,4 @@
-"""What `Engine` has for chunks: as the routes have it, without a server."""
+"""The chunk methods of `Engine`, which do what the routes do, without a server."""
 
 import asyncio
 import time
@@ -49,14 +49,14 @@ def test_registered_named_listed_deleted(engine):
         ask(engine, {"type": "chunk", "id": ID}, salt)
 
 
-def test_pinned_until_its_time_ends(engine):
+def test_pinned_until_it_expires(engine):
     salt = "engine pins"
     assert engine.register_chunks([{"input_ids": TOKENS}], cache_salt=salt, pin=True)["affected"] == [ID]
     assert engine.get_chunk(ID, salt)["chunks"][0]["pinned_until"] is None
     before = time.time()
     (pinned,) = engine.pin_chunks([ID], ttl=0.05, cache_salt=salt)["affected"]
     assert pinned["pinned"] and before < pinned["pinned_until"] <= time.time() + 0.05
-    time.sleep(0.1)  # nobody runs the engine's event loop meanwhile
+    time.sleep(0.1)  # the engine's event loop does not run meanwhile
     assert not engine.list_chunks(salt)["chunks"][0]["pinned"]
     assert engine.pin_chunks([ID], cache_salt="another")["skipped"] == [{"id": ID, "reason": "unknown"}]
     assert engine.pin_chunks([ID], pin=False, cache_salt=salt)["affected"][0]["pinned"] is False
@@ -78,7 +78,7 @@ def test_in_an_event_loop(engine):
     engine.loop.run_until_complete(run())
 
 
-def test_why_it_failed_is_remembered(engine):
+def test_reasons_of_failures_are_remembered(engine):
     (skipped,) = engine.register_chunks([{"input_ids": [5] * 9000}], cache_salt="long")["skipped"]
     assert engine.get_chunk(skipped["id"], "long") == {
         "chunks": [],

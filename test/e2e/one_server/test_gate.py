@@ -1,4 +1,4 @@
-"""The gate to chunk reuse: answering with and without it, and comparing both."""
+"""Choosing between chunk reuse and full attention: requests with either link, and comparisons of both."""
 
 import json
 import math
@@ -21,11 +21,11 @@ def refusal(url, path="/generate", **body):
     return response.text
 
 
-# link, request by request
+# Link by request
 
 
-def test_full_is_the_plain_prompt_bit_by_bit(server):
-    """Same tokens, same logprobs, prompt logprobs included, same prefix hits: cold, and again."""
+def test_full_is_bitwise_the_plain_prompt(server):
+    """Same tokens, logprobs, prompt logprobs and prefix hits, cold and repeated."""
     wanted = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 3}
     segments, input_ids = random_prompt(1)
     results = []
@@ -51,7 +51,7 @@ def test_full_is_the_plain_prompt_bit_by_bit(server):
 def test_block_and_full_differ_and_share_a_batch(server):
     segments, input_ids = random_prompt(2)
     alone = [generate(server, segments=segments, link=link)["output_ids"] for link in ("block", "full")]
-    assert alone[0] != alone[1], "otherwise this test would see no difference"
+    assert alone[0] != alone[1], "the links must differ for this test to mean anything"
     prompts, links = [segments, segments, segments, [ids("text", *input_ids)]], ["full", "block", None, "full"]
     answers = generate(server, segments=prompts, link=links)
     assert [answer["output_ids"] for answer in answers] == [alone[1], alone[0], alone[0], alone[1]]
@@ -62,7 +62,7 @@ def test_block_and_full_differ_and_share_a_batch(server):
 
 
 def test_cache_salt_keeps_full_prompts_apart_too(server):
-    """The documents of a tenant do not become a prefix that another can time."""
+    """A tenant's documents must not become a prefix that another tenant can detect by timing."""
     segments, _ = random_prompt(3)
     cached = [
         generate(server, segments=segments, link="full", cache_salt=salt)["meta_info"]["cached_tokens"]
@@ -72,7 +72,7 @@ def test_cache_salt_keeps_full_prompts_apart_too(server):
 
 
 def test_copies_answer_as_chunks_in_place_do(server):
-    """The baseline: each request gets rotated copies, so that its keys are rounded once more."""
+    """The baseline copies chunks for each request and rotates the copies, which rounds keys once more."""
     segments, _ = random_prompt(4)
     block, cold, warm = (
         generate(server, segments=segments, link=link, cache_salt=salt)
@@ -84,7 +84,7 @@ def test_copies_answer_as_chunks_in_place_do(server):
     assert all(report["hit"] for report in warm["meta_info"]["chunks"])
 
 
-def test_full_takes_what_chunks_refuse(server):
+def test_full_accepts_what_chunks_refuse(server):
     many = [ids("chunk", 9)] * 300
     assert generate(server, segments=many, link="full")["meta_info"]["prompt_tokens"] == 300
     assert "at most 256" in refusal(server, segments=many, link="block")
@@ -147,13 +147,13 @@ def test_link_in_a_program(server):
     assert answers["full"] != answers["block"] == answers[None]
 
 
-# verify
+# Verify
 
 FOUR = {"temperature": 0, "max_new_tokens": 4}
 
 
 def next_token_logprobs(url, link, segments):
-    """Of the whole vocabulary, after the prompt."""
+    """Over the whole vocabulary, after the prompt."""
     whole = list(range(VOCAB_SIZE))
     fields = {"return_logprob": True, "token_ids_logprob": whole, "sampling_params": {**GREEDY, "max_new_tokens": 1}}
     (row,) = generate(url, segments=segments, link=link, **fields)["meta_info"]["output_token_ids_logprobs"]
@@ -161,7 +161,7 @@ def next_token_logprobs(url, link, segments):
 
 
 def test_verify_sees_what_the_model_does(server):
-    """Agreement where both ways are the same, and divergence as the whole vocabulary has it where they are not."""
+    """Agreement where both ways are the same; elsewhere the divergence equals that over the whole vocabulary."""
     same = [[ids("chunk", *range(40, 40 + n)), ids("text", 30, 31, n)] for n in (5, 8)]
     prompts = same + [random_prompt(seed)[0] for seed in range(10, 14)]
     report = verify(connect(server), [{"segments": segments} for segments in prompts], max_new_tokens=6)
@@ -172,7 +172,7 @@ def test_verify_sees_what_the_model_does(server):
         assert link == "block"
         assert [one.full.tokens, linked.tokens] == [answer["output_ids"] for answer in answers]
         assert [one.full.text, linked.text] == [answer["text"] for answer in answers]
-        for position in (0, len(one.full.tokens) - 1):  # the last one after the answer so far
+        for position in (0, len(one.full.tokens) - 1):  # the last position includes the answer so far
             context = [*segments, ids("text", *one.full.tokens[:position])] if position else segments
             full, block = (next_token_logprobs(server, link, context) for link in ("full", "block"))
             exact = sum(math.exp(p) * (p - q) for p, q in zip(full, block, strict=True))
@@ -184,7 +184,7 @@ def test_verify_sees_what_the_model_does(server):
 
 
 def test_verify_compares_policies(server):
-    """Recomputing every token is full attention; what is recomputed, and that it takes time, is in the report."""
+    """Recomputing every token equals full attention; the report has the recomputed share and its time."""
     prompts = [{"segments": random_prompt(seed)[0]} for seed in range(20, 24)]
     policies = ["block", "query:ratio=0.25", "base+epic:tokens=1000"]
     report = verify(connect(server), prompts, Thresholds(max_kl=1e-4), policies=policies, max_new_tokens=4)
@@ -202,7 +202,7 @@ def test_verify_compares_policies(server):
 
 
 def test_verify_where_answers_end_early(server):
-    """At a stop token, which is part of the answer, and at a stop text."""
+    """At a stop token, which is part of the answer, and at a stop string."""
     answer = generate(server, segments=SEGMENTS, link="full")
     first, word = answer["output_ids"][0], answer["text"][2:4]
     at_token = {**GREEDY, "ignore_eos": False, "stop_token_ids": [first]}

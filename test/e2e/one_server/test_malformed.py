@@ -1,4 +1,4 @@
-"""Requests that SGLang alone answers with a 500, or that end its scheduler or its HTTP process: 400 and a reason."""
+"""Requests that SGLang alone answers with a 500, or that end its scheduler or HTTP process, get a 400 and a reason."""
 
 import json
 
@@ -19,7 +19,7 @@ def sampling(**params):
 
 
 CASES = {
-    # Bodies of another form
+    # Wrong types of bodies
     "a chat that is no object": ("/v1/chat/completions", [CHAT], "the body must be an object"),
     "no messages to count": ("/v1/messages/count_tokens", {"model": "default", "messages": []}, "messages is empty"),
     "tools of no type, to count": (
@@ -97,8 +97,9 @@ def test_refused_with_a_reason(server, case):
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])
-def test_what_is_nearly_malformed_is_answered(server, path):
-    """Batches with as many values as prompts, of which SGLang allows more; the last token; all logprobs; samples."""
+def test_unusual_but_valid_requests_are_answered(server, path):
+    """Per-prompt lists of the right length, more values than prompts where SGLang allows it, the last token id, all
+    logprobs, samples."""
     if path == "/v1/completions":
         body = {**COMPLETION, "prompt": [[511], [0]], "n": 2, "logprobs": 512, "echo": False}
         answer = requests.post(server + path, json=body, timeout=60)
@@ -120,7 +121,7 @@ def test_what_is_nearly_malformed_is_answered(server, path):
     ids=["completion", "echo", "chat"],
 )
 def test_a_stream_with_logprobs_whose_grammar_is_refused(server, path, body):
-    """It ends in an event that says so."""
+    """The stream ends with an event that says so."""
     answer = requests.post(server + path, json={**body, "stream": True, "regex": "("}, timeout=60)
     (event,) = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     assert event["error"]["code"] == 400 and "grammar" in event["error"]["message"].lower(), answer.text

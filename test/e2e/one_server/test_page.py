@@ -51,7 +51,7 @@ def patch(url, name, pin):
 
 @pytest.fixture
 def shown(browser, server):
-    """The page, of which no error may become known to the browser."""
+    """The page; an error in the browser fails the test."""
     page, errors = browser.new_page(), []
     page.on("console", lambda message: message.type == "error" and errors.append(message.text))
     page.on("pageerror", lambda error: errors.append(str(error)))
@@ -68,7 +68,7 @@ def fact(page, name):
     return page.locator("#facts dl div").filter(has=page.get_by_text(name, exact=True)).locator("dd")
 
 
-def test_people_see_what_their_prompts_use(server, shown):
+def test_the_page_shows_what_prompts_use(server, shown):
     expect(shown.locator("#prompts")).to_have_text("No prompt has used chunks yet.")
     expect(shown.locator("#n-chunks")).to_have_text("0")
     rivers, orchard = ask(server, RIVERS, ORCHARD)
@@ -77,7 +77,7 @@ def test_people_see_what_their_prompts_use(server, shown):
     expect(shown.locator("#n-rate")).to_have_text("50%")
     expect(shown.locator("#n-references")).to_have_text("2 of 4 chunks in 2 prompts")
     tokens = rivers["tokens"] + orchard["tokens"]
-    assert tokens < 80, "a share of 1% or more is shown without decimals"
+    assert tokens < 80, "shares of 1% or more have no decimals"
     expect(shown.locator("#n-tokens")).to_have_text(f"{tokens} tokens")
     expect(shown.locator("#n-reused")).to_have_text(f"{tokens}")
     evictable = shown.locator("#memory tr").filter(has_text="evictable").locator("td")
@@ -123,7 +123,7 @@ def test_people_see_what_their_prompts_use(server, shown):
     expect(shown.locator("#prompts")).to_have_text("No prompt has used chunks yet.")
 
 
-def test_all_of_it_works_from_the_keyboard(server, shown):
+def test_the_page_works_from_the_keyboard(server, shown):
     (listed,) = ask(server, RIVERS)
     expect(shown.locator("#hottest button").first).to_be_visible()
     for block, keys in (
@@ -149,8 +149,8 @@ def test_all_of_it_works_from_the_keyboard(server, shown):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_can_be_read(server, shown, scheme):
-    """On a phone and on a large screen, by WCAG's measure of contrast: 4.5 for text."""
+def test_the_page_is_readable(server, shown, scheme):
+    """On a phone and on a large screen, with WCAG's contrast of 4.5 for text."""
     ask(server, RIVERS)
     shown.emulate_media(color_scheme=scheme)
     shown.locator("#list button").click()

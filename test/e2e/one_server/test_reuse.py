@@ -1,4 +1,4 @@
-"""What reuse costs, shown on a server's own log: passes, computed tokens, honest counts."""
+"""The cost of reuse as a server's log shows it: passes, computed tokens, honest counts."""
 
 import random
 import re
@@ -11,7 +11,8 @@ from sglang_lazy.testing import Client
 
 @pytest.fixture
 def client(server):
-    """Of an idle server with an empty cache, which has done SGLang's warm-up: nothing else is in the log afterwards."""
+    """The URL of an idle server with an empty cache, after SGLang's warm-up, so that the log has nothing else
+    afterwards."""
     client = Client(server)
     client.generate({"input_ids": [5, 6, 7]}, 1)
     client.flush_cache()
@@ -28,7 +29,7 @@ def request(prompt) -> dict:
 
 
 def test_a_prompt_with_twenty_chunks_takes_one_pass(client, server_log):
-    """Cold, all chunks and the text between them are one pass; warm, in any order, the text alone is."""
+    """Cold, all chunks and the text between them take one pass; warm, in any order, the pass has the text alone."""
     rng = random.Random(1)
     chunks = [chunk(rng.randrange(10, 500) for _ in range(rng.randint(5, 30))) for _ in range(20)]
     separator, question = text([11]), text([12, 13, 14, 15])
@@ -52,7 +53,7 @@ def test_a_prompt_with_twenty_chunks_takes_one_pass(client, server_log):
 
 
 def test_fills_obey_chunked_prefill(client, server_log):
-    """A chunk longer than the prefill size is computed in several passes, the last with the text after it."""
+    """A chunk longer than the prefill size takes several passes, the last one with the text after it."""
     long = chunk(10 + i % 480 for i in range(1300))
     before = len(prefill_passes(server_log))
     cold = client.generate(request([long, text([7, 8])]), 4)
@@ -65,8 +66,8 @@ def test_fills_obey_chunked_prefill(client, server_log):
 
 
 def test_a_pool_that_holds_one_copy_serves_many_offsets(client, server_log):
-    """Requests that use one chunk at many offsets at once fit a pool that a copy for each would overflow."""
-    big = chunk(10 + i % 450 for i in range(1200))  # the pool holds six copies
+    """Concurrent requests use one chunk at many offsets, in a pool that a copy for each would overflow."""
+    big = chunk(10 + i % 450 for i in range(1200))  # the pool has room for six copies
     client.generate(request([big, text([9])]), 1)
     prompts = [request([text(range(20, 21 + i)), big, text([9, 8])])["segments"] for i in range(24)]
     params = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
@@ -77,5 +78,5 @@ def test_a_pool_that_holds_one_copy_serves_many_offsets(client, server_log):
         assert answer["meta_info"]["cached_tokens_details"]["chunk"] == 1200
     logged = server_log.read_text()[before:]
     running = [int(n) for n in re.findall(r"Decode batch.*#running-req: (\d+)", logged)]
-    assert running and max(running) >= 12  # they really ran together
+    assert running and max(running) >= 12  # they did run concurrently
     assert "Retract" not in logged

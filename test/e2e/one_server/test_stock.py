@@ -1,4 +1,4 @@
-"""Without chunks, a server with the plugin answers exactly as stock SGLang on the same machine."""
+"""Without chunks, a server with the plugin answers exactly as SGLang without it on the same machine."""
 
 import os
 import random
@@ -20,12 +20,12 @@ def stock(server_flags, tmp_path):
     path = os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")])
     how = dict(module="sglang.launch_server", environment={"PYTHONPATH": path})
     with running_server(server_flags, tmp_path / "stock.log", **how) as url:
-        assert "segments" not in requests.get(f"{url}/openapi.json", timeout=60).text, "the plugin is there"
+        assert "segments" not in requests.get(f"{url}/openapi.json", timeout=60).text, "the server has the plugin"
         yield url
 
 
 def traffic() -> list[dict]:
-    """Plain prompts that share beginnings and repeat; one batch and one prompt in several prefill passes."""
+    """Plain prompts that share prefixes and recur; a batch, and a prompt of several prefill passes."""
     rng = random.Random(3)
 
     def ids(n):
@@ -39,7 +39,7 @@ def traffic() -> list[dict]:
 
 
 def answers(url: str) -> list:
-    """Tokens, logprobs and prefix hits of all traffic, in order."""
+    """Tokens, logprobs and prefix hits of all the traffic, in order."""
     Client(url).flush_cache()
     results = []
     for body in traffic():
@@ -53,7 +53,7 @@ def answers(url: str) -> list:
 
 
 def test_plain_traffic_equals_stock(server, stock):
-    """Same tokens, bitwise the same logprobs, the same prefix hits."""
+    """Same tokens, bitwise equal logprobs, same prefix hits."""
     ours, theirs = answers(server), answers(stock)
     assert len(ours) == 9
     for mine, its in zip(ours, theirs, strict=True):

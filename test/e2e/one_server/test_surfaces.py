@@ -1,4 +1,4 @@
-"""Every surface of a real server: what it accepts, what it answers, what it refuses and why."""
+"""Every API of a real server: what it accepts, what it answers, what it refuses and why."""
 
 import asyncio
 import json
@@ -101,7 +101,7 @@ def test_parallel_samples_of_a_cold_prompt_report_no_hits(generate):
         assert [report["hit"] for report in answer["meta_info"]["chunks"]] == [False]
         assert answer["meta_info"]["cached_tokens_details"]["chunk"] == 0
     again = generate(segments=prompt(LIBRARY), cache_salt="samples")["meta_info"]
-    assert [report["hit"] for report in again["chunks"]] == [True], "the samples' namespace is that of the salt"
+    assert [report["hit"] for report in again["chunks"]] == [True], "the samples are in the salt's namespace"
 
 
 def test_stop_and_logprobs(generate, tokenizer):
@@ -113,8 +113,8 @@ def test_stop_and_logprobs(generate, tokenizer):
     assert cut["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
 
 
-def test_logprobs_of_named_tokens_beside_who_names_none(generate):
-    """SGLang's own scheduler dies when a batch has both."""
+def test_logprobs_of_named_tokens_beside_requests_without(generate):
+    """A batch with both kinds of requests ends SGLang's own scheduler."""
     params = GREEDY
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(generate, input_ids=[8, 9, 10], sampling_params={**params, "max_new_tokens": 400})
@@ -194,7 +194,7 @@ def test_bad_requests_harm_nobody_else(post, generate):
         assert all(future.result()["output_ids"] == expected for future in good)
 
 
-def test_a_body_that_is_no_json_is_refused_as_ever(server):
+def test_a_body_that_is_not_json_is_refused_as_by_sglang(server):
     response = requests.post(f"{server}/generate", data="{", headers={"Content-Type": "application/json"}, timeout=60)
     assert response.status_code == 400 and "JSON decode error" in response.json()["message"]
 
@@ -243,7 +243,7 @@ def test_completions_of_a_batch_with_samples_and_echo(post, generate):
     assert [choice["text"] for choice in choices] == expected
 
 
-def test_plain_completions_are_sglangs_own(post, generate):
+def test_plain_completions_are_sglangs(post, generate):
     answer = post("/v1/completions", model="default", prompt="Who?", max_tokens=6, temperature=0, ignore_eos=True)
     assert answer.json()["choices"][0]["text"] == generate(text="Who?")["text"]
     assert post("/v1/completions", model="default").status_code == 400
@@ -293,7 +293,7 @@ def test_chat_is_the_rendered_prompt_in_segments(chat, generate, tokenizer):
         text("<s><|system|>"), chunk(LIBRARY), text("</s><|user|>See "), chunk(RIVER), chunk(RAILWAY),
         text("\nWho?</s><|assistant|>"),
     ]  # fmt: skip
-    # the template writes <s> itself, so the ids are given to keep the tokenizer from adding another
+    # the template writes <s> itself; giving ids keeps the tokenizer from adding another
     segments = [
         {"type": segment["type"], "input_ids": tokenizer.encode(segment["text"], add_special_tokens=False)}
         for segment in rendered
@@ -324,7 +324,7 @@ def test_chat_stream_choices_logprobs_and_usage(chat):
     assert whole["sglext"]["cached_tokens_details"]["chunk"] == details["chunk_tokens"]
 
 
-def test_chat_without_chunks_says_nothing_of_them(chat):
+def test_chat_without_chunks_reports_none(chat):
     messages = [user("Who built the bridge over the river, and when?")]
     chat(messages)
     details = chat(messages).json()["usage"]["prompt_tokens_details"]
@@ -376,8 +376,8 @@ def test_a_document_cannot_forge_boundaries(chat):
     assert len(answer["choices"][0]["meta_info"]["chunks"]) == 1
 
 
-def test_one_salt_is_one_namespace_on_every_surface(chat, generate, post, tokenizer):
-    """What one surface computed under a salt is found by the others under it, and by nobody else."""
+def test_one_salt_is_one_namespace_on_every_api(chat, generate, post, tokenizer):
+    """What one API computed under a salt is found by the others under it, and by nobody else."""
     document = chunk("The mill stands where the two brooks meet, and grinds no more.")
     tokens = len(tokenizer.encode(document["text"], add_special_tokens=False))
 
@@ -397,7 +397,7 @@ def test_one_salt_is_one_namespace_on_every_surface(chat, generate, post, tokeni
     assert reused("generate", cache_salt="brook") == reused("generate") == 0
 
 
-# the frontend language
+# The frontend language
 
 
 @pytest.fixture(scope="module")
@@ -413,7 +413,7 @@ def answer_from(s, documents, question):
     s += question + sgl.gen("answer", max_tokens=6, temperature=0, ignore_eos=True)
 
 
-def test_program_asks_what_the_request_would(endpoint, generate):
+def test_a_program_equals_the_request(endpoint, generate):
     segments = prompt(RIVER, RAILWAY, question="Who?")
     merged = [*segments[:-2], text(" Who?")]
     state = answer_from.run(documents=[RIVER, RAILWAY], question="Who?", backend=endpoint)
@@ -462,7 +462,7 @@ def test_choices_right_after_a_chunk_are_refused(endpoint):
 
 
 def test_structured_output_over_chunks(generate, chat):
-    """A grammar holds for answers over chunks, cold and warm, on both surfaces."""
+    """A grammar holds for answers over chunks, cold and warm, on both APIs."""
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     params = {"temperature": 0, "max_new_tokens": 24, "json_schema": json.dumps(schema)}
     documents = [RIVER + " Seen from the bridge.", LIBRARY + " Seen from the square."]
@@ -478,14 +478,14 @@ def test_structured_output_over_chunks(generate, chat):
 
 
 def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_model):
-    """What was computed with other weights is never reused; nothing stays locked that would prevent either."""
+    """KV computed with other weights is never reused, and no lock stays behind to block either call."""
     segments = prompt(RAILWAY + " It is gone.", LIBRARY)
     for path, body in (("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": tiny_model})):
         generate(segments=segments)
         warm = generate(segments=segments)
         assert all(one["hit"] for one in warm["meta_info"]["chunks"])
-        # An answer is sent while a batch launched before its end still runs. Both requests fail on a busy server, and
-        # SGLang then stops it after an update of weights. The scheduler is idle one turn after it has answered this.
+        # An answer is sent while a batch launched before it still runs. Both calls fail on a busy server, and SGLang
+        # stops a server whose update of weights fails. One turn after the scheduler has answered this, it is idle.
         requests.get(server + "/server_info", timeout=60).raise_for_status()
         response = post(path, **body)
         assert response.status_code == 200, response.text

@@ -1,4 +1,4 @@
-// Enough of CUDA to run a kernel of one cluster on the host: a thread per CUDA thread, warps in step by barriers.
+// Enough of CUDA to run a kernel of one cluster on the host: one thread per CUDA thread, with barriers to sync warps.
 #pragma once
 
 #include <algorithm>

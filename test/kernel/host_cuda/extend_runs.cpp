@@ -1,6 +1,6 @@
-// Lists the runs of random work items on the host, with windows and without: the splits of a row tile list each KV token
-// at most once and each that a row sees, tiles without a mask are seen by all rows, and no more tiles are listed than
-// the rows need.
+// Lists the runs of random work items on the host, with and without windows. The splits of a row tile list every KV
+// token that a row sees, none twice; every row sees all of an unmasked tile; and no more tiles are listed than the rows
+// need.
 // Usage: extend_runs FIRST_SEED NUM_SEEDS
 #include "extend_runs.cuh"
 
@@ -46,7 +46,7 @@ void test(int seed) {
   if (between(0, 1)) position = end_of_chunks;
   append(between(1, 40), segments + 1);
   const int length = positions.size();
-  // In cross attention, any number of queries that are no tokens of the row, and see all of it.
+  // In cross attention, any number of queries, which are not tokens of the row and see all of it.
   const bool cross = PARTS == 1 && between(0, 3) == 0;
   std::vector<int> queries(positions.begin() + begin_of_new, positions.end());
   if (cross) queries.assign(between(1, 2 * length), 1 << 30);
@@ -101,7 +101,7 @@ void test(int seed) {
     seen += visible;
     runs_seen += visible && (i == 0 || of_run[i] != of_run[i - 1] || !listed[i - 1]);
   }
-  // Rows that lie apart, on both sides of a chunk, list what is between their windows.
+  // Rows far apart, on both sides of a chunk, also list what is between their windows.
   const int apart = queries[last] - queries[first] - (last - first);
   if (!gaps && apart == 0) {
     CHECK(tiles_listed <= seen / BLOCK_N + 2 * runs_seen, "%d tiles for %d tokens", tiles_listed, seen);

@@ -1,5 +1,5 @@
-// Merges random splits on the host, with heads of 64, 128 and 256, against the formula in float64. Splits that saw
-// nothing have lse = -inf and rows of NaN.
+// Merges random splits on the host, for head_dim 64, 128 and 256, against the formula in float64. A split that saw
+// nothing has lse = -inf and rows of NaN.
 // Usage: merge_splits FIRST_SEED NUM_SEEDS
 #include "merge_splits.cuh"
 

@@ -1,5 +1,5 @@
-// Plans random decode batches on the host and follows each plan as the kernels would: every request must meet each of its
-// KV tokens once, rotated by its own offset, and nothing else; and blocks that differ in speed must end together.
+// Plans random decode batches on the host and follows each plan as the kernels would: every request must see each of
+// its KV tokens once, rotated by its own offset, and nothing else; and blocks of different speeds must finish together.
 // Usage: plan_decode FIRST_SEED NUM_SEEDS
 #include <cstdio>
 #include <cstdlib>
@@ -43,7 +43,7 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
     chunk.resize(between(1, between(0, 1) ? 5 : 500));
     for (int& slot : chunk) slot = next_slot++;
   }
-  // As long as another and with its first and last slot, but not with those between.
+  // Equal to another in length and in its first and last slot, but not between them.
   for (int like = 0, count = chunks.size(); like < count; like += between(1, 3)) {
     auto chunk = chunks[like];
     for (int i = 1; i + 1 < int(chunk.size()); ++i) chunk[i] = next_slot++;
@@ -52,7 +52,7 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
   std::shuffle(chunks.begin(), chunks.end(), rng);
   const int id_step = between(0, 1) ? 1 : between(1, 1 << 20), nobody = between(2, 9);
   const int width = batch.max_segments, stale = 123456;
-  const int together = between(-4, 4);  // requests with the same chunks, if positive; else drawn ones
+  const int together = between(-4, 4);  // requests with the same chunks, if positive; else chunks are drawn
   batch.segment_ends.resize(batch.bs * width, stale);
   batch.segment_offsets.resize(batch.bs * width, stale);
   batch.segment_ids.resize(batch.bs * width, stale);
@@ -72,7 +72,7 @@ Batch random_batch(std::mt19937& rng, auto&& between) {
     for (int text = between(0, 4) ? between(1, 200) : 0; text; --text) {
       row.push_back(next_slot), tokens.push_back({next_slot++, 0});
     }
-    if (between(0, 5) == 0) {  // a row that pads a graph's batch: one KV token, segments of an earlier request
+    if (between(0, 5) == 0) {  // a padding row of a graph's batch: one KV token, stale segments
       row = {between(0, 1) ? chunks[between(0, chunks.size() - 1)].back() : between(1, next_slot)};
       tokens = {{row[0], num_segments ? batch.segment_offsets[b * width] : 0}};
     }
@@ -91,8 +91,8 @@ int cuts(const Plan& plan) {  // through groups
   return cuts;
 }
 
-// How many groups and users of them there are: every id that two segments or more have that do not reach the end of
-// their row, and -1 never, if that saves enough.
+// The number of groups, and of their users: one group for every id, except -1, that at least two segments have which
+// end before their row does, if sharing it saves enough.
 std::pair<int, int> expected_groups(const Batch& batch, int min_saved_tokens) {
   std::map<int, std::pair<int, int>> uses;  // of each id: how many, tokens
   for (int b = 0; b < batch.bs; ++b) {
@@ -124,7 +124,7 @@ void test(int seed) {
   auto layout = PlanLayout::make(args.bs, args.max_segments, group_size * num_kv_heads, num_kv_heads, head_dim,
                                  between(1, one_of(6, 132)));
   const auto [num_groups, num_users] = expected_groups(batch, args.min_saved_tokens);
-  // Sometimes there is just room for all uses, sometimes not for all of them or for all ids.
+  // Sometimes there is exactly enough room for all uses, sometimes too little for the uses or for the ids.
   const int full = between(0, 4);
   if (full < 3) {
     const int room = full < 2 ? num_users : between(0, num_users), less = layout.max_shared_users - room;
@@ -153,7 +153,7 @@ void test(int seed) {
         CHECK(item.partial + i < layout.max_partials, "no room for partial result %d", item.partial + i);
         CHECK(!offset || !user.offset, "two rotations");
         Partial& partial = partials.try_emplace(item.partial + i, Partial{user.request}).first->second;
-        CHECK(partial.request == user.request, "a partial result of two requests");
+        CHECK(partial.request == user.request, "one partial result for two requests");
         for (int at = begin; at < std::min(begin + layout.tile[plan.header->is_wide], end); ++at) {
           partial.seen.insert({batch.kv_indices[at], offset + user.offset});
         }
@@ -165,7 +165,7 @@ void test(int seed) {
   CHECK(plan.header->num_shared_partials <= layout.max_shared_partials, "%d shared results for %d places",
         plan.header->num_shared_partials, layout.max_shared_partials);
   CHECK(plan.header->num_items <= layout.max_items, "too many items");
-  CHECK(plan.header->num_parts <= layout.max_partials, "too long a list");
+  CHECK(plan.header->num_parts <= layout.max_partials, "too many partial results");
   CHECK(plan.header->num_tasks <= layout.max_tasks, "too many tasks");
   const int head_groups = layout.head_groups[plan.header->is_wide];
   const TaskQueue queue{plan.header->num_tasks * head_groups, plan.header->front_blocks, layout.num_blocks};
@@ -177,10 +177,10 @@ void test(int seed) {
         cuts(plan));
   std::vector<int> pairs, working;
   for (int block = 0; block < queue.num_blocks; ++block) {
-    CHECK(queue.first(block) >= 0, "block %d begins before all", block);
+    CHECK(queue.first(block) >= 0, "block %d starts before the first pair", block);
     if (queue.first(block) < queue.num_pairs) pairs.push_back(queue.first(block)), working.push_back(block);
   }
-  for (unsigned long long taken = 0; !working.empty();) {  // blocks come back in any order
+  for (unsigned long long taken = 0; !working.empty();) {  // blocks return in any order
     const int at = between(0, int(working.size()) - 1), block = working[at];
     const int pair = queue.next(block, taken);
     taken += queue.count(block);
@@ -194,7 +194,7 @@ void test(int seed) {
   for (int u = 0; u < plan.header->num_tasks; ++u) {
     const Task& task = plan.tasks[u];
     if (task.item.num_tiles) follow(task.item);
-    CHECK(task.item.num_tiles || !task.count, "items after none");
+    CHECK(task.item.num_tiles || !task.count, "items after the last one");
     for (int i = 0; i < task.count; ++i) {
       CHECK(done.insert(task.others + i).second, "an item twice");
       follow(plan.items[task.others + i]);
@@ -207,7 +207,7 @@ void test(int seed) {
     for (int i = 0; i < plan.parts[b].count; ++i) {
       const int partial = plan.part_ids[plan.parts[b].first + i];
       const auto found = partials.find(partial);
-      CHECK(found != partials.end() && found->second.request == b, "request %d merges what is not its own", b);
+      CHECK(found != partials.end() && found->second.request == b, "request %d merges another request's result", b);
       CHECK(merged.insert(partial).second, "partial result %d merged twice", partial);
       seen.insert(found->second.seen.begin(), found->second.seen.end());
     }
@@ -217,9 +217,10 @@ void test(int seed) {
   CHECK(merged.size() == partials.size(), "%zu partial results, %zu merged", partials.size(), merged.size());
 }
 
-// What it takes beyond the time in which all blocks together could do the work, as a part of that time, where blocks
-// differ in speed by up to a sixteenth each way.
-// Requests of five chunks of 2048 and a text of 64: groups of eight share theirs, or all draw from a pool.
+// The time lost to imbalance, relative to the time that all blocks together need for the work, when the speeds of
+// blocks differ by up to a sixteenth either way.
+// Requests have five chunks of 2048 tokens and a text of 64: groups of eight share their chunks, or all draw from a
+// pool.
 double lost(int seed, int bs, int pool) {
   std::mt19937 rng(seed);
   constexpr int CHUNKS = 5, CHUNK = 2048, TEXT = 64, BLOCKS = 132;
@@ -256,7 +257,7 @@ double lost(int seed, int bs, int pool) {
   double work = 0, speeds = 0, end = 0;
   for (int pair = 0; pair < queue.num_pairs; ++pair) work += cost(pair);
   std::vector<double> speed(BLOCKS);
-  std::set<std::pair<double, int>> free;  // blocks by the time when they come back
+  std::set<std::pair<double, int>> free;  // blocks by the time at which they return
   auto take = [&](int block, int pair, double now) {
     if (pair < queue.num_pairs) free.insert({now + cost(pair) / speed[block], block});
     end = std::max(end, now);
@@ -281,8 +282,8 @@ void test_ends(int seed) {
   }
 }
 
-// The room for partial results of cut groups holds as many cuts as there can be, and not many more: a long chunk of as
-// many users as fit into an item, and one of twice as many.
+// The room for partial results of cut groups suffices for the largest possible number of cuts, with little to spare: a
+// long chunk with as many users as fit into an item, and one with twice as many.
 void test_room_for_cuts(int seed) {
   constexpr int TAKERS = 8, FITTING = 8, USERS = 3 * FITTING, CHUNK = 1 << 20;
   std::vector<int> kv_indptr{0}, num_segments(USERS, 1), ends(USERS, CHUNK), offsets(USERS), ids(USERS, 1);

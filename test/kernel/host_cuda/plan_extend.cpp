@@ -1,5 +1,5 @@
-// Plans random prefill batches on the host and collects the work items of all blocks: together they must be every row
-// tile and split once, and blocks that take them in turn must end together.
+// Plans random prefill batches on the host and collects the work items of all blocks: together they must cover every
+// row tile and split once, and blocks that take them in turn must finish together.
 // Usage: plan_extend FIRST_SEED NUM_SEEDS
 #include "plan_extend.cuh"
 
@@ -30,7 +30,7 @@ bool find(const ExtendBatch& batch, int index, WorkItem& item) {
   return item.num_splits > 0;
 }
 
-// When the last of these blocks ends, each of which takes the next item once it is through with one.
+// The time when the last block ends, if each takes the next item as soon as it has finished one.
 float makespan(const std::vector<float>& items, int blocks) {
   std::priority_queue<float, std::vector<float>, std::greater<float>> ends;
   for (int i = 0; i < blocks; ++i) ends.push(0.0f);
@@ -63,7 +63,7 @@ void test(int seed) {
     unsplit += (qo_length * batch.group + 127) / 128 * batch.num_kv_heads;
   }
   batch.qo_indptr = qo_indptr.data(), batch.kv_indptr = kv_indptr.data(), batch.num_segments = num_segments.data();
-  // From 33 requests on, the plan counts on all the room.
+  // From 33 requests on, the plan relies on having all the room.
   const bool all_room = batch.bs > 32 || between(0, 1);
   batch.max_items = unsplit + (all_room ? batch.num_sms : between(0, batch.num_sms));
   batch.max_partials = between(0, 5) == 0 ? 0 : all_room ? 2 * batch.num_sms : between(2, batch.num_sms);
@@ -81,7 +81,7 @@ void test(int seed) {
     }
     CHECK(!ended, "item %d comes after the last one", index);
     auto& splits = row_tiles[{item.b, item.kv_head, item.tile}];
-    CHECK(splits.emplace(item.split, item).second, "item %d is an earlier one", index);
+    CHECK(splits.emplace(item.split, item).second, "item %d repeats an earlier one", index);
     CHECK(item.qo_begin == qo_indptr[item.b] && item.qo_length == qo_indptr[item.b + 1] - item.qo_begin, "wrong rows");
     CHECK(item.split >= 0 && item.split < item.num_splits, "split %d of %d", item.split, item.num_splits);
     const int qo_length = item.qo_length, kv_length = kv_indptr[item.b + 1] - kv_indptr[item.b];
@@ -121,7 +121,7 @@ void test(int seed) {
   }
   if (batch.max_partials == 0) return;
   const float end = makespan(lengths, batch.num_sms) + 2 * any_split;
-  // Of more than 32 requests, each 32 are ordered by themselves.
+  // More than 32 requests are ordered in groups of 32.
   if (batch.bs <= 32) std::sort(unsplit_lengths.begin(), unsplit_lengths.end(), std::greater<float>());
   const float unsplit_end = makespan(unsplit_lengths, batch.num_sms);
   CHECK(end <= 1.1f * unsplit_end + 3.0f, "%.1f tiles, and %.1f without splits", end, unsplit_end);

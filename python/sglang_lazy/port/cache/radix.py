@@ -27,6 +27,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sglang_lazy.chunks import fills
 from sglang_lazy.chunks.rows import RowCache
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import Inserted
@@ -204,7 +205,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
             if state.prompt.images is not None:
                 order_images(req.multimodal_inputs, state.prompt.images, state.row)
         elif (fill := fill_of(req)) is not None:
-            slots, nodes = self.rows.match_fill(req, fill)
+            slots, nodes = fills.match(self.rows, req, fill)
         else:
             found = super().match_prefix(params)
             self.use(_last_node(found))
@@ -228,7 +229,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
             if state.probe is not None:
                 self.admission.arrival.end_probe(req, done=is_insert)
         elif (fill := fill_of(req)) is not None:
-            self.rows.end_fill(req, fill, kv_len_to_handle)
+            fills.end(self.rows, req, fill, kv_len_to_handle)
         else:
             super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
 

@@ -1,4 +1,4 @@
-// Enough of CUDA to run the code of one warp on the host: its lanes take turns, each as far as the next exchange.
+// Enough of CUDA to run one warp's code on the host: lanes take turns, each running up to the next exchange.
 #pragma once
 
 #include <ucontext.h>
@@ -47,7 +47,7 @@ inline void run_warp(std::function<void(int)> program) {
   swapcontext(&caller, &contexts[0]);
 }
 
-// All lanes' values of this exchange; they stay until the next but one.
+// All lanes' values of this exchange, valid until the next exchange but one.
 template <typename T>
 const unsigned* exchange(T x) {
   const int here = lane;

@@ -1,0 +1,77 @@
+"""Rows of fills: laid out over cached KV, and published to the tree when the batch that computes them is formed."""
+
+import time
+from typing import Any
+
+import torch
+
+from sglang_lazy.chunks.rows import RowCache
+from sglang_lazy.chunks.tree import Node
+from sglang_lazy.core.fills import Fill
+from sglang_lazy.core.keys import ChunkKey
+from sglang_lazy.core.rows import FillRow
+from sglang_lazy.core.state import ChunkNodes, RowNodes
+
+
+def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]:
+    """Lay out the row of a fill; returns the slots of the cached parts of its preamble and chunks, and their nodes.
+
+    Sets `fill.row` and permutes `req.full_untruncated_fill_ids` into row order. The last token of each chunk is always
+    computed, as SGLang does with prompts.
+    """
+    fill.began = time.perf_counter()
+    pieces, nodes, cached = [], [], []
+    for part in fill.parts:
+        tokens = part.tokens if part.chunk is None else part.tokens[:-1]
+        slots, node = rows.tree.find(tokens, part.namespace, complete=part.chunk is not None)
+        cached.append(len(slots))
+        if len(slots):
+            pieces.append(slots)
+            nodes.append(node)
+    fill.row = FillRow([len(part.tokens) for part in fill.parts], cached, bool(fill.preamble))
+    req.full_untruncated_fill_ids = fill.row.permuted(req.origin_input_ids)
+    return torch.cat(pieces) if pieces else rows.no_slots, RowNodes(ChunkNodes([], []), nodes)
+
+
+def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[ChunkKey, Node]:
+    """Give the chunks and the preamble that a fill's batch completes to the tree, locked until the fill ends.
+
+    slots: int64, the slots that the batch writes, following the fill's cached prefix.
+    Returns the node where each chunk ends, by key.
+
+    If the tree has slots for the same tokens already, as of a chunk with the same beginning, the fill keeps its own in
+    `duplicates`, since its batch writes to them.
+    """
+    slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
+    published, duplicates, lent, ends = {}, [rows.no_slots], [], []
+    for i, part in enumerate(fill.parts):
+        pieces = [slots[start:end] for start, end in fill.row.windows(i)]
+        part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        cached, priority = fill.row.cached[i], req.priority or 0
+        inserted = rows.tree.add(part.tokens, part.namespace, part_slots, priority, cached, chunked=True)
+        if part.chunk is not None:
+            rows.store.adopt(part.chunk, inserted.node)
+            published[part.chunk.key] = inserted.node
+        if inserted.num_present > cached:
+            duplicates.append(part_slots[cached : inserted.num_present])
+        lent.append(inserted.lent)
+        ends.append(inserted.node)
+    nodes = RowNodes(ChunkNodes([], []), ends, fill.row.num_computed)
+    rows.lock(nodes)
+    rows.unlock(req.last_node)
+    req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
+    fill.duplicates, fill.lent = torch.cat(duplicates), torch.cat(lent)
+    rows.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(fill.row.cached)
+    return published
+
+
+def end(rows: RowCache, req: Any, fill: Fill, row_len: int) -> None:
+    """Release the row of a fill that ends or is retracted, and free the slots that the tree does not own."""
+    if fill.duplicates is not None:
+        rows.tree.take_lent(fill.lent)
+        rows.free(fill.duplicates)
+        rows.tree.back_up(req.last_node.spans)
+        rows.store.counts.fill_seconds.observe(time.perf_counter() - fill.began)
+    else:
+        rows.free(rows.pool.req_to_token[req.req_pool_idx, req.cache_protected_len : row_len])
+    rows.unlock(req.last_node)
