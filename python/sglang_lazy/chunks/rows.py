@@ -244,7 +244,7 @@ class RowCache:
             tokens = part.tokens if part.chunk is None else part.tokens[:-1]
             slots, node = self.tree.find(tokens, part.namespace, complete=part.chunk is not None)
             cached.append(len(slots))
-            if len(slots):
+            if cached[-1]:
                 pieces.append(slots)
                 nodes.append(node)
         state.row = FillRow([len(part.tokens) for part in state.parts], cached, bool(state.preamble))

@@ -51,7 +51,7 @@ class ChunkStore:
             self.counts.hits_per_chunk.observe(chunk.hits)
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
-        self._keys_by_node: dict[int, ChunkKey] = {}
+        self._by_node: dict[int, CachedChunk] = {}
         self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk))
         self.deletions = Deletions(self)
 
@@ -106,8 +106,7 @@ class ChunkStore:
         """Register a chunk that is in the tree and ends at `node`."""
         if chunk.key not in self._cached:
             cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
-            self._cached[chunk.key] = cached
-            self._keys_by_node[node.id] = chunk.key
+            self._cached[chunk.key] = self._by_node[node.id] = cached
             self.catalog.add(cached)
         return self._cached[chunk.key]
 
@@ -115,10 +114,9 @@ class ChunkStore:
         """Whether the chunk is cached."""
         return key in self._cached
 
-    def chunk_at(self, node: Node) -> tuple[ChunkKey, CachedChunk] | None:
+    def chunk_at(self, node: Node) -> CachedChunk | None:
         """The chunk that ends at `node`, None if none does."""
-        key = self._keys_by_node.get(node.id)
-        return None if key is None else (key, self._cached[key])
+        return self._by_node.get(node.id)
 
     def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
         """The slots of the kept ranges of `chunk`, in pieces.  node: locked, where its needed part ends."""
@@ -259,7 +257,7 @@ class ChunkStore:
         slots = self.tree.remove(leaf)
         namespace = leaf.key.extra_key
         if isinstance(namespace, Namespace) and namespace.is_chunk:
-            self.counts.num_evicted_chunks += leaf.id in self._keys_by_node
+            self.counts.num_evicted_chunks += leaf.id in self._by_node
             self.counts.num_evicted_tokens += len(leaf.key)
         if not leaf.backuped:
             self.forget(leaf)
@@ -277,9 +275,9 @@ class ChunkStore:
 
     def forget(self, node: Node) -> None:
         """Forget the chunk that ends at `node`, if any: the node has left the tree or the chunk is deleted."""
-        key = self._keys_by_node.pop(node.id, None)
-        if key is not None:
-            chunk = self._cached.pop(key)
+        chunk = self._by_node.pop(node.id, None)
+        if chunk is not None:
+            del self._cached[chunk.key]
             chunk.node = None
             self.catalog.remove(chunk)
             self.counts.hits_per_chunk.observe(chunk.hits)

@@ -110,7 +110,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     ) -> Inserted:
         key = RadixKey(tokens, namespace)
         inserted = self.insert(InsertParams(key=key, value=slots, priority=priority, chunked=chunked))
-        return Inserted(inserted.prefix_len, inserted.last_device_node, slots[:0])
+        return Inserted(inserted.prefix_len, inserted.last_device_node, self._empty_match_result.device_indices)
 
     def slots_to(self, node: TreeNode) -> list[torch.Tensor]:
         pieces = []
@@ -256,10 +256,11 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()
-        slots = self._nodes.evict(params.num_tokens)
-        if slots:
-            self.token_to_kv_pool_allocator.free(torch.cat(slots))
-        num_evicted = sum(map(len, slots))
+        num_evicted = 0
+        if pieces := self._nodes.evict(params.num_tokens):
+            slots = torch.cat(pieces)
+            self.token_to_kv_pool_allocator.free(slots)
+            num_evicted = len(slots)
         self.update_eviction_metrics(num_evicted, start_time)
         return EvictResult(num_tokens_evicted=num_evicted)
 
