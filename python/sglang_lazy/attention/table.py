@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,12 +83,12 @@ class SegmentTable:
     def assign(
         self,
         rows: Mapping[int, Sequence[ChunkSlice]],
-        segment_id: Callable[[ChunkSlice], int],
+        ids: Mapping[int, Sequence[int]],
         orders: Mapping[int, np.ndarray],
     ) -> None:
         """Write the segments of newly assigned rows, in stream order with the writes of `req_to_token`.
 
-        rows: the slices in each row.  segment_id: `ChunkStore.segment_id`.
+        rows: the slices in each row.  ids: their `ChunkStore.segment_id`, for rows that have any.
         orders: int32, for rows that may not be in position order, the position of each token of the prompt.
         """
         orders = orders if self.tail_positions.shape[1] else {}  # without windows, order does not matter
@@ -103,7 +103,7 @@ class SegmentTable:
             ends = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
             record["ends"][:count] = ends
             record["offsets"][:count] = self.model.rotations([chunk.offset for chunk in chunks])
-            record["ids"][:count] = [*map(segment_id, chunks)]
+            record["ids"][:count] = ids.get(row, ())
             if row in orders:
                 tail = np.flatnonzero(orders[row] >= len(orders[row]) - len(record["tail_positions"]))
                 if tail[0] >= max(ends, default=0) and (orders[row][tail] == tail).all():

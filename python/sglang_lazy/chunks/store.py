@@ -41,7 +41,7 @@ class ChunkStore:
         self.counts = Counts()
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._eviction_priority = eviction_priority
-        self._segment_ids = itertools.count()
+        self._odd_ids = itertools.count(1, 2)
         self.reset()
 
     def reset(self) -> None:
@@ -128,19 +128,23 @@ class ChunkStore:
             return [slots[slice(*chunk.kept[0])]]
         return [slots[to_device(chunk.indices.astype(np.int64), slots.device)]]
 
-    def segment_id(self, chunk: ChunkSlice) -> int:
-        """An id that two segments share if and only if they list the same slots; see `plan_decode`.
+    def segment_id(self, chunk: ChunkSlice, node: Node) -> int:
+        """An id that two segments share if and only if they list the same slots; see `plan_decode`. It recurs only
+        after 2**30 others, when no row with it is left.
 
-        PRIVATE_SEGMENT if that is not known, as for the beginning of a chunk that is not cached in full.
+        PRIVATE_SEGMENT if that is not known, as for single tokens of a chunk that is not cached in full.
+
+        node: locked, where its needed part ends.
         """
+        if chunk.num_kept == chunk.num_needed:  # all slots up to the node
+            return 2 * node.id % 2**31
         if (cached := self._cached.get(chunk.key)) is None:
             return PRIVATE_SEGMENT
         segment_id = cached.segment_ids.get(chunk.kept)
         if segment_id is None:
             if len(cached.segment_ids) == MAX_SEGMENT_IDS:
                 cached.segment_ids.clear()
-            # An id recurs only after 2**31 others, when no row with it is left.
-            segment_id = cached.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
+            segment_id = cached.segment_ids[chunk.kept] = next(self._odd_ids) % 2**31
         return segment_id
 
     def keep_scores(self, chunk: ChunkSlice, scores: np.ndarray) -> None:
