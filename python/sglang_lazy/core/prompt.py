@@ -118,7 +118,7 @@ class ChunkSlice:
         return self.start + self.shift - len(self.preamble)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class TextSpan:
     """Text tokens that depend on the same slices of chunks and the same images.
 
