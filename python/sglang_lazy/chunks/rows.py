@@ -174,10 +174,11 @@ class RowCache:
             row.used = True
             if state.prompt.cross:
                 state.cross_slots = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
+            priority = req.priority or 0
             for node, spread in zip(row.chunks.nodes, row.chunks.spreads, strict=True):
-                self.store.tree.use(node, req.priority or 0, spread)
+                self.store.tree.use(node, priority, spread)
             for node in row.spans:
-                self.tree.use(node, req.priority or 0)
+                self.tree.use(node, priority)
             if state.probe is None:
                 self.store.count_use(state.prompt.chunks, state.reused)
 

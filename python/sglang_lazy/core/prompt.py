@@ -216,8 +216,8 @@ class LinkedPrompt(NamedTuple):
 
         def add_span(begin: int, end: int, before: np.ndarray, image_len: int) -> None:
             """Add the text in [begin, end), preceded by the recomputed tokens at positions `before`."""
-            own = Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
-            namespace = own if chunks or image_len else None
+            leads = not chunks and not image_len
+            namespace = None if leads else Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
             positions = np.arange(begin, end, dtype=np.int32)
             if len(before):
                 positions = np.concatenate([before, positions])
