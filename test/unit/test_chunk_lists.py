@@ -271,8 +271,7 @@ def test_an_ambiguous_id_is_left_alone():
         loop.store.forget(cached.node)
         forged = key._replace(tokens=digests[tokens])
         other = loop.store.catalog.new(forged, nodes[tokens], 4, 0.0)
-        loop.store._cached[forged] = other
-        loop.store._keys_by_node[nodes[tokens].id] = forged
+        loop.store._cached[forged] = loop.store._by_node[nodes[tokens].id] = other
         loop.store.catalog.add(other)
     shared = b"same id.".hex()
     assert deleted(loop, shared) == ([], [shared])

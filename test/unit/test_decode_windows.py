@@ -74,7 +74,7 @@ def build(windows, seed, kernels="torch"):
         chunks_of[row] = chunks
         if name != "plain":
             orders[row] = order
-    table.assign(chunks_of, lambda chunk: chunk.start, orders)
+    table.assign(chunks_of, {row: [chunk.start for chunk in chunks] for row, chunks in chunks_of.items()}, orders)
     return table, pool, (keys, values), torch.tensor(seq_lens), exact
 
 
@@ -166,5 +166,5 @@ def test_a_row_that_is_used_again():
     """Nothing is left of the request that had the row before."""
     table, *_ = build(WINDOWS, seed=0)
     assert (table.tail_positions[4] >= 0).any() and 4 in table.linked_rows
-    table.assign({4: (), 5: ()}, lambda chunk: 0, {})
+    table.assign({4: (), 5: ()}, {}, {})
     assert (table.tail_positions[4:6] < 0).all() and table.linked_rows.isdisjoint({4, 5})

@@ -149,7 +149,7 @@ def build(requests, seed, window=None):
             cache[own[: req.prefix_len]] = torch.randn(req.prefix_len, KV_HEADS, HEAD_DIM, generator=generator)
         new_slots.append(own[req.prefix_len :])
     chunks = {place: req.chunks for place, req in zip(places, requests, strict=True)}
-    backend.link_table.assign(chunks, lambda chunk: 0, {})
+    backend.link_table.assign(chunks, {row: [0] * len(held) for row, held in chunks.items()}, {})
     prefix_lens, extend_lens = [req.prefix_len for req in requests], [req.extend_len for req in requests]
     seq_lens = torch.tensor(prefix_lens) + torch.tensor(extend_lens)
     forward_batch = SimpleNamespace(

@@ -96,9 +96,9 @@ def test_plain_decode_is_recognised_at_once():
     batch = SimpleNamespace(reqs=[SimpleNamespace(lazy=Fill([], None))], forward_mode=ForwardMode.DECODE)
     assert not hooks.involves_chunks(batch, table)
     key = ChunkKey(b"", Namespace("chunk", None, None), b"")
-    table.assign({1: [ChunkSlice(key, 0, array("q"), 0, 3, ((0, 3),))]}, lambda chunk: 0, {})
+    table.assign({1: [ChunkSlice(key, 0, array("q"), 0, 3, ((0, 3),))]}, {1: [0]}, {})
     assert hooks.involves_chunks(batch, table)
-    table.assign({1: ()}, lambda chunk: 0, {})
+    table.assign({1: ()}, {}, {})
     assert not hooks.involves_chunks(batch, table)
     batch.forward_mode = ForwardMode.EXTEND
     assert hooks.involves_chunks(batch, table), "fills count too, though their rows have no segments"

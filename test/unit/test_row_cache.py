@@ -140,7 +140,7 @@ def test_segment_table_rows_follow_their_requests():
 
     def assign(rows):
         before = [tensor.clone() for tensor in tensors]
-        table.assign(rows, lambda chunk: 100 + chunk.start, {})
+        table.assign(rows, {row: [100 + chunk.start for chunk in chunks] for row, chunks in rows.items()}, {})
         untouched = [row for row in range(6) if row not in rows]
         for tensor, old in zip(tensors, before, strict=True):
             assert torch.equal(tensor[untouched], old[untouched])

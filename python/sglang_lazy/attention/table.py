@@ -2,7 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,22 @@ class SegmentTable:
         batch_type: Any = LinkedBatch,
         stock_attends: bool = True,
     ):
-        # One record per row, so that a batch is written in one copy.
         tail = max(model.windows, default=0)
-        self._parts = [1, max_segments, max_segments, max_segments, max_segments if tail else 0, tail, tail]
-        self._records = torch.zeros(num_rows, sum(self._parts), dtype=torch.int32, device=device)
-        num_segments, *parts = self._records.split(self._parts, dim=1)
+        parts = {
+            "num_segments": (),
+            "ends": (max_segments,),
+            "offsets": (max_segments,),
+            "ids": (max_segments,),
+            "tail_ends": (max_segments if tail else 0,),
+            "tail_indices": (tail,),
+            "tail_positions": (tail,),
+        }
+        # One record per row, so that a batch is written in one copy.
+        self._record = np.dtype([(name, np.int32, shape) for name, shape in parts.items()])
+        self._records = torch.zeros(num_rows, self._record.itemsize // 4, dtype=torch.int32, device=device)
+        num_segments, *of_segments = self._records.split([math.prod(shape) for shape in parts.values()], dim=1)
         self.num_segments = num_segments[:, 0]
-        self.ends, self.offsets, self.ids, self.tail_ends, self.tail_indices, self.tail_positions = parts
+        self.ends, self.offsets, self.ids, self.tail_ends, self.tail_indices, self.tail_positions = of_segments
         self.tail_positions.fill_(NOWHERE)
         self.model, self.batch_type = model, batch_type
         self.stock_attends = stock_attends
@@ -73,37 +83,37 @@ class SegmentTable:
     def assign(
         self,
         rows: Mapping[int, Sequence[ChunkSlice]],
-        segment_id: Callable[[ChunkSlice], int],
+        ids: Mapping[int, Sequence[int]],
         orders: Mapping[int, np.ndarray],
     ) -> None:
         """Write the segments of newly assigned rows, in stream order with the writes of `req_to_token`.
 
-        rows: the slices in each row.  segment_id: `ChunkStore.segment_id`.
+        rows: the slices in each row.  ids: their `ChunkStore.segment_id`, for rows that have any.
         orders: int32, for rows that may not be in position order, the position of each token of the prompt.
         """
         orders = orders if self.tail_positions.shape[1] else {}  # without windows, order does not matter
         changed = {row: chunks for row, chunks in rows.items() if chunks or row in orders or row in self.linked_rows}
         if not changed:
             return
-        records = np.zeros((len(changed), self._records.shape[1]), dtype=np.int32)
-        *_, tail_ends, tail_indices, tail_positions = np.split(records, np.cumsum(self._parts)[:-1], axis=1)
-        tail_positions[:] = NOWHERE
-        of_segments = slice(1, 1 + 3 * self.max_segments)
-        for i, (row, chunks) in enumerate(changed.items()):
+        records = np.zeros(len(changed), dtype=self._record)
+        records["tail_positions"] = NOWHERE
+        for record, (row, chunks) in zip(records, changed.items(), strict=True):
             (self.linked_rows.add if chunks or row in orders else self.linked_rows.discard)(row)
-            records[i, 0] = count = len(chunks)
+            record["num_segments"] = count = len(chunks)
             ends = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
-            offsets = self.model.rotations([chunk.offset for chunk in chunks])
-            records[i, of_segments].reshape(3, -1)[:, :count] = ends, offsets, [*map(segment_id, chunks)]
+            record["ends"][:count] = ends
+            record["offsets"][:count] = self.model.rotations([chunk.offset for chunk in chunks])
+            record["ids"][:count] = ids.get(row, ())
             if row in orders:
-                tail = np.flatnonzero(orders[row] >= len(orders[row]) - tail_positions.shape[1])
+                tail = np.flatnonzero(orders[row] >= len(orders[row]) - len(record["tail_positions"]))
                 if tail[0] >= max(ends, default=0) and (orders[row][tail] == tail).all():
                     tail = tail[:0]  # text in order, as all that is generated is
-                tail_indices[i, : len(tail)], tail_positions[i, : len(tail)] = tail, orders[row][tail]
-                tail_ends[i, :count] = np.searchsorted(tail, ends)
+                record["tail_indices"][: len(tail)], record["tail_positions"][: len(tail)] = tail, orders[row][tail]
+                record["tail_ends"][:count] = np.searchsorted(tail, ends)
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         device = self._records.device
-        self._records.index_copy_(0, to_device(index, device), to_device(records, device))
+        lines = records.view(np.int32).reshape(len(changed), -1)
+        self._records.index_copy_(0, to_device(index, device), to_device(lines, device))
 
     @contextlib.contextmanager
     def running(self, batch: Any, probes: ProbeSums | None = None, last_layer: int | None = None) -> Iterator[None]:

@@ -30,10 +30,11 @@ class CachedChunk:
 
     node: the tree node where it ends; None if it is not cached.
     serial: increases in the order in which chunks become known.
+    tenant: `tenant_of` its namespace.
     own_serial: the same, counted per tenant, so that none learns how many chunks others have.
     hits: how many prompts found it cached.
     last_use: seconds since the epoch; only for reports, since clocks differ between ranks.
-    segment_ids: by the ranges that prompts keep of it.
+    segment_ids: by the ranges that prompts keep of it, if these are not its beginning.
     scores: float32 [num_tokens], measured by a policy for each token.
     stored: whether storage has it; set by the tree.
     pin: its `Pin`, if any; set by `Pins`.
@@ -43,6 +44,7 @@ class CachedChunk:
     node: Node | None
     num_tokens: int
     serial: int
+    tenant: Hashable
     own_serial: int
     last_use: float
     hits: int = 0
@@ -103,29 +105,27 @@ class Catalog:
         self._serials = itertools.count()
         self._own_serials: defaultdict[Hashable, Iterator[int]] = defaultdict(itertools.count)
         self._everybody, self._tenants = Series(), defaultdict[Hashable, Series](Series)
-        self._by_id: dict[Hashable, dict[ChunkKey, CachedChunk]] = {}
+        self._by_id = defaultdict[Hashable, list[CachedChunk]](list)
 
     def new(self, key: ChunkKey, node: Node | None, num_tokens: int, now: float) -> CachedChunk:
         """Create an entry, with the next serial numbers, without adding it to the catalogue."""
-        own_serial = next(self._own_serials[tenant_of(key.namespace)])
-        return CachedChunk(key, node, num_tokens, next(self._serials), own_serial, now)
+        tenant = tenant_of(key.namespace)
+        return CachedChunk(key, node, num_tokens, next(self._serials), tenant, next(self._own_serials[tenant]), now)
 
     def add(self, chunk: CachedChunk) -> None:
-        tenant = self._owner(chunk)
         self._everybody.add(chunk.serial, chunk)
-        self._tenants[tenant].add(chunk.own_serial, chunk)
-        self._by_id.setdefault((tenant, chunk_id(chunk.key.tokens)), {})[chunk.key] = chunk
+        self._tenants[chunk.tenant].add(chunk.own_serial, chunk)
+        self._by_id[chunk.tenant, chunk_id(chunk.key.tokens)].append(chunk)
 
     def remove(self, chunk: CachedChunk) -> None:
-        tenant = self._owner(chunk)
+        tenant, name = chunk.tenant, (chunk.tenant, chunk_id(chunk.key.tokens))
         self._everybody.remove(chunk.serial)
         self._tenants[tenant].remove(chunk.own_serial)
         if not self._tenants[tenant]:
             del self._tenants[tenant], self._own_serials[tenant]
-        same = self._by_id[tenant, chunk_id(chunk.key.tokens)]
-        del same[chunk.key]
-        if not same:
-            del self._by_id[tenant, chunk_id(chunk.key.tokens)]
+        self._by_id[name].remove(chunk)
+        if not self._by_id[name]:
+            del self._by_id[name]
 
     def __iter__(self) -> Iterator[CachedChunk]:
         return iter(self._chunks.values())
@@ -135,15 +135,11 @@ class Catalog:
         series = self._everybody if everybody else self._tenants.get(tenant)
         return ([], None) if series is None else series.piece(start, size)
 
-    @staticmethod
-    def _owner(chunk: CachedChunk) -> Hashable:
-        return tenant_of(chunk.key.namespace)
-
     def find(self, tenant: Hashable, prefix: str, more: Iterable[CachedChunk] = ()) -> list[CachedChunk]:
         """The chunks of a tenant whose digest begins with these hexadecimal digits. One text may be cached several
         times, after different preambles."""
-        own = [chunk for chunk in more if self._owner(chunk) == tenant]
-        chunks = itertools.chain(self._by_id.get((tenant, prefix[:MIN_DIGITS]), {}).values(), own)
+        own = [chunk for chunk in more if chunk.tenant == tenant]
+        chunks = itertools.chain(self._by_id.get((tenant, prefix[:MIN_DIGITS]), ()), own)
         return [chunk for chunk in chunks if chunk.key.tokens.hex().startswith(prefix)]
 
     def page(
@@ -172,7 +168,7 @@ class Catalog:
         serial = attrgetter(serial_name)
         chunks, following = self.piece(tenant, everybody, start, PIECE)
         if not start:
-            chunks = sorted((c for c in more if everybody or self._owner(c) == tenant), key=serial) + chunks
+            chunks = sorted((c for c in more if everybody or c.tenant == tenant), key=serial) + chunks
         if state is not None:
             chunks = [chunk for chunk in chunks if self._state_of(chunk) == state]
         total = len(chunks)

@@ -25,7 +25,7 @@ def match(rows: RowCache, req: Any, fill: Fill) -> tuple[torch.Tensor, RowNodes]
         tokens = part.tokens if part.chunk is None else part.tokens[:-1]
         slots, node = rows.tree.find(tokens, part.namespace, complete=part.chunk is not None)
         cached.append(len(slots))
-        if len(slots):
+        if cached[-1]:
             pieces.append(slots)
             nodes.append(node)
     fill.row = FillRow([len(part.tokens) for part in fill.parts], cached, bool(fill.preamble))

@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
-from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
+from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.tree import Node, Tree
 from sglang_lazy.core.keys import ChunkKey, chunk_id
 from sglang_lazy.core.refusal import Refusal
@@ -72,7 +72,7 @@ class Pins:
             locked.append(node)
         for chunk in chunks:
             if chunk.pin is None:
-                self.num_tokens[_tenant(chunk)] += chunk.num_tokens
+                self.num_tokens[chunk.tenant] += chunk.num_tokens
             self._set(chunk, ttl, now)
         for chunk in yielding:
             self._end(chunk, "another tenant has less pinned")
@@ -81,11 +81,11 @@ class Pins:
         """The chunks whose pins must end for `new`. Raises Refusal if its tenant would then have most pinned."""
         num_tokens, ending = self.num_tokens.copy(), []
         for chunk in new:
-            num_tokens[_tenant(chunk)] += chunk.num_tokens
+            num_tokens[chunk.tenant] += chunk.num_tokens
         oldest: dict[Hashable, Iterator[CachedChunk]] = {}
         while new and num_tokens.total() > self.budget:
             largest = _largest(num_tokens)
-            if num_tokens[_tenant(new[0])] == num_tokens[largest]:
+            if num_tokens[new[0].tenant] == num_tokens[largest]:
                 raise Refusal("pin_budget", f"no more than {self.budget} tokens can be pinned (--lazy-max-pinned)")
             chunk = next(oldest.setdefault(largest, self._oldest_of(largest)))
             num_tokens[largest] -= chunk.num_tokens
@@ -106,7 +106,7 @@ class Pins:
         """End the pin of a chunk, if it has one."""
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
-            self.num_tokens -= Counter({_tenant(chunk): chunk.num_tokens})  # who has none left is dropped
+            self.num_tokens -= Counter({chunk.tenant: chunk.num_tokens})  # who has none left is dropped
             self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:
@@ -133,15 +133,11 @@ class Pins:
 
     def _oldest_of(self, tenant: Hashable) -> Iterator[CachedChunk]:
         """The pinned chunks of a tenant, the least recently set or renewed pin first."""
-        return (chunk for chunk in self._chunks.values() if _tenant(chunk) == tenant)
+        return (chunk for chunk in self._chunks.values() if chunk.tenant == tenant)
 
     def _end(self, chunk: CachedChunk, reason: str) -> None:
         logger.warning("sglang-lazy: chunk %s is pinned no longer: %s", chunk_id(chunk.key.tokens), reason)
         self.remove(chunk)
-
-
-def _tenant(chunk: CachedChunk) -> Hashable:
-    return tenant_of(chunk.key.namespace)
 
 
 def _largest(num_tokens: Counter[Hashable]) -> Hashable:

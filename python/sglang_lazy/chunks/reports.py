@@ -25,7 +25,7 @@ def chunks_under_way(store: Any) -> list[CachedChunk]:
     chunks = {key: chunk for key, chunk in (*filled, *((key, asked[0]) for key, asked in store.fetching.items()))}
     own: defaultdict[Hashable, Iterator[int]] = defaultdict(lambda: itertools.count(-1, -1))
     return [
-        CachedChunk(key, None, chunk.num_tokens, -1 - i, next(own[tenant_of(key.namespace)]), 0.0)
+        CachedChunk(key, None, chunk.num_tokens, -1 - i, tenant := tenant_of(key.namespace), next(own[tenant]), 0.0)
         for i, (key, chunk) in enumerate(chunks.items())
         if not store.knows(key)
     ]

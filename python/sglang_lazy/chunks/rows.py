@@ -174,10 +174,11 @@ class RowCache:
             row.used = True
             if state.prompt.cross:
                 state.cross_slots = torch.cat(self.chunk_slots(state, row.chunks)).to(torch.int32)
+            priority = req.priority or 0
             for node, spread in zip(row.chunks.nodes, row.chunks.spreads, strict=True):
-                self.store.tree.use(node, req.priority or 0, spread)
+                self.store.tree.use(node, priority, spread)
             for node in row.spans:
-                self.tree.use(node, req.priority or 0)
+                self.tree.use(node, priority)
             if state.probe is None:
                 self.store.count_use(state.prompt.chunks, state.reused)
 
@@ -195,16 +196,18 @@ class RowCache:
         counts = [row.available(i, row_len) for i in range(len(row.published))]
         text_start = row.prompt.num_chunk_tokens
         text_slots = self.read(req, text_start, row_len) if counts != row.published else self.no_slots
+        num_lost = self.tree.num_lost(req)
         for i, (span, count) in enumerate(zip(row.prompt.spans, counts, strict=True)):
             published = row.published[i]
             if count == published:
                 continue
             cached, computed_start = row.cached[i], row.computed_start[i]
-            slots = text_slots[computed_start - text_start :][: count - cached]
+            start = computed_start - text_start
+            slots = text_slots[start : start + count - cached]
             if cached:
                 slots = torch.cat([text_slots[row.cached_start[i] - text_start :][:cached], slots])
             tokens, namespace = _tokens(req, span.first(count)), span.namespace_in(req.extra_key)
-            windows_start = max(published, cached + self.tree.num_lost(req) - computed_start)
+            windows_start = max(published, cached + num_lost - computed_start)
             num_present, node, lent = self.tree.add(tokens, namespace, slots, req.priority or 0, windows_start, chunked)
             self.tree.take_lent(lent)
             if num_present > published:
@@ -233,9 +236,8 @@ class RowCache:
 
 def _tokens(req: Any, positions: np.ndarray) -> array:
     """The tokens at `positions` of prompt and answer, which have no gaps within the answer."""
-    if not req.output_ids:
-        return tokens_at(req.origin_input_ids, positions)
     prompt_len = len(req.origin_input_ids)
+    if not len(positions) or positions[-1] < prompt_len:
+        return tokens_at(req.origin_input_ids, positions)
     count = int(np.searchsorted(positions, prompt_len))
-    tokens = tokens_at(req.origin_input_ids, positions[:count])
-    return tokens + req.output_ids[: len(positions) - count] if count < len(positions) else tokens
+    return tokens_at(req.origin_input_ids, positions[:count]) + req.output_ids[: len(positions) - count]

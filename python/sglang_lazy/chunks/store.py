@@ -41,7 +41,7 @@ class ChunkStore:
         self.counts = Counts()
         self._cached: dict[ChunkKey, CachedChunk] = {}
         self._eviction_priority = eviction_priority
-        self._segment_ids = itertools.count()
+        self._odd_ids = itertools.count(1, 2)
         self.reset()
 
     def reset(self) -> None:
@@ -51,7 +51,7 @@ class ChunkStore:
             self.counts.hits_per_chunk.observe(chunk.hits)
         self._heap = EvictionHeap(self._eviction_priority)
         self._cached = {}
-        self._keys_by_node: dict[int, ChunkKey] = {}
+        self._by_node: dict[int, CachedChunk] = {}
         self.catalog = Catalog(self._cached, lambda chunk: state_of(self, chunk))
         self.deletions = Deletions(self)
 
@@ -106,8 +106,7 @@ class ChunkStore:
         """Register a chunk that is in the tree and ends at `node`."""
         if chunk.key not in self._cached:
             cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
-            self._cached[chunk.key] = cached
-            self._keys_by_node[node.id] = chunk.key
+            self._cached[chunk.key] = self._by_node[node.id] = cached
             self.catalog.add(cached)
         return self._cached[chunk.key]
 
@@ -115,10 +114,9 @@ class ChunkStore:
         """Whether the chunk is cached."""
         return key in self._cached
 
-    def chunk_at(self, node: Node) -> tuple[ChunkKey, CachedChunk] | None:
+    def chunk_at(self, node: Node) -> CachedChunk | None:
         """The chunk that ends at `node`, None if none does."""
-        key = self._keys_by_node.get(node.id)
-        return None if key is None else (key, self._cached[key])
+        return self._by_node.get(node.id)
 
     def slots_of(self, chunk: ChunkSlice, node: Node) -> list[torch.Tensor]:
         """The slots of the kept ranges of `chunk`, in pieces.  node: locked, where its needed part ends."""
@@ -130,19 +128,23 @@ class ChunkStore:
             return [slots[slice(*chunk.kept[0])]]
         return [slots[to_device(chunk.indices.astype(np.int64), slots.device)]]
 
-    def segment_id(self, chunk: ChunkSlice) -> int:
-        """An id that two segments share if and only if they list the same slots; see `plan_decode`.
+    def segment_id(self, chunk: ChunkSlice, node: Node) -> int:
+        """An id that two segments share if and only if they list the same slots; see `plan_decode`. It recurs only
+        after 2**30 others, when no row with it is left.
 
-        PRIVATE_SEGMENT if that is not known, as for the beginning of a chunk that is not cached in full.
+        PRIVATE_SEGMENT if that is not known, as for single tokens of a chunk that is not cached in full.
+
+        node: locked, where its needed part ends.
         """
+        if chunk.num_kept == chunk.num_needed:  # all slots up to the node
+            return 2 * node.id % 2**31
         if (cached := self._cached.get(chunk.key)) is None:
             return PRIVATE_SEGMENT
         segment_id = cached.segment_ids.get(chunk.kept)
         if segment_id is None:
             if len(cached.segment_ids) == MAX_SEGMENT_IDS:
                 cached.segment_ids.clear()
-            # An id recurs only after 2**31 others, when no row with it is left.
-            segment_id = cached.segment_ids[chunk.kept] = next(self._segment_ids) % 2**31
+            segment_id = cached.segment_ids[chunk.kept] = next(self._odd_ids) % 2**31
         return segment_id
 
     def keep_scores(self, chunk: ChunkSlice, scores: np.ndarray) -> None:
@@ -259,7 +261,7 @@ class ChunkStore:
         slots = self.tree.remove(leaf)
         namespace = leaf.key.extra_key
         if isinstance(namespace, Namespace) and namespace.is_chunk:
-            self.counts.num_evicted_chunks += leaf.id in self._keys_by_node
+            self.counts.num_evicted_chunks += leaf.id in self._by_node
             self.counts.num_evicted_tokens += len(leaf.key)
         if not leaf.backuped:
             self.forget(leaf)
@@ -277,9 +279,9 @@ class ChunkStore:
 
     def forget(self, node: Node) -> None:
         """Forget the chunk that ends at `node`, if any: the node has left the tree or the chunk is deleted."""
-        key = self._keys_by_node.pop(node.id, None)
-        if key is not None:
-            chunk = self._cached.pop(key)
+        chunk = self._by_node.pop(node.id, None)
+        if chunk is not None:
+            del self._cached[chunk.key]
             chunk.node = None
             self.catalog.remove(chunk)
             self.counts.hits_per_chunk.observe(chunk.hits)

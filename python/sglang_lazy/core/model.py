@@ -90,7 +90,7 @@ class ServedModel:
     window_slots: Callable[[torch.Tensor], torch.Tensor] | None = None
     _parts: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def windows(self) -> set[int]:
         """All window sizes of its layers."""
         return {layer.window for layer in self.layers.values() if layer.window is not None}

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import hashlib
-import itertools
 from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -69,6 +68,8 @@ class ChunkSlice:
     num_tokens: the length of the whole chunk, which is computed and cached.
     kept: ranges of its tokens, relative to `start`, whose cached KV the prompt uses; never empty.
     num_kept: the number of tokens in `kept`.  num_needed: how many of the chunk's first tokens must be resident.
+    spread: the distance from the end of the first kept range to that of the needed part. Recomputed text may stand
+        anywhere in between, so window KV is needed that much further back.
     preamble: int64, the tokens after which the chunk is computed.
     shift: its tokens' places on the axes of M-RoPE minus their positions; 0 without images.
     """
@@ -85,6 +86,7 @@ class ChunkSlice:
     def __post_init__(self):
         self.num_kept = sum([end - begin for begin, end in self.kept])
         self.num_needed = self.kept[-1][1]
+        self.spread = self.num_needed - self.kept[0][1]
 
     @functools.cached_property
     def tokens(self) -> array:
@@ -95,12 +97,6 @@ class ChunkSlice:
     def indices(self) -> np.ndarray:
         """The indices of the kept tokens within the chunk, int32 [num_kept]."""
         return positions_in(self.kept)
-
-    @property
-    def spread(self) -> int:
-        """The distance from the first kept token to the end of the needed part. Recomputed text may stand anywhere
-        in between, so window KV is needed that much further back."""
-        return self.num_needed - self.kept[0][1]
 
     @property
     def holes(self) -> np.ndarray:
@@ -122,7 +118,7 @@ class ChunkSlice:
         return self.start + self.shift - len(self.preamble)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class TextSpan:
     """Text tokens that depend on the same slices of chunks and the same images.
 
@@ -214,15 +210,14 @@ class LinkedPrompt(NamedTuple):
         chunk_namespace = Namespace("chunk", extra_key, layout.cache_salt, variant, adapter)
         chunks: list[ChunkSlice] = []
         spans: list[TextSpan] = []
+        all_images = [*zip(images.ranges, images.digests, strict=True)] if images else []
         holes = _NONE  # of the last slice
         position = 0
 
-        def add_span(begin: int, end: int, before: np.ndarray, image_len: int = 0) -> None:
+        def add_span(begin: int, end: int, before: np.ndarray, image_len: int) -> None:
             """Add the text in [begin, end), preceded by the recomputed tokens at positions `before`."""
-            if begin == end and not len(before):
-                return
-            own = Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
-            namespace = own if chunks or image_len else None
+            leads = not chunks and not image_len
+            namespace = None if leads else Namespace("text", extra_key, layout.cache_salt, path.digest(), adapter)
             positions = np.arange(begin, end, dtype=np.int32)
             if len(before):
                 positions = np.concatenate([before, positions])
@@ -234,12 +229,14 @@ class LinkedPrompt(NamedTuple):
 
         def end_span(end: int) -> None:
             begin, before, image_len = position, holes, 0
-            for (first, last), digest in zip(images.ranges, images.digests, strict=True) if images else ():
+            for (first, last), digest in all_images:
                 if position <= first < end:
-                    add_span(begin, first, before, image_len)
+                    if begin < first or len(before):
+                        add_span(begin, first, before, image_len)
                     path.update(b"image %d %b" % (last - first, digest))
                     begin, before, image_len = first, _NONE, last - first
-            add_span(begin, end, before, image_len)
+            if begin < end or len(before):
+                add_span(begin, end, before, image_len)
 
         for index, ((start, end), ranges) in enumerate(zip(layout.chunks, kept, strict=True)):
             if end == len(input_ids):
@@ -255,8 +252,8 @@ class LinkedPrompt(NamedTuple):
             # A kept token depends on all of the chunk before it.
             needed = ranges[-1][1]
             seen = key if needed == end - start else chunk_key(ids[start : start + needed], chunk_namespace)
-            kept_ranges = array("i", itertools.chain.from_iterable(ranges)).tobytes()
-            path.update(b"chunk %d %b %b%b" % (len(ranges), kept_ranges, seen.tokens, seen.check))
+            kept_ranges = b"".join([b"%d to %d, " % pair for pair in ranges])
+            path.update(b"chunk %b%b%b" % (kept_ranges, seen.tokens, seen.check))
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))

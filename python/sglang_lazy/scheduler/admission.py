@@ -104,9 +104,9 @@ class ChunkAdmission:
         self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
         if not self.linked_waiting and lazy_state(self.scheduler.chunked_req) is None:
             return waiting
-        budget = self.budget.for_waiting(running_batch)
+        for_answers = self.budget.for_answers(running_batch)
+        budget = self.budget.for_waiting(for_answers)
         windows = self.budget.windows_for_waiting(running_batch)
-        for_answers = self.budget.num_free() - self.budget.num_left() - budget
         idle = running_batch.is_empty() and self.scheduler.chunked_req is None
         visible: dict[Any, None] = {}
         left_out = takes_more = False
@@ -156,7 +156,8 @@ class ChunkAdmission:
             budget -= need
             visible[req] = None
         first = self.scheduler.chunked_req or next(iter(visible), None)
-        return [req for req in visible if self._kind(req) == self._kind(first)]
+        kind = None if first is None else self._kind(first)
+        return [req for req in visible if self._kind(req) == kind]
 
     def _kind(self, req: Any) -> tuple[bool, bool]:
         """The kind of batch a request needs; one batch has one kind. Deviation probes run only the first layers, and

@@ -44,15 +44,17 @@ class Advice:
 
     def _open_window(self) -> None:
         self._num_computed, self._num_hits = 0, self._counts.num_hits
-        self._alike: dict[tuple, set[bytes]] = {}
+        self._compared: set[bytes] = set()
+        self._num_alike: dict[tuple, int] = {}
 
     def computed(self, fill: Fill | Encoding) -> None:
         """Note chunks that were missing and are computed."""
         if _is_ahead_of_use(fill):
             return
         for chunk in fill.chunks:
-            if chunk.num_tokens >= MIN_LEN:
-                self._compare(chunk.tokens, chunk.key.tokens)
+            if chunk.num_tokens >= MIN_LEN and chunk.key.tokens not in self._compared:
+                self._compared.add(chunk.key.tokens)
+                self._compare(chunk.tokens)
         self._num_computed += len(fill.chunks)
         if self._num_computed >= WINDOW:
             num_hits = self._counts.num_hits - self._num_hits
@@ -66,15 +68,15 @@ class Advice:
                 )
             self._open_window()
 
-    def _compare(self, tokens: array, digest: bytes) -> None:
+    def _compare(self, tokens: array) -> None:
         # Rounded, so that chunks of almost the same length compare the same part.
         half = len(tokens) // 2
         half -= half % (1 << max(0, half.bit_length() - 4))
         step = half // SAMPLES or 1
         for where, part in (("first", tokens[:half:step]), ("last", tokens[: -half - 1 : -step])):
-            alike = self._alike.setdefault((where, half, part.tobytes()), set())
-            alike.add(digest)
-            if len(alike) == MANY_ALIKE:
+            alike = where, half, part.tobytes()
+            count = self._num_alike[alike] = self._num_alike.get(alike, 0) + 1
+            if count == MANY_ALIKE:
                 self._warn(
                     "changing",
                     "%d chunks differ, but not in their %s %d tokens, half of each or nearly so: if a template puts "

@@ -89,9 +89,11 @@ class Arrival:
         self, req: Any, layout: PromptLayout, policy: Policy, kept: Sequence[Ranges], extra_text: int = 0
     ) -> LinkedRequest | None:
         """The state of a request that keeps these ranges.  extra_text: how many chunk tokens may become text later."""
-        ids = req.origin_input_ids
-        preambles = {"none": array("q"), "neutral": self.limits.neutral_preamble, "lead": ids[: layout.chunks[0][0]]}
-        preamble = preambles[policy.preamble]
+        ids, preamble = req.origin_input_ids, None
+        if policy.preamble == "lead":
+            preamble = ids[: layout.chunks[0][0]]
+        elif policy.preamble == "neutral":
+            preamble = self.limits.neutral_preamble
         if policy.preamble == "neutral" and not preamble:
             name = f"link {str(policy)!r}"
             raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")

@@ -19,11 +19,15 @@ class Budget:
         self.scheduler, self.rows, self.producer = scheduler, rows, producer
         self.max_growth = max_growth
 
-    def for_waiting(self, running_batch: Any) -> float:
+    def for_answers(self, running_batch: Any) -> float:
+        """The expected growth of running requests, in tokens."""
+        growth = sum(self.growth(req) for req in running_batch.reqs)
+        return growth * self.scheduler.new_token_ratio_tracker.current
+
+    def for_waiting(self, for_answers: float) -> float:
         """Tokens that waiting requests may claim: what is free or evictable, minus the expected growth of running
         requests and the rest of the chunked one."""
-        growth = sum(self.growth(req) for req in running_batch.reqs)
-        return self.num_free() - self.num_left() - growth * self.scheduler.new_token_ratio_tracker.current
+        return self.num_free() - self.num_left() - for_answers
 
     def num_free(self) -> int:
         """How many tokens are free or evictable in the pool of text."""

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from sglang_lazy.chunks.catalog import CachedChunk, tenant_of
+from sglang_lazy.chunks.catalog import CachedChunk
 from sglang_lazy.chunks.pins import Pins
 from sglang_lazy.chunks.reports import chunks_under_way, describe_chunk, state_of
 from sglang_lazy.chunks.rows import RowCache
@@ -78,7 +78,7 @@ class ChunkControl:
             coming = [
                 state_of(self.store, chunk)
                 for chunk in chunks_under_way(self.store)
-                if everybody or tenant_of(chunk.key.namespace) == tenant
+                if everybody or chunk.tenant == tenant
             ]
             found["chunks"].update({state: coming.count(state) for state in ("pending", "fetching")})
             found["memory"] = {"device": self.store.tree.device_memory, "host": self.store.tree.host_memory}

@@ -78,6 +78,10 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             self._num_children_on_device[parent.id] = count
         super()._update_leaf_status(parent)
 
+    def _lock_changed(self, node: TreeNode) -> None:
+        super()._lock_changed(node)
+        self._update_host_leaf_status(node)
+
     def _is_leaf(self, node: TreeNode) -> bool:
         return not node.evicted and node.id not in self._num_children_on_device
 

@@ -111,7 +111,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     ) -> Inserted:
         key = RadixKey(tokens, namespace)
         inserted = self.insert(InsertParams(key=key, value=slots, priority=priority, chunked=chunked))
-        return Inserted(inserted.prefix_len, inserted.last_device_node, slots[:0])
+        return Inserted(inserted.prefix_len, inserted.last_device_node, self._empty_match_result.device_indices)
 
     def slots_to(self, node: TreeNode) -> list[torch.Tensor]:
         pieces = []
@@ -130,12 +130,28 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
             node = node.parent
 
     def lock(self, node: TreeNode, spread: int = 0) -> int:
-        self.num_locks += node is not self.root_node
-        return super().inc_lock_ref(node).delta
+        return self._add_locks(node, 1)
 
     def unlock(self, node: TreeNode, spread: int = 0) -> int:
-        self.num_locks -= node is not self.root_node
-        return super().dec_lock_ref(node).delta
+        return self._add_locks(node, -1)
+
+    def _add_locks(self, node: TreeNode, change: int) -> int:
+        """As SGLang does, except that only a node's first lock and its last one touch the sets of leaves."""
+        self.num_locks += change if node is not self.root_node else 0
+        evictable = 0
+        while node is not self.root_node:
+            node.lock_ref += change
+            if node.lock_ref == (change > 0):
+                evictable -= change * len(node.key)
+                self._lock_changed(node)
+            node = node.parent
+        self.evictable_size_ += evictable
+        self.protected_size_ -= evictable
+        return evictable
+
+    def _lock_changed(self, node: TreeNode) -> None:
+        """Called when a node has got its first lock or lost its last one."""
+        self._update_leaf_status(node)
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
@@ -241,10 +257,11 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
 
     def evict(self, params: EvictParams) -> EvictResult:
         start_time = time.perf_counter()
-        slots = self._nodes.evict(params.num_tokens)
-        if slots:
-            self.token_to_kv_pool_allocator.free(torch.cat(slots))
-        num_evicted = sum(map(len, slots))
+        num_evicted = 0
+        if pieces := self._nodes.evict(params.num_tokens):
+            slots = torch.cat(pieces)
+            self.token_to_kv_pool_allocator.free(slots)
+            num_evicted = len(slots)
         self.update_eviction_metrics(num_evicted, start_time)
         return EvictResult(num_tokens_evicted=num_evicted)
 

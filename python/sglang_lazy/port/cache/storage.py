@@ -187,12 +187,12 @@ class StoredHiRadixCache(LazyHiRadixCache):
         _, _, nodes = self.ongoing_write_through[ack_id]
         super()._finish_write_through_ack(ack_id, release_lock=release_lock)
         for node in nodes:
-            found = self.store.chunk_at(node)
-            if found is not None and not found[1].stored and self.objects is not None:
-                self._store(*found, self._path(node), self.objects)
+            chunk = self.store.chunk_at(node)
+            if chunk is not None and not chunk.stored and self.objects is not None:
+                self._store(chunk, self._path(node), self.objects)
 
-    def _store(self, key: ChunkKey, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
-        slots, name = torch.cat([node.host_value for node in path]), self._name(key)
+    def _store(self, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
+        slots, name = torch.cat([node.host_value for node in path]), self._name(chunk.key)
         if name is None or self._num_writing + len(slots) > self._most_under_way:
             self.report.unstored()
             return

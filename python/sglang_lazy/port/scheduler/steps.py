@@ -214,11 +214,11 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
     assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
     batch.tree_cache.admission.launch(batch)
     states = {req.req_pool_idx: linked(req) for req in batch.reqs}
-    table.assign(
-        {row: () if state is None else state.read_in_place for row, state in states.items()},
-        batch.tree_cache.store.segment_id,
-        {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes},
-    )
+    chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
+    nodes = {req.req_pool_idx: req.last_node.chunks.nodes for req in batch.reqs if chunks[req.req_pool_idx]}
+    ids = {row: [*map(batch.tree_cache.store.segment_id, chunks[row], ends)] for row, ends in nodes.items()}
+    orders = {row: state.row.positions for row, state in states.items() if state is not None and not state.recomputes}
+    table.assign(chunks, ids, orders)
 
 
 def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False) -> bool:
