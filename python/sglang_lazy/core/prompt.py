@@ -253,7 +253,7 @@ class LinkedPrompt(NamedTuple):
             needed = ranges[-1][1]
             seen = key if needed == end - start else chunk_key(ids[start : start + needed], chunk_namespace)
             kept_ranges = b"".join([b"%d to %d, " % pair for pair in ranges])
-            path.update(b"chunk %b%b%b" % (kept_ranges, seen.tokens, seen.check))
+            path.update(b"chunk %d: %b%b%b" % (len(ranges), kept_ranges, seen.tokens, seen.check))
             holes = _NONE if len(ranges) == 1 else chunk.holes + np.int32(start)
             position = start + needed
         end_span(len(input_ids))
