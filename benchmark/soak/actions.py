@@ -72,7 +72,7 @@ class Client:
         prompt = self.draw()
         status, body = await self._generate(prompt, self._segments(prompt), self.rng.choice(TENANTS))
         self._expect(status, {200}, body)
-        self._right(prompt, body["output_ids"])
+        self._check_answer(prompt, body["output_ids"])
 
     async def ask_as_text(self) -> None:
         """Ask a prompt under `full`, as plain tokens."""
@@ -80,7 +80,7 @@ class Client:
         body = {"input_ids": token_ids(list(prompt.segments)), "sampling_params": SAMPLING}
         status, answer = await self._call("POST", "/generate", body)
         self._expect(status, {200}, answer)
-        self._right(prompt, answer["output_ids"])
+        self._check_answer(prompt, answer["output_ids"])
 
     async def ask_by_id(self) -> None:
         """Name chunks by their ids, which the server may not know, or no longer know."""
@@ -89,7 +89,7 @@ class Client:
         status, body = await self._generate(prompt, segments, tenant)
         self._expect(status, {200, 404}, body)
         if status == 200:
-            self._right(prompt, body["output_ids"])
+            self._check_answer(prompt, body["output_ids"])
 
     async def leave(self) -> None:
         """Disconnect from a stream, before the first token or after it."""
@@ -102,7 +102,7 @@ class Client:
                 async for line in response.content:
                     if line.startswith(b"data: {"):
                         message = json.loads(line[len(b"data: ") :])
-                        self._right(prompt, message["output_ids"], whole=False)
+                        self._check_answer(prompt, message["output_ids"], whole=False)
 
     async def abort(self) -> None:
         """Abort a request by its id soon after sending it."""
@@ -115,7 +115,7 @@ class Client:
         status, answer = await asked
         self._expect(status, {200, 400, 503}, answer)
         if status == 200:
-            self._right(prompt, answer["output_ids"], whole=False)
+            self._check_answer(prompt, answer["output_ids"], whole=False)
 
     async def register(self) -> None:
         """Register chunks ahead of use, some of them pinned."""
@@ -201,7 +201,7 @@ class Client:
         if status not in allowed:
             raise Wrong(f"{status} where {sorted(allowed)} may be: {str(answer)[:500]}")
 
-    def _right(self, prompt: Prompt, tokens: list[int], whole: bool = True) -> None:
+    def _check_answer(self, prompt: Prompt, tokens: list[int], whole: bool = True) -> None:
         """Raises Wrong unless the answer is right.  whole: nothing of it may be missing."""
         expected = prompt.answer if whole else prompt.answer[: len(tokens)]
         if tuple(tokens) != expected:
