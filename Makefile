@@ -55,7 +55,7 @@ soak: $(READY) # small servers under hostile traffic, every answer held against 
 REQUESTS ?= 10000
 SEED ?= 0
 
-fuzz: $(READY) # requests that are wrong in something, to every route that takes or shows chunks
+fuzz: $(READY) # requests that are wrong in something, to every route but an operator's
 	LAZY_FUZZ_REQUESTS=$(REQUESTS) $(BIN)/python -m pytest test/e2e/test_fuzz.py -s --hypothesis-seed=$(SEED) -o faulthandler_timeout=1800
 
 SMOKE := $(VENV)/bench-smoke

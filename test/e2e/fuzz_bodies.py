@@ -1,9 +1,10 @@
-"""Requests to every route that takes or shows chunks, and to a few others: well-formed ones, and some with a few
+"""Requests to all routes but an operator's, mostly to those that take or show chunks: well-formed ones, and some with a few
 errors."""
 
 import copy
 import json
 import re
+from collections.abc import Collection
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode
 
@@ -33,7 +34,7 @@ class Sent(NamedTuple):
     @property
     def route(self) -> str:
         path = self.path.partition("?")[0]
-        return re.sub(r"^(/chunks|/lazy/uses|/v1/responses)/[^/]*", r"\1/{id}", path)
+        return re.sub(r"^(/chunks|/lazy/uses|/v1/responses|/v1/models)/[^/]*", r"\1/{id}", path)
 
 
 def mostly(usual: st.SearchStrategy, other: st.SearchStrategy, times: int = 7) -> st.SearchStrategy:
@@ -293,16 +294,59 @@ def values(schema: dict[str, Any], definitions: dict[str, Any], depth: int = 0) 
     return JUNK
 
 
+def _schema_of(operation: dict[str, Any]) -> dict[str, Any]:
+    """Of its body, if that is JSON; else {}."""
+    return operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+
+
 def fields_of(api: dict[str, Any]) -> dict[tuple[str, str], dict[str, st.SearchStrategy]]:
     """By route, all fields of its body, from the server's own schema (`/openapi.json`)."""
     definitions, found = api["components"]["schemas"], {}
     for method, path in BODIES:
-        content = api["paths"].get(path, {}).get(method.lower(), {}).get("requestBody", {}).get("content", {})
-        reference = content.get("application/json", {}).get("schema", {}).get("$ref")
+        reference = _schema_of(api["paths"].get(path, {}).get(method.lower(), {})).get("$ref")
         if reference:
             properties = definitions[reference.rpartition("/")[2]]["properties"]
             found[method, path] = {name: values(schema, definitions) for name, schema in properties.items()}
     return found
+
+
+class Other(NamedTuple):
+    """Bodies and queries of a route that is not in BODIES, as the server's schema has them."""
+
+    bodies: st.SearchStrategy
+    queries: st.SearchStrategy
+
+
+Others = dict[tuple[str, str], Other]
+"""By method and path."""
+
+
+def others_of(api: dict[str, Any], left_out: Collection[str]) -> Others:
+    """All routes of the server beside those of BODIES.  left_out: paths."""
+    definitions, found = api["components"]["schemas"], {}
+    for path, operations in api["paths"].items():
+        named = re.sub(r"\{\w+\}", "{id}", path)
+        for method, operation in operations.items():
+            route = method.upper(), named
+            if path not in left_out and route not in BODIES:
+                schema = _schema_of(operation)
+                bodies = _bodies(schema, definitions) if schema else st.none()
+                parameters = [one for one in operation.get("parameters", ()) if one["in"] == "query"]
+                queries = {one["name"]: values(one["schema"], definitions) for one in parameters}
+                found[route] = Other(bodies, maybe(**queries))
+    return found
+
+
+@st.composite
+def _bodies(draw: Any, schema: dict[str, Any], definitions: dict[str, Any]) -> Any:
+    """What fits the schema of a body, with few of the fields that need not be there: most of those exclude others."""
+    schema = definitions[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    if "properties" not in schema:
+        return draw(values(schema, definitions))
+    required = set(schema.get("required", ()))
+    optional = sorted(schema["properties"].keys() - required)
+    names = required | set(draw(st.lists(st.sampled_from(optional), max_size=3)) if optional else ())
+    return {name: draw(values(schema["properties"][name], definitions)) for name in sorted(names)}
 
 
 RAW = st.sampled_from([b"", b"{", b"\xff", b"[" * 100_000, b"null", b"[]", b'"x"', b"1e999", b'{"\xff": 1}'])
@@ -310,19 +354,22 @@ RAW = st.sampled_from([b"", b"{", b"\xff", b"[" * 100_000, b"null", b"[]", b'"x"
 
 
 @st.composite
-def requests_of(draw: Any, fields: dict[tuple[str, str], dict[str, st.SearchStrategy]]) -> Sent:
-    """Requests to one of the routes.  fields: by route, the fields that its body may have besides."""
-    method, path = draw(st.sampled_from(list(BODIES)))
-    bodies = BODIES[method, path]
-    if others := fields.get((method, path)):
-        names = draw(st.lists(st.sampled_from(list(others)), max_size=2, unique=True))
-        bodies = both(bodies, st.fixed_dictionaries({name: others[name] for name in names}))
+def requests_of(draw: Any, fields: dict[tuple[str, str], dict[str, st.SearchStrategy]], others: Others) -> Sent:
+    """A request to one of the routes.  fields: by route, what its body may have besides."""
+    method, path = draw(mostly(st.sampled_from(list(BODIES)), st.sampled_from(list(others)), 3))
+    if (method, path) in BODIES:
+        bodies, queries = BODIES[method, path], QUERIES if method in ("GET", "DELETE", "PATCH") else st.none()
+    else:
+        bodies, queries = others[method, path]
+    if more := fields.get((method, path)):
+        names = draw(st.lists(st.sampled_from(list(more)), max_size=2, unique=True))
+        bodies = both(bodies, st.fixed_dictionaries({name: more[name] for name in names}))
     body = draw(spoiled(bodies))
     if body is not None:
         body = draw(mostly(st.just(body), RAW, 30))
     names = NAMES if path.startswith(("/chunks", "/lazy")) else mostly(st.just(RESPONSE), NAMES)
     path = path.replace("{id}", quote(draw(names), safe="%"))
-    if method in ("GET", "DELETE", "PATCH") and (query := draw(QUERIES)):
+    if query := draw(queries):
         path += "?" + urlencode({name: _encodable(value) for name, value in query.items()}, doseq=True)
     return Sent(method, path, body, draw(HEADERS))
 

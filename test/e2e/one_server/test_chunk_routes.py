@@ -31,6 +31,33 @@ def test_chunks_of_prompts_are_listed(server):
     assert same["digest"] == listed["digest"]
 
 
+def whole_list(url, salt, **query):
+    """All pages of a list, three chunks on each."""
+    chunks, cursor = [], {}
+    while cursor is not None:
+        page = get(url, salt=salt, limit=3, **query, **cursor).json()
+        assert len(page["chunks"]) == min(3, page["total"] - len(chunks))
+        chunks += page["chunks"]
+        cursor = {"cursor": page["next"]} if page["next"] else None
+    return chunks
+
+
+def test_pages_are_sorted_and_filtered(server):
+    salt = "pages"
+    documents = [{"input_ids": list(range(10 + length, 10 + 2 * length))} for length in (4, 9, 2, 7, 5, 11, 3)]
+    names = register(server, *documents, salt=salt, wait=True).json()["affected"]
+    for number, times in ((2, 3), (0, 1), (5, 2)):  # of which the last one was used last
+        for _ in range(times):
+            generate(server, segments=[{"type": "chunk", **documents[number]}, text(" Who?")], cache_salt=salt)
+    for sort, best in {"tokens": names[5], "hits": names[2], "last_use": names[5]}.items():
+        up, down = (whole_list(server, salt, sort=sort, order=order) for order in ("asc", "desc"))
+        ids, values = [one["id"] for one in up], [one[sort] for one in up]
+        assert [one["id"] for one in down] == ids[::-1] and sorted(ids) == sorted(names) and ids[-1] == best
+        assert values == sorted(values) and len(set(values)) > 2
+    assert sorted(one["id"] for one in whole_list(server, salt, state="resident")) == sorted(names)
+    assert whole_list(server, salt, state="pending") == []
+
+
 def test_other_tenants_do_not_see_it(server):
     mine = ask(server, DOCUMENT, cache_salt="mine")
     for salt in (None, "other", "min", "mine2"):
@@ -155,6 +182,21 @@ def test_prompts_name_a_chunk_by_its_id(server):
     assert gone.status_code == 404
 
 
+def test_an_id_outlives_the_kv(server):
+    """What was evicted is computed again from the tokens that are remembered."""
+    salt = "outlives"
+    (name,) = register(server, DOCUMENT, salt=salt, wait=True).json()["affected"]
+    fill_pool(server)
+    assert get(server, f"/{name}", salt=salt).status_code == 404, "its KV is gone"
+    prompt = [text("Read: "), {"type": "chunk", "id": name}, text(" When?")]
+    assert requests.post(f"{server}/generate", json={"segments": prompt, "cache_salt": "x"}).status_code == 404
+    answer = generate(server, segments=prompt, cache_salt=salt)
+    assert [(one["id"], one["hit"]) for one in answer["meta_info"]["chunks"]] == [(name, False)]
+    anew = generate(server, segments=[text("Read: "), chunk(DOCUMENT), text(" When?")], cache_salt="another")
+    assert answer["output_ids"] == anew["output_ids"]
+    assert listed(server, name, salt)["state"] == "resident"
+
+
 def patch(url, name, body, salt=None):
     headers = {} if salt is None else {"X-Cache-Salt": salt}
     return requests.patch(f"{url}/chunks/{name}", json=body, headers=headers, timeout=60)
@@ -194,6 +236,24 @@ def test_a_pinned_chunk_stays_until_it_expires(server):
     assert time.time() >= affected["pinned_until"]
     fill_pool(server)
     assert get(server, f"/{pinned}", salt=salt).status_code == 404
+
+
+def test_hits_renew_a_pin(server):
+    """At the end of its time; one without hits ends then, as above."""
+    salt, ttl = "renewed", 5
+    hit, other = register(server, DOCUMENT, {"input_ids": [7, 8, 9]}, salt=salt, wait=True, pin=True, ttl=ttl).json()[
+        "affected"
+    ]
+    until = listed(server, hit, salt)["pinned_until"]
+    assert ask(server, DOCUMENT, cache_salt=salt)["hit"]
+    while (now := listed(server, hit, salt))["pinned_until"] == until:
+        time.sleep(0.05)
+    assert now["pinned"] and now["pinned_until"] >= until + ttl, now
+    assert not listed(server, other, salt)["pinned"]
+    while listed(server, hit, salt)["pinned"]:
+        assert time.time() < until + 60
+        time.sleep(0.05)
+    assert time.time() >= now["pinned_until"]
 
 
 def test_refused_pins(server):

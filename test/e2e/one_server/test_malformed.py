@@ -11,6 +11,7 @@ TWO = {"text": ["Who?", "Where?"], **ONE}
 USER = {"role": "user", "content": "Who?"}
 CHAT = {"model": "default", "messages": [USER], "max_tokens": 1}
 COMPLETION = {"model": "default", "prompt": "Who?", "max_tokens": 1}
+OLLAMA = {"model": "m", "prompt": "Who?"}
 RESPONSE = {"model": "default", "input": "Who?", "max_output_tokens": 4}
 
 
@@ -74,6 +75,13 @@ CASES = {
     "a top_k of 33 bits": ("/generate", sampling(top_k=2**31), "top_k must be an integer of 32 bits"),
     "a penalty of nearly 0": ("/generate", sampling(repetition_penalty=1e-237), "repetition_penalty must be at least"),
     "an infinite bias": ("/generate", sampling(logit_bias={"20": 1e308}), "logit_bias must have values from"),
+    # Routes without chunks
+    "no messages for Ollama": ("/api/chat", {"model": "m", "messages": []}, "the request is malformed: IndexError"),
+    "more than fits for Ollama": ("/api/generate", {**OLLAMA, "options": {"num_predict": 9000}}, "context length"),
+    "a mistyped option of Ollama's": ("/api/generate", {**OLLAMA, "options": {"top_k": "x"}}, "TypeError"),
+    "no such parser of tools": ("/parse_function_call", {"text": "x", "tool_call_parser": "x"}, "Unsupported"),
+    "no such parser of reasoning": ("/separate_reasoning", {"text": "x", "reasoning_parser": "x"}, "Unsupported"),
+    "names for another batch": ("/v1/classify", {"model": "m", "input": ["Who?"], "rid": []}, "rid has 0 values"),
     # Combinations
     "embeddings from JSON": (
         "/generate",
@@ -94,6 +102,25 @@ def test_refused_with_a_reason(server, case):
     response = requests.post(server + path, json=body, timeout=60)
     assert response.status_code == 400 and reason in response.text, response.text
     assert generate(server, segments=[text("Read: "), chunk(RIVER)], sampling_params=GREEDY)
+
+
+def test_loads_that_are_not_there(server):
+    response = requests.get(f"{server}/v1/loads?include=x", timeout=60)
+    assert response.status_code == 400 and "Invalid include sections" in response.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ollama_s_chat_is_answered(server, stream):
+    """SGLang's own stumbles over what Transformers 5 makes of a chat template."""
+    body = {"model": "m", "messages": [USER], "stream": stream, "options": {"temperature": 0, "num_predict": 4}}
+    answer = requests.post(f"{server}/api/chat", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    parts = [json.loads(line) for line in answer.text.splitlines()]
+    assert parts[-1]["done"] and (len(parts) > 1) == stream
+    if not stream:
+        body = {**CHAT, "max_tokens": 4, "temperature": 0}
+        chat = requests.post(f"{server}/v1/chat/completions", json=body, timeout=60)
+        assert parts[0]["message"]["content"] == chat.json()["choices"][0]["message"]["content"]
 
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions"])

@@ -11,7 +11,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER, LazyConfig
-from sglang_lazy.port.serving import page
+from sglang_lazy.port.serving import page, stock_routes
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
@@ -182,6 +182,9 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     _replace_route(app, "/v1/responses", responses)
     _replace_route(app, "/v1/messages", messages)
     _replace_route(app, "/v1/messages/count_tokens", count_tokens)
+    for route in list(app.router.routes):
+        if (refusing := stock_routes.REFUSING.get(getattr(route, "endpoint", None))) is not None:
+            _replace_route(app, route.path, refusing)  # which SGLang's environment may name
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     add_routes(app)

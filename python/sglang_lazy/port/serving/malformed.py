@@ -2,9 +2,11 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from http import HTTPStatus
 from typing import Any
 
+from fastapi import HTTPException
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import Hook
@@ -55,11 +57,13 @@ def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_lists(normalize: Callable, obj: Any) -> None:
-    """Around `GenerateReqInput.normalize_batch_and_arguments`: check that lists have a value for each prompt."""
+    """Around `normalize_batch_and_arguments` of requests: check that lists have a value for each prompt."""
+    if isinstance(obj.input_ids, Mapping):  # of SGLang's `/api/chat`: what Transformers 5 makes of a chat template
+        obj.input_ids = obj.input_ids["input_ids"]
     with reading():
         normalize(obj)
     for name in _ONE_FOR_EACH_PROMPT:
-        value = getattr(obj, name)
+        value = getattr(obj, name, None)
         if not isinstance(value, list):
             continue
         if obj.is_single:
@@ -109,11 +113,20 @@ def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> No
                 raise ValueError(f"{token} is no token")
 
 
+def check_sections(to_dict: Callable, snapshot: Any, include: Any = None) -> dict[str, Any]:
+    """Around `LoadSnapshot.to_dict`, which `/v1/loads` has no answer for where it refuses."""
+    try:
+        return to_dict(snapshot, include)
+    except ValueError as error:
+        raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
+
+
 _INPUTS = "sglang.srt.managers.io_struct"
 HOOKS = (
     Hook(f"{_INPUTS}.GenerateReqInput.normalize_batch_and_arguments", check_lists, "AROUND"),
     Hook(f"{_INPUTS}.GenerateReqInput._handle_parallel_sampling", check_samples, "AFTER"),
-    Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", read, "AROUND"),
+    Hook(f"{_INPUTS}.EmbeddingReqInput.normalize_batch_and_arguments", check_lists, "AROUND"),
+    Hook("sglang.srt.managers.load_snapshot.LoadSnapshot.to_dict", check_sections, "AROUND"),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._init_req_state", read, "AROUND"),
     Hook(
         "sglang.srt.entrypoints.openai.serving_tokenize.OpenAIServingDetokenize._convert_to_internal_request",
