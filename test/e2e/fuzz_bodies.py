@@ -1,5 +1,5 @@
-"""Requests to all routes but an operator's, mostly to those that take or show chunks: well-formed ones, and some with a few
-errors."""
+"""Requests to all routes but an operator's, mostly to those that take or show chunks: well-formed ones, and some with
+a few errors."""
 
 import copy
 import json
