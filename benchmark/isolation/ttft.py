@@ -5,8 +5,8 @@
 For each pair, two new documents of the same length: another tenant, under another salt, sends one of them first, and an
 unrelated one. Then the attacker looks both up and asks about them, in random order. It prints quartiles of the times to
 the first token and of the look-ups, their rank tests (Mann-Whitney U, two-sided, normal approximation) and, as a
-positive control, the same with a document that the attacker itself has sent: a test that cannot tell that would be worth
-nothing.
+positive control, the same with a document that the attacker itself has sent: a test that cannot tell that would be
+worth nothing.
 """
 
 import argparse
