@@ -1,4 +1,4 @@
-"""Two servers behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
+"""Two servers, and four, behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
 
 import itertools
 import json
@@ -60,8 +60,13 @@ CHANGING = [  # from request to request, also on one server
 POOL = 4000
 
 
+@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+def num_workers(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def start_worker(tiny_model, tmp_path_factory):
+def start_worker(num_workers, tiny_model, tmp_path_factory):
     """Starts a server that publishes KV events, on a free port or on this one, and gives its URL."""
     flags = ["--model-path", tiny_model, "--served-model-name", "tiny", "--max-total-tokens", str(POOL)]
     flags += ["--enable-cache-report", *device_flags()]
@@ -76,8 +81,8 @@ def start_worker(tiny_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def workers(start_worker):
-    return [start_worker() for _ in range(2)]
+def workers(start_worker, num_workers):
+    return [start_worker() for _ in range(num_workers)]
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +111,14 @@ NEW = itertools.count()
 
 
 def settle(middleware, workers):
-    """Wait until a middleware knows what others have had these two compute until now."""
+    """Wait until a middleware knows what others have had these compute until now."""
 
     def known(worker):
         document = f"This is town {next(NEW)}."
         generate(worker, document)
         return where(generate(middleware, document)) == (worker, [True])
 
-    # Without events it would send new documents to both by turns, or a few to one that has had fewer.
+    # Without events it would send new documents to all by turns, or a few to one that has had fewer.
     turns = [worker for worker in (*workers, *workers) for _ in range(3)]
     assert wait_for(lambda: all(map(known, turns)), timeout=60)
 
@@ -140,18 +145,40 @@ def test_everything_passes_byte_for_byte(name, workers, router, middleware):
     path, body = BODIES[name]
     for _ in range(2):  # from here on all is cached
         answers = [post(worker, path, body) for worker in workers]
-    answers += [post(router, path, body, **{"X-SMG-Target-Worker": str(index)}) for index in range(2)]
+    answers += [post(router, path, body, **{"X-SMG-Target-Worker": str(index)}) for index in range(len(workers))]
     answers.append(post(middleware, path, body))
     contents = [re.sub("|".join(CHANGING).encode(), b"...", answer.content) for answer in answers]
-    assert contents == contents[:1] * 5
+    assert contents == contents[:1] * (2 * len(workers) + 1)
     assert {(answer.status_code, answer.headers["Content-Type"]) for answer in answers} == {
         (400 if "bad" in name else 200, answers[0].headers["Content-Type"])
     }
 
 
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_long_streams_pass_whole(path, workers, router, middleware):
+    """How many tokens an event has depends on how fast the server is; all of them are those of a direct answer."""
+    length = {"/generate": {"sampling_params": {**GREEDY, "max_new_tokens": 60}}}.get(path, {**STREAM, "max_tokens": 60})
+    name = "segments" if path == "/generate" else "a chat's stream"
+    body = {**BODIES[name][1], **length, "stream": True, "return_logprob": False, "ignore_eos": True}
+    streams = []
+    for url in (workers[0], router, middleware):
+        content = post(url, path, body).content
+        *events, done = [event.removeprefix(b"data: ") for event in content.removesuffix(b"\n\n").split(b"\n\n")]
+        assert done == b"[DONE]" and len(events) > 10
+        events = list(map(json.loads, events))
+        if path == "/generate":
+            ids, texts = ([event[name] for event in events] for name in ("output_ids", "text"))
+            assert all(longer[: len(one)] == one for one, longer in itertools.pairwise(ids)) and len(ids[-1]) == 60
+            streams.append((ids[-1], texts[-1], events[-1]["meta_info"]["chunks"]))
+        else:
+            deltas = [choice["delta"].get("content") for event in events for choice in event["choices"]]
+            streams.append(("".join(filter(None, deltas)), events[-1]["usage"]))
+    assert streams == streams[:1] * 3 and streams[0][0]
+
+
 def test_a_prompt_follows_its_chunks(workers, middleware):
     homes = {}
-    for document in (RIVER, RAILWAY, LIBRARY):
+    for document in (f"{number} {RIVER}" for number in range(6 * len(workers))):
         homes[document], hits = where(generate(middleware, document, cache_salt="follows"))
         assert hits == [False]
     assert set(homes.values()) == set(workers)
@@ -192,7 +219,7 @@ def test_what_is_evicted_or_emptied_is_known(workers, following):
             assert post(worker, "/generate", body).status_code == 200
 
     for forget in (evict, flush):
-        for left, other in (workers, workers[::-1]):
+        for left, other in (workers[-2:], workers[:-3:-1]):
             for document in documents:
                 generate(left, document)
             forget(left)
@@ -216,12 +243,16 @@ def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router,
     assert refused.status_code == 400 and "put cache_salt into the body" in refused.text
 
 
+STRAY = 2
+"""Prompts that reach another worker when the router's list gets shorter: it names workers by their places there."""
+
+
 def test_a_worker_dies_the_rest_goes_on_and_it_comes_back(workers, middleware, following, start_worker):
     """The last test: it leaves no worker as it was."""
-    documents = [f"{number} {RIVER}" for number in range(8)]
+    documents = [f"{number} {RIVER}" for number in range(6 * len(workers))]
     homes = {document: where(generate(middleware, document, cache_salt="dies"))[0] for document in documents}
     assert set(homes.values()) == set(workers)
-    dead, alive = workers
+    dead, alive, *others = workers
     long = {"sampling_params": {**GREEDY, "max_new_tokens": 500}, "stream": True, "cache_salt": "dies"}
 
     def read(document):
@@ -236,20 +267,29 @@ def test_a_worker_dies_the_rest_goes_on_and_it_comes_back(workers, middleware, f
         return json.loads(lines[-2].removeprefix(b"data: "))
 
     started = set()
-    lost, kept = (next(document for document, home in homes.items() if home == worker) for worker in workers)
+    lost, kept = (next(document for document, home in homes.items() if home == worker) for worker in (dead, alive))
     with ThreadPoolExecutor(2) as pool:
         streams = [pool.submit(read, document) for document in (lost, kept)]
         assert wait_for(lambda: started == {lost, kept}, timeout=60)
         kill(dead)
         answers = [generate(middleware, document, cache_salt="dies") for document in documents]
-        assert {where(answer)[0] for answer in answers} == {alive}
-        assert [where(answer)[1] for answer in answers] == [[homes[document] == alive] for document in documents]
+        now = dict(zip(documents, map(where, answers), strict=True))
+        assert {worker for worker, _ in now.values()} == {alive, *others}
+        stray = [document for document, home in homes.items() if now[document] != (home, [True]) and home != dead]
+        assert len(stray) <= STRAY
         broken, whole = (stream.result(timeout=120) for stream in streams)
     assert "error" in broken, broken
     direct = post(alive, "/generate", {"segments": [chunk(kept), text("Who?")], **long, "stream": False})
     assert whole["output_ids"] == direct.json()["output_ids"]
-    again = [where(generate(middleware, document, cache_salt="dies")) for document in documents]
-    assert again == [(alive, [True])] * len(documents)
+
+    def all_hit():
+        """What the dead worker had has been computed by others, which are asked for it."""
+        found = [where(generate(middleware, document, cache_salt="dies")) for document in documents]
+        misses = [hits for _, hits in found].count([False])
+        assert misses <= STRAY and dead not in {worker for worker, _ in found}
+        return not misses
+
+    assert wait_for(all_hit, timeout=60)
     assert post(middleware, *BODIES["a plain prompt"]).status_code == 200
     for document in documents:
         generate(alive, document)
