@@ -1,4 +1,7 @@
-"""Two servers, and four, behind the router `smg`: asked directly, through it, and through our middleware (docs/routing.md)."""
+"""Two servers, and four, behind the router `smg`: asked directly, through it, and through our middleware.
+
+See docs/routing.md.
+"""
 
 import itertools
 import json
@@ -134,10 +137,14 @@ def generate(url, *documents, **body):
     return answer
 
 
+def hits_of(answer):
+    """Which chunks the worker had."""
+    return [one["hit"] for one in answer.json()["meta_info"]["chunks"]]
+
+
 def where(answer):
     """The worker that answered, and which chunks it had."""
-    hits = [one["hit"] for one in answer.json()["meta_info"]["chunks"]]
-    return answer.headers["X-SMG-Routed-Worker-Id"], hits
+    return answer.headers["X-SMG-Routed-Worker-Id"], hits_of(answer)
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -157,10 +164,12 @@ def test_everything_passes_byte_for_byte(name, workers, router, middleware):
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
 def test_long_streams_pass_whole(path, workers, router, middleware):
     """How many tokens an event has depends on how fast the server is; all of them are those of a direct answer."""
-    length = {"/generate": {"sampling_params": {**GREEDY, "max_new_tokens": 60}}}.get(path, {**STREAM, "max_tokens": 60})
-    name = "segments" if path == "/generate" else "a chat's stream"
-    body = {**BODIES[name][1], **length, "stream": True, "return_logprob": False, "ignore_eos": True}
+    body = {"segments": SEGMENTS, "sampling_params": {**GREEDY, "max_new_tokens": 60}, "stream": True}
+    if path != "/generate":
+        body = {**CHAT, **STREAM, "max_tokens": 60, "ignore_eos": True}
     streams = []
+    for worker in workers:
+        post(worker, path, body)  # from here on all is cached
     for url in (workers[0], router, middleware):
         content = post(url, path, body).content
         *events, done = [event.removeprefix(b"data: ") for event in content.removesuffix(b"\n\n").split(b"\n\n")]
@@ -241,6 +250,19 @@ def test_the_salt_s_header_is_refused_since_the_router_drops_it(workers, router,
     assert hits == [False, True]  # the router's fault: were it mended, there would be nothing to refuse
     refused = post(middleware, "/generate", body, **headers)
     assert refused.status_code == 400 and "put cache_salt into the body" in refused.text
+
+
+def test_what_the_router_passes_to_nobody_or_to_all(workers, router):
+    """As the page says: were it mended, the page would have to be."""
+    for path in ("/chunks", "/lazy_info"):
+        assert [requests.get(url + path, timeout=60).status_code for url in (workers[0], router)] == [200, 404]
+    parts = [chunk(RIVER), {"type": "input_text", "text": "Who?"}]
+    body = {"model": "tiny", "input": [{"role": "user", "content": parts}], "max_output_tokens": 6}
+    assert [post(url, "/v1/responses", body).status_code for url in (workers[0], router)] == [200, 400]
+    for worker in workers:
+        generate(worker, LIBRARY)
+    assert requests.post(f"{router}/flush_cache", timeout=60).ok
+    assert [hits_of(generate(worker, LIBRARY)) for worker in workers] == [[False]] * len(workers)
 
 
 STRAY = 2
