@@ -1,11 +1,12 @@
-"""Measures whether a tenant's time to first token reveals that another tenant holds the same document.
+"""Measures whether times and counts reveal to a tenant that another one holds a document.
 
     python -m benchmark.isolation.ttft --url http://127.0.0.1:30000 --pairs 100
 
 For each pair of new documents of the same length, another tenant, under another salt, first sends one of them and an
-unrelated one. Then the attacker asks about both, in random order. Prints quartiles of both times, their rank test
-(Mann-Whitney U, two-sided, normal approximation) and, as a positive control, the same for a document that the attacker
-itself has sent before: a test that missed that would prove nothing.
+unrelated one. Then the attacker looks both up and asks about them, in random order. Prints quartiles of the times to
+the first token and of the look-ups, their rank tests (Mann-Whitney U, two-sided, normal approximation) and, as a
+positive control, the same for a document that the attacker itself has sent before: a test that missed that would prove
+nothing.
 """
 
 import argparse
@@ -15,13 +16,11 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import requests
 
-WORDS = [
-    *("river", "mill", "stone", "bridge", "north", "market", "winter", "copper"),
-    *("ledger", "harbour", "field", "tower", "letter", "glass", "train"),
-]
+from sglang_lazy.core.keys import tokens_digest
 
 
 def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
@@ -33,57 +32,81 @@ def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
     return math.erfc(abs(z) / math.sqrt(2))
 
 
-def ask(url: str, salt: str, document: str) -> tuple[float, int]:
-    """Seconds to the first token, and how many chunk tokens were reused."""
+class Seen(NamedTuple):
+    """What a tenant learns about one document: seconds to the first token, and to be told that it has no such chunk;
+    how many tokens its prompt reused, and how many of these were the chunk's."""
+
+    ttft: float
+    lookup: float
+    cached: int
+    of_chunk: int
+
+
+def look_up(url: str, salt: str, digest: str) -> float:
+    start = time.perf_counter()
+    response = requests.get(f"{url}/chunks/{digest}", headers={"X-Cache-Salt": salt}, timeout=60)
+    seconds = time.perf_counter() - start
+    assert response.status_code in (200, 404), response.text
+    return seconds
+
+
+def ask(url: str, salt: str, document: Sequence[int]) -> Seen:
+    chunk = {"type": "chunk", "input_ids": list(document)}
     body = {
-        "segments": [
-            {"type": "text", "text": "Read: "},
-            {"type": "chunk", "text": document},
-            {"type": "text", "text": " When?"},
-        ],
+        "segments": [{"type": "text", "text": "Read: "}, chunk, {"type": "text", "text": " When?"}],
         "cache_salt": salt,
         "stream": True,
         "sampling_params": {"temperature": 0, "max_new_tokens": 1},
     }
+    lookup = look_up(url, salt, tokens_digest(document).hex())
     start = time.perf_counter()
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=60) as response:
         response.raise_for_status()
         events = (line for line in response.iter_lines() if line.startswith(b"data: {"))
-        first = json.loads(next(events)[6:])
+        meta_info = json.loads(next(events)[6:])["meta_info"]
         seconds = time.perf_counter() - start
         for _ in events:
             pass
-    return seconds, first["meta_info"]["cached_tokens_details"]["chunk"]
+    return Seen(seconds, lookup, meta_info["cached_tokens"], meta_info["cached_tokens_details"]["chunk"])
+
+
+def measure(url: str, pairs: int, tokens: int, rng: random.Random) -> dict[str, list[Seen]]:
+    """What the attacker sees of documents that another tenant holds, that nobody does, and that it holds itself."""
+    groups: dict[str, list[Seen]] = {"held by another": [], "held by nobody": [], "own": []}
+    for _ in range(pairs):
+        held, free, own, unrelated = ([rng.randrange(20, 500) for _ in range(tokens)] for _ in range(4))
+        for document in (held, unrelated):
+            ask(url, "victim", document)
+        ask(url, "attacker", own)
+        order = list(zip(groups, (held, free, own), strict=True))
+        rng.shuffle(order)
+        for name, document in order:
+            groups[name].append(ask(url, "attacker", document))
+    return groups
+
+
+def p_values(groups: dict[str, list[Seen]], what: str) -> tuple[float, float]:
+    """Of documents held by another or by nobody, and of one's own or nobody's.  what: a field of `Seen`."""
+    of = {name: [getattr(seen, what) for seen in group] for name, group in groups.items()}
+    return rank_test(of["held by another"], of["held by nobody"]), rank_test(of["own"], of["held by nobody"])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--words", type=int, default=400)
+    parser.add_argument("--tokens", type=int, default=400, help="of a document")
     args = parser.parse_args()
-    rng = random.Random(0)
-    run = f"{time.time_ns():x}"  # so that no document recurs from an earlier run
-    groups: dict[str, list[float]] = {"held by another": [], "held by nobody": [], "own": []}
-    reused = dict.fromkeys(groups, 0)
-    for pair in range(args.pairs):
-        documents = [" ".join([run, str(pair), *rng.choices(WORDS, k=args.words)]) for _ in range(4)]
-        held, free, own, unrelated = documents
-        for document in (held, unrelated):
-            ask(args.url, "victim", document)
-        ask(args.url, "attacker", own)
-        order = [("held by another", held), ("held by nobody", free), ("own", own)]
-        rng.shuffle(order)
-        for name, document in order:
-            seconds, tokens = ask(args.url, "attacker", document)
-            groups[name].append(seconds)
-            reused[name] += tokens
-    for name, times in groups.items():
-        quartiles = " ".join(f"{1e3 * value:.2f}" for value in statistics.quantiles(times, n=4))
-        print(f"{name:16} ms at 25, 50, 75%: {quartiles}; chunk tokens reused: {reused[name]}")
-    p_value = rank_test(groups["held by another"], groups["held by nobody"])
-    print(f"held by another or by nobody: p = {p_value:.3f}")
-    print(f"own or held by nobody:        p = {rank_test(groups['own'], groups['held by nobody']):.2g}")
+    groups = measure(args.url, args.pairs, args.tokens, random.Random(time.time_ns()))  # documents of no earlier run
+    for name, group in groups.items():
+        for what in ("ttft", "lookup"):
+            quartiles = statistics.quantiles([getattr(seen, what) for seen in group], n=4)
+            shown = " ".join(f"{1e3 * value:.2f}" for value in quartiles)
+            print(f"{name:16} {what:6} ms at 25, 50, 75%: {shown}")
+        print(f"{name:16} chunk tokens reused: {sum(seen.of_chunk for seen in group)}")
+    for what in ("ttft", "lookup"):
+        other, own = p_values(groups, what)
+        print(f"{what}: held by another or by nobody, p = {other:.3f}; own or held by nobody, p = {own:.2g}")
 
 
 if __name__ == "__main__":

@@ -38,6 +38,21 @@ def references(sources: list[Path]) -> str:
     return table([*header, "stock, warm"], body)
 
 
+def metered(sources: list[Path]) -> str:
+    """Mean microseconds of a request for each of its chunks, without metrics and with them, and what these take."""
+    found = {}
+    for row in (row for source in sources for row in lines(source) if "requests" in row):
+        case = tuple(int(part) for part in row["shape"].split("x"))[::-1], row["resident"], row["mode"]
+        found[case, row["contender"]] = row["us_per_chunk"]["mean"], row["steps_us_per_chunk"]["metrics"]["mean"]
+    body = []
+    for case in sorted({case for case, _ in found}, key=lambda case: (*case[:2], case[2] != "warm")):
+        (chunk_len, chunks), resident, mode = case
+        (without, _), (with_them, own) = found[case, "lazy"], found[case, "lazy-metrics"]
+        pool = "full" if mode == "evicting" else "all resident"
+        body.append([f"{chunks}x{chunk_len}", f"{resident:,}", pool, *map(number, (without, with_them, own))])
+    return table(["request", "resident", "pool", "without metrics", "with metrics", "of these, publishing"], body)
+
+
 def loaded(sources: list[Path]) -> str:
     """Microseconds that one more chunk adds to a request with a host tier and without one."""
     found = values(sources)

@@ -18,8 +18,9 @@ from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port.cache.host_pool import CpuHostPool
 from sglang_lazy.port.scheduler import steps as hooks
+from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 
-STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "eviction")
+STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "metrics", "eviction")
 VOCAB_SIZE = 128256
 MAX_CHUNKS = 64
 MAX_FILL_TOKENS = 8192
@@ -75,6 +76,9 @@ class Host(Scheduler):
     filled: chunks computed so far.
     """
 
+    metrics: ChunkMetrics | None = None
+    """Published after each batch, as SGLang does with `--enable-metrics`."""
+
     def __init__(
         self, cache_class: type[RadixCache], pool_size: int, context_len: int, device: str, host_size: int = 0
     ):
@@ -110,6 +114,15 @@ class Host(Scheduler):
 
         return counted
 
+    def publish_metrics(self) -> None:
+        """From here on."""
+        from prometheus_client import REGISTRY  # not before `main` has named the folder
+
+        for name in list(REGISTRY._names_to_collectors):  # those of an earlier host
+            if name.startswith("sglang_lazy:") and name in REGISTRY._names_to_collectors:
+                REGISTRY.unregister(REGISTRY._names_to_collectors[name])
+        self.metrics = ChunkMetrics(self.tree_cache.store, {"model_name": "none", "tp_rank": 0})
+
     def insert(self, tokens: array, known: torch.Tensor | None = None) -> torch.Tensor:
         """Make `tokens` resident, the first of them in the slots `known`; returns all their slots."""
         new = self.pools.slots.alloc(len(tokens) - (0 if known is None else len(known)))
@@ -142,6 +155,9 @@ class Host(Scheduler):
             with self.clock("finish"):
                 for ended in reqs:
                     release_kv_cache(ended, self.tree_cache)
+            if self.metrics is not None:
+                with self.clock("metrics"):
+                    self.metrics.publish()
         return dict(self.clock.steps)
 
     def publish(self, _running_batch, batch) -> None:

@@ -5,11 +5,12 @@ there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is residen
 there are four times as many chunks, so misses are computed and evict others. `stock` is SGLang's radix cache on plain
 prompts of the same length: the same tokens begin every prompt, then comes one of as many documents as there are chunks,
 each a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to prompts
-without chunks. `lazy-tiers` is `lazy` with a host tier that holds ten times as many chunks, and requests for all of
-them when evicting: what is missing on the device is loaded, or rather all but copied. Times are CPU time of the thread,
-and torch has no other threads, so other work on the machine counts less; shapes and contenders of one chunk length take
-turns. Last comes what each further chunk adds to a request, resident or missing and computed, where shapes differ in
-the number of chunks alone. Rows go to `--out` as JSON lines, after a line with the environment.
+without chunks. `lazy-metrics` is `lazy` with `--enable-metrics`. `lazy-tiers` is `lazy` with a host tier that holds ten
+times as many chunks, and requests for all of them when evicting: what is missing on the device is loaded, or rather all
+but copied. Times are CPU time of the thread, and torch has no other threads, so other work on the machine counts less;
+shapes and contenders of one chunk length take turns. Last comes what each further chunk adds to a request, resident or
+missing and computed, where shapes differ in the number of chunks alone. Rows go to `--out` as JSON lines, after a line
+with the environment.
 
     python -m benchmark.scheduler.host_time --out host_time.jsonl
 """
@@ -19,8 +20,10 @@ import collections
 import gc
 import itertools
 import json
+import os
 import random
 import statistics
+import tempfile
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,9 +56,11 @@ class Traffic:
     """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
 
     on_host: how many chunks the host holds for each that is resident; without a host tier if 0.
+    metrics: whether they are published, as with `--enable-metrics`.
     """
 
     on_host = 0
+    metrics = False
 
     def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
         self.num_chunks, self.chunk_len = shape
@@ -104,6 +109,12 @@ class Tiered(Linked):
     on_host = 10
 
 
+class Metered(Linked):
+    """The same with metrics."""
+
+    metrics = True
+
+
 class Plain(Traffic):
     """Each request has the same tokens first, then one document: a prefix as long, over as many leaves."""
 
@@ -126,7 +137,7 @@ class PlainOnOurs(Plain):
     cache_class = LazyRadixCache
 
 
-CONTENDERS = {"lazy": Linked, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}
+CONTENDERS = {"lazy": Linked, "lazy-metrics": Metered, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}
 
 
 class Case:
@@ -147,6 +158,8 @@ class Case:
         host_size = traffic.on_host and (traffic.on_host + 1) * num_resident * chunk_len
         self.host = Host(traffic.cache_class, pool_size, prompt_len + 8, args.device, host_size)
         self.traffic.fill(self.host, num_resident)
+        if traffic.metrics:
+            self.host.publish_metrics()
         for _ in range(args.warm_up):
             self.host.serve(self.traffic.next())
         self.samples, self.filled, self.evicted_before = [], [], self.host.evicted
@@ -294,7 +307,8 @@ def main() -> None:
     args = parse_args()
     torch.set_num_threads(1)
     print(TABLE.format("", "", "", "resident", "ms/req", "us/chunk", "p99", "mean", "us/evict", *STEPS))
-    with published(args.device), open(args.out, "a", encoding="utf-8") as out:
+    with published(args.device), tempfile.TemporaryDirectory() as folder, open(args.out, "a", encoding="utf-8") as out:
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # metrics go to files, as those of a server's processes do
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
         print(json.dumps({"environment": environment}), file=out, flush=True)
         measured = []

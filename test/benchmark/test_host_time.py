@@ -17,11 +17,14 @@ def test_rows(tmp_path):
         measured = list(rows(parse_args([*flags, "--out", str(tmp_path / "rows.jsonl")])))
     cases = [(row["contender"], row["mode"]) for row in measured]
     assert cases == [
-        (name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-tiers", "lazy-plain", "stock")
+        (name, mode)
+        for mode in ("warm", "evicting")
+        for name in ("lazy", "lazy-metrics", "lazy-tiers", "lazy-plain", "stock")
     ]
     for row in measured:
         assert json.loads(json.dumps(row)) == row
-        assert (row["filled"] > 0) == (row["mode"] == "evicting" and row["contender"] == "lazy")
+        computes = row["mode"] == "evicting" and row["contender"] in ("lazy", "lazy-metrics")
+        assert (row["filled"] > 0) == computes
         assert row["resident"] == 12, "with two chunks resident, no request of three is all hits"
         full = row["mode"] == "evicting" or row["contender"] == "lazy-tiers"
         assert (row["evicted"] > 0) == full == (row["us_per_evicted"] is not None)
@@ -30,6 +33,7 @@ def test_rows(tmp_path):
         assert sum(step["mean"] for step in steps.values()) == pytest.approx(total["mean"], abs=0.1)
         assert 0 < total["p50"] <= total["p99"] <= total["max"]
         assert all(steps[step]["mean"] > 0 for step in ("layout", "batch", "publish", "finish"))
+        assert (steps["metrics"]["mean"] > 0) == (row["contender"] == "lazy-metrics")
 
 
 def test_further_chunks():
