@@ -1,9 +1,13 @@
 """A server's metrics, as docs/metrics.md describes them and with known numbers, and its events."""
 
+import itertools
 import json
 import re
 import threading
+import time
 from array import array
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,12 +15,13 @@ import pytest
 import requests
 import yaml
 import zmq
-from http_prompts import ids
+from http_prompts import RAILWAY, RIVER, ids
 from prometheus_client.parser import text_string_to_metric_families
 from sglang.srt.disaggregation.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
+from sglang_lazy.scheduler import advice
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import free_ports, wait_for
 
@@ -31,10 +36,10 @@ QUESTION = ids("text", 7, 8, 9)
 
 
 class Server:
-    """kv_events: where it publishes events."""
+    """kv_events: where it publishes events.  log: the file of its output."""
 
-    def __init__(self, url, kv_events):
-        self.url, self.kv_events = url, kv_events
+    def __init__(self, url, kv_events, log):
+        self.url, self.kv_events, self.log = url, kv_events, log
 
     def ask(self, *segments, status=200, num_tokens=4, **body):
         params = {"temperature": 0, "max_new_tokens": num_tokens, "ignore_eos": True}
@@ -42,6 +47,9 @@ class Server:
         answer = requests.post(f"{self.url}/generate", json=body, timeout=60)
         assert answer.status_code == status, answer.text
         return answer.json().get("meta_info")
+
+    def load(self):
+        return requests.get(f"{self.url}/v1/loads", timeout=60).json()["loads"][0]
 
     def flush(self):
         assert requests.post(f"{self.url}/flush_cache?timeout=30", timeout=60).ok
@@ -76,6 +84,9 @@ class Server:
         wait_for(lambda: growth() == expected)
         assert growth() == expected
 
+    def has_grown(self, before, name):
+        return self.counted()[name] > before[name]
+
     def has(self, **gauges):
         """Once published, these gauges have these values."""
 
@@ -92,8 +103,9 @@ def running(tiny_model, tmp_path_factory):
     (port,) = free_ports(1)
     flags = ["--model-path", tiny_model, "--max-total-tokens", "1000", *device_flags(), "--enable-metrics"]
     flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
+    flags += ["--lazy-chunk-separator", "##", "--lazy-chunk-roles", "tool"]  # of text; others here send tokens
     with running_server([*flags, "--decode-log-interval", "1"], log) as url:
-        yield Server(url, f"tcp://127.0.0.1:{port}")
+        yield Server(url, f"tcp://127.0.0.1:{port}", log)
 
 
 @pytest.fixture
@@ -185,6 +197,23 @@ def test_reuse(server):
     expected |= {"filled_tokens_total": 150, "fill_seconds_count": 1, "chunk_wait_seconds_count": 1}
     server.grows(before, {**expected, "batches_total true prefill": 2, "cached_tokens_total chunk": 150})
     server.has(resident_chunks=2, resident_chunk_tokens=150, evictable_chunks=2, evictable_chunk_tokens=150)
+
+
+@pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
+def test_flags_of_the_server_make_chunks_of_plain_text(server, path):
+    """Of what stands between separators, and of tools' messages; a request may ask for none."""
+    tool = {"role": "tool", "tool_call_id": "1", "content": RAILWAY}
+    user = {"role": "user", "content": f"Read: ##{RIVER}## Who?"}
+    body = {"model": "any", "messages": [tool, user], "max_tokens": 1}
+    if path == "/generate":
+        body = {"text": user["content"], "sampling_params": {"max_new_tokens": 1}}
+    none = {"chunk_separator": ""} if path == "/generate" else {"chunk_separator": "", "chunk_roles": []}
+    for options, num_chunks in (({}, 1 if path == "/generate" else 2), (none, 0)):
+        name, before = "chunk_references_total", server.counted()
+        prefills = f"batches_total {str(num_chunks > 0).lower()} prefill"
+        assert requests.post(server.url + path, json={**body, **options}, timeout=60).status_code == 200
+        assert wait_for(partial(server.has_grown, before, prefills))
+        assert server.counted()[name] - before[name] == num_chunks
 
 
 def test_a_plain_prompt_counts_as_a_batch_without_chunks(server):
@@ -320,3 +349,45 @@ def test_events_of_chunks_that_leave(server, subscriber):
         BlockRemoved(hashes, "GPU") for hashes in removed[::-1]
     ]
     assert len([event for event in events if isinstance(event, BlockStored)]) == 150 + 500 + 450
+
+
+# Warnings stand last: each comes once in ten minutes
+
+
+def warns(server, message):
+    return wait_for(lambda: re.search(f"sglang-lazy: {message}", server.log.read_text()) is not None)
+
+
+def test_a_warning_of_pins_that_keep_a_prompt_waiting(server):
+    """The scheduler is paused, in place of an answer that takes the memory for so long."""
+    for chunk in (A, B, ids("chunk", *range(300, 390))):  # of 1,000 tokens, 240
+        name = server.ask(chunk, QUESTION)["chunks"][0]["id"]
+        assert requests.patch(f"{server.url}/chunks/{name}", json={"pin": True}, timeout=60).ok
+    with ThreadPoolExecutor() as clients:
+        runs = clients.submit(server.ask, ids("text", *range(3, 33)), num_tokens=720)
+        assert wait_for(lambda: server.load()["num_running_reqs"] == 1)
+        waits = clients.submit(server.ask, ids("chunk", *range(150, 400)), QUESTION)
+        assert wait_for(lambda: server.load()["num_waiting_reqs"] == 1)
+        time.sleep(0.1)  # some passes of the scheduler
+        assert not waits.done()
+        requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
+        time.sleep(advice.PATIENCE)
+        requests.post(f"{server.url}/continue_generation", json={}, timeout=60).raise_for_status()
+        assert warns(server, "a prompt has been waiting for memory for ")
+        assert runs.result() and waits.result()
+
+
+def test_a_warning_of_a_word_that_changes_in_a_template(server):
+    def chunk(number):
+        return ids("chunk", *range(10, 10 + advice.MIN_LEN), 100 + number)
+
+    for first in range(0, 2 * advice.MANY_ALIKE, 8):
+        server.ask(*map(chunk, range(first, first + 8)), QUESTION)
+    assert warns(server, f"{advice.MANY_ALIKE} chunks differ, but not in their first ")
+
+
+def test_a_warning_of_chunks_that_nobody_repeats(server):
+    numbers = itertools.product(range(10, 60), repeat=3)
+    for _ in range(2 * advice.WINDOW // 250):
+        server.ask(*(ids("chunk", *tokens) for tokens in itertools.islice(numbers, 250)), QUESTION)
+    assert warns(server, r"\d+ chunks were computed while prompts found \d cached")
