@@ -32,14 +32,17 @@ def is_gone(process: psutil.Process) -> bool:
 
 
 def processes_of(url: str) -> dict[str, psutil.Process]:
-    """By name: the HTTP process that listens on the port, its scheduler and its detokenizer."""
+    """By name: the HTTP process that listens on the port or whose tokenizer workers do, its schedulers and so on."""
     port = int(url.rpartition(":")[2])
     listening = [
         c.pid for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port
     ]
     root = psutil.Process(listening[0])
-    children = {child.name(): child for child in root.children(recursive=True)}
-    return {"http": root, **{name: children[f"sglang::{name}"] for name in ("scheduler", "detokenizer")}}
+    if root.name().startswith("sglang::tokenizer_worker"):
+        root = root.parent()
+    names = {child.name(): child for child in root.children(recursive=True)}
+    prefix = "sglang::"
+    return {"http": root} | {name.removeprefix(prefix): names[name] for name in names if name.startswith(prefix)}
 
 
 def read_stream(url, started, ended):
@@ -53,10 +56,27 @@ def read_stream(url, started, ended):
     ended.set()
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "detokenizer", "http"])
-def test_the_server_ends_with_each_of_its_processes(victim, tiny_model, tmp_path):
+RANKS = ("--dp-size", "2")
+WORKERS = ("--tokenizer-worker-num", "2")
+WAIT_FOR_WORKERS = {"SGLANG_UVICORN_WORKER_HEALTHCHECK_TIMEOUT": "120"}  # two busy cores start none in 10 s
+
+
+@pytest.mark.parametrize(
+    ("victim", "flags"),
+    [
+        *((victim, ()) for victim in ("scheduler", "detokenizer", "http")),
+        *((victim, RANKS) for victim in ("scheduler_DP1", "data_parallel_controller")),
+        *((victim, WORKERS) for victim in ("scheduler", "detokenizer", "http")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "alone",
+)
+def test_the_server_ends_with_each_of_its_processes(victim, flags, tiny_model, tmp_path):
+    """Also with data-parallel ranks and with several tokenizer workers, where SGLang alone would go on for ever."""
     log = tmp_path / "server.log"
-    with running_server(["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags()], log) as url:
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags(), *flags]
+    with running_server(flags, log, environment=WAIT_FOR_WORKERS) as url:
+        num_processes = {RANKS[0]: 5, WORKERS[0]: 5}.get(flags[-2], 3)
+        assert wait_for(lambda: len(processes_of(url)) == num_processes, 4 * PATIENCE), log.read_text()[-2000:]
         processes = processes_of(url)
         started, ended = threading.Event(), threading.Event()
         threading.Thread(target=read_stream, args=(url, started, ended), daemon=True).start()

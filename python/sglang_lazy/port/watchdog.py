@@ -1,10 +1,12 @@
 """Close gaps in SGLang's watchdog, so that a server ends soon after one of its processes has died."""
 
 import os
+import signal
 from typing import Any
 
 import psutil
 from sglang.srt.environ import envs
+from sglang.srt.utils import kill_process_tree
 from sglang.srt.utils.cudacore_pyspy_dump_utils import collect_scheduler_processes
 
 from sglang_lazy.port.hooks import Hook
@@ -46,6 +48,14 @@ def skip_impossible_dump(_manager: Any, *_args: Any, **_kwargs: Any) -> None:
         envs.SGLANG_CUDA_COREDUMP_BEFORE_CRASH.set(False)
 
 
+def end_on_quit(_result: Any, _supervisor: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After `Multiprocess.__init__` of uvicorn, which supervises several tokenizer workers: SIGQUIT ends the server.
+
+    SGLang sends it to this process when another one has died; uvicorn would take it and do nothing.
+    """
+    signal.signal(signal.SIGQUIT, lambda _number, _frame: kill_process_tree(os.getpid()))
+
+
 HOOKS = (
     Hook("sglang.srt.utils.watchdog.SubprocessWatchdog.start", watch_schedulers, "BEFORE"),
     Hook(
@@ -53,4 +63,5 @@ HOOKS = (
         skip_impossible_dump,
         "BEFORE",
     ),
+    Hook("uvicorn.supervisors.multiprocess.Multiprocess.__init__", end_on_quit, "AFTER"),
 )

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from sglang.srt.managers.multi_tokenizer_mixin import MultiTokenizerRouter, TokenizerWorker
+from sglang.srt.utils import kill_itself_when_parent_died
 
 from sglang_lazy.serving import known_chunks, registration
 from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
@@ -28,6 +29,7 @@ def share(_result: Any, global_state: Any) -> None:
         server = ObjectServer(lambda: {"chunks": chunks, "registrations": registration.WorkerRegistrations(progress)})
         os.environ[_ADDRESS] = server.address
     elif isinstance(manager, TokenizerWorker):
+        kill_itself_when_parent_died()  # it would go on listening, and nobody would answer
         connection = connect(os.environ[_ADDRESS])
         known_chunks.replace(manager, Proxy(connection, "chunks"))
         registration.replace(manager, Proxy(connection, "registrations"))
