@@ -1,10 +1,11 @@
 """Run the programs of examples/frameworks against a tiny server: what they send in another order must be reused.
 
-Likewise examples/agent_skills.py, whose prompts must reuse more by chunks than by prefixes.
+Likewise examples/agent_skills.py, whose prompts must reuse by chunks and by prefixes what its docstring says.
 
 usage: clients.py PYTHON, the interpreter of the environment that examples/frameworks/requirements.txt describes
 """
 
+import ast
 import re
 import subprocess
 import sys
@@ -39,11 +40,13 @@ def main() -> None:
             # Tokens at a chunk's ends may differ from those of the document alone.
             if second - first < 0.95 * tokens:
                 sys.exit(f"{program.name}: the documents have {tokens} tokens, and they were not all reused")
-        output = output_of(sys.executable, EXAMPLES / "agent_skills.py", "--url", url, "--requests", "10")
+        agents = EXAMPLES / "agent_skills.py"
+        output = output_of(sys.executable, agents, "--url", url)
         print(output)
-        prefixes, chunks = map(int, re.findall(r"(\d+)%", output))
-        if chunks <= prefixes:
-            sys.exit("agent_skills.py: chunks reused no more than prefixes")
+        shares = sorted(re.findall(r"\d+%", output))
+        says = ast.get_docstring(ast.parse(agents.read_text(encoding="utf-8")))
+        if shares != sorted(re.findall(r"\d+%", says)):
+            sys.exit(f"agent_skills.py: {' and '.join(shares)} of the tokens are reused, not what it says")
 
 
 if __name__ == "__main__":

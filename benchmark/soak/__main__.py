@@ -85,7 +85,7 @@ async def _until(end: float, client: Client) -> None:
 
 
 async def _settled(url: str, session: aiohttp.ClientSession, client: Client, prompt: Prompt) -> None:
-    """Check that the server becomes idle, can be emptied, and still serves. Raises Wrong."""
+    """Check that the server becomes idle, can be emptied, has all its memory back, and still serves. Raises Wrong."""
     async with session.post(f"{url}/flush_cache", params={"timeout": 30}) as response:
         if response.status != 200:
             raise Wrong(f"the server does not become idle: {response.status} {await response.text()}")
@@ -95,6 +95,10 @@ async def _settled(url: str, session: aiohttp.ClientSession, client: Client, pro
             page = await response.json()
         if response.status != 200 or page["total"]:
             raise Wrong(f"after a flush there are chunks left: {page}")
+    async with session.get(f"{url}/lazy/survey") as response:
+        memory = (await response.json())["memory"]
+    if any(tier is not None and tier["free"] != tier["size"] for tier in memory.values()):
+        raise Wrong(f"after a flush slots are taken: {memory}")
     body = {"segments": [segment.to_request() for segment in prompt.segments], "link": prompt.link}
     async with session.post(f"{url}/generate", json={**body, "sampling_params": SAMPLING}) as response:
         answer = await response.json()
