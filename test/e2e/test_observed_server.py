@@ -4,9 +4,7 @@ import itertools
 import json
 import re
 import threading
-import time
 from array import array
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -47,9 +45,6 @@ class Server:
         answer = requests.post(f"{self.url}/generate", json=body, timeout=60)
         assert answer.status_code == status, answer.text
         return answer.json().get("meta_info")
-
-    def load(self):
-        return requests.get(f"{self.url}/v1/loads", timeout=60).json()["loads"][0]
 
     def flush(self):
         assert requests.post(f"{self.url}/flush_cache?timeout=30", timeout=60).ok
@@ -351,30 +346,11 @@ def test_events_of_chunks_that_leave(server, subscriber):
     assert len([event for event in events if isinstance(event, BlockStored)]) == 150 + 500 + 450
 
 
-# Warnings stand last: each comes once in ten minutes
+# Warnings stand last: each comes once in ten minutes. That of pins: test/unit/test_advice.py
 
 
 def warns(server, message):
     return wait_for(lambda: re.search(f"sglang-lazy: {message}", server.log.read_text()) is not None)
-
-
-def test_a_warning_of_pins_that_keep_a_prompt_waiting(server):
-    """The scheduler is paused, in place of an answer that takes the memory for so long."""
-    for chunk in (A, B, ids("chunk", *range(300, 390))):  # of 1,000 tokens, 240
-        name = server.ask(chunk, QUESTION)["chunks"][0]["id"]
-        assert requests.patch(f"{server.url}/chunks/{name}", json={"pin": True}, timeout=60).ok
-    with ThreadPoolExecutor() as clients:
-        runs = clients.submit(server.ask, ids("text", *range(3, 33)), num_tokens=720)
-        assert wait_for(lambda: server.load()["num_running_reqs"] == 1)
-        waits = clients.submit(server.ask, ids("chunk", *range(150, 400)), QUESTION)
-        assert wait_for(lambda: server.load()["num_waiting_reqs"] == 1)
-        time.sleep(0.1)  # some passes of the scheduler
-        assert not waits.done()
-        requests.post(f"{server.url}/pause_generation", json={"mode": "in_place"}, timeout=60).raise_for_status()
-        time.sleep(advice.PATIENCE)
-        requests.post(f"{server.url}/continue_generation", json={}, timeout=60).raise_for_status()
-        assert warns(server, "a prompt has been waiting for memory for ")
-        assert runs.result() and waits.result()
 
 
 def test_a_warning_of_a_word_that_changes_in_a_template(server):
