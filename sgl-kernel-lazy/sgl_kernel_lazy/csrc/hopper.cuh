@@ -92,9 +92,10 @@ __device__ __forceinline__ void arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One lane arrives for its warp. racecheck of compute-sanitizer seems to order by an arrival only what the arriving lane
-// itself has accessed, and would then report what the others did even where __syncwarp comes in between. Hence a build
-// for it in which every lane arrives for itself; test/kernel/sanitize.py sees first what the tool makes of either.
+// One lane arrives for its warp, once all of its lanes are done. racecheck of compute-sanitizer seems to order by an
+// arrival only what the arriving lane itself has accessed, and would then report what the others did even where
+// __syncwarp comes in between. Hence a build for it in which every lane arrives for itself; test/kernel/sanitize.py sees
+// first what the tool makes of either.
 #ifdef LAZY_EVERY_LANE_ARRIVES
 constexpr int ARRIVALS_OF_WARP = 32;
 #else
@@ -102,6 +103,7 @@ constexpr int ARRIVALS_OF_WARP = 1;
 #endif
 
 __device__ __forceinline__ void arrive_for_warp(uint32_t barrier, int lane) {
+  __syncwarp();
   if (lane < ARRIVALS_OF_WARP) arrive(barrier);
 }
 

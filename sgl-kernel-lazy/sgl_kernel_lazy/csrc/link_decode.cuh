@@ -341,11 +341,8 @@ struct Ring {
   __device__ void step() {
     if (++stage == num_stages) stage = 0, phase ^= 1;
   }
-  // Says that this warp has read the stage: one lane arrives, for all of them by way of __syncwarp.
-  __device__ void release() const {
-    __syncwarp();
-    arrive_for_warp(empty(), threadIdx.x % 32);
-  }
+  // Says that this warp has read the stage.
+  __device__ void release() const { arrive_for_warp(empty(), threadIdx.x % 32); }
 };
 
 // Copies every tile of every task of this block. All threads of the warpgroup follow the tiles; each copies the keys or
