@@ -75,7 +75,9 @@ def print_row(row: dict) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_server_arguments(parser)
-    parser.add_argument("--case", dest="cases", action="append", default=[], help="a workload and its flags, quoted")
+    parser.add_argument(
+        "--case", dest="cases", type=parse_case, action="append", default=[], help="a workload and its flags, quoted"
+    )
     parser.add_argument("--plan", type=typed(read_plan), nargs="+", default=[], help="files with a case on each line")
     parser.add_argument(
         "--kv-pool-gb", type=typed(positive_float), nargs="+", default=[None], help="sizes of the KV pool, 1e9 bytes"
@@ -90,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="results folder, new or empty")
     args = parser.parse_args()
-    args.cases = [parse_case(line) for line in [*itertools.chain(*args.plan), *args.cases]]
+    args.cases = [*map(parse_case, itertools.chain(*args.plan)), *args.cases]
     if not args.cases:
         parser.error("there is no case: give --case or --plan")
     for case in args.cases:
