@@ -5,10 +5,11 @@ Starts a server with a tiny random-weight model unless --url names a running one
 
 import argparse
 
-from sample import INSTRUCTION, document_text, load_sample
+from sample import load_sample
 from tiny_model import server_or_tiny
 
 import sglang_lazy as sgl
+from sglang_lazy.verify.prompts import INSTRUCTION, document_text
 
 
 @sgl.function

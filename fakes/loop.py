@@ -1,5 +1,6 @@
 """The scheduler over recording pools, checked after every step, with queries for tests."""
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -52,6 +53,19 @@ class Loop(Scheduler):
             self.submit([chunk, QUESTION], f"warm-{i}", max_new_tokens=1)
             self.run()
         self.log.clear()
+
+    def disturb(self, dice: random.Random) -> set[Req]:
+        """Go up to three steps on, then abort a waiting request and the one that is prefilled in pieces, each in one
+        of five cases. Returns those aborted."""
+        aborted = set()
+        for _ in range(dice.randint(0, 3)):
+            self.step()
+        if self.waiting_queue and dice.random() < 0.2:
+            aborted.add(req := dice.choice(self.waiting_queue))
+            self.abort(req)
+        if self.chunked_req is not None and dice.random() < 0.2:
+            aborted.add(self.abort_chunked())
+        return aborted
 
     def visible(self) -> list[Req]:
         """The queue that batch formation would see now."""

@@ -86,11 +86,6 @@ def log_probabilities(
     return output.logits[0, :-1].float().log_softmax(-1)
 
 
-def divergence(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(target || found), averaged over rows."""
-    return torch.nn.functional.kl_div(found, target, log_target=True, reduction="batchmean")
-
-
 def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float | None, meaning: str) -> None:
     """The arguments of every training.  meaning: of the learning rate."""
     parser.add_argument("--model", type=Path, required=True, help="folder of a model in safetensors")

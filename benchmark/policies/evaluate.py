@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from benchmark.kv_bytes import kv_bytes_per_token
 from benchmark.policies.comb import COMB, CombModel
 from benchmark.policies.preambles import PREAMBLES
 from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import SERVER, Preambles, parse
 from benchmark.quality.asking import Prompts, as_user_message
+from benchmark.quality.divergence import kl_divergence
 from benchmark.quality.questions import Question, read_questions
 from oracle.adapters import merge
 from oracle.policies import candidates
@@ -117,24 +119,18 @@ def evaluate(
             "policy": name,
             "prompt_tokens": len(token_ids(asked)),
             "share": recomputed,
-            "kv_bytes": comb.bytes_per_token if name in COMB else bytes_per_token(oracle.model.config),
+            "kv_bytes": comb.bytes_per_token if name in COMB else kv_bytes_per_token(oracle.model.config),
             "nll": -scored[0].gather(1, torch.tensor(gold)[:, None]).mean().item(),
             "answer_tokens": len(gold),
             "own_tokens": len(own),
         }
         for answer, mine, its in zip(("", "own_"), scored, full, strict=True):
-            line[f"{answer}kl"] = (its.exp() * (its - mine)).sum(-1).mean().item()
+            line[f"{answer}kl"] = kl_divergence(mine, its).mean().item()
             line[f"{answer}agree"] = (its.argmax(-1) == mine.argmax(-1)).float().mean().item()
         if greedy is not None:
             answer = tokenizer.decode(greedy, skip_special_tokens=True).strip().split("\n")[0]
             line |= {"answer": answer, "em": exact_match(answer, question.answers), "f1": f1(answer, question.answers)}
         yield line | {"seconds": round(time.perf_counter() - started, 2)}
-
-
-def bytes_per_token(config) -> int:
-    """Bytes of a token's keys and values in all layers, at 16 bits."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * 2
 
 
 def parse_args() -> argparse.Namespace:

@@ -23,6 +23,7 @@ from benchmark.quality.asking import Prompts
 from oracle.segments import Segment
 from sglang_lazy import Engine
 from sglang_lazy.core.config import PREAMBLE
+from sglang_lazy.testing import device_options
 
 KINDS = ["block", "epic:tokens=16", "query:ratio=0.15", "blend:ratio=0.15", "static:ratio=0.15"]
 POLICIES = ["full", "base:preamble=lead", *(base + kind for base in ("", "base+") for kind in KINDS)]
@@ -34,7 +35,8 @@ def main() -> None:
     preambles = {SERVER: tokenizer.encode(PREAMBLE)}
     drawn = list(draw(args, Prompts(tokenizer), tokenizer))
     asked = [(question, segments, link) for question, segments in drawn for link in args.policies]
-    engine = Engine(model_path=args.model, dtype=args.dtype, log_level="error", **json.loads(args.engine))
+    options = device_options() | {"dtype": args.dtype, "log_level": "error"} | json.loads(args.engine)
+    engine = Engine(model_path=args.model, **options)
     try:
         outputs = [answers(engine, [ask[1:] for ask in asked], args) for _ in ("cold", "warm")]
     finally:
@@ -83,7 +85,6 @@ def compare(exact: Prototype, plain: Prototype, segments: list[Segment], link: s
 
 
 def parse_args() -> argparse.Namespace:
-    on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="path or hub name")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
@@ -93,8 +94,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--skip", type=int, default=0, help="prompts of each file to leave out first")
     parser.add_argument("--max-tokens", type=int, default=1500, help="longer prompts are left out")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", default="bfloat16" if on_gpu else "float32")
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--dtype", default=device_options()["dtype"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", default="{}", help="keywords of the engine, as JSON")
     parser.add_argument("--out", type=Path, required=True, help="appended to")
     return parser.parse_args()

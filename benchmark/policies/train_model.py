@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 from benchmark.policies import distill
 from benchmark.quality.adapter import add_adapter, save_adapter
+from benchmark.quality.divergence import kl_divergence
 from oracle.block_mask import load_model, visibility
 from oracle.segments import text, token_ids
 
@@ -33,7 +34,7 @@ def losses(teacher, student, examples: Iterator[distill.Example]) -> Iterator[to
         with torch.no_grad():
             target = distill.log_probabilities(teacher, {}, ids, causal, scored)
         visible = causal if number % 2 else visibility(segments, len(answer))
-        yield distill.divergence(distill.log_probabilities(student, {}, ids, visible, scored), target)
+        yield kl_divergence(distill.log_probabilities(student, {}, ids, visible, scored), target).mean()
 
 
 def main() -> None:

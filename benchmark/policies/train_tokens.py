@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from benchmark.policies import distill
 from benchmark.policies.preambles import PREAMBLES
 from benchmark.policies.specs import TRAINED, around
+from benchmark.quality.divergence import kl_divergence
 from oracle.block_mask import load_model, visibility
 from oracle.segments import Segment, text, token_ids
 from sglang_lazy.core.policy import Policy, TrainedTokens
@@ -54,7 +55,7 @@ class Trainer:
         weights = {self.name: self.embedding.index_copy(0, self.ids, self.rows)}
         visible = visibility(served, len(answer))
         found = distill.log_probabilities(self.model, weights, [*token_ids(served), *answer], visible, scored)
-        return distill.divergence(found, target)
+        return kl_divergence(found, target).mean()
 
 
 def fields(policy: Policy, ids: Sequence[int]) -> dict[str, list[int]]:

@@ -15,6 +15,7 @@ from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file
 from torch import nn
 
+from benchmark.kv_bytes import kv_bytes_per_token
 from benchmark.quality.llama import MLP, Layer, Llama, Mask, Shape, attend, shape_of
 
 SHARD = 16_000_000
@@ -128,12 +129,7 @@ class Comb(nn.Module):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of a chunk token's keys and values, at 16 bits."""
-        return kv_bytes(self.shape, len(self.places))
-
-
-def kv_bytes(shape: Shape, num_layers: int) -> int:
-    """Bytes of one token's keys and values in `num_layers` layers, at 16 bits."""
-    return 2 * num_layers * shape.num_key_value_heads * shape.head_dim * 2
+        return kv_bytes_per_token(dataclasses.replace(self.shape, num_hidden_layers=len(self.places)))
 
 
 def save_comb(decoder: Llama, comb: Comb, directory: Path, dtype: torch.dtype, tokens: dict[str, int]) -> None:

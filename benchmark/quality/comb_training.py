@@ -25,6 +25,7 @@ from benchmark.quality.comb_rows import (
     make_worlds,
     world_row,
 )
+from benchmark.quality.divergence import kl_divergence
 from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.llama import Layer, Llama, Mask, load_llama
 from benchmark.quality.packing import ANSWER, CONTEXT, FIELDS, Mix
@@ -103,15 +104,10 @@ def distributions(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tup
     return found.float().log_softmax(-1), target
 
 
-def divergence(found: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """KL(target || found) of log-probabilities [..., vocab_size]."""
-    return (target.exp() * (target - found)).sum(-1)
-
-
 def losses(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
     """The means of KL(teacher || student) with the cross entropy of answers, and of the KL of questions."""
     found, target = distributions(comb, decoder, parts, masks)
-    kl = divergence(found, target)
+    kl = kl_divergence(found, target)
     surprise = -found.gather(-1, parts.texts["targets"][..., None]).squeeze(-1)
     # Sums over all text in place of selections, whose sizes the host would have to wait for.
     kinds = parts.texts["kinds"]
@@ -193,13 +189,13 @@ class CombTrainer(Training):
         rows = divide(world_row(random.Random(seed), mix, self.recipe, grouped, "test")[None], self.recipe)
         parts, found, target = self.both(rows)
         own, known = (by_question(parts.texts, logs.argmax(-1) == parts.texts["targets"]) for logs in (found, target))
-        return own, known, behind_answers(parts, divergence(found, target))
+        return own, known, behind_answers(parts, kl_divergence(found, target))
 
     def compare(self, rows: Rows) -> tuple[float, float]:
         """Behind answers, the KL and the share of equal best tokens."""
         parts, found, target = self.both(rows)
         same = target.argmax(-1) == found.argmax(-1)
-        return behind_answers(parts, divergence(found, target)), behind_answers(parts, same.float())
+        return behind_answers(parts, kl_divergence(found, target)), behind_answers(parts, same.float())
 
     def both(self, rows: Rows) -> tuple[Parts, torch.Tensor, torch.Tensor]:
         parts = to_parts(rows, self.device)

@@ -20,22 +20,36 @@ def values(sources: list[Path]) -> Values:
     return found
 
 
-def references(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request."""
+def per_chunk(sources: list[Path], columns: dict[str, tuple[str, str, str]]) -> str:
+    """Microseconds per chunk, a row for each length and number of chunks.  columns: contender, mode and value."""
     found = values(sources)
-    columns = (
-        ("lazy", "warm", "us_per_further_chunk"),
-        ("lazy", "evicting", "us_per_further_chunk"),
-        ("lazy", "evicting", "us_per_fill"),
-        ("lazy", "evicting", "us_on_average"),
-        ("stock", "warm", "us_per_further_chunk"),
-    )
     body = []
     for chunk_len, resident in sorted({(key[1], key[3]) for key in found if isinstance(key[1], int)}):
-        cells = [spread(found[name, chunk_len, mode, resident][column]) for name, mode, column in columns]
+        cells = [spread(found[name, chunk_len, mode, resident][value]) for name, mode, value in columns.values()]
         body.append([f"{chunk_len:,}", f"{resident:,}", *cells])
-    header = ["chunk", "resident", "hit, nothing evicted", "hit, full pool", "a miss adds", "mean, full pool"]
-    return table([*header, "stock, warm"], body)
+    return table(["chunk", "resident", *columns], body)
+
+
+def references(sources: list[Path]) -> str:
+    """Microseconds that one more chunk adds to a request."""
+    columns = {
+        "hit, nothing evicted": ("lazy", "warm", "us_per_further_chunk"),
+        "hit, full pool": ("lazy", "evicting", "us_per_further_chunk"),
+        "a miss adds": ("lazy", "evicting", "us_per_fill"),
+        "mean, full pool": ("lazy", "evicting", "us_on_average"),
+        "stock, warm": ("stock", "warm", "us_per_further_chunk"),
+    }
+    return per_chunk(sources, columns)
+
+
+def loaded(sources: list[Path]) -> str:
+    """Microseconds that one more chunk adds to a request with a host tier and without one."""
+    columns = {
+        "no host tier, full pool": ("lazy", "evicting", "us_on_average"),
+        "host tier, resident": ("lazy-tiers", "warm", "us_per_further_chunk"),
+        "host tier, of all it has": ("lazy-tiers", "evicting", "us_on_average"),
+    }
+    return per_chunk(sources, columns)
 
 
 def metered(sources: list[Path]) -> str:
@@ -51,22 +65,6 @@ def metered(sources: list[Path]) -> str:
         pool = "full" if mode == "evicting" else "all resident"
         body.append([f"{chunks}x{chunk_len}", f"{resident:,}", pool, *map(number, (without, with_them, own))])
     return table(["request", "resident", "pool", "without metrics", "with metrics", "of these, publishing"], body)
-
-
-def loaded(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request with a host tier and without one."""
-    found = values(sources)
-    columns = (
-        ("lazy", "evicting", "us_on_average"),
-        ("lazy-tiers", "warm", "us_per_further_chunk"),
-        ("lazy-tiers", "evicting", "us_on_average"),
-    )
-    body = []
-    for chunk_len, resident in sorted({(key[1], key[3]) for key in found if isinstance(key[1], int)}):
-        cells = [spread(found[name, chunk_len, mode, resident][column]) for name, mode, column in columns]
-        body.append([f"{chunk_len:,}", f"{resident:,}", *cells])
-    header = ["chunk", "resident", "no host tier, full pool", "host tier, resident", "host tier, of all it has"]
-    return table(header, body)
 
 
 def requests(sources: list[Path]) -> str:

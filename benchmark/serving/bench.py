@@ -32,7 +32,7 @@ from benchmark.serving.arguments import add_server_arguments, positive_float, ty
 from benchmark.serving.case import Case, Run, parse_case, read_plan
 from benchmark.serving.contenders import Server, running, server_of
 from benchmark.serving.environment import describe_environment
-from benchmark.serving.models import kv_bytes_per_token, load_tokenizer, model_flags, model_path
+from benchmark.serving.models import load_tokenizer, model_flags, model_path, served_kv_bytes
 from benchmark.serving.pinning import pinned
 from sglang_lazy.testing import ServerError, device_flags, log_tail
 
@@ -75,7 +75,9 @@ def print_row(row: dict) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_server_arguments(parser)
-    parser.add_argument("--case", dest="cases", action="append", default=[], help="a workload and its flags, quoted")
+    parser.add_argument(
+        "--case", dest="cases", type=parse_case, action="append", default=[], help="a workload and its flags, quoted"
+    )
     parser.add_argument("--plan", type=typed(read_plan), nargs="+", default=[], help="files with a case on each line")
     parser.add_argument(
         "--kv-pool-gb", type=typed(positive_float), nargs="+", default=[None], help="sizes of the KV pool, 1e9 bytes"
@@ -90,7 +92,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, required=True, help="results folder, new or empty")
     args = parser.parse_args()
-    args.cases = [parse_case(line) for line in [*itertools.chain(*args.plan), *args.cases]]
+    args.cases = [*map(parse_case, itertools.chain(*args.plan)), *args.cases]
     if not args.cases:
         parser.error("there is no case: give --case or --plan")
     for case in args.cases:
@@ -212,7 +214,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         path = model_path(args.model, Path(scratch))
-        kv_bytes = kv_bytes_per_token(path)
+        kv_bytes = served_kv_bytes(path)
         flags = [*device_flags(), *model_flags(args.model, path), "--enable-metrics", *args.server_flags]
         try:
             tokenizer = load_tokenizer(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from benchmark.kv_bytes import kv_bytes_per_token
 from benchmark.sample import load_sample
 from sglang_lazy.testing import device_options
 from sglang_lazy.testing.tiny_model import VOCAB_SIZE as TOKENIZER_VOCAB
@@ -97,14 +98,11 @@ def model_flags(model: str, path: str) -> list[str]:
     return ["--model-path", path, *(["--load-format", "dummy"] if model in SHAPES else [])]
 
 
-def kv_bytes_per_token(path: str) -> int:
+def served_kv_bytes(path: str) -> int:
     """Bytes of KV per token that a server on this machine keeps, for the model at `path`."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(path)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    bytes_per_value = torch.finfo(getattr(torch, device_options()["dtype"])).bits // 8
-    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * bytes_per_value
+    return kv_bytes_per_token(AutoConfig.from_pretrained(path), getattr(torch, device_options()["dtype"]))
 
 
 def load_tokenizer(path: str) -> Callable[[str], list[int]]:

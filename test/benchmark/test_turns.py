@@ -67,6 +67,13 @@ def test_a_case_for_nobody(monkeypatch, tmp_path, capsys):
     assert "a chat case is for stock only" in capsys.readouterr().err
 
 
+def test_help_about_a_workload_needs_nothing_else(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["bench.py", "--case", "agent --help"])
+    with pytest.raises(SystemExit) as ended:
+        bench.parse_args()
+    assert ended.value.code == 0 and "tokens of a tool output" in capsys.readouterr().out
+
+
 def test_turns(compared):
     """The last contender of one run is the first of the next; a case may be for some contenders only."""
     asked, failures = compared(

@@ -34,13 +34,7 @@ def test_no_deadlock_and_nothing_lost(seed, link, overlap):
         own = {"cache_salt": dice.choice([None, None, "salt"]), "max_new_tokens": dice.randint(1, 12)}
         reqs.append(scheduler.submit(parts, f"r{i}", **own))
         assert reqs[-1].to_finish is None
-        for _ in range(dice.randint(0, 3)):
-            scheduler.step()
-        if scheduler.waiting_queue and dice.random() < 0.2:
-            aborted.add(req := dice.choice(scheduler.waiting_queue))
-            scheduler.abort(req)
-        if scheduler.chunked_req is not None and dice.random() < 0.2:
-            aborted.add(scheduler.abort_chunked())
+        aborted |= scheduler.disturb(dice)
     scheduler.run(2000)
     for req in reqs:
         assert req in aborted or len(req.output_ids) == req.sampling_params.max_new_tokens

@@ -16,15 +16,6 @@ from oracle.tokenizer import BOS, FIRST_ORDINARY_ID, VOCAB_SIZE
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads slow down models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
     """load(name): a model's oracle, cached for the module."""

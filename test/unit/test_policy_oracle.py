@@ -24,15 +24,6 @@ SHIFT = 20  # added to all positions, so that a preamble's are not negative
 every_model = pytest.mark.parametrize("name", MODELS)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Threads slow down models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def load(tmp_path_factory):
     """load(name): both oracles of a model, cached for the module."""

@@ -327,14 +327,7 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap):
         req = scheduler.submit(parts, f"r{i}", link=dice.choice(links), max_new_tokens=dice.randint(1, 9))
         assert req.to_finish is None
         reqs.append(req)
-        for _ in range(dice.randint(0, 3)):
-            scheduler.step()
-        if scheduler.waiting_queue and dice.random() < 0.2:
-            req = dice.choice(scheduler.waiting_queue)
-            scheduler.abort(req)
-            aborted.add(req)
-        if scheduler.chunked_req is not None and dice.random() < 0.3:
-            aborted.add(scheduler.abort_chunked())
+        aborted |= scheduler.disturb(dice)
     scheduler.run(2000)
     for req in reqs:
         assert req in aborted or len(req.output_ids) == req.sampling_params.max_new_tokens

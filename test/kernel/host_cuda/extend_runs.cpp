@@ -4,19 +4,11 @@
 // Usage: extend_runs FIRST_SEED NUM_SEEDS
 #include "extend_runs.cuh"
 
-#include <cstdio>
-#include <cstdlib>
 #include <random>
 
-using namespace lazy::extend;
+#include "check.h"
 
-#define CHECK(condition, ...)       \
-  if (!(condition)) {               \
-    std::printf("seed %d: ", seed); \
-    std::printf(__VA_ARGS__);       \
-    std::puts("");                  \
-    std::exit(1);                   \
-  }
+using namespace lazy::extend;
 
 constexpr int BLOCK_N = 16;  // small, so that rows have many tiles
 

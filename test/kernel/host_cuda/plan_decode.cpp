@@ -1,13 +1,12 @@
 // Plans random decode batches on the host and follows each plan as the kernels would: every request must see each of
 // its KV tokens once, rotated by its own offset, and nothing else; and blocks of different speeds must finish together.
 // Usage: plan_decode FIRST_SEED NUM_SEEDS
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <random>
 #include <set>
 #include <utility>
 
+#include "check.h"
 #include "plan_decode.cuh"
 
 using namespace lazy;
@@ -18,14 +17,6 @@ struct Batch {
   std::vector<int> kv_indptr{0}, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids;
   std::vector<std::multiset<Token>> expected;
 };
-
-#define CHECK(condition, ...)       \
-  if (!(condition)) {               \
-    std::printf("seed %d: ", seed); \
-    std::printf(__VA_ARGS__);       \
-    std::puts("");                  \
-    std::exit(1);                   \
-  }
 
 PlanArgs arguments(const std::vector<int>& kv_indptr, const std::vector<int>& num_segments,
                    const std::vector<int>& ends, const std::vector<int>& offsets, const std::vector<int>& ids) {

@@ -4,23 +4,15 @@
 #include "plan_extend.cuh"
 
 #include <climits>
-#include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <queue>
 #include <random>
 #include <set>
 #include <tuple>
 
-using namespace lazy::extend;
+#include "check.h"
 
-#define CHECK(condition, ...)       \
-  if (!(condition)) {               \
-    std::printf("seed %d: ", seed); \
-    std::printf(__VA_ARGS__);       \
-    std::puts("");                  \
-    std::exit(1);                   \
-  }
+using namespace lazy::extend;
 
 template <bool SPLIT_ONLY>
 bool find(const ExtendBatch& batch, int index, WorkItem& item) {
