@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from children import fail
 from rounding import Errors
 
 from fakes import whole_windows
@@ -63,6 +64,7 @@ ENGINE = {
     "mem_fraction_static": 0.2,
     "cuda_graph_max_bs_decode": 16,
     "log_level": "error",
+    "custom_sigquit_handler": fail,
 }
 
 
