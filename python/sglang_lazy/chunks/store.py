@@ -100,11 +100,11 @@ class ChunkStore:
 
     def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
         """Register a chunk that is in the tree and ends at `node`."""
-        if chunk.key not in self._cached:
-            cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
+        cached = self._cached.get(chunk.key)
+        if cached is None:
+            cached = self.catalog.add(chunk.key, node, chunk.num_tokens, time.time())
             self._cached[chunk.key] = self._by_node[node.id] = cached
-            self.catalog.add(cached)
-        return self._cached[chunk.key]
+        return cached
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether the chunk is cached."""
