@@ -210,7 +210,7 @@ class RecordingPools(Pools):
         for req in self.running:
             row = self.rows.req_to_token[req.req_pool_idx]
             places += row[req.cache_protected_len : req.kv_committed_len].tolist()
-            if (fill := fill_of(req)) is not None and fill.duplicates is not None:
+            if (fill := fill_of(req)) is not None and fill.published:
                 places += fill.duplicates.tolist()
             if (state := linked(req)) is not None and state.own is not None:
                 places += state.own.slots.tolist()

@@ -32,7 +32,7 @@ def check_slots(pools: Any) -> None:
         lost = req.kv.swa_evicted_seqlen
         assert not any(slots.window_slots(row[req.cache_protected_len : lost]))
         own = row[max(req.cache_protected_len, lost) : req.kv_committed_len]
-        if (fill := fill_of(req)) is not None and fill.duplicates is not None:
+        if (fill := fill_of(req)) is not None and fill.published:
             own += [slot for slot in fill.duplicates.tolist() if slot not in fill.lent.tolist()]
         places += slots.window_slots(own)
     assert sorted(places) == list(range(1, slots.size_swa + 1))

@@ -270,9 +270,8 @@ def test_an_ambiguous_id_is_left_alone():
         nodes[tokens] = cached.node
         loop.store.forget(cached.node)
         forged = key._replace(tokens=digests[tokens])
-        other = loop.store.catalog.new(forged, nodes[tokens], 4, 0.0)
+        other = loop.store.catalog.add(forged, nodes[tokens], 4, 0.0)
         loop.store._cached[forged] = loop.store._by_node[nodes[tokens].id] = other
-        loop.store.catalog.add(other)
     shared = b"same id.".hex()
     assert deleted(loop, shared) == ([], [shared])
     assert deleted(loop, shared + "61") == ([(shared + "61", "deleted")], [])

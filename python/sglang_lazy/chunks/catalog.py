@@ -61,9 +61,13 @@ def tenant_of(namespace: Namespace) -> Hashable:
 
 
 class Series:
-    """Chunks in order of serial number, read in pieces while chunks come and go."""
+    """Chunks in order of serial number, read in pieces while chunks come and go.
+
+    serials: the serial numbers of chunks to come.
+    """
 
     def __init__(self) -> None:
+        self.serials = itertools.count()
         self._shares: dict[int, dict[int, CachedChunk]] = {}
 
     def add(self, serial: int, chunk: CachedChunk) -> None:
@@ -71,10 +75,11 @@ class Series:
         self._shares.setdefault(serial // _SHARE, {})[serial] = chunk
 
     def remove(self, serial: int) -> None:
-        share = self._shares[serial // _SHARE]
+        number = serial // _SHARE
+        share = self._shares[number]
         del share[serial]
         if not share:
-            del self._shares[serial // _SHARE]
+            del self._shares[number]
 
     def __bool__(self) -> bool:
         return bool(self._shares)
@@ -102,29 +107,28 @@ class Catalog:
 
     def __init__(self, chunks: Mapping[ChunkKey, CachedChunk], state_of: Callable[[CachedChunk], str]):
         self._chunks, self._state_of = chunks, state_of
-        self._serials = itertools.count()
-        self._own_serials: defaultdict[Hashable, Iterator[int]] = defaultdict(itertools.count)
         self._everybody, self._tenants = Series(), defaultdict[Hashable, Series](Series)
         self._by_id = defaultdict[Hashable, list[CachedChunk]](list)
 
-    def new(self, key: ChunkKey, node: Node | None, num_tokens: int, now: float) -> CachedChunk:
-        """Create an entry, with the next serial numbers, without adding it to the catalogue."""
+    def add(self, key: ChunkKey, node: Node, num_tokens: int, now: float) -> CachedChunk:
+        """Enter a chunk, with the next serial numbers; the caller adds it to `chunks`."""
         tenant = tenant_of(key.namespace)
-        return CachedChunk(key, node, num_tokens, next(self._serials), tenant, next(self._own_serials[tenant]), now)
-
-    def add(self, chunk: CachedChunk) -> None:
-        self._everybody.add(chunk.serial, chunk)
-        self._tenants[chunk.tenant].add(chunk.own_serial, chunk)
-        self._by_id[chunk.tenant, chunk_id(chunk.key.tokens)].append(chunk)
+        everybody, own = self._everybody, self._tenants[tenant]
+        chunk = CachedChunk(key, node, num_tokens, next(everybody.serials), tenant, next(own.serials), now)
+        everybody.add(chunk.serial, chunk)
+        own.add(chunk.own_serial, chunk)
+        self._by_id[tenant, chunk_id(key.tokens)].append(chunk)
+        return chunk
 
     def remove(self, chunk: CachedChunk) -> None:
-        tenant, name = chunk.tenant, (chunk.tenant, chunk_id(chunk.key.tokens))
+        name = chunk.tenant, chunk_id(chunk.key.tokens)
+        own, alike = self._tenants[chunk.tenant], self._by_id[name]
         self._everybody.remove(chunk.serial)
-        self._tenants[tenant].remove(chunk.own_serial)
-        if not self._tenants[tenant]:
-            del self._tenants[tenant], self._own_serials[tenant]
-        self._by_id[name].remove(chunk)
-        if not self._by_id[name]:
+        own.remove(chunk.own_serial)
+        if not own:
+            del self._tenants[chunk.tenant]
+        alike.remove(chunk)
+        if not alike:
             del self._by_id[name]
 
     def __iter__(self) -> Iterator[CachedChunk]:

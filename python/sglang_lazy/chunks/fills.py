@@ -43,15 +43,13 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
     `duplicates`, since its batch writes to them.
     """
     slots = torch.cat([req.prefix_indices, slots]) if len(req.prefix_indices) else slots
-    published, duplicates, lent, ends = {}, [rows.no_slots], [], []
-    for i, part in enumerate(fill.parts):
-        pieces = [slots[start:end] for start, end in fill.row.windows(i)]
-        part_slots = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        cached, priority = fill.row.cached[i], req.priority or 0
+    nodes_by_key, duplicates, lent, ends = {}, [rows.no_slots], [], []
+    priority = req.priority or 0
+    for part, part_slots, cached in zip(fill.parts, fill.row.split(slots), fill.row.cached, strict=True):
         inserted = rows.tree.add(part.tokens, part.namespace, part_slots, priority, cached, chunked=True)
         if part.chunk is not None:
             rows.store.adopt(part.chunk, inserted.node)
-            published[part.chunk.key] = inserted.node
+            nodes_by_key[part.chunk.key] = inserted.node
         if inserted.num_present > cached:
             duplicates.append(part_slots[cached : inserted.num_present])
         lent.append(inserted.lent)
@@ -60,14 +58,14 @@ def publish(rows: RowCache, req: Any, fill: Fill, slots: torch.Tensor) -> dict[C
     rows.lock(nodes)
     rows.unlock(req.last_node)
     req.last_node, req.cache_protected_len = nodes, len(req.origin_input_ids)
-    fill.duplicates, fill.lent = torch.cat(duplicates), torch.cat(lent)
+    fill.published, fill.duplicates, fill.lent = True, torch.cat(duplicates), torch.cat(lent)
     rows.store.counts.num_filled_tokens += len(req.origin_input_ids) - sum(fill.row.cached)
-    return published
+    return nodes_by_key
 
 
 def end(rows: RowCache, req: Any, fill: Fill, row_len: int) -> None:
     """Release the row of a fill that ends or is retracted, and free the slots that the tree does not own."""
-    if fill.duplicates is not None:
+    if fill.published:
         rows.tree.take_lent(fill.lent)
         rows.free(fill.duplicates)
         rows.tree.back_up(req.last_node.spans)

@@ -73,7 +73,7 @@ class ChunkStore:
         return ChunkState.LOADING if self.tree.loading(node) else ChunkState.RESIDENT
 
     def find(self, chunk: ChunkSlice) -> Node | None:
-        """The node where the needed part of `chunk` ends, None if it is not cached. Counts as recent use.
+        """The node where the needed part of `chunk` ends, None if it is not cached.
 
         A published chunk is found by its key, without reading its tokens or walking the tree. A chunk's beginning, and
         a chunk that is only the beginning of a longer one, are found by comparing tokens.
@@ -81,13 +81,9 @@ class ChunkStore:
         cached = self._cached.get(chunk.key)
         if cached is not None and chunk.num_needed == chunk.num_tokens:
             node = cached.node
-            self.tree.use(node, spread=chunk.spread)
         else:
-            tokens = chunk.tokens[: chunk.num_needed]
-            if not self.tree.holds(tokens, chunk.key.namespace):
-                return None
-            node = self.tree.end_of(tokens, chunk.key.namespace)
-        return node if self.tree.reads(node, chunk.spread) else None
+            node = self.tree.end_of(chunk.tokens[: chunk.num_needed], chunk.key.namespace)
+        return node if node is not None and self.tree.reads(node, chunk.spread) else None
 
     def is_at(self, chunk: ChunkSlice, node: Node) -> bool:
         """Whether the needed part of `chunk` is still cached at `node`, where it was found."""
@@ -104,11 +100,11 @@ class ChunkStore:
 
     def adopt(self, chunk: ChunkSlice, node: Node) -> CachedChunk:
         """Register a chunk that is in the tree and ends at `node`."""
-        if chunk.key not in self._cached:
-            cached = self.catalog.new(chunk.key, node, chunk.num_tokens, time.time())
+        cached = self._cached.get(chunk.key)
+        if cached is None:
+            cached = self.catalog.add(chunk.key, node, chunk.num_tokens, time.time())
             self._cached[chunk.key] = self._by_node[node.id] = cached
-            self.catalog.add(cached)
-        return self._cached[chunk.key]
+        return cached
 
     def knows(self, key: ChunkKey) -> bool:
         """Whether the chunk is cached."""

@@ -88,11 +88,8 @@ class Tree(Protocol):
         complete: whether all of its window KV is needed, not only that of the last tokens.
         """
 
-    def holds(self, tokens: array, namespace: Any) -> bool:
-        """Whether all tokens are cached, on device or host. Never splits a node."""
-
-    def end_of(self, tokens: array, namespace: Any) -> Node:
-        """The node where `tokens`, all of them cached, end; split off if need be."""
+    def end_of(self, tokens: array, namespace: Any) -> Node | None:
+        """The node where `tokens` end, on device or host; split off if need be. None unless all are cached."""
 
     def reads(self, node: Node, spread: int = 0) -> bool:
         """Whether the window KV needed to read up to `node` is there."""

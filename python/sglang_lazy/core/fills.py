@@ -30,7 +30,8 @@ class Fill:
     owner: the request that it was created for.
     parents: the requests that wait for it.
     row: the row's order; set when it is matched for a batch.
-    duplicates: int64, its own slots for tokens that the tree holds in other slots; None until its chunks are published.
+    published: whether its chunks have been published, which sets `duplicates` and `lent`.
+    duplicates: int64, its own slots for tokens that the tree holds in other slots.
     lent: int64, those of `duplicates` whose window KV the tree has taken.
     began: `time.perf_counter()` when it was last matched for a batch.
     """
@@ -39,7 +40,8 @@ class Fill:
     owner: Any
     parents: list[Any] = dataclasses.field(default_factory=list)
     row: FillRow = dataclasses.field(init=False)
-    duplicates: torch.Tensor | None = None
+    published: bool = False
+    duplicates: torch.Tensor = dataclasses.field(init=False)
     lent: torch.Tensor = dataclasses.field(init=False)
     began: float = dataclasses.field(init=False)
 

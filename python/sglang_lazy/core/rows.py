@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import torch
 
 from sglang_lazy.core.prompt import LinkedPrompt, tokens_at
 
@@ -114,6 +115,15 @@ class FillRow:
             rest.append(view[start + count : start + length])
             start += length
         return array("q", b"".join(beginnings + rest))
+
+    def split(self, slots: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The slots of each part, in the part's order.  slots: int64, those of the row."""
+        cached_end = self._cached_start[-1]
+        computed = slots[cached_end:].split(self.num_computed)
+        if not cached_end:
+            return computed
+        cached = slots[:cached_end].split(self.cached)
+        return [torch.cat(pair) for pair in zip(cached, computed, strict=True)]
 
     def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
         """The ranges of the row that hold part `i`, ascending, cut off at row index `end`."""

@@ -125,9 +125,12 @@ class Arrival:
 
     def _found(self, prompt: LinkedPrompt, policy: Policy) -> LinkedRequest:
         found = [self.store.find(chunk) for chunk in prompt.chunks]
-        pending, fetch = self.store.pending, self.store.tree.fetch
-        prefetched = [
-            node is None and chunk.key not in pending and fetch(chunk)
+        pending, tree = self.store.pending, self.store.tree
+        for chunk, node in zip(prompt.chunks, found, strict=True):
+            if node is not None:
+                tree.use(node, spread=chunk.spread)
+        prefetched = [  # last, since fetching evicts
+            node is None and chunk.key not in pending and tree.fetch(chunk)
             for chunk, node in zip(prompt.chunks, found, strict=True)
         ]
         return LinkedRequest(prompt, policy, found, prefetched)

@@ -114,11 +114,6 @@ class LazyHybridCache(LazyRadixCache):
             node = node.parent
         return slots[: len(slots) - num_left_out], end
 
-    def end_of(self, tokens: array, namespace: Any) -> TreeNode:
-        _, node = super()._match_prefix_helper(self.root_node, RadixKey(tokens, namespace))
-        self.use(node)
-        return node
-
     def use(self, node: TreeNode, priority: int | None = None, spread: int = 0) -> None:
         super().use(node, priority)
         if node is self.root_node:

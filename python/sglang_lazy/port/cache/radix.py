@@ -80,25 +80,24 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         key = RadixKey(tokens, namespace)
         if not tokens or key.child_key() not in self.root_node.children:  # most chunks begin like no other
             return self._empty_match_result.device_indices, self.root_node
-        found = self._match(key)
+        found = self._match(MatchPrefixParams(key))
         return found.device_indices, found.last_device_node
 
-    def end_of(self, tokens: array, namespace: Any) -> TreeNode:
-        return _last_node(self._match(RadixKey(tokens, namespace)))
-
-    def holds(self, tokens: array, namespace: Any) -> bool:
+    def end_of(self, tokens: array, namespace: Any) -> TreeNode | None:
         node, start, end = self.root_node, 0, len(tokens)
         while start < end:
             node = node.children.get(RadixKey(tokens[start : start + 1], namespace).child_key())
             if node is None:
-                return False
+                return None
             known = node.key.token_ids
             count = min(len(known), end - start)
             # Compare the last token first: different texts mostly differ there, which saves fetching the others.
             if known[count - 1] != tokens[start + count - 1] or known[:count] != tokens[start : start + count]:
-                return False
+                return None
+            if count < len(known):
+                return self._split_node(node.key, node, count)
             start += count
-        return True
+        return node
 
     def add(
         self,
@@ -178,8 +177,8 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         """Mark a node as new, whether inserted or split off."""
         node.last_access_time, node.creation_time = next(self._ticks), node.id
 
-    def _match(self, key: RadixKey) -> MatchResult:
-        found = super().match_prefix(MatchPrefixParams(key))
+    def _match(self, params: MatchPrefixParams) -> MatchResult:
+        found = super().match_prefix(params)
         self.use(_last_node(found))
         return found
 
@@ -223,9 +222,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         elif (fill := fill_of(req)) is not None:
             slots, nodes = fills.match(self.rows, req, fill)
         else:
-            found = super().match_prefix(params)
-            self.use(_last_node(found))
-            return found
+            return self._match(params)
         return MatchResult(device_indices=slots, last_device_node=nodes, last_host_node=nodes, best_match_node=nodes)
 
     def cache_unfinished_req(self, req: Any, chunked: bool = False) -> None:

@@ -177,6 +177,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         num_present = self._insert_helper_host(self.root_node, key, slots, [])
         self.token_to_kv_pool_host.free(slots[:num_present])
         node = self.end_of(chunk.tokens, chunk.key.namespace)
+        self.use(node)  # SGLang has marked the nodes before it with the time of day
         self._stamp(node)
         self.store.adopt(chunk, node).stored = True
         return True
