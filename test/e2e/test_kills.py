@@ -1,20 +1,22 @@
-"""A process of a server is killed, as the kernel does when memory is short: the server says so and ends at once.
+"""A process of a server is killed, as the kernel does when memory is short, or hangs: the server says so and ends.
 
-Half alive, it would accept requests and answer none.
+Half alive, it would accept requests and answer none. And what becomes of requests when a server is asked to end.
 """
 
 import contextlib
 import json
 import os
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import requests
-from http_prompts import RAILWAY, SEGMENTS, chunk, generate, text
+from http_prompts import LIBRARY, RAILWAY, SEGMENTS, chunk, generate, text
 
+from fakes import hanging
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
@@ -45,15 +47,29 @@ def processes_of(url: str) -> dict[str, psutil.Process]:
     return {"http": root} | {name.removeprefix(prefix): names[name] for name in names if name.startswith(prefix)}
 
 
-def read_stream(url, started, ended):
+def all_processes_of(url: str, flags: list[str]) -> dict[str, psutil.Process]:
+    """The same, once all are there."""
+    expected = 5 if {"--dp-size", "--tokenizer-worker-num"} & set(flags) else 3
+    assert wait_for(lambda: len(processes_of(url)) == expected, 4 * PATIENCE)
+    return processes_of(url)
+
+
+def read_stream(url, started, ended, rid=None):
     """Stream a long answer until the server is gone."""
     with contextlib.suppress(requests.RequestException):
-        body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
+        body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True, "rid": rid}
         with requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE) as response:
             for line in response.iter_lines():
                 if line:
                     started.set()
     ended.set()
+
+
+def check_whole(lines):
+    """The rest of a stream has all of a long answer."""
+    *_, last, done = lines
+    tokens = json.loads(last.removeprefix(b"data: "))["output_ids"]
+    assert done == b"data: [DONE]" and len(tokens) == LONG["max_new_tokens"]
 
 
 RANKS = ("--dp-size", "2")
@@ -75,9 +91,7 @@ def test_the_server_ends_with_each_of_its_processes(victim, flags, tiny_model, t
     log = tmp_path / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags(), *flags]
     with running_server(flags, log, environment=WAIT_FOR_WORKERS) as url:
-        num_processes = {RANKS[0]: 5, WORKERS[0]: 5}.get(flags[-2], 3)
-        assert wait_for(lambda: len(processes_of(url)) == num_processes, 4 * PATIENCE), log.read_text()[-2000:]
-        processes = processes_of(url)
+        processes = all_processes_of(url, flags)
         started, ended = threading.Event(), threading.Event()
         threading.Thread(target=read_stream, args=(url, started, ended), daemon=True).start()
         assert started.wait(PATIENCE), log.read_text()[-2000:]
@@ -88,20 +102,106 @@ def test_the_server_ends_with_each_of_its_processes(victim, flags, tiny_model, t
         assert f"(pid={processes[victim].pid}) crashed" in log.read_text()
 
 
-def test_a_server_that_is_asked_to_end_finishes_its_answers(tiny_model, tmp_path):
-    """One that streams, and one that waits for its chunks."""
+@pytest.mark.parametrize("flags", [(), RANKS, WORKERS], ids=lambda flags: " ".join(flags) or "alone")
+def test_a_scheduler_that_hangs_ends_the_server(flags, tiny_model, tmp_path, with_plugin):
+    """In a forward pass."""
     log = tmp_path / "server.log"
-    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", "--max-running-requests", "1", *device_flags()]
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags(), *flags]
+    flags += ["--watchdog-timeout", "10"]
+    with with_plugin(hanging.load), running_server(flags, log, environment=WAIT_FOR_WORKERS) as url:
+        processes = all_processes_of(url, flags)
+        ended = threading.Event()
+        ask = threading.Thread(target=read_stream, args=(url, threading.Event(), ended, hanging.RID), daemon=True)
+        ask.start()
+        assert wait_for(lambda: all(map(is_gone, processes.values())), 2 * PATIENCE), log.read_text()[-2000:]
+        assert ended.wait(PATIENCE), "the client is still waiting"
+    assert "Scheduler watchdog timeout" in log.read_text()
+
+
+def test_a_scheduler_that_is_stopped_fails_health_checks_until_it_goes_on(tiny_model, tmp_path):
+    """In the middle of an answer, which is finished in the end, as is one that came meanwhile."""
+    log = tmp_path / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags()]
     with running_server(flags, log) as url, ThreadPoolExecutor() as clients:
-        processes = processes_of(url)
+        scheduler = processes_of(url)["scheduler"]
+        expected = generate(url, segments=[chunk(RAILWAY), text(" Who?")])
         body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
-        with requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE) as response:
+        with requests.post(f"{url}/generate", json=body, stream=True, timeout=4 * PATIENCE) as response:
             lines = filter(None, response.iter_lines())
             next(lines)
+            scheduler.suspend()
             waiting = clients.submit(generate, url, segments=[chunk(RAILWAY), text(" Who?")])
+            assert requests.get(f"{url}/health_generate", timeout=4 * PATIENCE).status_code == 503
+            assert not waiting.done()
+            scheduler.resume()
+            check_whole(lines)
+        assert waiting.result()["output_ids"] == expected["output_ids"]
+        assert requests.get(f"{url}/health_generate", timeout=4 * PATIENCE).status_code == 200
+
+
+def test_a_server_that_is_asked_to_end_finishes_its_answers(tiny_model, tmp_path):
+    """One that streams, one that waits for its chunks, and one to a request that comes only then."""
+    log = tmp_path / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", "--max-running-requests", "2", *device_flags()]
+    with running_server(flags, log) as url, ThreadPoolExecutor() as clients:
+        processes = processes_of(url)
+        late = [chunk(RAILWAY), text(" Who?")]
+        expected = generate(url, segments=late)["output_ids"]
+        body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
+        with contextlib.ExitStack() as stack:
+            streams = []
+            for _ in range(2):
+                response = requests.post(f"{url}/generate", json=body, stream=True, timeout=2 * PATIENCE)
+                streams.append(filter(None, stack.enter_context(response).iter_lines()))
+                next(streams[-1])
+            waiting = clients.submit(generate, url, segments=[chunk(LIBRARY), text(" Who?")])
             assert wait_for(lambda: requests.get(f"{url}/v1/loads").json()["loads"][0]["num_waiting_reqs"], PATIENCE)
             os.kill(processes["http"].pid, signal.SIGTERM)
-            *_, last, done = lines
-        assert done == b"data: [DONE]" and len(json.loads(last.removeprefix(b"data: "))["output_ids"]) == 1500
+            assert wait_for(lambda: requests.get(f"{url}/health", timeout=PATIENCE).status_code == 503, PATIENCE)
+            assert generate(url, segments=late)["output_ids"] == expected
+            for lines in streams:
+                check_whole(lines)
         assert len(waiting.result()["output_ids"]) == 8
         assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]
+
+
+def test_a_tokenizer_worker_without_requests_ends_no_answer(tiny_model, tmp_path):
+    """Asked to end, it does so while another one still sends an answer."""
+    log = tmp_path / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", *device_flags(), *WORKERS]
+    with running_server(flags, log, environment=WAIT_FOR_WORKERS) as url, ThreadPoolExecutor(16) as clients:
+        processes = all_processes_of(url, flags)
+        workers = [process for name, process in processes.items() if name.startswith("tokenizer_worker")]
+        list(clients.map(lambda _: generate(url, segments=SEGMENTS), range(64)))  # both have served, surely
+        body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
+        with requests.post(f"{url}/generate", json=body, stream=True, timeout=4 * PATIENCE) as response:
+            lines = filter(None, response.iter_lines())
+            next(lines)
+            processes["scheduler"].suspend()
+            os.kill(processes["http"].pid, signal.SIGTERM)
+            assert wait_for(lambda: any(map(is_gone, workers)), PATIENCE), log.read_text()[-2000:]
+            processes["scheduler"].resume()
+            check_whole(lines)
+        assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]
+
+
+def test_a_server_that_ends_refuses_connections(tiny_model, tmp_path):
+    """Its scheduler takes long to end: meanwhile nobody is kept waiting, on a new connection or an old one."""
+    log = tmp_path / "server.log"
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags()]
+    with running_server(flags, log) as url:
+        processes = processes_of(url)
+        address = "127.0.0.1", int(url.rpartition(":")[2])
+        processes["scheduler"].suspend()
+        with (
+            socket.create_connection(address, timeout=PATIENCE) as idle,
+            socket.create_connection(address, timeout=PATIENCE) as slow,
+        ):
+            slow.sendall(b"POST /generate HTTP/1.1\r\nHost: any\r\nContent-Length: 9\r\n\r\n{")  # and never the rest
+            os.kill(processes["http"].pid, signal.SIGTERM)
+            assert idle.recv(1) == b""
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address, timeout=PATIENCE)
+            assert not is_gone(processes["http"])
+            processes["scheduler"].resume()
+            assert wait_for(lambda: all(map(is_gone, processes.values())), PATIENCE), log.read_text()[-2000:]

@@ -1,7 +1,9 @@
-"""SGLang's limit on waiting: a request with chunks that exceeds it gets an error and leaves nothing behind."""
+"""SGLang's limits on waiting, which prompts that wait for their chunks count for: one that exceeds them gets an error
+and leaves nothing behind."""
 
 import contextlib
 import json
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +13,7 @@ import requests
 from oracle.block_mask import Oracle, greedy
 from oracle.scenarios import Dice
 from sglang_lazy.testing import Client, device_flags, running_server
+from sglang_lazy.testing.server import wait_for
 
 pytestmark = pytest.mark.slow  # `test/unit` checks after every step what waiting requests leave behind
 
@@ -25,10 +28,8 @@ def impatient_server(tiny_model, tmp_path_factory):
     log = tmp_path_factory.mktemp("waiting") / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", "--max-running-requests", "1"]
     flags += ["--chunked-prefill-size", str(PREFILL_SIZE), *device_flags()]
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("SGLANG_REQ_WAITING_TIMEOUT", str(LIMIT))
-        with running_server(flags, log) as url:
-            yield url, log
+    with running_server(flags, log, environment={"SGLANG_REQ_WAITING_TIMEOUT": str(LIMIT)}) as url:
+        yield url, log
 
 
 def ask(url, prompt, stream=False) -> requests.Response:
@@ -41,7 +42,10 @@ def ask(url, prompt, stream=False) -> requests.Response:
 
 
 def check_answer(url, oracle, prompt, hits) -> None:
-    answer = ask(url, prompt)
+    check(ask(url, prompt), oracle, prompt, hits)
+
+
+def check(answer, oracle, prompt, hits) -> None:
     assert answer.status_code == 200, answer.text
     tokens = answer.json()["output_ids"]
     assert len(tokens) == MAX_NEW_TOKENS and greedy(oracle.logprobs(prompt, tokens[:-1])) == tokens
@@ -105,3 +109,24 @@ def test_limit_while_the_fill_runs(impatient_server, tiny_model):
     Client(url).flush_cache()
     assert full_passes() == before + 100
     check_answer(url, oracle, [dice.chunk(20), dice.text(4)], [False])
+
+
+def test_prompts_that_wait_for_chunks_count_as_queued(tiny_model, tmp_path):
+    """In SGLang's gauge, and where it limits the queue."""
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", "--enable-metrics", *device_flags()]
+    flags += ["--chunked-prefill-size", str(PREFILL_SIZE), "--max-queued-requests", "2"]
+    oracle, dice = Oracle(tiny_model), Dice("queued")
+    document = dice.chunk(240 * PREFILL_SIZE)
+    prompts = [[document, dice.text(3)] for _ in range(2)]
+    with running_server(flags, tmp_path / "server.log") as url, ThreadPoolExecutor() as clients:
+
+        def num_queued() -> float:
+            metrics = requests.get(f"{url}/metrics", timeout=60).text
+            return sum(map(float, re.findall(r"^sglang:num_queue_reqs\{.*\} (\S+)$", metrics, re.M)))
+
+        waiting = [clients.submit(ask, url, prompt) for prompt in prompts]
+        assert wait_for(lambda: num_queued() == 2)
+        refused = ask(url, [document, dice.text(4)])  # the chunk takes many passes more
+        assert refused.status_code == 503 and "queue is full" in refused.text, refused.text
+        for prompt, answer in zip(prompts, waiting, strict=True):
+            check(answer.result(), oracle, prompt, [False])

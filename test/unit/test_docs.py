@@ -1,14 +1,26 @@
 """The pages: links and anchors resolve, lengths stay within limits, and the example policy works."""
 
+import argparse
+import inspect
 import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import MagicMock
 
+import prometheus_client
 import pytest
+from sglang.srt.environ import envs
+from sglang.srt.observability import metrics_collector
+from sglang.srt.server_args import ServerArgs
 
+from sglang_lazy.chunks.counts import Counts
+from sglang_lazy.core.config import LazyConfig, add_cli_args
 from sglang_lazy.core.prompt import LinkedPrompt
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.cache import tier_report
+from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
+from sglang_lazy.port.serving import shadow
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -84,6 +96,39 @@ def test_every_test_that_a_page_names_exists():
     there = {name for module in modules for name in re.findall(r"^def (test_\w+)", module.read_text(), re.MULTILINE)}
     assert named_tests(ROOT / "docs" / "operations.md")
     assert {name for page in PAGES for name in named_tests(page)} - there == set()
+
+
+@pytest.fixture
+def metrics(monkeypatch) -> set[str]:
+    """The names of all metrics, ours and SGLang's."""
+    names = set()
+
+    def metric(name, *_args, **_options):
+        names.add(name)
+        return MagicMock()
+
+    for kind in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(prometheus_client, kind, metric)
+    monkeypatch.setattr(LazyConfig, "current", lambda: LazyConfig(shadow_rate=1.0))
+    ChunkMetrics(MagicMock(counts=Counts()), {})
+    tier_report.HostReport.measured({})
+    tier_report.measured(1, {}, None)
+    shadow.attach(None, MagicMock())
+    return names | set(re.findall(r'"(sglang:\w+)"', inspect.getsource(metrics_collector)))
+
+
+def test_all_that_operators_are_told_to_set_and_watch_exists(metrics):
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    add_cli_args(parser)
+    for pattern, known in {
+        r"--[a-z][a-z0-9-]*": parser._option_string_actions.keys(),
+        r"sglang(?:_lazy)?:\w+": metrics,
+        r"SGLANG_\w+": vars(type(envs)).keys(),
+    }.items():
+        named = set(re.findall(pattern, page))
+        assert named and named <= known, named - known
 
 
 def test_broken_links_are_found(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import hashlib
+import json
 import re
 import time
 import types
@@ -10,11 +11,14 @@ import types
 import fastapi
 import pytest
 from fastapi.testclient import TestClient
+from jsonschema import Draft202012Validator
 from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
+from sglang_lazy.serving import chunk_lists, registration
+from sglang_lazy.serving.tokenization import concatenate
 from sglang_lazy.serving.usage import usage_of
 
 ID = "1" * 16
@@ -171,6 +175,63 @@ def test_refused_parameters(asked, path, headers, status, reason):
     answer = client().get(path, headers=headers)
     assert answer.status_code == status and reason in answer.json()["detail"]
     assert not asked
+
+
+CHUNKS = [
+    *({"text": value} for value in ("x", "", 5)),
+    *({"input_ids": value} for value in ([5], [], [-1], ["5"], 5)),
+    *({"text": "x", **more} for more in ({"type": "chunk"}, {"type": "text"}, {"input_ids": [5]}, {"id": ID})),
+    *({"id": ID}, {}, [], "", "x", 5, None),
+]
+FIELDS = ("chunks", "link", "cache_salt", "lora_path", "wait", "pin", "ttl", "unknown")
+VALUES = [
+    *(None, True, False, 0, 1, -1, 0.5, 10**9, 10**9 + 1, "", "block", {}, []),
+    *([chunk] for chunk in CHUNKS),
+    *(["x"] * count for count in (1000, 1001)),
+]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "usual"), [("POST", "/chunks", {"chunks": ["x"]}), ("PATCH", f"/chunks/{ID}", {"pin": True})]
+)
+def test_bodies_are_taken_if_the_schema_allows_them(asked, monkeypatch, method, path, usual):
+    async def done(*_args):
+        return [], []
+
+    async def pinned(*_args):
+        return {"skipped": []}
+
+    def tokenize(_manager, segments, _salt):
+        return concatenate(segments, [[5]])
+
+    chunk_routes._manager().model_config = types.SimpleNamespace(vocab_size=512)
+    monkeypatch.setattr(chunk_calls, "_adapters", lambda _manager: {"block": "1"})
+    monkeypatch.setattr(registration, "tokenize", tokenize)
+    monkeypatch.setattr(chunk_calls, "compute", done)
+    monkeypatch.setattr(chunk_routes, "pin_chunks", pinned)
+    http = client()
+    operation = http.get("/openapi.json").json()["paths"][path.replace(ID, "{chunk_id}")][method.lower()]
+    schema = operation["requestBody"]["content"]["application/json"]["schema"]
+    bodies = [usual, {}, [], "x", None]
+    bodies += [{**usual, name: value} for name in FIELDS for value in VALUES]
+    sent = list(map(json.dumps, bodies))  # in Python 1 equals True
+    allowed = [body for body in sent if Draft202012Validator(schema).is_valid(json.loads(body))]
+    taken = [body for body in sent if http.request(method, path, content=body).status_code < 300]
+    assert taken == allowed and sent[0] in taken and len(taken) < len(sent)
+
+
+def test_parameters_are_taken_if_the_schema_allows_them(asked):
+    http = client()
+    paths = http.get("/openapi.json").json()["paths"]
+    (name,) = (one for one in paths["/chunks/{chunk_id}"]["get"]["parameters"] if one["in"] == "path")
+    sent = {f"/chunks/{value}": (name, value) for value in ("0" * 15, ID, "g" * 16, "a" * 64, "a" * 65)}
+    for parameter in paths["/chunks"]["get"]["parameters"]:
+        for value in (*chunk_lists.SORTS, *chunk_lists.STATES, "asc", "desc", "x", 0, 1, 1000, 1001):
+            if parameter["name"] in ("sort", "order", "limit", "state"):
+                sent[f"/chunks?{parameter['name']}={value}"] = parameter, value
+    allowed = [url for url, (one, value) in sent.items() if Draft202012Validator(one["schema"]).is_valid(value)]
+    taken = [url for url in sent if http.get(url).status_code == 200]
+    assert taken == allowed and len(taken) == 2 + 4 + 2 + 2 + 5
 
 
 def test_deletions_are_sent_in_shares(monkeypatch):

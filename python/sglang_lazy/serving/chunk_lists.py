@@ -3,7 +3,9 @@
 import base64
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
 
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS, SORTS, STATES
 from sglang_lazy.serving.pieces import Pieces
@@ -13,14 +15,20 @@ MAX_TTL = 10**9
 """Seconds: 31 years."""
 
 
+def _one_of(*values: str) -> Any:
+    return WithJsonSchema({"type": "string", "enum": [*values]})
+
+
 def list_arguments(
-    sort: str = "last_use",
-    order: str = "desc",
-    limit: int = DEFAULT_LIMIT,
+    sort: Annotated[str, _one_of(*SORTS)] = "last_use",
+    order: Annotated[str, _one_of("asc", "desc")] = "desc",
+    limit: Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MAX_LIMIT})] = DEFAULT_LIMIT,
     cursor: str | None = None,
-    state: str | None = None,
+    state: Annotated[str | None, _one_of(*STATES)] = None,
 ) -> dict[str, Any]:
     """What a request asks for. Raises ValueError for a bad value.
+
+    The annotations are for `/openapi.json` alone.
 
     after: the place of the last chunk of the page before, and its rank, if there is one.
     """

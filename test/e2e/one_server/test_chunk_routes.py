@@ -1,9 +1,17 @@
 """`/chunks` on a running server: what it lists, to whom, and what it refuses."""
 
+import json
 import time
 
 import requests
-from http_prompts import chunk, generate, text
+import torch
+from http_prompts import GREEDY, chunk, generate, text
+from jsonschema import Draft202012Validator
+from served import TOLERANCE
+
+from oracle.block_mask import Oracle
+from oracle.scenarios import Dice
+from sglang_lazy.testing.server import wait_for
 
 DOCUMENT = "A mill stood where the two rivers meet, until the flood of 1784 carried it away."
 
@@ -93,6 +101,29 @@ def test_a_deleted_chunk_is_computed_again(server):
     assert not ask(server, DOCUMENT, cache_salt="deleting")["hit"]
 
 
+def test_a_deleted_chunk_in_use_goes_when_it_is_released(server, tiny_model):
+    """The answer that reads it is the oracle's to the end. Its id is forgotten at once."""
+    salt, dice, num_tokens = "in use", Dice("in use"), 1500
+    prompt = [dice.text(3), dice.chunk(30), dice.text(4)]
+    (name,) = register(server, {"input_ids": list(prompt[1].ids)}, salt=salt, wait=True).json()["affected"]
+    by_id = {"type": "chunk", "id": name}
+    body = {"segments": [prompt[0].to_request(), by_id, prompt[2].to_request()], "cache_salt": salt, "stream": True}
+    body["sampling_params"] = {**GREEDY, "max_new_tokens": num_tokens}
+    with requests.post(f"{server}/generate", json=body, stream=True, timeout=60) as response:
+        lines = filter(None, response.iter_lines())
+        next(lines)
+        deleted = requests.delete(f"{server}/chunks/{name}", headers={"X-Cache-Salt": salt}, timeout=60)
+        assert deleted.json() == {"requested": 1, "affected": [{"id": name, "state": "in use"}], "skipped": []}
+        assert requests.post(f"{server}/generate", json=body, timeout=60).status_code == 404
+        *_, last, done = lines
+    tokens = json.loads(last.removeprefix(b"data: "))["output_ids"]
+    assert done == b"data: [DONE]" and len(tokens) == num_tokens
+    expected = Oracle(tiny_model).logprobs(prompt, tokens[:-1])
+    assert (expected.amax(-1) - expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]).max() <= TOLERANCE
+    assert wait_for(lambda: get(server, f"/{name}", salt=salt).status_code == 404)
+    assert get(server, salt=salt).json()["total"] == 0
+
+
 def register(url, *chunks, salt=None, **body):
     headers = {} if salt is None else {"X-Cache-Salt": salt}
     return requests.post(f"{url}/chunks", json={"chunks": list(chunks), **body}, headers=headers, timeout=60)
@@ -168,14 +199,14 @@ def test_prompts_name_a_chunk_by_its_id(server):
         "/v1/responses": {"input": [{"role": "user", "content": content}]},
         "/v1/messages": {"messages": [{"role": "user", "content": content}]},
     }
-    for path, body in bodies.items():
+    for path, body in ((path, {**body, "stream": stream}) for path, body in bodies.items() for stream in (False, True)):
         full = {"model": "any", "max_tokens": 2, "store": False, **body} if path != "/generate" else body
         known = requests.post(server + path, json=full, headers={"X-Cache-Salt": salt}, timeout=60)
         assert known.status_code == 200, (path, known.text)
         for other in ("other", None):
             headers = {} if other is None else {"X-Cache-Salt": other}
             unknown = requests.post(server + path, json=full, headers=headers, timeout=60)
-            assert unknown.status_code == 404 and name in unknown.text, (path, unknown.text)
+            assert unknown.status_code == 404 and name in json.dumps(unknown.json()), (path, unknown.text)
     headers = {"X-Cache-Salt": salt}
     assert requests.delete(f"{server}/chunks/{name}", headers=headers, timeout=60).status_code == 200
     gone = requests.post(server + "/generate", json=bodies["/generate"], headers=headers, timeout=60)
@@ -291,3 +322,30 @@ def test_several_are_deleted(server):
     }
     assert [one["id"] for one in get(server, salt=salt).json()["chunks"]] == names[2:]
     assert requests.delete(f"{server}/chunks", headers=headers, timeout=60).status_code == 400
+
+
+def test_answers_are_as_the_schema_says(server):
+    api = requests.get(f"{server}/openapi.json", timeout=60).json()
+    salt = "described"
+    headers = {"X-Cache-Salt": salt}
+
+    def check(answer, path="/chunks"):
+        operation = api["paths"][path][answer.request.method.lower()]
+        schema = operation["responses"][str(answer.status_code)]["content"]["application/json"]["schema"]
+        Draft202012Validator({**schema, "components": api["components"]}).validate(answer.json())
+        return answer.json()
+
+    too_long = {"input_ids": [6] * 9000}
+    assert len(check(register(server, too_long, DOCUMENT, salt=salt, wait=True, ttl=60))["skipped"]) == 1
+    _, name = check(register(server, too_long, DOCUMENT, salt=salt))["accepted"]
+    generate(server, segments=[{"type": "chunk", "id": name}, text(" When?")], cache_salt=salt)
+    assert check(get(server, salt=salt))["chunks"][0]["pinned"]
+    one = "/chunks/{chunk_id}"
+    assert check(get(server, f"/{name}", salt=salt), one)["chunks"]
+    failed = register(server, too_long, salt=salt, wait=True).json()["skipped"][0]["id"]
+    assert check(get(server, f"/{failed}", salt=salt), one)["registration"]["state"] == "failed"
+    assert check(patch(server, name, {"ttl": 60}, salt), one)["affected"]
+    assert check(requests.delete(f"{server}/chunks/{name}", headers=headers, timeout=60), one)["affected"]
+    params = {"id": [name, failed]}
+    several = check(requests.delete(f"{server}/chunks", params=params, headers=headers, timeout=60))
+    assert several["affected"] and several["skipped"]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Annotated, Any
 
-from fastapi import Depends, Header, HTTPException, Query, Request, Response
+from fastapi import Depends, Header, HTTPException, Path, Query, Request, Response
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, auth_level
@@ -13,7 +13,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from sglang_lazy.chunks.catalog import MAX_LIMIT, MIN_DIGITS
 from sglang_lazy.core.config import SALT_HEADER
 from sglang_lazy.port.scheduler.pinning import pin_chunks
-from sglang_lazy.port.serving import chunk_calls
+from sglang_lazy.port.serving import chunk_calls, chunk_schemas
 from sglang_lazy.port.serving.page import PAGE_ROUTE
 from sglang_lazy.serving.chunk_lists import check_id, list_arguments, pin_arguments
 from sglang_lazy.serving.known_chunks import UnknownChunk
@@ -60,6 +60,7 @@ def _everybody(all: bool = False) -> bool:
 
 
 Everybody = Annotated[bool, Depends(_everybody)]
+ChunkId = Annotated[str, Path(json_schema_extra={"pattern": f"^[0-9a-f]{{{MIN_DIGITS},64}}$"})]
 
 
 async def _body(request: Request) -> Any:
@@ -104,7 +105,7 @@ async def list_chunks(
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def get_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
+async def get_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """The chunks with this id, as `list_chunks` shows them: one for each preamble, adapter and rank.
 
     `registration` is null, `{"state": "waiting"}`, or `{"state": "failed", "reason": "…"}` if the last one failed.
@@ -116,7 +117,7 @@ async def get_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def delete_chunk(chunk_id: str, tenant: Tenant) -> dict[str, Any]:
+async def delete_chunk(chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """Remove the KV of a chunk from the cache; if requests hold it, after they have ended ("state": "in use").
 
         {"requested": 1, "affected": [{"id": "9f0c…", "state": "deleted"}], "skipped": []}
@@ -145,7 +146,7 @@ async def delete_chunks(id: Annotated[list[str], Query(max_length=MAX_LIMIT)], t
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def patch_chunk(request: Request, chunk_id: str, tenant: Tenant) -> dict[str, Any]:
+async def patch_chunk(request: Request, chunk_id: ChunkId, tenant: Tenant) -> dict[str, Any]:
     """Pin a cached chunk, which keeps its KV on the device, or end its pin.
 
         {"pin": true, "ttl": 3600}
@@ -210,7 +211,7 @@ async def survey(tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
-async def uses(chunk_id: str, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
+async def uses(chunk_id: ChunkId, tenant: Tenant, everybody: Everybody) -> dict[str, Any]:
     """The caller's last prompts that have a chunk, and the chunks that occur with it; see `Usage.uses`."""
     try:
         return usage_of(_manager()).uses(tenant, everybody, check_id(chunk_id)[:MIN_DIGITS])
@@ -221,11 +222,11 @@ async def uses(chunk_id: str, tenant: Tenant, everybody: Everybody) -> dict[str,
 def add_routes(app: Any) -> None:
     """Add the routes, once."""
     if not any(getattr(route, "path", None) == CHUNKS_ROUTE for route in app.router.routes):
-        app.get(CHUNKS_ROUTE)(list_chunks)
-        app.post(CHUNKS_ROUTE)(register_chunks)
-        app.get(CHUNKS_ROUTE + "/{chunk_id}")(get_chunk)
-        app.patch(CHUNKS_ROUTE + "/{chunk_id}")(patch_chunk)
-        app.delete(CHUNKS_ROUTE + "/{chunk_id}")(delete_chunk)
-        app.delete(CHUNKS_ROUTE)(delete_chunks)
+        app.get(CHUNKS_ROUTE, **chunk_schemas.LIST)(list_chunks)
+        app.post(CHUNKS_ROUTE, **chunk_schemas.REGISTER)(register_chunks)
+        app.get(CHUNKS_ROUTE + "/{chunk_id}", **chunk_schemas.GET)(get_chunk)
+        app.patch(CHUNKS_ROUTE + "/{chunk_id}", **chunk_schemas.PATCH)(patch_chunk)
+        app.delete(CHUNKS_ROUTE + "/{chunk_id}", **chunk_schemas.DELETE)(delete_chunk)
+        app.delete(CHUNKS_ROUTE, **chunk_schemas.DELETE_SEVERAL)(delete_chunks)
         app.get(PAGE_ROUTE + "/survey")(survey)
         app.get(PAGE_ROUTE + "/uses/{chunk_id}")(uses)

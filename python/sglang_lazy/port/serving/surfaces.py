@@ -10,6 +10,7 @@ from sglang_lazy.port.serving import (
     protocol,
     responses,
     shadow,
+    shutdown,
     tokenizer_manager,
     workers,
 )
@@ -34,6 +35,8 @@ HOOKS = (
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", shadow.give_way, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenizer_manager.tokenize_request, "AROUND"),
     Hook(f"{_TOKENIZER_MANAGER}._wait_one_response", tokenizer_manager.report_chunks, "AROUND"),
+    Hook(f"{_TOKENIZER_MANAGER}.sigterm_watchdog", shutdown.close_when_answered, "AROUND"),
+    Hook("uvicorn.server.Server.startup", shutdown.keep_server, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}.abort_request", shadow.abort_with_all, "BEFORE"),
     *(Hook(f"{_TOKENIZER_MANAGER}.{control}", shadow.make_idle, "AROUND") for control in _NEED_IDLE),
     Hook(f"{_OPENAI}.serving_chat.OpenAIServingChat._convert_to_internal_request", chat.convert_request, "AROUND"),

@@ -1,0 +1,46 @@
+"""The end of a server on SIGTERM: whoever sends a request gets an answer, or finds the port closed."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.multi_tokenizer_mixin import TokenizerWorker
+from sglang.srt.managers.tokenizer_manager import ServerStatus
+from sglang.srt.utils import get_bool_env_var, kill_process_tree
+
+GRACE = 10
+"""Seconds in which clients must have sent the rest of their requests, and received their answers."""
+
+_server: Any = None
+"""The uvicorn server of this process, if it has one."""
+
+
+def keep_server(server: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before `Server.startup`: so that the port can be closed."""
+    global _server
+    _server = server
+
+
+async def close_when_answered(end: Callable, manager: Any) -> None:
+    """Around `TokenizerManager.sigterm_watchdog`: close the port when all requests have been answered.
+
+    SGLang alone then waits for its schedulers, serving nobody, and kills itself: who came meanwhile would hang and be
+    cut off. One of several tokenizer workers would end the schedulers that others still need: it ends only itself.
+    When all have, the process that started them ends the rest.
+    """
+    while not manager.gracefully_exit or (manager.rid_to_state and not _ends_at_once(manager)):
+        await asyncio.sleep(0.5)
+    if _server is None or _ends_at_once(manager):
+        return await end(manager)
+    closing = asyncio.ensure_future(_server.shutdown())
+    await asyncio.wait((closing,), timeout=GRACE)
+    while manager.rid_to_state and not closing.done():
+        await asyncio.sleep(0.5)
+    if not isinstance(manager, TokenizerWorker):
+        return await end(manager)
+    kill_process_tree(os.getpid())
+
+
+def _ends_at_once(manager: Any) -> bool:
+    return manager.server_status == ServerStatus.UnHealthy or get_bool_env_var("SGL_FORCE_SHUTDOWN")
