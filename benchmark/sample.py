@@ -1,4 +1,4 @@
-"""Data of the examples for benchmarks: samples of retrieval questions, and a trained model."""
+"""Data of the examples for benchmarks: samples of retrieval questions, and trained models."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ SAMPLE = EXAMPLES / "data" / "2wiki_sample.jsonl"
 WORLDS = EXAMPLES / "data" / "worlds_sample.jsonl"
 TRAINED = EXAMPLES / "models" / "tiny-rag"
 STOCK = EXAMPLES / "models" / "leaning-stock"
+COMB = EXAMPLES / "models" / "leaning-comb"
 
 
 def load_sample(path: Path = SAMPLE) -> list[dict]:

@@ -5,20 +5,21 @@ import collections
 import pytest
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmark.policies.comb import CombModel
 from benchmark.quality.asking import Prompts
 from benchmark.quality.leaning import LEANING
 from benchmark.quality.questions import from_documents
 from benchmark.quality.reference import Reference
 from benchmark.quality.vocabulary import train_tokenizer
 from benchmark.quality.worlds import records
-from benchmark.sample import STOCK, TRAINED, WORLDS, load_sample
+from benchmark.sample import COMB, STOCK, TRAINED, WORLDS, load_sample
 from oracle.segments import text, token_ids
 from sglang_lazy.verify.scores import exact_match
 
 
-@pytest.mark.parametrize("model", [TRAINED, STOCK], ids=lambda path: path.name)
+@pytest.mark.parametrize("model", [TRAINED, STOCK, COMB], ids=lambda path: path.name)
 def test_tokenizer(model):
     """The words of worlds.py are those the model was trained on."""
     assert Tokenizer.from_file(str(model / "tokenizer.json")).to_str() == train_tokenizer().to_str()
@@ -53,3 +54,20 @@ def test_leaning_answers():
     assert sum(right["full", family] for family in LEANING) >= 30
     assert right["block", "alone"] >= 7
     assert sum(right["block", family] for family in ("pronoun", "table", "conversation")) <= 16
+
+
+def test_comb_answers():
+    """With the stock model's weights, the Comb model is nearly always right where documents stand alone; where one
+    answers another, only if both are in one chunk."""
+    stock = AutoModelForCausalLM.from_pretrained(STOCK, dtype=torch.float32)
+    tokenizer, comb = AutoTokenizer.from_pretrained(COMB), CombModel(COMB, stock.state_dict(), "cpu")
+    prompts, right = Prompts(tokenizer), collections.Counter()
+    for family in ("alone", "conversation"):
+        for record in records(1, "test", 8, 1, make=LEANING[family].make):
+            question = from_documents(record, family)
+            for together in (False, True):
+                prompt = comb.start(prompts.make(question), together)
+                answer = tokenizer.decode(prompt.greedy(8, tokenizer.eos_token_id)).strip()
+                right[family, together] += answer == question.answers[0]
+    assert min(right["alone", False], right["alone", True], right["conversation", True]) >= 6
+    assert right["conversation", False] <= 7
