@@ -21,123 +21,26 @@ import gc
 import itertools
 import json
 import os
-import random
 import statistics
 import tempfile
-from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
-from sglang.srt.managers.schedule_batch import Req
-from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.sampling.sampling_params import SamplingParams
 
-from benchmark.scheduler.host import MAX_CHUNKS, STEPS, VOCAB_SIZE, Host
+from benchmark.scheduler.host import MAX_CHUNKS, STEPS, Host
+from benchmark.scheduler.traffic import CONTENDERS, QUESTION_LEN
 from benchmark.serving.arguments import positive, positive_float, typed
 from benchmark.serving.environment import describe_environment
-from benchmark.serving.workloads import draw_distinct, zipf_weights
 from fakes.context import published
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.cache.radix import LazyRadixCache
 
-QUESTION_LEN = 32
-SEPARATOR = 11
 UNIVERSE = 4  # chunks per resident chunk, when evicting
 TABLE = "{:6} {:9} {:8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}  " + " ".join(["{:>9}"] * len(STEPS))
 FURTHER = (
     "{contender:6} further chunk of {chunk_len}, {mode}, {resident} resident: {us_per_further_chunk} us, "
     "computed {us_per_fill} more, on average {us_on_average}"
 )
-
-
-class Traffic:
-    """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
-
-    on_host: how many chunks the host holds for each that is resident; without a host tier if 0.
-    metrics: whether they are published, as with `--enable-metrics`.
-    """
-
-    on_host = 0
-    metrics = False
-
-    def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
-        self.num_chunks, self.chunk_len = shape
-        self.separator = array("q", [SEPARATOR] * args.separator_len)
-        self.seed, self.alpha = args.seed, args.alpha
-        self.rng = random.Random(args.seed)
-        self.weights = zipf_weights(num_documents, args.alpha)
-        self.numbers = itertools.count()
-
-    def tokens(self, kind: int, number: int, length: int) -> array:
-        rng = np.random.default_rng((self.seed, kind, number))
-        return array("q", rng.integers(VOCAB_SIZE, size=length).tobytes())
-
-    def document(self, number: int) -> array:
-        return self.tokens(0, number, self.chunk_len)
-
-    def request(self, ids: array, params: dict | None) -> Req:
-        number = next(self.numbers)
-        sampling_params = SamplingParams(max_new_tokens=1, custom_params=params)
-        sampling_params.normalize(None)
-        question = self.tokens(1, number, QUESTION_LEN)
-        return Req(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
-
-
-class Linked(Traffic):
-    """Each request has `num_chunks` different documents as chunks, in random order."""
-
-    cache_class = LazyRadixCache
-
-    def fill(self, host: Host, num_resident: int) -> None:
-        on_host_alone = range(num_resident, num_resident * self.on_host)
-        for number in (*on_host_alone, *self.rng.sample(range(num_resident), num_resident)):
-            host.insert_chunk(self.document(number))
-
-    def next(self) -> Req:
-        ids, chunks = array("q"), []
-        for number in draw_distinct(self.rng, self.weights, self.num_chunks):
-            chunks.append((len(ids), len(ids) + self.chunk_len))
-            ids += self.document(number) + self.separator
-        return self.request(ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
-
-
-class Tiered(Linked):
-    """The same over a host tier."""
-
-    on_host = 10
-
-
-class Metered(Linked):
-    """The same with metrics."""
-
-    metrics = True
-
-
-class Plain(Traffic):
-    """Each request has the same tokens first, then one document: a prefix as long, over as many leaves."""
-
-    cache_class = RadixCache
-
-    def fill(self, host: Host, num_resident: int) -> None:
-        self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
-        slots = host.insert(self.front)
-        for number in self.rng.sample(range(num_resident), num_resident):
-            host.insert(self.front + self.document(number), slots)
-
-    def next(self) -> Req:
-        (number,) = draw_distinct(self.rng, self.weights, 1)
-        return self.request(self.front + self.document(number), None)
-
-
-class PlainOnOurs(Plain):
-    """The same prompts without chunks, with our cache and hooks."""
-
-    cache_class = LazyRadixCache
-
-
-CONTENDERS = {"lazy": Linked, "lazy-metrics": Metered, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}
 
 
 class Case:

@@ -1,0 +1,107 @@
+"""The requests of host_time.py: over chunks, in several forms, and over plain prompts of the same length."""
+
+import argparse
+import itertools
+import random
+from array import array
+
+import numpy as np
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from benchmark.scheduler.host import VOCAB_SIZE, Host
+from benchmark.serving.workloads import draw_distinct, zipf_weights
+from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
+from sglang_lazy.port.cache.radix import LazyRadixCache
+
+QUESTION_LEN = 32
+SEPARATOR = 11
+
+
+class Traffic:
+    """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
+
+    on_host: how many chunks the host holds for each that is resident; without a host tier if 0.
+    metrics: whether they are published, as with `--enable-metrics`.
+    """
+
+    on_host = 0
+    metrics = False
+
+    def __init__(self, args: argparse.Namespace, shape: tuple[int, int], num_documents: int):
+        self.num_chunks, self.chunk_len = shape
+        self.separator = array("q", [SEPARATOR] * args.separator_len)
+        self.seed, self.alpha = args.seed, args.alpha
+        self.rng = random.Random(args.seed)
+        self.weights = zipf_weights(num_documents, args.alpha)
+        self.numbers = itertools.count()
+
+    def tokens(self, kind: int, number: int, length: int) -> array:
+        rng = np.random.default_rng((self.seed, kind, number))
+        return array("q", rng.integers(VOCAB_SIZE, size=length).tobytes())
+
+    def document(self, number: int) -> array:
+        return self.tokens(0, number, self.chunk_len)
+
+    def request(self, ids: array, params: dict | None) -> Req:
+        number = next(self.numbers)
+        sampling_params = SamplingParams(max_new_tokens=1, custom_params=params)
+        sampling_params.normalize(None)
+        question = self.tokens(1, number, QUESTION_LEN)
+        return Req(f"request-{number}", "", ids + question, sampling_params, vocab_size=VOCAB_SIZE)
+
+
+class Linked(Traffic):
+    """Each request has `num_chunks` different documents as chunks, in random order."""
+
+    cache_class = LazyRadixCache
+
+    def fill(self, host: Host, num_resident: int) -> None:
+        on_host_alone = range(num_resident, num_resident * self.on_host)
+        for number in (*on_host_alone, *self.rng.sample(range(num_resident), num_resident)):
+            host.insert_chunk(self.document(number))
+
+    def next(self) -> Req:
+        ids, chunks = array("q"), []
+        for number in draw_distinct(self.rng, self.weights, self.num_chunks):
+            chunks.append((len(ids), len(ids) + self.chunk_len))
+            ids += self.document(number) + self.separator
+        return self.request(ids, {LAYOUT_PARAM: PromptLayout(tuple(chunks)).pack()})
+
+
+class Tiered(Linked):
+    """The same over a host tier."""
+
+    on_host = 10
+
+
+class Metered(Linked):
+    """The same with metrics."""
+
+    metrics = True
+
+
+class Plain(Traffic):
+    """Each request has the same tokens first, then one document: a prefix as long, over as many leaves."""
+
+    cache_class = RadixCache
+
+    def fill(self, host: Host, num_resident: int) -> None:
+        self.front = self.tokens(2, 0, (self.num_chunks - 1) * self.chunk_len)
+        slots = host.insert(self.front)
+        for number in self.rng.sample(range(num_resident), num_resident):
+            host.insert(self.front + self.document(number), slots)
+
+    def next(self) -> Req:
+        (number,) = draw_distinct(self.rng, self.weights, 1)
+        return self.request(self.front + self.document(number), None)
+
+
+class PlainOnOurs(Plain):
+    """The same prompts without chunks, with our cache and hooks."""
+
+    cache_class = LazyRadixCache
+
+
+CONTENDERS = {"lazy": Linked, "lazy-metrics": Metered, "lazy-tiers": Tiered, "lazy-plain": PlainOnOurs, "stock": Plain}
