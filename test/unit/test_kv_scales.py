@@ -25,7 +25,11 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
     rope = SimpleNamespace(cos_sin_cache=rope_cos_sin(torch.ones(HEAD_DIM // 2).double(), 8), is_neox=True)
     model = SimpleNamespace(layers={0: AttentionLayer(NUM_HEADS, NUM_HEADS, HEAD_DIM, rope)})
     backend = SimpleNamespace(
-        link_pool=pool, link_model=model, link_fp8=cache_dtype != torch.float32, link_window_slots=None
+        link_pool=pool,
+        link_model=model,
+        link_fp8=cache_dtype != torch.float32,
+        link_window_slots=None,
+        link_stock_part=None,
     )
     backend._options = lambda *given: LinkAttention._options(backend, *given)
     slots = torch.arange(1, NUM_TOKENS + 1)

@@ -203,6 +203,9 @@ class LinkAttention(AttentionBackend):
             )
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
+            if self.link_fp8 and self.link_stock_part is not None:
+                # The pool divides them by the scales in place, and SGLang's attention may read them, not the cache.
+                k, v = k.clone(), v.clone()
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
         return (
