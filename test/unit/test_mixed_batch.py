@@ -349,3 +349,11 @@ def test_batches_with_more_rows_than_sglangs_buffers_are_ours():
     for max_rows, linked in ((4, []), (3, [0, 1, 2, 3])):
         for apart in (False, True):
             assert LinkedBatch.of(batch, apart, max_rows).linked == linked
+
+
+def test_batches_whose_rows_take_too_large_a_table_are_ours(monkeypatch):
+    """SGLang's attention reads a table with a row for each chunk, all as long as the longest prompt."""
+    _, batch, *_ = build([ordinary(50, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
+    for size, linked in ((4 * 59, []), (4 * 59 - 1, [0, 1, 2, 3])):
+        monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", size)
+        assert LinkedBatch.of(batch).linked == linked
