@@ -92,6 +92,9 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "prefill-decode disaggregation: linked rows are not transferred": args.disaggregation_mode != "null",
         "pipeline parallelism: fills are published by the rank that launches them": args.pp_size > 1,
         "data-parallel attention: ranks would have to agree on fills": args.enable_dp_attention,
+        "context parallelism (--attn-cp-size, --enable-prefill-cp, --dcp-size): no rank has a row's tokens and KV": (
+            args.attn_cp_size > 1 or args.enable_prefill_cp or args.dcp_size > 1
+        ),
         "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
         "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
         "--cuda-graph-backend-prefill full: such graphs replay SGLang's own attention, which knows no linked rows": (
