@@ -48,10 +48,11 @@ class LinkAttention(AttentionBackend):
         self.link_decode = DecodeRows(table, runner.req_to_token_pool)
         compiled = set()
         for attn, _ in attention_layers(runner.model):
-            layer = table.model.layers[attn.layer_id]
-            if layer not in compiled:
+            # Triton's kernels contain the scale, of which an fp8 cache's is a part.
+            variant = table.model.layers[attn.layer_id], self._options(attn, None)["sm_scale"]
+            if variant not in compiled:
                 self._compile_extend(attn, runner)
-                compiled.add(layer)
+                compiled.add(variant)
 
     def _compile_extend(self, attn: Any, runner: Any) -> None:
         """Run the kernels on one token, so that they are compiled before the first request."""
