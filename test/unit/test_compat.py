@@ -10,6 +10,7 @@ from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 from sglang.srt.layers.rotary_embedding.mrope import MRotaryEmbedding, YaRNScalingMRotaryEmbedding
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig, PhaseConfig, default_cuda_graph_config
 from sglang.srt.server_args import ServerArgs
 
 from sglang_lazy.core.policy import ServerTraits
@@ -20,6 +21,7 @@ from sglang_lazy.port.model.layers import describe_layers
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
+FULL_PREFILL_GRAPHS = CudaGraphConfig(prefill=PhaseConfig(backend="full"))
 FLAGS = {
     "page_size": 1,
     "disable_radix_cache": False,
@@ -27,6 +29,9 @@ FLAGS = {
     "disaggregation_mode": "null",
     "pp_size": 1,
     "enable_dp_attention": False,
+    "attn_cp_size": 1,
+    "enable_prefill_cp": False,
+    "dcp_size": 1,
     "enable_two_batch_overlap": False,
     "enable_pdmux": False,
     "enable_hierarchical_cache": True,
@@ -34,7 +39,7 @@ FLAGS = {
     "hicache_storage_backend": None,
     "hicache_io_backend": "kernel",
     "hicache_mem_layout": "page_first",
-    "cuda_graph_backend_prefill": None,
+    "cuda_graph_config": default_cuda_graph_config(),
     "enable_lmcache": False,
     "enable_flexkv": False,
     "enable_streaming_session": False,
@@ -60,13 +65,16 @@ UNFIT_FLAGS = [
     ("disaggregation_mode", "prefill", "disaggregation"),
     ("pp_size", 2, "pipeline parallelism"),
     ("enable_dp_attention", True, "data-parallel attention"),
+    ("attn_cp_size", 2, "--attn-cp-size"),
+    ("enable_prefill_cp", True, "--enable-prefill-cp"),
+    ("dcp_size", 2, "--dcp-size"),
     ("enable_two_batch_overlap", True, "two-batch overlap"),
     ("enable_pdmux", True, "pd-multiplexing"),
     ("hicache_write_policy", "write_back", "write_back"),
     ("hicache_storage_backend", "nixl", "--hicache-storage-backend nixl"),
     ("hicache_io_backend", "direct", "--hicache-io-backend direct"),
     ("hicache_mem_layout", "page_head", "--hicache-mem-layout page_head"),
-    ("cuda_graph_backend_prefill", "full", "--cuda-graph-backend-prefill full"),
+    ("cuda_graph_config", FULL_PREFILL_GRAPHS, "--cuda-graph-backend-prefill full"),
     ("enable_lmcache", True, "LMCache"),
     ("enable_flexkv", True, "FlexKV"),
     ("enable_streaming_session", True, "streaming sessions"),
@@ -110,6 +118,13 @@ def test_unfit_flags(flag, value, reason):
     """One unsupported flag gives one reason, which names it."""
     (given,) = compat.unfit_flags(SimpleNamespace(**{**FLAGS, flag: value}))
     assert reason in given
+
+
+def test_full_prefill_graphs_do_not_fit_without_a_host_tier_either():
+    """Their attention is captured with them, so linked rows would be read as ordinary ones."""
+    given = {**FLAGS, "enable_hierarchical_cache": False, "cuda_graph_config": FULL_PREFILL_GRAPHS}
+    (reason,) = compat.unfit_flags(SimpleNamespace(**given))
+    assert "prefill full" in reason
 
 
 class Layer(torch.nn.Module):

@@ -1,6 +1,7 @@
 """Scales of an fp8 cache: KV is divided by them when stored and multiplied by them when read."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
-from sglang_lazy.core.model import AttentionLayer
+from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.model import AttentionLayer, LayerRope, ServedModel
 from sglang_lazy.port.model.attention import LinkAttention
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -25,7 +27,11 @@ def attend(cache_dtype, k, v, k_scale, v_scale):
     rope = SimpleNamespace(cos_sin_cache=rope_cos_sin(torch.ones(HEAD_DIM // 2).double(), 8), is_neox=True)
     model = SimpleNamespace(layers={0: AttentionLayer(NUM_HEADS, NUM_HEADS, HEAD_DIM, rope)})
     backend = SimpleNamespace(
-        link_pool=pool, link_model=model, link_fp8=cache_dtype != torch.float32, link_window_slots=None
+        link_pool=pool,
+        link_model=model,
+        link_fp8=cache_dtype != torch.float32,
+        link_window_slots=None,
+        link_stock_part=None,
     )
     backend._options = lambda *given: LinkAttention._options(backend, *given)
     slots = torch.arange(1, NUM_TOKENS + 1)
@@ -49,3 +55,26 @@ def test_scales_cancel():
     scaled = attend(torch.float8_e4m3fn, k, v, 2.0**-8, 16.0)
     assert ((scaled - exact).norm() / exact.norm()) < 2**-4
     assert not attend(torch.float8_e4m3fn, k, v, 1.0, 1.0).isfinite().all()
+
+
+def test_kernels_are_compiled_for_every_scale():
+    """Triton's contain it: else the first prompt would wait for a kernel of each layer with a scale of its own."""
+    rope = LayerRope(torch.zeros(HEAD_DIM // 2), 8, True, "cpu")
+    kernels, model = Mock(**{"decode_workspace.return_value": None}), torch.nn.ModuleList()
+    for layer_id, k_scale in enumerate([0.5, 2.0, 0.5, None]):
+        module = torch.nn.Module()
+        module.attn = RadixAttention(NUM_HEADS, HEAD_DIM, 1.0, NUM_HEADS, layer_id)
+        module.attn.k_scale_float = module.attn.v_scale_float = k_scale
+        model.append(module)
+    layer = AttentionLayer(NUM_HEADS, NUM_HEADS, HEAD_DIM, rope, kernels=kernels)
+    table = SegmentTable(2, 1, "cpu", ServedModel({}, dict.fromkeys(range(len(model)), layer)))
+    runner = SimpleNamespace(
+        model=model,
+        device="cpu",
+        dtype=torch.float32,
+        kv_cache_dtype=torch.float8_e4m3fn,
+        token_to_kv_pool=Mock(**{"get_kv_buffer.return_value": (None, None)}),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(2, 4, dtype=torch.int32)),
+    )
+    LinkAttention.init_link_path(LinkAttention.__new__(LinkAttention), runner, table)
+    assert [call.kwargs["sm_scale"] for call in kernels.link_extend.mock_calls] == [0.5, 2.0, 1.0]

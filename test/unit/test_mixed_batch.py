@@ -279,6 +279,33 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
 
+@pytest.mark.parametrize("name", ["chunks, then their prompt", "fills alone"])
+def test_sglang_gets_new_keys_and_values_unscaled(monkeypatch, name):
+    """Its Triton and FlashInfer backends attend to those they are given. An fp8 pool with scales divides them in
+    place when it stores them."""
+    backend, batch, forward_batch, (q, k, v) = build(BATCHES[name], seed=0)
+    pool = MHATokenToKVPool(POOL, 1, torch.float8_e4m3fn, KV_HEADS, HEAD_DIM, 1, "cpu", enable_memory_saver=False)
+    backend.link_pool, backend.link_fp8 = pool, True
+    layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    layer.k_scale, layer.v_scale = torch.tensor(0.5), torch.tensor(4.0)
+    layer.k_scale_float, layer.v_scale_float = 0.5, 4.0
+    given = []
+
+    def forward_extend(_, q, k, v, *args, **kwargs):
+        given.extend([k.clone(), v.clone()])
+        return torch.empty_like(q)
+
+    monkeypatch.setattr(TorchNativeAttnBackend, "forward_extend", forward_extend)
+    exact = [k.clone(), v.clone()]
+    with backend.link_table.running(LinkedBatch.of(batch)):
+        backend.init_forward_metadata(forward_batch)
+        backend.forward_extend(q, k, v, layer, forward_batch)
+    assert all(map(torch.equal, given, exact)) and len(given) == 2
+    slots = forward_batch.out_cache_loc
+    for cache, stored in zip(pool.get_kv_buffer(0), (exact[0] / 0.5, exact[1] / 4.0), strict=True):
+        assert torch.equal(cache[slots].float(), stored.to(torch.float8_e4m3fn).float())
+
+
 @pytest.mark.parametrize("name", ["chunks, then their prompt", "two fills", "rows out of order without segments"])
 def test_what_sglang_cannot_compute_is_ours(name):
     """With attention sinks that its backend does not support, the link path computes every row."""
@@ -322,3 +349,11 @@ def test_batches_with_more_rows_than_sglangs_buffers_are_ours():
     for max_rows, linked in ((4, []), (3, [0, 1, 2, 3])):
         for apart in (False, True):
             assert LinkedBatch.of(batch, apart, max_rows).linked == linked
+
+
+def test_batches_whose_rows_take_too_large_a_table_are_ours(monkeypatch):
+    """SGLang's attention reads a table with a row for each chunk, all as long as the longest prompt."""
+    _, batch, *_ = build([ordinary(50, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
+    for size, linked in ((4 * 59, []), (4 * 59 - 1, [0, 1, 2, 3])):
+        monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", size)
+        assert LinkedBatch.of(batch).linked == linked

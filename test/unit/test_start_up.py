@@ -156,16 +156,19 @@ def test_logit_caps_without_support_in_the_stock_backend():
 
 @pytest.fixture
 def cuda_takes(monkeypatch):
-    """cuda_takes(n): limit the CUDA kernels to n segments per row."""
+    """cuda_takes(n): limit the CUDA kernels to n segments per row. Triton's take all but what it is told."""
 
-    def limit(num_segments):
+    def limit(num_segments, not_triton=None):
         def unsupported(_device, _dtype, _kv_dtype, _heads, _kv_heads, head_dim, _rotary_dim, max_segments, **kinds):
             assert kinds == dict(windowed=head_dim == 64, sinks=False, capped=False)
             if head_dim > 256:
                 return "heads of 64, 128 or 256"
             return f"at most {num_segments} segments a row" if max_segments > num_segments else None
 
-        implementations = {name: SimpleNamespace(name=name, unsupported=unsupported) for name in ("cuda", "triton")}
+        implementations = {
+            "cuda": SimpleNamespace(name="cuda", unsupported=unsupported),
+            "triton": SimpleNamespace(name="triton", unsupported=lambda *_, **__: not_triton),
+        }
         for module in (compat, model_runner):
             monkeypatch.setattr(module, "get_implementation", implementations.__getitem__)
         return SimpleNamespace(device="cuda", dtype=None, kv_cache_dtype=None, model=None)
@@ -197,6 +200,17 @@ def test_layers_that_cuda_cannot_serve(cuda_takes, caplog):
     for asked, reason in ((layers, "at most 512 segments"), (wide, "heads of")):
         with pytest.raises(compat.Unfit, match=f"--lazy-kernels cuda: {reason}"):
             chosen(asked, kernels="cuda", max_chunks=513)
+
+
+def test_layers_that_no_kernels_can_serve(cuda_takes):
+    """As with an e4m3 cache on an A100: the server refuses to start, or falls back, before Triton fails to compile."""
+    rope = SimpleNamespace(cos_sin_cache=torch.zeros(1, 64))
+    layers = {i: AttentionLayer(4, 2, 64, rope, window=128) for i in range(2)}
+    runner = cuda_takes(512, not_triton="no fp8 here")
+    assert len(model_runner.choose_kernels(LazyConfig(max_chunks=512), runner, layers)) == 2
+    with pytest.raises(compat.Unfit) as caught:
+        model_runner.choose_kernels(LazyConfig(max_chunks=513), runner, layers)
+    assert caught.value.reasons == ["neither CUDA kernels nor those in Triton: no fp8 here"]
 
 
 class Target:

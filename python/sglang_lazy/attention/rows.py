@@ -10,6 +10,10 @@ from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import positions_in
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, lazy_state
 
+MAX_TABLE_SIZE = 1 << 25
+"""The most slots, 128 MiB of them, listed for SGLang's attention, which wants as much room for each row as for the
+longest: one long prompt beside a thousand short chunks would take hundreds of MiB."""
+
 
 class AttentionRow(NamedTuple):
     """Consecutive new tokens of a prefill batch that see the same KV tokens: those of one request, or of one part of a
@@ -104,7 +108,8 @@ class LinkedBatch(NamedTuple):
         all_ordinary = all(row.ordinary for row in rows)
         if all_ordinary and not cut and max_rows:
             return None
-        separate = (separate or all_ordinary) and len(rows) <= max_rows
+        table_size = len(rows) * max(len(row.positions) if row.ordinary else row.num_new for row in rows)
+        separate = (separate or all_ordinary) and len(rows) <= max_rows and table_size <= MAX_TABLE_SIZE
         return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and separate)])
 
 

@@ -48,10 +48,11 @@ class LinkAttention(AttentionBackend):
         self.link_decode = DecodeRows(table, runner.req_to_token_pool)
         compiled = set()
         for attn, _ in attention_layers(runner.model):
-            layer = table.model.layers[attn.layer_id]
-            if layer not in compiled:
+            # Triton's kernels contain the scale, of which an fp8 cache's is a part.
+            variant = table.model.layers[attn.layer_id], self._options(attn, None)["sm_scale"]
+            if variant not in compiled:
                 self._compile_extend(attn, runner)
-                compiled.add(layer)
+                compiled.add(variant)
 
     def _compile_extend(self, attn: Any, runner: Any) -> None:
         """Run the kernels on one token, so that they are compiled before the first request."""
@@ -203,6 +204,9 @@ class LinkAttention(AttentionBackend):
             )
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
+            if self.link_fp8 and self.link_stock_part is not None:
+                # The pool divides them by the scales in place, and SGLang's attention may read them, not the cache.
+                k, v = k.clone(), v.clone()
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
         return (

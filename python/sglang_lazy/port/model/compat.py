@@ -10,6 +10,7 @@ import torch
 from sglang.srt.environ import envs
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.server_args import ServerArgs
 
 from sgl_kernel_lazy import get_implementation
@@ -91,8 +92,14 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "prefill-decode disaggregation: linked rows are not transferred": args.disaggregation_mode != "null",
         "pipeline parallelism: fills are published by the rank that launches them": args.pp_size > 1,
         "data-parallel attention: ranks would have to agree on fills": args.enable_dp_attention,
+        "context parallelism (--attn-cp-size, --enable-prefill-cp, --dcp-size): no rank has a row's tokens and KV": (
+            args.attn_cp_size > 1 or args.enable_prefill_cp or args.dcp_size > 1
+        ),
         "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
         "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
+        "--cuda-graph-backend-prefill full: such graphs replay SGLang's own attention, which knows no linked rows": (
+            args.cuda_graph_config.prefill.backend == Backend.FULL  # however it was asked for
+        ),
         **_unfit_tiers(args),
         "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
@@ -132,9 +139,6 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
         ),
         f"--hicache-mem-layout {args.hicache_mem_layout}: at page size 1 the host's memory is laid out by layers": (
             args.hicache_mem_layout not in ("layer_first", "page_first")  # SGLang's default is the latter
-        ),
-        "--cuda-graph-backend-prefill full: attention in such graphs cannot wait for KV from the host": (
-            args.cuda_graph_backend_prefill == "full"
         ),
     }
     return {reason: args.enable_hierarchical_cache and applies for reason, applies in wanted.items()}

@@ -141,7 +141,7 @@ def server_traits(runner: Any) -> ServerTraits:
 def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, AttentionLayer]) -> dict[int, AttentionLayer]:
     """`layers`, each with its kernels: the configured implementation, or the fastest that supports it on this machine.
 
-    Raises Unfit if the configured one does not support all layers.
+    Raises Unfit if the configured one does not support all layers, or none does.
     """
     fastest = "cuda" if torch.device(runner.device).type == "cuda" else "torch"
     name = fastest if config.kernels == "auto" else config.kernels
@@ -152,6 +152,9 @@ def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, Attenti
         chosen[layer_id] = dataclasses.replace(layer, kernels=get_implementation("triton" if reason else name))
     if refused and config.kernels != "auto":
         raise Unfit([f"--lazy-kernels {name}: {reason}" for reason in refused])
+    instead = [unfit_kernels("triton", runner, layers[i], config.max_chunks) for ids in refused.values() for i in ids]
+    if reasons := dict.fromkeys(filter(None, instead)):
+        raise Unfit([f"neither CUDA kernels nor those in Triton: {reason}" for reason in reasons])
     for reason, ids in refused.items():
         of_which = f" in layers {', '.join(map(str, ids))}" if len(ids) < len(layers) else ""
         logger.info("sglang-lazy: triton kernels instead of the CUDA ones%s: %s", of_which, reason)
