@@ -202,6 +202,18 @@ def test_a_chunk_whose_beginning_has_no_copy():
     assert details(served(server, long)) == (0, 0, 0, 0) and not server.store.fetching
 
 
+def test_what_is_fetched_for_nobody_makes_nothing_recent_by_the_clock():
+    """Recency is a count, the same on all ranks, also of a beginning under which there is no place for the rest."""
+    long, storage = (CHUNK, (*A[1], 9, 9)), Storage()
+    new_server(storage).warm(long)
+    server = new_server(storage, write_policy="write_through_selective")
+    server.warm(A)
+    server.abort(server.submit([long, QUESTION], "aborted"))
+    server.run()
+    assert server.pools.cache.report.num_fetched == 1
+    assert all(isinstance(node.last_access_time, int) for node, _, _ in server.pools.nodes())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32])
 def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
     """Down to one bit of one weight: trained tokens, for one, change a few embedding rows and nothing else."""

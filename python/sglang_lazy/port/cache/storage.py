@@ -172,6 +172,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         """
         key = RadixKey(chunk.tokens, chunk.key.namespace)
         beginning = self._match_prefix_helper(self.root_node, key)[1]
+        self.use(beginning)  # SGLang has stamped it
         if beginning is not self.root_node and not beginning.backuped:
             return False
         num_present = self._insert_helper_host(self.root_node, key, slots, [])
