@@ -88,10 +88,9 @@ class Scheduler:
     # Arrival
 
     def _add_request_to_queue(self, req: Req) -> None:
-        if self.prioritizes and req.priority is None:
-            req.priority = -(1 << 62)
-
         def enqueue(_scheduler: Any, req: Req) -> None:
+            if self.prioritizes and req.priority is None:
+                req.priority = -(1 << 62)
             self.waiting_queue.append(req)
             req.time_stats.set_wait_queue_entry_time()
 

@@ -19,6 +19,9 @@ from typing import Any
 from tqdm import tqdm
 
 from sglang_lazy.command import cut, started
+from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.policies import get_policy
+from sglang_lazy.serving.registration import computing
 from sglang_lazy.verify.prompts import read_json_lines
 
 BATCH_SIZE = 32
@@ -75,12 +78,19 @@ def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -
     """Compute and store the chunks that storage does not have. Returns for each whether it was there."""
     prompts = [[chunk, "\n"] for chunk in chunks]
     params = {"max_new_tokens": 1, "temperature": 0}
-    outputs = engine.generate(segments=prompts, sampling_params=params, lora_path=lora_path)
+    outputs = engine.generate(segments=prompts, sampling_params=params, lora_path=lora_path, link=_link())
     # A flush waits until everything is stored.
     flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
     if not flushed.success:
         raise RuntimeError("the engine did not store its chunks within ten minutes")
     return [output["meta_info"]["chunks"][0]["hit"] for output in outputs]
+
+
+def _link() -> str:
+    """The policy to compute with. The default one may not compute every chunk, such as a short one under `epic`; but
+    trained tokens, which belong to chunks, are put there by it alone."""
+    link = LazyConfig.current().default_link
+    return link if get_policy(link).trained else computing(link)
 
 
 def _num_stored(engine: Any) -> int:

@@ -167,6 +167,17 @@ def test_wall_clock_time_does_not_matter(policy, seed, any_time):
     assert len(orders[0]) > 60
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_nor_where_a_lookup_finds_what_it_cannot_read(seed, any_time):
+    """Tokens that have lost their window KV, and those behind them."""
+    orders = []
+    for clock in (1, 2):
+        any_time(clock)
+        orders.append(history(Loop(40, window=2, window_size=30), seed))
+    assert orders[0] == orders[1]
+    assert len(orders[0]) > 30
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_plain_text_is_evicted_in_sglangs_order(policy, seed):

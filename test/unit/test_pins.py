@@ -50,6 +50,21 @@ def test_a_pinned_chunk_stays_while_others_leave(host_size):
     assert all("device" not in chunk["tiers"] for chunk in listed(loop)["chunks"])
 
 
+@pytest.mark.parametrize("host_size", [0, 60])
+def test_the_beginning_of_a_longer_chunk_is_a_chunk_like_others(host_size):
+    """Found within the longer one, which came first, it is listed, counts its hits, and can be pinned."""
+    longer = (CHUNK, (*A[1], 7, 7))
+    loop = Loop(pool_size=24, host_size=host_size)
+    loop.warm(longer)
+    assert pin(loop, A) == ([], ["unknown"])
+    loop.warm(A, A)
+    assert {chunk["id"]: chunk["hits"] for chunk in listed(loop)["chunks"]} == {id_of(longer): 0, id_of(A): 2}
+    assert pin(loop, A) == ([id_of(A)], [])
+    evict_all(loop)
+    loop.pools.check()
+    assert {c["id"] for c in listed(loop)["chunks"] if "device" in c["tiers"]} == {id_of(A)}
+
+
 def test_the_budget():
     loop = Loop(pool_size=40)  # ten tokens of it may be pinned
     loop.warm(A, B, C)

@@ -7,6 +7,7 @@ import types
 import pytest
 
 from sglang_lazy import precompute
+from sglang_lazy.core.config import ENV_VAR, LazyConfig
 
 
 class Engine:
@@ -20,8 +21,9 @@ class Engine:
         self.at_once, self.refused, self.num_stored = at_once, refused, 0
         self.loop, self.tokenizer_manager = asyncio.new_event_loop(), self
 
-    def generate(self, segments, sampling_params, lora_path=None):
+    def generate(self, segments, sampling_params, lora_path=None, link=None):
         texts = [chunk["text"] for chunk, _ in segments]
+        self.link = link or LazyConfig.current().default_link
         self.computed.append([text for text in texts if text not in self.stored])
         return [{"meta_info": {"chunks": [{"hit": text in self.stored}]}} for text in texts]
 
@@ -59,6 +61,25 @@ def test_storage_that_fails_is_an_error():
         precompute.precompute(Engine(stores=False), chunks(1))
     with pytest.raises(RuntimeError, match="does not take this chunk: .*chunk 3"):
         precompute.precompute(Engine(refused=["chunk 3"]), chunks(5))
+
+
+@pytest.mark.parametrize(
+    "default, link",
+    [
+        ("block", "block"),
+        ("epic:tokens=16", "block"),
+        ("base+query:ratio=0.2", "base"),
+        ("full", "block"),
+        ("packet", "packet"),
+    ],
+)
+def test_whole_chunks_are_computed(monkeypatch, default, link):
+    """As the default policy wants them: behind a preamble, or among trained tokens. What it would compute in context,
+    such as all of a short chunk, is none of their KV."""
+    monkeypatch.setenv(ENV_VAR, json.dumps({"default_link": default}))
+    engine = Engine()
+    precompute.precompute(engine, chunks(1))
+    assert engine.link == link
 
 
 def test_a_batch_too_large_for_the_host_is_stored_one_by_one():

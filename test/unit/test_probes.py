@@ -207,6 +207,26 @@ def test_answers_come_in_order_where_memory_is_tight(overlap, link, other):
     assert len(launches(scheduler, "probe")) == (2 if link == LINK else 0)
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+def test_a_probe_of_another_kind_does_not_wait_for_ever(overlap):
+    """It shares no batch with others. There are always more of them, and in each batch the last one is cut."""
+    scheduler = Loop(400, chunked_prefill_size=40, overlap=overlap, num_rows=30)
+    scheduler.warm(A)
+
+    def keep_busy(first):
+        for i in range(first, first + 4 - len(scheduler.waiting_queue)):
+            scheduler.submit([(TEXT, tuple((i + j * j + i * j) % 14 for j in range(41)))], f"{i}", max_new_tokens=1)
+
+    keep_busy(0)
+    scheduler.step()
+    behind = len(scheduler.waiting_queue)
+    req = scheduler.submit([A, QUESTION], "probed", link="blend:ratio=0.5", max_new_tokens=1)
+    for i in range(2 * behind + 4):
+        keep_busy(10 * i + 10)
+        scheduler.step()
+    assert req.finished()
+
+
 def test_a_prompt_that_does_not_fit_beside_what_may_be_recomputed():
     """Recomputation may add up to its share to the text; a prompt that could not be served then is refused on
     arrival."""

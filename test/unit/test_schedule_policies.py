@@ -74,6 +74,30 @@ def test_a_parent_takes_the_place_of_others(overlap, link):
     assert [len(req.output_ids) for req in (*low, high)] == [20, 20, 3]
 
 
+@both_loops
+@pytest.mark.parametrize("first, second", [(None, 5), (5, None), (5, 9)])
+def test_a_server_without_priorities_ignores_them(overlap, first, second):
+    """SGLang lets them pass: those who wait for one fill may have any or none."""
+    loop = Loop(overlap=overlap, chunked_prefill_size=2)
+    reqs = [loop.submit([A, QUESTION], "first", priority=first, max_new_tokens=1)]
+    loop.step()
+    (fill,) = loop.fills()
+    reqs.append(loop.submit([A, QUESTION], "second", priority=second, max_new_tokens=1))
+    loop.run()
+    assert [parent.rid for parent in fill_of(fill).parents] == ["first", "second"]
+    assert all(len(req.output_ids) == 1 for req in reqs)
+
+
+def test_a_probe_whose_parent_has_no_priority():
+    """SGLang gives it the lowest, which the probe has as well, where it asks for the place of a request that runs."""
+    loop = prioritizing(scheduler={"max_running": 1})
+    plain = loop.submit([(TEXT, (7, 8, 9))], "plain", priority=0, max_new_tokens=6)
+    loop.step()
+    parent = loop.submit([A, QUESTION], "parent", link="query:ratio=0.4", max_new_tokens=1)
+    loop.run()
+    assert order(loop) == ["plain", "parent"] and len(plain.output_ids) == 6 and len(parent.output_ids) == 1
+
+
 def test_what_less_important_parents_hold_is_there_for_others():
     """One waits with its chunks computed and locked, where another comes that needs the memory, and nothing runs."""
     loop = prioritizing(24, chunked_prefill_size=4)

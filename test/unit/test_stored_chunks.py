@@ -202,6 +202,34 @@ def test_a_chunk_whose_beginning_has_no_copy():
     assert details(served(server, long)) == (0, 0, 0, 0) and not server.store.fetching
 
 
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_the_beginning_of_a_longer_chunk_is_stored_as_well(in_turn):
+    """It has a copy before it is known. A later prompt that has it alone finds it."""
+    longer = (CHUNK, (*A[1], 9, 9))
+    storage = storage_with(longer)
+    server = new_server(storage)
+    for chunk in (longer, A, A):
+        server.submit([chunk, QUESTION], "r", max_new_tokens=1)
+        if in_turn:
+            server.run()
+    server.run()
+    server.pools.flush()
+    assert len(storage.objects) == 2 and server.pools.cache.report.num_stored == 1
+    assert details(served(new_server(storage), A)) == (0, 0, 4, 4)
+
+
+def test_what_is_fetched_for_nobody_makes_nothing_recent_by_the_clock():
+    """Recency is a count, the same on all ranks, also of a beginning under which there is no place for the rest."""
+    long, storage = (CHUNK, (*A[1], 9, 9)), Storage()
+    new_server(storage).warm(long)
+    server = new_server(storage, write_policy="write_through_selective")
+    server.warm(A)
+    server.abort(server.submit([long, QUESTION], "aborted"))
+    server.run()
+    assert server.pools.cache.report.num_fetched == 1
+    assert all(isinstance(node.last_access_time, int) for node, _, _ in server.pools.nodes())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32])
 def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
     """Down to one bit of one weight: trained tokens, for one, change a few embedding rows and nothing else."""

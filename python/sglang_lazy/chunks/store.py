@@ -75,15 +75,20 @@ class ChunkStore:
     def find(self, chunk: ChunkSlice) -> Node | None:
         """The node where the needed part of `chunk` ends, None if it is not cached.
 
-        A published chunk is found by its key, without reading its tokens or walking the tree. A chunk's beginning, and
-        a chunk that is only the beginning of a longer one, are found by comparing tokens.
+        A known chunk is found by its key, without reading its tokens or walking the tree. A chunk's beginning is found
+        by comparing tokens. So is a chunk that begins a longer one, and from then on it is known.
         """
         cached = self._cached.get(chunk.key)
-        if cached is not None and chunk.num_needed == chunk.num_tokens:
+        is_whole = chunk.num_needed == chunk.num_tokens
+        if cached is not None and is_whole:
             node = cached.node
         else:
             node = self.tree.end_of(chunk.tokens[: chunk.num_needed], chunk.key.namespace)
-        return node if node is not None and self.tree.reads(node, chunk.spread) else None
+        if node is None or not self.tree.reads(node, chunk.spread):
+            return None
+        if cached is None and is_whole:
+            self.adopt(chunk, node)
+        return node
 
     def is_at(self, chunk: ChunkSlice, node: Node) -> bool:
         """Whether the needed part of `chunk` is still cached at `node`, where it was found."""

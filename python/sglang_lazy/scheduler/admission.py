@@ -9,6 +9,7 @@ are loaded or produced. These locks can be revoked, newest first, so that waitin
 running ones. All decisions depend only on the order of requests, so every tensor-parallel rank makes the same ones.
 """
 
+import itertools
 import time
 from typing import Any
 
@@ -155,9 +156,10 @@ class ChunkAdmission:
                 break
             budget -= need
             visible[req] = None
-        first = self.scheduler.chunked_req or next(iter(visible), None)
-        kind = None if first is None else self._kind(first)
-        return [req for req in visible if self._kind(req) == kind]
+        chunked = self.scheduler.chunked_req
+        kind = self._kind(chunked or next(iter(visible))) if chunked or visible else None
+        select = filter if chunked is None else itertools.takewhile  # prefills cut in turn would pass others for ever
+        return list(select(lambda req: self._kind(req) == kind, visible))
 
     def _kind(self, req: Any) -> tuple[bool, bool]:
         """The kind of batch a request needs; one batch has one kind. Deviation probes run only the first layers, and

@@ -82,7 +82,7 @@ class FillProducer:
         for req in reqs:
             if parent not in req.lazy.parents:
                 req.lazy.parents.append(parent)
-                if parent.priority is not None:
+                if None not in (req.priority, parent.priority):  # without priority scheduling, some have one
                     req.priority = min(req.priority, parent.priority, key=lambda p: p * self.priority_sign)
         return [req for req in reqs if not is_launched(req)]
 

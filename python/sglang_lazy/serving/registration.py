@@ -67,8 +67,12 @@ def _tokens(manager: Any, index: int, chunk: Any, salt: str | None, link: str) -
 
 def prompt_for(tokens: Sequence[int], link: str, salt: str | None) -> tuple[list[int], PromptLayout]:
     """The prompt that has a chunk computed as `link` wants it: the chunk, and a token of text."""
-    base = "base" if get_policy(link).preamble == "neutral" else "block"
-    return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, base)
+    return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, computing(link))
+
+
+def computing(link: str) -> str:
+    """The policy that has whole chunks computed as `link` wants them, and nothing else."""
+    return "base" if get_policy(link).preamble == "neutral" else "block"
 
 
 class Registrations:

@@ -94,6 +94,7 @@ class LazyHybridCache(LazyRadixCache):
     def _match_prefix_helper(self, node: TreeNode, key: RadixKey) -> tuple[list[torch.Tensor], TreeNode]:
         """The longest prefix that can be read."""
         pieces, end = super()._match_prefix_helper(node, key)
+        super().use(end)  # also what cannot be read: SGLang has stamped all of it
         node, num_passed, num_left_out, count = end, 0, 0, 0
         while node is not self.root_node and count < self.sliding_window_size:
             num_passed += 1

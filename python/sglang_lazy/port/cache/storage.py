@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -172,6 +172,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         """
         key = RadixKey(chunk.tokens, chunk.key.namespace)
         beginning = self._match_prefix_helper(self.root_node, key)[1]
+        self.use(beginning)  # SGLang has stamped it
         if beginning is not self.root_node and not beginning.backuped:
             return False
         num_present = self._insert_helper_host(self.root_node, key, slots, [])
@@ -192,7 +193,17 @@ class StoredHiRadixCache(LazyHiRadixCache):
             if chunk is not None and not chunk.stored and self.objects is not None:
                 self._store(chunk, self._path(node), self.objects)
 
+    def back_up(self, nodes: Iterable[TreeNode]) -> None:
+        """Also store chunks that had a copy before they were known, as beginnings of longer ones."""
+        nodes = list(nodes)
+        super().back_up(nodes)
+        for node in nodes:
+            chunk, is_copied = self.store.chunk_at(node), node.backuped and node.write_through_pending_id is None
+            if chunk is not None and chunk.stored is None and is_copied and self.objects is not None:
+                self._store(chunk, self._path(node), self.objects)
+
     def _store(self, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
+        chunk.stored = False
         slots, name = torch.cat([node.host_value for node in path]), self._name(chunk.key)
         if name is None or self._num_writing + len(slots) > self._most_under_way:
             self.report.unstored()

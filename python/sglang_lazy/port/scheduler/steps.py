@@ -131,16 +131,15 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
     admission = admission_of(scheduler)
     if admission is None:
         _refuse_chunks(req)
+        original(scheduler, req, *args, **kwargs)
     elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
-        return admission.producer.forget(req)
-    elif is_internal(req):  # a retracted probe: its parent has another one by now
-        return None
-    else:
-        admission.arrival.receive(req)
+        admission.producer.forget(req)
+    elif not is_internal(req):  # but for a retracted probe: its parent has another one by now
+        original(scheduler, req, *args, **kwargs)
+        admission.arrival.receive(req)  # now that it has a priority, which a probe takes over
         if lazy_state(req) is not None:
             admission.linked_waiting = True
             _drop_layout(req)
-    return original(scheduler, req, *args, **kwargs)
 
 
 def _drop_layout(req: Req) -> None:
