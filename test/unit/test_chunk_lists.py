@@ -1,9 +1,11 @@
 """Lists of chunks: what a tenant sees of the cache, page by page."""
 
+import base64
 import random
 from array import array
 
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from sglang_lazy.chunks import catalog
@@ -12,6 +14,10 @@ from sglang_lazy.serving.chunk_lists import arguments_of_ranks, check_id, list_a
 from sglang_lazy.serving.pieces import all_pieces
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+DEEP = base64.urlsafe_b64encode(b"[" * 20_000).decode()
+"""A cursor that Python's parser of JSON gives up on."""
 
 
 def id_of(chunk):
@@ -180,7 +186,17 @@ def test_an_id_finds_every_variant():
 
 
 @pytest.mark.parametrize(
-    "query", [{"sort": "size"}, {"order": "up"}, {"limit": 0}, {"limit": 1001}, {"state": "cold"}, {"cursor": "x"}]
+    "query",
+    [
+        {"sort": "size"},
+        {"order": "up"},
+        {"limit": 0},
+        {"limit": 1001},
+        {"state": "cold"},
+        {"cursor": "x"},
+        {"cursor": DEEP},
+    ],
+    ids=lambda query: next(iter(query)),
 )
 def test_bad_queries(query):
     with pytest.raises(ValueError, match=next(iter(query))):
@@ -277,3 +293,15 @@ def test_an_ambiguous_id_is_left_alone():
     assert deleted(loop, shared) == ([], [shared])
     assert deleted(loop, shared + "61") == ([(shared + "61", "deleted")], [])
     assert [chunk["digest"] for chunk in listed(loop)["chunks"]] == [digests[tuple(B[1])].hex()]
+
+
+def test_the_beginning_of_a_longer_chunk_is_a_chunk_of_its_own():
+    """Found in the longer one's KV, it is listed and can be pinned; once the longer one has left it stays."""
+    loop, beginning = Loop(pool_size=40), (A[0], A[1][:2])
+    loop.warm(A, beginning)
+    assert {chunk["id"]: chunk["tokens"] for chunk in listed(loop)["chunks"]} == {id_of(A): 4, id_of(beginning): 2}
+    message = {"tenant": None, "ids": [id_of(beginning)], "pin": True, "ttl": None, "only": None}
+    assert loop.admission.control.handle("pin", message, 0.0)["skipped"] == []
+    loop.tree_cache.evict(EvictParams(num_tokens=loop.tree_cache.evictable_size()))
+    loop.pools.check()
+    assert [chunk["id"] for chunk in listed(loop)["chunks"]] == [id_of(beginning)]

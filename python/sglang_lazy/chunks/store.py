@@ -76,10 +76,10 @@ class ChunkStore:
         """The node where the needed part of `chunk` ends, None if it is not cached. Counts as recent use.
 
         A published chunk is found by its key, without reading its tokens or walking the tree. A chunk's beginning, and
-        a chunk that is only the beginning of a longer one, are found by comparing tokens.
+        a chunk that is only the beginning of a longer one, are found by comparing tokens; the latter is registered.
         """
-        cached = self._cached.get(chunk.key)
-        if cached is not None and chunk.num_needed == chunk.num_tokens:
+        cached, whole = self._cached.get(chunk.key), chunk.num_needed == chunk.num_tokens
+        if cached is not None and whole:
             node = cached.node
             self.tree.use(node, spread=chunk.spread)
         else:
@@ -87,7 +87,11 @@ class ChunkStore:
             if not self.tree.holds(tokens, chunk.key.namespace):
                 return None
             node = self.tree.end_of(tokens, chunk.key.namespace)
-        return node if self.tree.reads(node, chunk.spread) else None
+        if not self.tree.reads(node, chunk.spread):
+            return None
+        if cached is None and whole:
+            self.adopt(chunk, node)
+        return node
 
     def is_at(self, chunk: ChunkSlice, node: Node) -> bool:
         """Whether the needed part of `chunk` is still cached at `node`, where it was found."""
