@@ -81,14 +81,14 @@ def test_without_a_separator_plain_text_stays_text(monkeypatch):
 
 
 def test_requests_override_flags(monkeypatch):
-    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool,function"}))
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool, function"}))
 
     def chunks(role, **fields):
         message = {"role": role, "content": "a##b##c", "tool_call_id": "1"}
         request = ChatRequest.model_validate({"messages": [message], **fields})
         return [part["text"] for part in request._chunk_parts.parts]
 
-    assert chunks("user") == ["b"] and chunks("tool") == ["a", "b", "c"]
+    assert chunks("user") == ["b"] and chunks("tool") == chunks("function") == ["a", "b", "c"]
     assert chunks("user", chunk_roles=["user"]) == ["a", "b", "c"] and chunks("tool", chunk_roles=[]) == ["b"]
     assert chunks("tool", chunk_separator="") == ["a##b##c"] and chunks("user", chunk_separator="") == []
 
