@@ -227,6 +227,9 @@ def test_bad_parameters(make, message):
         ("[]\n", "line 1: expected an object, got list"),
         ('{"question": "q"}\n', "line 1: not a request with docs, .* KeyError"),
         ('{"docs": [{"title": "t"}], "question": "q"}\n', "line 1: not a request .* KeyError"),
+        ('{"docs": [{"title": null, "text": "x"}], "question": "q"}\n', "line 1: not a request .*not a string"),
+        pytest.param("[" * 100_000, "line 1: not JSON", id="deep"),
+        ('{"docs": [], "question": "\udce9"}\n', "line 1: not JSON: 'utf-8' codec"),
         ('{"docs": [], "question": "q", "history": "h"}\n', "line 1: history must be a list, got str"),
         ('{"docs": [], "question": "q", "history": [{"role": "user"}]}\n', "line 1: history .* KeyError.'text'"),
         ('{"docs": [], "question": "q"}\n', "2 conversations are requested, there are 1"),
@@ -234,7 +237,7 @@ def test_bad_parameters(make, message):
 )
 def test_bad_data(tmp_path, content, message):
     data = tmp_path / "data.jsonl"
-    data.write_text(content)
+    data.write_text(content, errors="surrogateescape")
     with pytest.raises(ValueError, match=message):
         conversations(Retrieval(data=data, num_prompts=2, cold_prompts=0))
 

@@ -1,5 +1,6 @@
 """Lists of chunks: what a tenant sees of the cache, page by page."""
 
+import base64
 import random
 from array import array
 
@@ -12,6 +13,10 @@ from sglang_lazy.serving.chunk_lists import arguments_of_ranks, check_id, list_a
 from sglang_lazy.serving.pieces import all_pieces
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+DEEP = base64.urlsafe_b64encode(b"[" * 20_000).decode()
+"""A cursor that Python's parser of JSON gives up on."""
 
 
 def id_of(chunk):
@@ -180,7 +185,17 @@ def test_an_id_finds_every_variant():
 
 
 @pytest.mark.parametrize(
-    "query", [{"sort": "size"}, {"order": "up"}, {"limit": 0}, {"limit": 1001}, {"state": "cold"}, {"cursor": "x"}]
+    "query",
+    [
+        {"sort": "size"},
+        {"order": "up"},
+        {"limit": 0},
+        {"limit": 1001},
+        {"state": "cold"},
+        {"cursor": "x"},
+        {"cursor": DEEP},
+    ],
+    ids=lambda query: next(iter(query)),
 )
 def test_bad_queries(query):
     with pytest.raises(ValueError, match=next(iter(query))):

@@ -73,6 +73,7 @@ def test_segments_with_ids():
     by_id, resolved = {"type": "chunk", "id": name}, {"type": "chunk", "input_ids": [5, 6]}
     assert with_tokens(known, ["Read", by_id], "a") == ["Read", resolved]
     assert with_tokens(known, [[by_id], ["x"], [by_id]], ["a", None, "a"]) == [[resolved], ["x"], [resolved]]
+    assert with_tokens(known, ([by_id], ["x"]), ("a", None)) == [[resolved], ["x"]]
     for untouched in (None, "text", 5, [5, {"id": name}]):
         assert with_tokens(known, untouched, "a") == untouched
     with pytest.raises(UnknownChunk):

@@ -24,6 +24,7 @@ def names(**body):
         {"messages": [{"role": "user", "content": [{"type": "tool_result", "content": [CHUNK]}]}]},
         {"system": [TEXT, {**CHUNK, "cache_control": {"type": "ephemeral"}}], "messages": []},
         {"input": [{"role": "user", "content": [CHUNK]}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [CHUNK]}]},
         {"segments": [CHUNK], "link": "epic:tokens=4", "model": "llama"},
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import zlib
 
 import pytest
 from aiohttp import ClientSession, web
@@ -265,3 +266,20 @@ def test_an_unreachable_router():
             assert answer.status == 502 and "does not answer" in await answer.text()
 
     run(test, "w0")
+
+
+@pytest.mark.parametrize("encoding, wbits", [("gzip", 31), ("deflate", 15)])
+def test_a_compressed_body_arrives(encoding, wbits):
+    """aiohttp unpacks it on its way in, so its head must not speak of the packed one."""
+
+    async def test(_router, _middleware, client):
+        packed, headers = (
+            zlib.compress(json.dumps(PROMPT).encode() + b" " * 500, wbits=wbits),
+            {"Content-Encoding": encoding},
+        )
+        for hit in (False, True):
+            async with client.post("/generate", data=packed, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+                assert (await answer.json())["meta_info"]["chunks"] == [{"hit": hit}]
+
+    run(test, "w0", "w1")

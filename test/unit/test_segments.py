@@ -32,6 +32,7 @@ def test_accepted_forms():
         ({"type": "chunk", "text": ""}, "the text of a chunk segment is empty"),
         ({"type": "text", "text": ""}, "the text of a text segment is empty"),
         ("", "the text of a text segment is empty"),
+        ("half: \ud83d", "surrogates not allowed"),
         ({"type": "chunk", "text": 5}, "must be a string, got int"),
         ({"type": "chunk"}, "exactly one of text and input_ids"),
         ({"type": "chunk", "text": "x", "input_ids": [1]}, "exactly one of text and input_ids"),

@@ -10,7 +10,8 @@ from test_serving_tokenization import byte_level, metaspace
 
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.serving.chat import ChatRequest, convert_request
-from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer
+from sglang_lazy.serving.tokenization import SegmentTokenizer
 
 TEMPLATES = {
     "joined": lambda parts: " ".join(parts),
@@ -107,6 +108,25 @@ def test_an_assistant_prefill_may_hold_a_chunk(tokenizer):
     placeholder = request.messages[0].content[1].text
     input_ids, layout = convert(Serving(tokenizer, prefix=f"It says {placeholder}"), request)
     assert len(layout.chunks) == 2 and layout.chunks[-1][1] == len(input_ids)
+
+
+def test_a_message_that_ends_before_a_chunk_keeps_its_end():
+    """A template's own end of sequence is not the one that the tokenizer adds, which belongs to the prompt's end."""
+    tokenizer, chunk_parts = byte_level(specials="<s> $A </s>"), ChunkParts()
+    (placeholder,) = chunk_parts.take_from_content([part("chunk", "the sea")], "content")
+    encode = PlaceholderTokenizer(SegmentTokenizer(tokenizer), chunk_parts).encode
+    text, bare = f"Hello</s>{placeholder['text']}Who?", tokenizer.encode("Who?", add_special_tokens=False)
+    hello = tokenizer.encode("Hello</s>", add_special_tokens=False)
+    assert hello[-1] == tokenizer.eos_token_id
+    assert encode(text, add_special_tokens=False) == [*hello, -1, *bare]
+    assert encode(text) == [tokenizer.bos_token_id, *hello, -1, *bare, tokenizer.eos_token_id]
+
+
+def test_anthropics_cache_control_is_no_part_of_a_chunk(tokenizer):
+    marked = {**part("chunk", "the sea"), "cache_control": {"type": "ephemeral"}}
+    assert (
+        convert(Serving(tokenizer), chat(marked))[0] == convert(Serving(tokenizer), chat(part("chunk", "the sea")))[0]
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import pytest
+from test_serving_tokenization import byte_level
 
 from sglang_lazy.core.config import ENV_VAR
+from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
@@ -78,16 +81,36 @@ def test_without_a_separator_plain_text_stays_text(monkeypatch):
 
 
 def test_requests_override_flags(monkeypatch):
-    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool,function"}))
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##", "chunk_roles": "tool, function"}))
 
     def chunks(role, **fields):
         message = {"role": role, "content": "a##b##c", "tool_call_id": "1"}
         request = ChatRequest.model_validate({"messages": [message], **fields})
         return [part["text"] for part in request._chunk_parts.parts]
 
-    assert chunks("user") == ["b"] and chunks("tool") == ["a", "b", "c"]
+    assert chunks("user") == ["b"] and chunks("tool") == chunks("function") == ["a", "b", "c"]
     assert chunks("user", chunk_roles=["user"]) == ["a", "b", "c"] and chunks("tool", chunk_roles=[]) == ["b"]
     assert chunks("tool", chunk_separator="") == ["a##b##c"] and chunks("user", chunk_separator="") == []
+
+
+def test_an_engine_finds_separators_in_its_prompts(monkeypatch):
+    manager = SimpleNamespace(
+        tokenizer=byte_level(), preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=400)
+    )
+    engine = Engine.__new__(Engine)
+    engine.tokenizer_manager = manager
+    monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##"}))
+    params = {"temperature": 0}
+
+    def made(*args, link=None, cache_salt=None, **kwargs):
+        return engine._arguments(args, kwargs, None, cache_salt, link)
+
+    segments = ["Read: ", {"type": "chunk", "text": "the sea"}, "Who?"]
+    expected = engine._arguments((), {"sampling_params": params}, segments, "s", "epic")
+    assert made("Read: ##the sea##Who?", params, link="epic", cache_salt="s") == expected
+    assert made(prompt="Read: ##the sea##Who?", sampling_params=params, link="epic", cache_salt="s") == expected
+    assert len(made(["Read: ##the sea##Who?", "Who?"], params)[1]["input_ids"]) == 2
+    assert made("Who?", params, stream=True) == (("Who?", params), {"stream": True})
 
 
 def test_chunks_of_an_earlier_turn():

@@ -484,6 +484,15 @@ def test_bad_usage(capsys, prompts_file, argv, reason):
     assert status == 2 and reason in shown
 
 
+def test_an_engine_that_does_not_start_is_no_verdict(capsys, monkeypatch, prompts_file):
+    def fails(*_):
+        raise RuntimeError("no accelerator")
+
+    monkeypatch.setattr(__main__, "started", fails)
+    status, shown = command(capsys, "--model-path", "m", "--prompts", prompts_file)
+    assert status == 2 and "error: no accelerator" in shown
+
+
 def test_engine_gets_the_flags_after_the_dashes(capsys, monkeypatch, prompts_file):
     from sglang_lazy.entrypoints import engine
     from sglang_lazy.port import plugin

@@ -60,6 +60,7 @@ def _check_text(kind: str, text: Any) -> None:
         raise ValueError(f"the text of a {kind} segment must be a string, got {type(text).__name__}")
     if not text:
         raise ValueError(f"the text of a {kind} segment is empty")
+    text.encode()  # raises for half of a surrogate pair, which tokenizers do not take
 
 
 def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:

@@ -22,7 +22,8 @@ class ChunkMethods:
         """Compute chunks ahead of use, so that prompts find them cached and may refer to them by id.
 
         chunks: 1 to 1,000 texts, `chunk(…)`s or dicts with `text` or `input_ids`.
-        options: `link`, the policy that will use them; `pin` and `ttl`, as for `pin_chunks`; `cache_salt`.
+        options: `link`, the policy that will use them; `lora_path`, the adapter that will; `pin` and `ttl`, as for
+            `pin_chunks`; `cache_salt`.
 
         Returns {"requested": 2, "affected": [ids], "skipped": [{"id": …, "reason": …}]} after they are computed.
         """
@@ -33,12 +34,13 @@ class ChunkMethods:
         chunks: Iterable[Any],
         *,
         link: str | None = None,
+        lora_path: str | None = None,
         pin: bool | None = None,
         ttl: float | None = None,
         cache_salt: str | None = None,
     ) -> dict[str, Any]:
         """`register_chunks` for use in an event loop."""
-        body: dict[str, Any] = {"chunks": list(chunks), "link": link, "wait": True}
+        body: dict[str, Any] = {"chunks": list(chunks), "link": link, "lora_path": lora_path, "wait": True}
         body |= {name: value for name, value in (("pin", pin), ("ttl", ttl)) if value is not None}
         return await chunk_calls.register_chunks(self.tokenizer_manager, cache_salt, body)
 

@@ -14,6 +14,7 @@ from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
 from sglang_lazy.serving.requests import refuse_without_segments, to_generate_args
+from sglang_lazy.serving.text import chosen_separator, segments_in
 
 
 class Engine(ChunkMethods, engine.Engine):
@@ -63,11 +64,14 @@ class Engine(ChunkMethods, engine.Engine):
     def _arguments(
         self, args: tuple, kwargs: dict[str, Any], segments: Any, cache_salt: Any, link: Any
     ) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of `sgl.Engine.generate` for the prompt made of `segments`."""
+        """Arguments of `sgl.Engine.generate` for the prompt made of `segments`, or of text with separators."""
+        stock, kwargs = (args, kwargs), {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
         if segments is None:
-            refuse_without_segments(cache_salt, link)
-            return args, kwargs
-        kwargs = {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
+            segments = segments_in(kwargs.get("prompt"), None)
+            if segments is None:
+                refuse_without_segments(cache_salt, None if chosen_separator(None) else link)
+                return stock
+            del kwargs["prompt"]
         if len(args) > 2 or kwargs.pop("prompt", None) is not None or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
         params = kwargs.pop("sampling_params", None)

@@ -75,8 +75,6 @@ def _segment(block: Mapping[str, Any]) -> Segment | None:
     """The segment that a block means to the server; None if it is malformed or given by id."""
     try:
         text_of = BLOCKS.get(block["type"])
-        segment = parse_segment({"type": "chunk", "text": text_of(block)} if text_of else block, vocab_size=1 << 31)
-        (segment.text or "").encode()  # JSON may have half of a surrogate pair, which tokenizers do not take
+        return parse_segment({"type": "chunk", "text": text_of(block)} if text_of else block, vocab_size=1 << 31)
     except ValueError:
         return None
-    return segment

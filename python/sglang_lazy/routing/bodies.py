@@ -56,6 +56,7 @@ def _blocks(value: Any) -> Iterator[Mapping[str, Any]]:
             yield {key: part for key, part in value.items() if key != "cache_control"}
         else:
             yield from _blocks(value.get("content"))
+            yield from _blocks(value.get("output"))  # of a function, in the Responses API
 
 
 def _size(block: Mapping[str, Any]) -> int:

@@ -156,7 +156,8 @@ class Middleware:
 
     async def _ask(self, request: web.Request, data: bytes, pick: Pick | None) -> aiohttp.ClientResponse:
         headers = request.headers.copy()
-        for name in HOP_BY_HOP:
+        unpacked = ("Content-Encoding", "Content-Length") if "Content-Encoding" in headers else ()  # by aiohttp
+        for name in (*HOP_BY_HOP, *unpacked):
             headers.popall(name, None)
         if pick is not None:
             headers[TARGET] = str(self.workers.index(str(pick.worker)))

@@ -32,7 +32,7 @@ class ChunkParts:
         self.parts: list[Mapping[str, Any]] = []
         self.names: list[str] = []
         self._separator, self._roles, self._blocks = separator, roles, blocks or {}
-        self._nonce = secrets.token_hex(16)
+        self._nonces = [secrets.token_hex(16)]
         self._indices: dict[str, int] = {}
 
     @property
@@ -71,7 +71,10 @@ class ChunkParts:
         if not isinstance(kind, str):  # for SGLang to refuse
             return part
         if kind == "chunk":
-            return {"type": "text", "text": self._take(part, name)}
+            own = {
+                key: value for key, value in part.items() if key != "cache_control"
+            }  # Anthropic's, which means nothing
+            return {"type": "text", "text": self._take(own, name)}
         if kind in self._blocks:
             return {"type": "text", "text": self._take({"type": "chunk", "text": self._read(part, name)}, name)}
         if kind in _TEXTS and isinstance(part.get("text"), str):
@@ -95,7 +98,7 @@ class ChunkParts:
         return "".join(pieces)
 
     def _take(self, part: Mapping[str, Any], name: str) -> str:
-        placeholder = f"{self._nonce}_{len(self.parts)}_"
+        placeholder = f"{self._nonces[-1]}_{len(self.parts)}_"
         self._indices[placeholder] = len(self.parts)
         self.parts.append(part)
         self.names.append(name)
@@ -106,14 +109,15 @@ class ChunkParts:
         both = ChunkParts()
         both.parts, both.names = earlier.parts + self.parts, earlier.names + self.names
         later = {placeholder: len(earlier.parts) + index for placeholder, index in self._indices.items()}
-        both._indices = {**earlier._indices, **later}
+        both._indices, both._nonces = {**earlier._indices, **later}, earlier._nonces + self._nonces
         return both
 
     def split(self, text: str) -> tuple[list[str], list[int]]:
         """`text` cut at its placeholders: n + 1 texts, and the indices of the n parts between them."""
         if not self._indices:
             return [text], []
-        pieces = re.split(f"({'|'.join(self._indices)})", text)
+        # Not by the placeholders themselves: it would take longer to compile hundreds of them than to serve the prompt.
+        pieces = re.split(rf"((?:{'|'.join(self._nonces)})_\d+_)", text)
         return pieces[::2], [self._indices[placeholder] for placeholder in pieces[1::2]]
 
     def parse(self, vocab_size: int) -> list[Segment]:
@@ -144,7 +148,7 @@ class PlaceholderTokenizer:
         opening = encode(texts[0], *args, **kwargs)
         if not indices:
             return opening
-        after = self._segment_tokenizer.after
+        after = self._segment_tokenizer.after if kwargs.get("add_special_tokens", True) else []
         ends_here = bool(after) and opening[-len(after) :] == after  # special tokens of the prompt's end
         input_ids = list(opening[: -len(after)] if ends_here else opening)
         for index, tokens in zip(indices, self._segment_tokenizer.encode_later(texts[1:]), strict=True):

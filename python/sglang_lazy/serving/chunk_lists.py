@@ -146,7 +146,7 @@ def _unpack(cursor: str, sort: str, order: str) -> tuple[float, int, int]:
     try:
         of_sort, of_order, value, serial, rank = json.loads(base64.urlsafe_b64decode(cursor.encode("ascii")))
         place = float(value), int(serial), int(rank)
-    except (ValueError, TypeError, OverflowError):
+    except (ValueError, TypeError, OverflowError, RecursionError):
         raise ValueError(f"cursor {cursor!r:.80} is none that this server gave") from None
     if (of_sort, of_order) != (sort, order):
         raise ValueError("the cursor belongs to a list that was sorted otherwise")

@@ -90,8 +90,9 @@ def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[
     the tenant has not registered.
     """
     if is_batch(segments):
-        tenants = tenant if isinstance(tenant, list) else [tenant] * len(segments)
-        return [with_tokens(known, *pair) for pair in zip(segments, tenants, strict=False)] + segments[len(tenants) :]
+        tenants = tenant if isinstance(tenant, list | tuple) else [tenant] * len(segments)
+        pairs = zip(segments, tenants, strict=False)
+        return [*(with_tokens(known, *pair) for pair in pairs), *segments[len(tenants) :]]
     if not isinstance(segments, list | tuple):
         return segments
     return [

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         report = run(args, flags)
         if args.out is not None:
             args.out.write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # the last from an engine that does not start
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     print(report)

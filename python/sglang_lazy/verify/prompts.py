@@ -11,14 +11,14 @@ INSTRUCTION = "Answer the question from the documents.\n\n"
 def read_json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line numbers, from 1, and the objects on these lines. Raises ValueError, naming the file and the line."""
     try:
-        file = path.open(encoding="utf-8")
+        file = path.open("rb")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     with file:
         for number, line in enumerate(file, start=1):
             try:
                 value = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
             if not isinstance(value, dict):
                 raise ValueError(f"{path}, line {number}: expected an object, got {type(value).__name__}")
@@ -65,6 +65,9 @@ def retrieval_segments(request: Mapping[str, Any]) -> list[dict[str, str]]:
     """
     history = [{"type": "text", "text": exchange} for exchange in earlier_exchanges(request.get("history", []))]
     try:
+        texts = [request["question"], *(doc[key] for doc in request["docs"] for key in ("title", "text"))]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("not a string")
         documents = [{"type": "chunk", "text": document_text(doc)} for doc in request["docs"]]
         question = {"type": "text", "text": question_text(request)}
     except (KeyError, TypeError) as error:

@@ -99,6 +99,7 @@ def test_reasons_of_failures_are_remembered(engine):
         ("register_chunks", ([DOCUMENT],), {"link": "full"}, "computes no chunks"),
         ("register_chunks", ([DOCUMENT],), {"cache_salt": ""}, "cache_salt"),
         ("register_chunks", ([DOCUMENT],), {"ttl": 0}, "ttl"),
+        ("register_chunks", ([DOCUMENT],), {"lora_path": "x"}, "no LoRA adapter 'x' is loaded"),
         ("list_chunks", (), {"sort": "size"}, "sort"),
         ("list_chunks", (5,), {}, "cache_salt"),
         ("get_chunk", ("short",), {}, "16 to 64"),

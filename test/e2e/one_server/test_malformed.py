@@ -74,7 +74,20 @@ CASES = {
     "null samples": ("/generate", sampling(n=None), "the request is malformed: TypeError"),
     "a top_k of 33 bits": ("/generate", sampling(top_k=2**31), "top_k must be an integer of 32 bits"),
     "a penalty of nearly 0": ("/generate", sampling(repetition_penalty=1e-237), "repetition_penalty must be at least"),
+    "logprobs from before the prompt": (
+        "/generate",
+        {"text": "Who?", "return_logprob": True, "logprob_start_len": -2, **ONE},
+        "logprob_start_len must be a position, or -1 for none, got -2",
+    ),
+    "a stop token beyond the vocabulary, not to come yet": (
+        "/generate",
+        sampling(min_new_tokens=1, stop_token_ids=[512]),
+        "with min_new_tokens, stop_token_ids must be in the vocabulary, which has 512",
+    ),
     "an infinite bias": ("/generate", sampling(logit_bias={"20": 1e308}), "logit_bias must have values from"),
+    # Expressions
+    "half a stop_regex": ("/generate", sampling(stop_regex="("), "the request is malformed: error: missing )"),
+    "a deep stop_regex": ("/v1/completions", {**COMPLETION, "stop_regex": "(" * 5000}, "RecursionError"),
     # Routes without chunks
     "no messages for Ollama": ("/api/chat", {"model": "m", "messages": []}, "the request is malformed: IndexError"),
     "more than fits for Ollama": ("/api/generate", {**OLLAMA, "options": {"num_predict": 9000}}, "context length"),

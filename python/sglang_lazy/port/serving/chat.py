@@ -41,9 +41,10 @@ class MessagesWithChunks(BaseModel):
         if not isinstance(data, dict):
             raise ValueError("the body must be an object")
         config, separator, roles = LazyConfig.current(), data.get("chunk_separator"), data.get("chunk_roles")
+        ours = filter(None, map(str.strip, config.chunk_roles.split(",")))
         chunk_parts = ChunkParts(
             separator if isinstance(separator, str) else config.chunk_separator,
-            roles if isinstance(roles, list) else [role for role in config.chunk_roles.split(",") if role],
+            roles if isinstance(roles, list) else list(ours),
             cls.blocks,
         )
         with reading():

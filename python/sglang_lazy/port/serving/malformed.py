@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -11,7 +12,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import Hook
 
-_STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
+_STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
 _ONE_FOR_EACH_PROMPT = (
     "rid",
     "sampling_params",
@@ -88,13 +89,15 @@ def check_one(obj: Any, vocab_size: int) -> None:
         raise ValueError(f"input_ids has a token that is not in the vocabulary, which has {vocab_size}")
     if not 0 <= (getattr(obj, "top_logprobs_num", None) or 0) <= vocab_size:
         raise ValueError(f"top_logprobs_num must be from 0 to {vocab_size}, got {obj.top_logprobs_num}")
-    _check_sampling(obj.sampling_params or {})
+    if (getattr(obj, "logprob_start_len", None) or 0) < -1:
+        raise ValueError(f"logprob_start_len must be a position, or -1 for none, got {obj.logprob_start_len}")
+    _check_sampling(obj.sampling_params or {}, vocab_size)
     if not isinstance(obj.positional_embed_overrides, PositionalEmbeds | None):
         raise ValueError("positional_embed_overrides must be PositionalEmbeds, which only Python can make")
 
 
-def _check_sampling(params: dict[str, Any]) -> None:
-    """Raise ValueError for numbers that overflow SGLang's tensors or make logits infinite."""
+def _check_sampling(params: dict[str, Any], vocab_size: int) -> None:
+    """Raise ValueError for numbers that overflow SGLang's tensors, index beyond them, or make logits infinite."""
     top_k, penalty = params.get("top_k"), params.get("repetition_penalty")
     biases = params.get("logit_bias") or {}
     if top_k is not None and top_k >= 2**31:
@@ -103,6 +106,9 @@ def _check_sampling(params: dict[str, Any]) -> None:
         raise ValueError(f"repetition_penalty must be at least {MIN_PENALTY}, got {penalty}")
     if not all(abs(bias) <= MAX_BIAS for bias in biases.values()):
         raise ValueError(f"logit_bias must have values from -{MAX_BIAS} to {MAX_BIAS}")
+    stops = [token for token in params.get("stop_token_ids") or () if token is not None]
+    if params.get("min_new_tokens") and not all(0 <= token < vocab_size for token in stops):
+        raise ValueError(f"with min_new_tokens, stop_token_ids must be in the vocabulary, which has {vocab_size}")
 
 
 def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> None:
