@@ -273,10 +273,8 @@ def test_a_compressed_body_arrives(encoding, wbits):
     """aiohttp unpacks it on its way in, so its head must not speak of the packed one."""
 
     async def test(_router, _middleware, client):
-        packed, headers = (
-            zlib.compress(json.dumps(PROMPT).encode() + b" " * 500, wbits=wbits),
-            {"Content-Encoding": encoding},
-        )
+        packed = zlib.compress(json.dumps(PROMPT).encode() + b" " * 500, wbits=wbits)
+        headers = {"Content-Encoding": encoding}
         for hit in (False, True):
             async with client.post("/generate", data=packed, headers=headers) as answer:
                 assert answer.status == 200, await answer.text()

@@ -71,9 +71,8 @@ class ChunkParts:
         if not isinstance(kind, str):  # for SGLang to refuse
             return part
         if kind == "chunk":
-            own = {
-                key: value for key, value in part.items() if key != "cache_control"
-            }  # Anthropic's, which means nothing
+            # Anthropic's `cache_control` means nothing here.
+            own = {key: value for key, value in part.items() if key != "cache_control"}
             return {"type": "text", "text": self._take(own, name)}
         if kind in self._blocks:
             return {"type": "text", "text": self._take({"type": "chunk", "text": self._read(part, name)}, name)}
