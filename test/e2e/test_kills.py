@@ -102,18 +102,16 @@ def test_the_server_ends_with_each_of_its_processes(victim, flags, tiny_model, t
         assert f"(pid={processes[victim].pid}) crashed" in log.read_text()
 
 
-@pytest.mark.parametrize("flags", [(), RANKS, WORKERS], ids=lambda flags: " ".join(flags) or "alone")
-def test_a_scheduler_that_hangs_ends_the_server(flags, tiny_model, tmp_path, with_plugin):
-    """In a forward pass."""
+def test_a_scheduler_that_hangs_ends_the_server(tiny_model, tmp_path, with_plugin):
+    """In a forward pass. SGLang's watchdog first reads the stacks of all schedulers, which may take half a minute."""
     log = tmp_path / "server.log"
-    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags(), *flags]
-    flags += ["--watchdog-timeout", "10"]
-    with with_plugin(hanging.load), running_server(flags, log, environment=WAIT_FOR_WORKERS) as url:
-        processes = all_processes_of(url, flags)
+    flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", "--watchdog-timeout", "10", *device_flags()]
+    with with_plugin(hanging.load), running_server(flags, log) as url:
+        processes = processes_of(url)
         ended = threading.Event()
         ask = threading.Thread(target=read_stream, args=(url, threading.Event(), ended, hanging.RID), daemon=True)
         ask.start()
-        assert wait_for(lambda: all(map(is_gone, processes.values())), 2 * PATIENCE), log.read_text()[-2000:]
+        assert wait_for(lambda: all(map(is_gone, processes.values())), 4 * PATIENCE), log.read_text()[-2000:]
         assert ended.wait(PATIENCE), "the client is still waiting"
     assert "Scheduler watchdog timeout" in log.read_text()
 
