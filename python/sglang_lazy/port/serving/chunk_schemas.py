@@ -16,6 +16,7 @@ from sglang_lazy.serving.registration import MAX_CHUNKS
 class Answer(TypedDict):
     """An answer, or a part of one, that has these fields and no others."""
 
+    # Where pydantic looks for it; to mypy, a TypedDict assigns nothing.
     __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
 
 
