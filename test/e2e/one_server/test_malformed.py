@@ -89,6 +89,11 @@ CASES = {
     "half a stop_regex": ("/generate", sampling(stop_regex="("), "the request is malformed: error: missing )"),
     "a deep stop_regex": ("/v1/completions", {**COMPLETION, "stop_regex": "(" * 5000}, "RecursionError"),
     # Routes without chunks
+    "no parameter of Vertex AI's": (
+        "/vertex_generate",
+        {"instances": [{"text": "Who?"}], "parameters": {"Read": 1}},
+        "the request is malformed: TypeError",
+    ),
     "no messages for Ollama": ("/api/chat", {"model": "m", "messages": []}, "the request is malformed: IndexError"),
     "more than fits for Ollama": ("/api/generate", {**OLLAMA, "options": {"num_predict": 9000}}, "context length"),
     "a mistyped option of Ollama's": ("/api/generate", {**OLLAMA, "options": {"top_k": "x"}}, "TypeError"),

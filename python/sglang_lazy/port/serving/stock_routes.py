@@ -42,6 +42,7 @@ REFUSING = {
         http_server.ollama_generate,
         http_server.parse_function_call_request,
         http_server.separate_reasoning_request,
+        http_server.vertex_generate,
     )
 }
 """By SGLang's endpoints, none of which takes chunks, those that replace them."""
