@@ -36,13 +36,13 @@ Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """config: `quantization_config` of the model, None if a server quantises weights while loading.
+    """config: `quantization_config` of the model.
     store: writes a weight, fp32 [out, in].
     rounded: rounds a layer's input, [..., in], like its kernel; None if kernels do not round it.
     model: the quantised model.
     """
 
-    config: dict | None
+    config: dict
     store: Callable[[torch.Tensor], Stored]
     rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
     model: ModelSpec = LLAMA
@@ -140,8 +140,9 @@ def awq(weight: torch.Tensor) -> Stored:
 def bitsandbytes(weight: torch.Tensor) -> Stored:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    stored, state = quantize_4bit(weight.contiguous(), quant_type="nf4", compress_statistics=True)
-    return {"weight": weight}, dequantize_4bit(stored, state)
+    weight, state = quantize_4bit(weight.bfloat16().contiguous(), quant_type="nf4", compress_statistics=True)
+    parts = {f"weight.{key}": value for key, value in state.as_dict(packed=True).items()}
+    return {"weight": weight, **parts}, dequantize_4bit(weight, state)
 
 
 def _compressed(kind: str, bits: int, weights: dict, inputs: dict | None) -> dict:
@@ -179,7 +180,13 @@ FORMATS = {
         _compressed("pack-quantized", 4, {"strategy": "group", "group_size": GROUP}, None), compressed_int4
     ),
     "awq": Format({"quant_method": "awq", **_INT4, "zero_point": True, "version": "gemm"}, awq),
-    "bitsandbytes": Format(None, bitsandbytes),
+    "bitsandbytes": Format(
+        {
+            **{"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+            **{"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": "bfloat16"},
+        },
+        bitsandbytes,
+    ),
     "gptq": Format({"quant_method": "gptq", **_INT4, "desc_act": False, "sym": True, "lm_head": False}, gptq),
 }
 
@@ -204,9 +211,8 @@ def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] 
     for folder, content in zip(folders, tensors, strict=True):
         shutil.copytree(model, folder)
         save_file(content, folder / "model.safetensors", {"format": "pt"})
-    if form.config:
-        config = json.loads((folders[0] / "config.json").read_text())
-        (folders[0] / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    config = json.loads((folders[0] / "config.json").read_text())
+    (folders[0] / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
     return str(folders[0]), str(folders[1])
 
 

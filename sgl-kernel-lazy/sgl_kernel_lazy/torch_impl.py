@@ -180,7 +180,8 @@ def link_extend(
         do.
     Where the queries are no KV tokens of their rows, as in cross attention, positions ascend strictly throughout a row.
     The keys and values of the new tokens are in the cache already. Other arguments, results and errors: `link_decode`;
-    a row that sees nothing gives zeros and lse -inf.
+    a row that sees nothing gives zeros and lse -inf. Only this implementation checks that positions ascend: for others
+    it would mean waiting for the device.
     """
     if validate:
         check_extend_inputs(
@@ -188,6 +189,7 @@ def link_extend(
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
             v_scale, window, sinks, logit_cap,
         )  # fmt: skip
+        _check_order(kv_positions, kv_indptr, qo_indptr, num_segments, segment_ends)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
@@ -253,6 +255,25 @@ def accumulate_attention(
             if sinks is not None:
                 totals = totals.logaddexp(sinks[:, None].float())
             sums[row.begin : row.end] += (scores - totals).exp().sum((0, 1))
+
+
+def _check_order(
+    kv_positions: torch.Tensor,
+    kv_indptr: torch.Tensor,
+    qo_indptr: torch.Tensor,
+    num_segments: torch.Tensor,
+    segment_ends: torch.Tensor,
+) -> None:
+    """Check that positions ascend strictly within each segment, the cached text and the new text of each row."""
+    new, indptr = qo_indptr.diff().tolist(), kv_indptr.tolist()
+    starts = {*indptr, *(end - count for end, count in zip(indptr[1:], new, strict=True))}
+    for begin, count, ends in zip(indptr, num_segments.tolist(), segment_ends.tolist(), strict=False):
+        starts.update(begin + end for end in ends[:count])
+    descents = kv_positions[: indptr[-1]].diff() <= 0
+    if wrong := set((descents.nonzero()[:, 0] + 1).tolist()) - starts:
+        raise ValueError(
+            f"kv_positions: expected ascending ones in each part of a row, got a lower one at {min(wrong)}"
+        )
 
 
 def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:

@@ -63,7 +63,20 @@ class AttentionRow(NamedTuple):
         known = 0 if windows else prefix_len
         ordinary = not state.segments and np.array_equal(positions[known:], np.arange(known, row_len))
         probe = state.probe if state.policy.probes == "attention" else None
-        return [cls(request, [(0, row_len)], positions, extend_len, ordinary, probe)]
+        listed = [(0, row_len)]
+        if not (ordinary or state.segments):  # copies of chunks, and behind them text that may precede them
+            listed, positions = _in_position_order(positions, prefix_len)
+        return [cls(request, listed, positions, extend_len, ordinary, probe)]
+
+
+def _in_position_order(positions: np.ndarray, prefix_len: int) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """The ranges of a row that list its first `prefix_len` tokens by position, as kernels want the tokens outside of
+    segments, then the new ones; and the positions of all tokens so listed."""
+    order = positions[:prefix_len].argsort()
+    cuts = np.flatnonzero(np.diff(order) != 1) + 1
+    ranges = [(int(part[0]), int(part[-1]) + 1) for part in np.split(order, cuts) if len(part)]
+    positions = np.concatenate([positions[order], positions[prefix_len:]])
+    return [*ranges, (prefix_len, len(positions))], positions
 
 
 class LinkedBatch(NamedTuple):
