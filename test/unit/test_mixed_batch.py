@@ -279,6 +279,20 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
 
+@pytest.mark.parametrize("name", ["chunks, then their prompt", "two fills"])
+def test_padded_queries_with_a_batch_dimension(name):
+    """Those of Gemma 3 in a prefill graph."""
+    requests = BATCHES[name]
+    backend, batch, forward_batch, (q, k, v) = build(requests, seed=0)
+    layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
+    padded = torch.cat([q, torch.full_like(q[:8], float("nan"))]).view(1, len(q) + 8, QO_HEADS, HEAD_DIM)
+    forward_batch._attn_output = torch.full_like(q, float("nan"))
+    with backend.link_table.running(LinkedBatch.of(batch)):
+        backend.init_forward_metadata(forward_batch)
+        out = backend.forward_extend(padded, k, v, layer, forward_batch)
+    torch.testing.assert_close(out.double(), expected(backend, forward_batch, requests, q), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["chunks, then their prompt", "fills alone"])
 def test_sglang_gets_new_keys_and_values_unscaled(monkeypatch, name):
     """Its Triton and FlashInfer backends attend to those they are given. An fp8 pool with scales divides them in

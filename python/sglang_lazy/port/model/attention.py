@@ -164,6 +164,7 @@ class LinkAttention(AttentionBackend):
         if stock_part is not None:
             stock_part.batch._attn_output = out
             with stock_part.shown_to(self.link_rows.req_to_token):
+                q = heads.flatten(1)
                 out = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False, **kwargs)
         if metadata is None:
             return out
@@ -209,8 +210,10 @@ class LinkAttention(AttentionBackend):
                 k, v = k.clone(), v.clone()
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
+        # SGLang cuts off what pads q to the size of a prefill graph, but not from Gemma 3's, which has a batch dimension.
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: len(forward_batch.out_cache_loc)]
         return (
-            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            heads,
             k_cache,
             v_cache,
             self._options(layer, kwargs.get("sinks")),
