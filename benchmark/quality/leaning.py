@@ -11,7 +11,7 @@ no answer can be told by its kind: a person does something with a thing ("Ada Ho
 | table | the header, which says what the columns of a row are |
 | amendment | what was changed: a correction is of the document before, an amendment of one long before |
 | import | the file from which a file imports a name, directly or through another file |
-| examples | the other examples: the output of each may be that of two labels, of all of them only of one |
+| examples | the other examples: each fits two rules, all of them together only one |
 | conversation | the question that it answers |
 | order | its neighbours: who came after whom |
 | cut | what stands before: one text of people and pronouns, cut between random words |
@@ -154,29 +154,22 @@ def imports(rng: random.Random, split: Split, num_documents: int, similar: float
 
 
 def examples(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
-    """Of three labelled things an example repeats one under another label, so that its output may be that of either;
-    the two kinds of examples together leave only one label. In half of the training worlds none is repeated: there a
-    label shows by itself."""
+    """Of three things an example repeats one, so that its output may be either; the two kinds of examples together
+    leave only the rule's place. In half of the training worlds none is repeated: there a place shows by itself."""
     draft = Draft(rng, split, 1, similar)
     repeats = split == "test" or rng.random() < 0.5
-    label, *others = labels = rng.sample(DISHES, 3)
-
-    def inputs() -> dict[str, str]:
-        return dict(zip(rng.sample(labels, 3), rng.sample(things(split), 3), strict=True))
-
-    def listed(given: dict[str, str]) -> str:
-        return ", ".join(f"{one} = {thing}" for one, thing in given.items())
-
-    twins = [*others, *(rng.choice(others) for _ in range(num_documents - 2))]
-    rng.shuffle(twins)
-    for twin in twins:
-        given = inputs()
+    place = rng.randrange(3)
+    twins = [other for other in range(3) if other != place]
+    order = [*twins, *(rng.choice(twins) for _ in range(num_documents - 2))]
+    rng.shuffle(order)
+    for twin in order:
+        inputs = rng.sample(things(split), 3)
         if repeats:
-            given[twin] = given[label]
-        draft.add("Example", f"Input: {listed(given)}. Output: {given[label]}.")
+            inputs[twin] = inputs[place]
+        draft.add("Example", f"Input: {', '.join(inputs)}. Output: {inputs[place]}.")
     for _ in range(2 * num_documents):
-        given = inputs()
-        draft.ask(f"Input: {listed(given)}. Output?", given[label], (twins.index(other) for other in others))
+        inputs = rng.sample(things(split), 3)
+        draft.ask(f"Input: {', '.join(inputs)}. Output?", inputs[place], (order.index(twin) for twin in twins))
     return draft.world
 
 

@@ -86,16 +86,12 @@ def from_files(documents, question):
 
 
 def from_examples(documents, question):
-    def read(text):
-        return dict(one.split(" = ") for one in text.split(", "))
-
-    rules = None
+    places = {0, 1, 2}
     for _, text in documents:
         inputs, output = re.search(r"Input: (.+)\. Output: (.+?)\.", text).groups()
-        fitting = {label for label, one in read(inputs).items() if one == output}
-        rules = fitting if rules is None else rules & fitting
-    inputs = read(re.fullmatch(r"Input: (.+)\. Output\?", question)[1])
-    return inputs[rules.pop()] if len(rules) == 1 else None
+        places &= {place for place, one in enumerate(inputs.split(", ")) if one == output}
+    inputs = re.fullmatch(r"Input: (.+)\. Output\?", question)[1].split(", ")
+    return inputs[places.pop()] if len(places) == 1 else None
 
 
 def from_conversation(documents, question):
