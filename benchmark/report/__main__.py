@@ -35,7 +35,7 @@ from benchmark.report.tiers import backups, loads, transfers
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "windows")
+FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},

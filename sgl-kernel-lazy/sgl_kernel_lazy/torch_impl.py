@@ -271,9 +271,7 @@ def _check_order(
         starts.update(begin + end for end in ends[:count])
     descents = kv_positions[: indptr[-1]].diff() <= 0
     if wrong := set((descents.nonzero()[:, 0] + 1).tolist()) - starts:
-        raise ValueError(
-            f"kv_positions: expected ascending ones in each part of a row, got a lower one at {min(wrong)}"
-        )
+        raise ValueError(f"kv_positions: expected to ascend in each part of a row, got a lower one at {min(wrong)}")
 
 
 def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:

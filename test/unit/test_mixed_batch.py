@@ -112,6 +112,10 @@ BATCHES = {
         ordinary(0, 5),
         linked([8, 8], 1, 1, 2),
     ],
+    "cached text behind what it precedes": [
+        request(35, 25, positions=np.array([*range(20, 50), *range(20), *range(50, 60)], dtype=np.int32)),
+        linked([8, 8], 1, 1, 2),
+    ],
     "chunks with holes": [
         linked([40, 25, 30], 3, 1, 9, [(0, 7), (12, 20)]),
         ordinary(5, 12),

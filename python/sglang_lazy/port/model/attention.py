@@ -210,7 +210,7 @@ class LinkAttention(AttentionBackend):
                 k, v = k.clone(), v.clone()
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
-        # SGLang cuts off what pads q to the size of a prefill graph, but not from Gemma 3's, which has a batch dimension.
+        # SGLang cuts off what pads q to the size of a prefill graph, but not where q has a batch dimension (Gemma 3).
         heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: len(forward_batch.out_cache_loc)]
         return (
             heads,
