@@ -93,6 +93,16 @@ def linked(chunk_lens, text_before, between, extend_len, kept=()):
     return request(len(row) - extend_len, extend_len, tuple(chunks), row)
 
 
+def cached_later(chunk_lens, text_before, between, extend_len):
+    """As `linked`, but the text between the last two chunks stands in front of the rest of the cached text."""
+    req = linked(chunk_lens, text_before, between, extend_len)
+    start, last = sum(chunk_lens), req.chunks[-1]
+    text = req.positions[start : req.prefix_len]
+    first = (text >= last.start - between) & (text < last.start)
+    req.positions[start : req.prefix_len] = [*text[first], *text[~first]]
+    return req
+
+
 def out_of_order(length, spans):
     """A request without segments that computes these spans of text between cached ones, as with copied chunks."""
     new = [position for begin, end in spans for position in range(begin, end)]
@@ -116,6 +126,7 @@ BATCHES = {
         request(35, 25, positions=np.array([*range(20, 50), *range(20), *range(50, 60)], dtype=np.int32)),
         linked([8, 8], 1, 1, 2),
     ],
+    "a cached span in front of one that precedes it": [cached_later([40, 25, 30], 9, 12, 8), ordinary(3, 30)],
     "chunks with holes": [
         linked([40, 25, 30], 3, 1, 9, [(0, 7), (12, 20)]),
         ordinary(5, 12),

@@ -64,19 +64,26 @@ class AttentionRow(NamedTuple):
         ordinary = not state.segments and np.array_equal(positions[known:], np.arange(known, row_len))
         probe = state.probe if state.policy.probes == "attention" else None
         listed = [(0, row_len)]
-        if not (ordinary or state.segments):  # copies of chunks, and behind them text that may precede them
-            listed, positions = _in_position_order(positions, prefix_len)
+        if not ordinary:
+            num_linked = sum(chunk.num_kept for chunk in state.segments)
+            listed, positions = _in_position_order(positions, num_linked, prefix_len)
         return [cls(request, listed, positions, extend_len, ordinary, probe)]
 
 
-def _in_position_order(positions: np.ndarray, prefix_len: int) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """The ranges of a row that list its first `prefix_len` tokens by position, as kernels want the tokens outside of
-    segments, then the new ones; and the positions of all tokens so listed."""
-    order = positions[:prefix_len].argsort()
+def _in_position_order(positions: np.ndarray, start: int, end: int) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """The ranges of a row that list its tokens [start, end), the cached text, by position, as kernels want it; and the
+    positions of all tokens so listed.
+
+    They may stand in another order: text behind copies of the chunks that it precedes, and a span that was cached
+    before one in front of it, whose KV had been evicted.
+    """
+    if (np.diff(positions[start:end]) > 0).all():
+        return [(0, len(positions))], positions
+    order = start + positions[start:end].argsort()
     cuts = np.flatnonzero(np.diff(order) != 1) + 1
-    ranges = [(int(part[0]), int(part[-1]) + 1) for part in np.split(order, cuts) if len(part)]
-    positions = np.concatenate([positions[order], positions[prefix_len:]])
-    return [*ranges, (prefix_len, len(positions))], positions
+    ranges = [(int(part[0]), int(part[-1]) + 1) for part in np.split(order, cuts)]
+    positions = np.concatenate([positions[:start], positions[order], positions[end:]])
+    return [(0, start)] * (start > 0) + [*ranges, (end, len(positions))], positions
 
 
 class LinkedBatch(NamedTuple):
