@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from sgl_kernel_lazy.contract import check_extend_rows, check_shared_segments
 from sgl_kernel_lazy.rope import rotate_queries
 from sgl_kernel_lazy.row_attention import attend, masked_scores, rows_of
 from sgl_kernel_lazy.torch_window_rows import window_rows as window_rows
@@ -75,9 +76,12 @@ def plan_decode(
         at least 0, list the same slots in the same order, so that their keys can be read once for all requests; -1 is
         shared with nobody. Neither is a segment that reaches the end of its row, whatever its id: a row ends with the
         query's own token, so this one is left over in a row that pads the batch.
-    Raises ValueError on a shape, dtype, device or stride mismatch.
+    Raises ValueError on a shape, dtype, device or stride mismatch. Only this implementation checks that segments of one
+    id list the same slots.
     """
     check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
+    if segment_ids is not None:
+        check_shared_segments(kv_indptr, kv_indices, num_segments, segment_ends, segment_ids)
 
 
 def link_decode(
@@ -180,8 +184,8 @@ def link_extend(
         do.
     Where the queries are no KV tokens of their rows, as in cross attention, positions ascend strictly throughout a row.
     The keys and values of the new tokens are in the cache already. Other arguments, results and errors: `link_decode`;
-    a row that sees nothing gives zeros and lse -inf. Only this implementation checks that positions ascend: for others
-    it would mean waiting for the device.
+    a row that sees nothing gives zeros and lse -inf. Only this implementation checks max_extend_len and that positions
+    ascend; for others it would mean waiting for the device.
     """
     if validate:
         check_extend_inputs(
@@ -189,7 +193,7 @@ def link_extend(
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
             v_scale, window, sinks, logit_cap,
         )  # fmt: skip
-        _check_order(kv_positions, kv_indptr, qo_indptr, num_segments, segment_ends)
+        check_extend_rows(qo_indptr, kv_indptr, kv_positions, num_segments, segment_ends, max_extend_len)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
@@ -255,23 +259,6 @@ def accumulate_attention(
             if sinks is not None:
                 totals = totals.logaddexp(sinks[:, None].float())
             sums[row.begin : row.end] += (scores - totals).exp().sum((0, 1))
-
-
-def _check_order(
-    kv_positions: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    qo_indptr: torch.Tensor,
-    num_segments: torch.Tensor,
-    segment_ends: torch.Tensor,
-) -> None:
-    """Check that positions ascend strictly within each segment, the cached text and the new text of each row."""
-    new, indptr = qo_indptr.diff().tolist(), kv_indptr.tolist()
-    starts = {*indptr, *(end - count for end, count in zip(indptr[1:], new, strict=True))}
-    for begin, count, ends in zip(indptr, num_segments.tolist(), segment_ends.tolist(), strict=False):
-        starts.update(begin + end for end in ends[:count])
-    descents = kv_positions[: indptr[-1]].diff() <= 0
-    if wrong := set((descents.nonzero()[:, 0] + 1).tolist()) - starts:
-        raise ValueError(f"kv_positions: expected to ascend in each part of a row, got a lower one at {min(wrong)}")
 
 
 def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:

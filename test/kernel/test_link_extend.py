@@ -91,19 +91,6 @@ def test_row_that_sees_nothing_is_zero(name):
     assert relative_error(out[[1, 2, 4, 5]], expected[[1, 2, 4, 5]]) < 1e-6
 
 
-@pytest.mark.parametrize("part", ["segment", "cached text", "new text"])
-def test_the_reference_checks_that_positions_ascend(part):
-    batch = random_batch(0, Shape(bs=1), [[("gap", 3), ("chunk", 1), ("chunk", 2), ("text", 5), ("new", 6)]])
-    positions, end = batch.extend["kv_positions"], int(batch.extend["kv_indptr"][-1])
-    first = {"segment": 0, "cached text": end - 11, "new text": end - 6}[part]
-    if first:  # a part may begin below the one before it
-        positions[first:end] -= positions[first].item()
-        run("extend", get_implementation("torch"), batch)
-    positions[first + 1] = positions[first]
-    with pytest.raises(ValueError, match=f"kv_positions: expected to ascend .* at {first + 1}$"):
-        run("extend", get_implementation("torch"), batch)
-
-
 @implementations
 def test_one_segment_at_offset_zero_is_ordinary_attention(name):
     implementation = get_implementation(name)
