@@ -74,7 +74,9 @@ def build(windows, seed, kernels="torch"):
         chunks_of[row] = chunks
         if name != "plain":
             orders[row] = order
-    table.assign(chunks_of, {row: [chunk.start for chunk in chunks] for row, chunks in chunks_of.items()}, orders)
+    table.assign(
+        chunks_of, {row: [1000 * row + chunk.start for chunk in chunks] for row, chunks in chunks_of.items()}, orders
+    )
     return table, pool, (keys, values), torch.tensor(seq_lens), exact
 
 
