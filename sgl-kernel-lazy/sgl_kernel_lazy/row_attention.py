@@ -53,7 +53,9 @@ def rows_of(
     indptr = kv_indptr.tolist()
     for b, count in enumerate(num_segments.tolist()):
         begin, end = indptr[b], indptr[b + 1]
-        lens = torch.tensor([0, *segment_ends[b, :count].tolist(), end - begin]).diff()
+        # Leftovers in rows that pad the batch are cut off.
+        ends = segment_ends[b, :count].clamp(max=end - begin)
+        lens = torch.tensor([0, *ends.tolist(), end - begin]).diff()
         offsets = torch.tensor([*segment_offsets[b, :count].tolist(), 0]).repeat_interleave(lens)
         yield Row(begin, end, kv_indices[begin:end], offsets.to(kv_indices.device))
 

@@ -1,16 +1,22 @@
 """Linked attention in plain PyTorch: the readable implementation, and the one that serves on CPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
-from sgl_kernel_lazy.contract import check_extend_rows, check_shared_segments
-from sgl_kernel_lazy.rope import rotate_queries
+from sgl_kernel_lazy.contract import (
+    check_positions,
+    check_queries,
+    check_reads,
+    check_segments,
+    check_shared_segments,
+    fingerprint,
+)
 from sgl_kernel_lazy.row_attention import attend, masked_scores, rows_of
+from sgl_kernel_lazy.torch_copy_rotated import copy_rotated as copy_rotated
 from sgl_kernel_lazy.torch_window_rows import window_rows as window_rows
 from sgl_kernel_lazy.validation import (
     check_accumulate_inputs,
-    check_copy_inputs,
     check_decode_inputs,
     check_extend_inputs,
     check_rows,
@@ -49,12 +55,12 @@ def decode_workspace(
     num_kv_heads: int,
     head_dim: int,
     device: torch.device | str,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """What `plan_decode` and `link_decode` need for batches of up to max_bs requests of up to max_segments segments.
 
-    This implementation needs no workspace and no plan.
+    This implementation needs no plan, but remembers what was planned, so that no other batch passes for it.
     """
-    return None
+    return torch.empty(1, dtype=torch.float64, device=device)
 
 
 def plan_decode(
@@ -76,12 +82,16 @@ def plan_decode(
         at least 0, list the same slots in the same order, so that their keys can be read once for all requests; -1 is
         shared with nobody. Neither is a segment that reaches the end of its row, whatever its id: a row ends with the
         query's own token, so this one is left over in a row that pads the batch.
-    Raises ValueError on a shape, dtype, device or stride mismatch. Only this implementation checks that segments of one
-    id list the same slots.
+    Raises ValueError on a shape, dtype, device or stride mismatch. The rest, here and in the other ops, only this
+    implementation checks (`contract.py`).
     """
     check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
+    check_segments(kv_indptr, len(kv_indices), num_segments, segment_ends, padded=True)
     if segment_ids is not None:
         check_shared_segments(kv_indptr, kv_indices, num_segments, segment_ends, segment_ids)
+    if workspace is not None:
+        planned = (kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)
+        workspace.fill_(fingerprint(*planned, (num_qo_heads, num_kv_heads, head_dim)))
 
 
 def link_decode(
@@ -116,7 +126,8 @@ def link_decode(
         without loss. At most 2**31 slots.
     kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
     num_segments: [bs] int32, 0 for an ordinary request.
-    segment_ends: [bs, max_segments] int32, in KV tokens of the request's row; segment i begins where i - 1 ended.
+    segment_ends: [bs, max_segments] int32, in KV tokens of the request's row; segment i begins where i - 1 ended. Only
+        in decode, they may lie behind the row's end, which cuts them off: so do leftovers in rows that pad the batch.
     segment_offsets: [bs, max_segments] int32, rows of cos_sin_cache. The offset of a segment is -j if its keys are
         stored at positions larger than its tokens' own by j; that is row len(cos_sin_cache) - j. Neither table is read
         beyond num_segments.
@@ -136,6 +147,13 @@ def link_decode(
         q, k_cache, v_cache, kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
         out, lse, sm_scale, v_scale, sinks, logit_cap, segment_ids,
     )  # fmt: skip
+    planned = (kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)
+    dims = (q.shape[1], k_cache.shape[1], q.shape[2])
+    if workspace is None:
+        plan_decode(None, *planned, segment_ids, num_qo_heads=dims[0], num_kv_heads=dims[1], head_dim=dims[2])
+    elif workspace.item() != fingerprint(*planned, dims):
+        raise ValueError("workspace: expected the plan of this batch, got that of another")
+    check_reads(kv_indptr, kv_indices, num_segments, segment_offsets, len(k_cache), len(cos_sin_cache))
     # An extend of one query row per request, which sees all of it.
     nowhere = torch.zeros(max(len(q), len(kv_indices)), dtype=torch.int32, device=q.device)
     return link_extend(
@@ -184,8 +202,7 @@ def link_extend(
         do.
     Where the queries are no KV tokens of their rows, as in cross attention, positions ascend strictly throughout a row.
     The keys and values of the new tokens are in the cache already. Other arguments, results and errors: `link_decode`;
-    a row that sees nothing gives zeros and lse -inf. Only this implementation checks max_extend_len and that positions
-    ascend; for others it would mean waiting for the device.
+    a row that sees nothing gives zeros and lse -inf.
     """
     if validate:
         check_extend_inputs(
@@ -193,7 +210,10 @@ def link_extend(
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, out, lse, sm_scale,
             v_scale, window, sinks, logit_cap,
         )  # fmt: skip
-        check_extend_rows(qo_indptr, kv_indptr, kv_positions, num_segments, segment_ends, max_extend_len)
+        check_queries(qo_indptr, len(q), max_extend_len)
+        check_segments(kv_indptr, min(len(kv_indices), len(kv_positions)), num_segments, segment_ends)
+        check_reads(kv_indptr, kv_indices, num_segments, segment_offsets, len(k_cache), len(cos_sin_cache))
+        check_positions(qo_indptr, kv_indptr, kv_positions, num_segments, segment_ends)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
@@ -248,6 +268,10 @@ def accumulate_attention(
             sums, q, k_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
             num_segments, segment_ends, segment_offsets, cos_sin_cache, max_extend_len, sm_scale, sinks, logit_cap,
         )  # fmt: skip
+        check_queries(qo_indptr, len(q), max_extend_len)
+        most = min(len(sums), len(kv_indices), len(kv_positions))
+        check_segments(kv_indptr, most, num_segments, segment_ends)
+        check_reads(kv_indptr, kv_indices, num_segments, segment_offsets, len(k_cache), len(cos_sin_cache))
     qo = qo_indptr.tolist()
     for b, row in enumerate(rows_of(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets)):
         keys = row.keys(k_cache, cos_sin_cache, is_neox)
@@ -266,28 +290,3 @@ def _steps(begin: int, end: int, scores_per_row: int) -> Iterator[slice]:
     step = max(1, MAX_SCORES // max(1, scores_per_row))
     for first in range(begin, end, step):
         yield slice(first, min(first + step, end))
-
-
-def copy_rotated(
-    k_caches: Sequence[torch.Tensor],
-    v_caches: Sequence[torch.Tensor],
-    source: torch.Tensor,
-    target: torch.Tensor,
-    offsets: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    *,
-    is_neox: bool,
-) -> None:
-    """Copy cached KV tokens to other slots, in every layer, with their keys rotated: k[target] = R(offset) k[source].
-
-    k_caches, v_caches: a cache of each layer, [num_slots, num_kv_heads, head_dim], all alike; KV tokens contiguous.
-    source, target: [n] int32 or int64, slots; no slot is in both, none twice in target.
-    offsets: [n] int32 or int64, by how many positions each key is rotated: rows of cos_sin_cache, as in `link_decode`.
-    cos_sin_cache: [num_rows, rotary_dim] fp32, see `rope_cos_sin`.
-    Keys are rotated in float32 and rounded once to the caches' dtype.
-    Raises ValueError on a shape, dtype, device or stride mismatch.
-    """
-    check_copy_inputs(k_caches, v_caches, source, target, offsets, cos_sin_cache)
-    for k_cache, v_cache in zip(k_caches, v_caches, strict=True):
-        k_cache[target] = rotate_queries(k_cache[source], offsets, cos_sin_cache, is_neox=is_neox)
-        v_cache[target] = v_cache[source]

@@ -2,11 +2,32 @@
 
 import pytest
 import torch
-from ragged import Shape, random_batch, run
+from ragged import DEVICE, Shape, random_batch, run
 
 from sgl_kernel_lazy import torch_impl
 
 LAYOUT = [("gap", 3), ("chunk", 1), ("chunk", 2), ("text", 5), ("new", 6)]
+DIMS = dict(num_qo_heads=4, num_kv_heads=2, head_dim=64)
+PLANNED = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
+
+
+def two_rows():
+    return random_batch(0, Shape(bs=2), [LAYOUT, LAYOUT])
+
+
+def accumulate(batch):
+    arguments = {"sums": torch.zeros(199, device=DEVICE), **batch.extend}
+    del arguments["v_cache"]
+    torch_impl.accumulate_attention(**arguments, **batch.options, max_extend_len=batch.max_extend_len)
+
+
+OPS = {
+    "decode": lambda batch: run("decode", torch_impl, batch),
+    "decode without a plan": lambda batch: torch_impl.link_decode(**batch.decode, **batch.options),
+    "extend": lambda batch: run("extend", torch_impl, batch),
+    "accumulate": accumulate,
+}
+all_ops = pytest.mark.parametrize("op", OPS)
 
 
 @pytest.mark.parametrize("part", ["segment", "cached text", "new text"])
@@ -22,11 +43,149 @@ def test_positions_ascend_in_each_part_of_a_row(part):
         run("extend", torch_impl, batch)
 
 
-def test_no_row_has_more_queries_than_it_says():
+@pytest.mark.parametrize("op", ["extend", "accumulate"])
+def test_no_row_has_more_queries_than_it_says(op, monkeypatch):
     batch = random_batch(0, Shape(bs=2), [LAYOUT, LAYOUT[:-1] + [("new", 2)]])
-    torch_impl.link_extend(**batch.extend, **batch.options, max_extend_len=6)
+    OPS[op](batch)
+    monkeypatch.setattr(type(batch), "max_extend_len", 5)
     with pytest.raises(ValueError, match="max_extend_len: expected the longest qo_len, 6, or more, got 5"):
-        torch_impl.link_extend(**batch.extend, **batch.options, max_extend_len=5)
+        OPS[op](batch)
+
+
+@all_ops
+@pytest.mark.parametrize("slot", [-1, "the cache's size"])
+def test_slots_lie_within_the_cache(slot, op):
+    batch = two_rows()
+    num_slots, end = len(batch.extend["k_cache"]), int(batch.extend["kv_indptr"][2])
+    slot = slot if slot == -1 else num_slots
+    batch.extend["kv_indices"][end - 1] = slot
+    with pytest.raises(ValueError, match=f"kv_indices: expected slots from 0 to {num_slots - 1}, got {slot} in row 1"):
+        OPS[op](batch)
+
+
+@all_ops
+@pytest.mark.parametrize("offset", [-1, "the table's size"])
+def test_offsets_lie_within_the_table_of_angles(offset, op):
+    batch = two_rows()
+    num_rotations = len(batch.extend["cos_sin_cache"])
+    batch.extend["segment_offsets"][1, 0] = offset if offset == -1 else num_rotations
+    with pytest.raises(ValueError, match=f"segment_offsets: expected rows from 0 to {num_rotations - 1}, .* in row 1"):
+        OPS[op](batch)
+
+
+@all_ops
+@pytest.mark.parametrize("ends", [(-1, 41), (41, 40)], ids=str)
+def test_segments_are_in_order(ends, op):
+    batch = two_rows()
+    batch.extend["segment_ends"][1, :2] = torch.tensor(ends)
+    with pytest.raises(ValueError, match="segment_ends: expected to ascend from 0, got others in row 1"):
+        OPS[op](batch)
+
+
+@pytest.mark.parametrize("op", ["extend", "accumulate"])
+def test_segments_end_within_their_row(op):
+    """Else the next row's tokens would be read, and one whose position descends there would pass for a beginning."""
+    batch = two_rows()
+    end = int(batch.extend["kv_indptr"][1])
+    batch.extend["segment_ends"][0, 1] = end + 2
+    batch.extend["kv_positions"][end + 2] = 0
+    with pytest.raises(ValueError, match="segment_ends: expected at most the row's length, got others in row 0"):
+        OPS[op](batch)
+
+
+@all_ops
+@pytest.mark.parametrize("count", [-1, "more than the tables have"])
+def test_tables_hold_all_segments(count, op):
+    batch = two_rows()
+    width = batch.extend["segment_ends"].shape[1]
+    batch.extend["num_segments"][1] = count if count == -1 else width + 1
+    with pytest.raises(ValueError, match=f"num_segments: expected 0 to {width}, got others in row 1"):
+        OPS[op](batch)
+
+
+@all_ops
+@pytest.mark.parametrize("mistake", ["begins before 0", "descends"])
+def test_rows_follow_one_another(mistake, op):
+    batch = two_rows()
+    if mistake == "descends":
+        batch.extend["kv_indptr"][1] = batch.extend["kv_indptr"][2] + 1
+    else:
+        batch.extend["kv_indptr"][0] = -1
+    with pytest.raises(ValueError, match="kv_indptr: expected to ascend from 0 to at most"):
+        OPS[op](batch)
+
+
+LISTS = [(op, "kv_indices") for op in OPS]
+LISTS += [("extend", "kv_positions"), ("accumulate", "kv_positions"), ("accumulate", "sums")]
+
+
+@pytest.mark.parametrize("op, name", LISTS)
+def test_rows_lie_within_what_lists_their_tokens(op, name):
+    batch = two_rows()
+    num_kv = int(batch.extend["kv_indptr"][2])
+    batch.extend[name] = batch.extend.get(name, torch.zeros(num_kv, device=DEVICE))[:num_kv]
+    OPS[op](batch)
+    batch.extend[name] = batch.extend[name][:-1]
+    with pytest.raises(ValueError, match=f"kv_indptr: expected to ascend from 0 to at most {num_kv - 1}, got "):
+        OPS[op](batch)
+
+
+@pytest.mark.parametrize("op", ["extend", "accumulate"])
+def test_queries_lie_within_q(op):
+    batch = two_rows()
+    batch.extend["qo_indptr"][2] += 1
+    with pytest.raises(ValueError, match="qo_indptr: expected to ascend from 0 to at most 12"):
+        OPS[op](batch)
+
+
+CHANGES = {
+    "a row's beginning": lambda batch: batch.extend["kv_indptr"][1:2].sub_(1),
+    "a slot": lambda batch: batch.extend["kv_indices"][:2].copy_(batch.extend["kv_indices"][:2].flip(0)),
+    "a number of segments": lambda batch: batch.extend["num_segments"][1:].sub_(1),
+    "a segment's end": lambda batch: batch.extend["segment_ends"][0, :1].sub_(1),
+    "a segment's offset": lambda batch: batch.extend["segment_offsets"][0, :1].add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_plan_is_for_one_batch(change):
+    batch = two_rows()
+    workspace = torch_impl.decode_workspace(2, 4, **DIMS, device=DEVICE)
+    torch_impl.plan_decode(workspace, *(batch.decode[name] for name in PLANNED), batch.segment_ids, **DIMS)
+    torch_impl.link_decode(**batch.decode, **batch.options, workspace=workspace)
+    CHANGES[change](batch)
+    torch_impl.link_decode(**batch.decode, **batch.options)
+    with pytest.raises(ValueError, match="workspace: expected the plan of this batch, got that of another"):
+        torch_impl.link_decode(**batch.decode, **batch.options, workspace=workspace)
+
+
+def test_a_plan_is_for_one_number_of_heads():
+    batch = two_rows()
+    workspace = torch_impl.decode_workspace(2, 4, **DIMS, device=DEVICE)
+    planned = [batch.decode[name] for name in PLANNED]
+    torch_impl.plan_decode(workspace, *planned, batch.segment_ids, **DIMS | dict(num_kv_heads=1))
+    with pytest.raises(ValueError, match="workspace: expected the plan of this batch, got that of another"):
+        torch_impl.link_decode(**batch.decode, **batch.options, workspace=workspace)
+
+
+# source, target, offsets and what is wrong, with 9 slots and 5 rows of angles
+COPIES = [
+    ([-1, 2], [3, 4], [0, 0], "source: expected 0 to 8, got -1 at 0"),
+    ([1, 2], [3, 9], [0, 0], "target: expected 0 to 8, got 9 at 1"),
+    ([1, 2], [3, 4], [0, -1], "offsets: expected 0 to 4, got -1 at 1"),
+    ([1, 2], [3, 4], [0, 5], "offsets: expected 0 to 4, got 5 at 1"),
+    ([1, 2], [3, 3], [0, 0], "target: expected each slot once, got one twice"),
+    ([1, 3], [3, 4], [0, 0], "source: expected slots that are not in target, too, got 3"),
+    ([3, 3], [3, 4], [0, 0], "source: expected slots that are not in target, too, got 3"),
+]
+
+
+@pytest.mark.parametrize("source, target, offsets, message", COPIES, ids=[message for *_, message in COPIES])
+def test_copies_do_not_depend_on_one_another(source, target, offsets, message):
+    cache, table = torch.zeros(9, 1, 64), torch.ones(5, 64)
+    with pytest.raises(ValueError, match=message):
+        lists = (torch.tensor(values) for values in (source, target, offsets))
+        torch_impl.copy_rotated([cache], [cache.clone()], *lists, table, is_neox=True)
 
 
 def test_segments_of_one_id_list_the_same_slots():

@@ -70,6 +70,25 @@ def test_copies_are_rotated(name, dtype, heads):
 
 
 @all_names
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_a_copy_onto_itself_rotates_in_place(name, heads):
+    num_heads, head_dim, rotary_dim, is_neox = heads
+    gen = torch.Generator().manual_seed(head_dim)
+    apart = make_caches(2, 80, num_heads, head_dim, torch.float32, gen)
+    in_place = [[cache.clone() for cache in caches] for caches in apart]
+    slots = torch.randperm(80, generator=gen).to(DEVICE)
+    source, target, offsets = slots[:40], slots[40:], torch.arange(40, device=DEVICE)
+    inv_freq = 10000.0 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
+    table = rope_cos_sin(inv_freq, MAX_POSITION).to(DEVICE)
+    op = get_implementation(name).copy_rotated
+    op(*apart, source, target, offsets, table, is_neox=is_neox)
+    op(*in_place, source, source, offsets, table, is_neox=is_neox)
+    for caches, expected in zip(in_place, apart, strict=True):
+        for cache, other in zip(caches, expected, strict=True):
+            assert torch.equal(cache[source], other[target])
+
+
+@all_names
 def test_nothing_to_copy(name):
     gen = torch.Generator().manual_seed(0)
     k_caches, v_caches = make_caches(1, 4, 1, 64, torch.float32, gen)

@@ -58,6 +58,20 @@ def test_segments_that_have_left_a_window(name):
 
 
 @implementations
+def test_leftover_segments_end_with_their_row(name):
+    """A row that pads a batch has one KV token, and segments of the request that had the row before."""
+    chunks = [("chunk", 2), ("text", 3), ("chunk", 1), ("new", 2)]
+    batch = random_batch(0, Shape(bs=3), [chunks, [("chunk", 0)], chunks])
+    offsets = batch.extend["segment_offsets"].clone()
+    expected, _ = run("decode", get_implementation(name), batch)
+    for table in ("num_segments", "segment_ends", "segment_offsets"):
+        batch.extend[table] = batch.extend[table][[0, 0, 2]]
+    batch.extend["segment_offsets"][1, 0] = offsets[1, 0]
+    batch.segment_ids = batch.segment_ids[[0, 0, 2]]
+    assert relative_error(run("decode", get_implementation(name), batch)[0], expected) < 1e-6
+
+
+@implementations
 def test_empty_row_is_zero(name):
     """A padding row has no KV tokens and garbage segments beyond num_segments; it must not give NaN."""
     batch = random_batch(0, Shape(bs=3), [[], [("new", 1)], []])

@@ -60,7 +60,7 @@ def test_scales_cancel():
 def test_kernels_are_compiled_for_every_scale():
     """Triton's contain it: else the first prompt would wait for a kernel of each layer with a scale of its own."""
     rope = LayerRope(torch.zeros(HEAD_DIM // 2), 8, True, "cpu")
-    kernels, model = Mock(**{"decode_workspace.return_value": None}), torch.nn.ModuleList()
+    kernels, model = Mock(**{"decode_workspace.return_value": torch.empty(1)}), torch.nn.ModuleList()
     for layer_id, k_scale in enumerate([0.5, 2.0, 0.5, None]):
         module = torch.nn.Module()
         module.attn = RadixAttention(NUM_HEADS, HEAD_DIM, 1.0, NUM_HEADS, layer_id)

@@ -37,7 +37,7 @@ class PlannedRows(NamedTuple):
     """The metadata of a batch for `link_decode`, and the workspace with its plan."""
 
     metadata: LinkMetadata
-    workspace: torch.Tensor | None
+    workspace: torch.Tensor
 
 
 class DecodeRows:
@@ -103,6 +103,6 @@ class DecodeRows:
         }
 
 
-def _log_size(what: str, tensors: Iterable[torch.Tensor | None]) -> None:
-    if num_bytes := sum(tensor.nbytes for tensor in tensors if tensor is not None):
-        logger.info("sglang-lazy: %.0f MiB of %s", num_bytes / 2**20, what)
+def _log_size(what: str, tensors: Iterable[torch.Tensor]) -> None:
+    if mib := round(sum(tensor.nbytes for tensor in tensors) / 2**20):
+        logger.info("sglang-lazy: %d MiB of %s", mib, what)
