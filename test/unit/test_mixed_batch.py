@@ -380,9 +380,15 @@ def test_batches_with_more_rows_than_sglangs_buffers_are_ours():
             assert LinkedBatch.of(batch, apart, max_rows).linked == linked
 
 
-def test_batches_whose_rows_take_too_large_a_table_are_ours(monkeypatch):
-    """SGLang's attention reads a table with a row for each chunk, all as long as the longest prompt."""
-    _, batch, *_ = build([ordinary(50, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
-    for size, linked in ((4 * 59, []), (4 * 59 - 1, [0, 1, 2, 3])):
-        monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", size)
-        assert LinkedBatch.of(batch).linked == linked
+@pytest.mark.parametrize("min_width, width", [(8192, 8192), (16, 64)])
+def test_batches_whose_rows_take_too_large_a_table_are_ours(monkeypatch, min_width, width):
+    """SGLang's attention reads a table with a row for each chunk, all as wide as the longest prompt, a power of two."""
+    backend, batch, forward_batch, _ = build([ordinary(50, 9), fill([4, 4, 4], [0, 0, 0])], seed=0)
+    monkeypatch.setattr("sglang_lazy.attention.rows.MIN_TABLE_WIDTH", min_width)
+    monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", 4 * width)
+    current = LinkedBatch.of(batch)
+    with backend.link_table.running(current):
+        backend.init_forward_metadata(forward_batch)
+    assert backend.link_stock_part.req_to_token.numel() == 4 * width and not current.linked
+    monkeypatch.setattr("sglang_lazy.attention.rows.MAX_TABLE_SIZE", 4 * width - 1)
+    assert LinkedBatch.of(batch).linked == [0, 1, 2, 3]

@@ -1,7 +1,7 @@
 """The rows that attention splits a batch into: sequences of new tokens that see the same KV tokens."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,9 +10,14 @@ from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import positions_in
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, lazy_state
 
-MAX_TABLE_SIZE = 1 << 25
-"""The most slots, 128 MiB of them, listed for SGLang's attention, which wants as much room for each row as for the
-longest: one long prompt beside a thousand short chunks would take hundreds of MiB."""
+MIN_TABLE_WIDTH, MAX_TABLE_SIZE = 8192, 1 << 25
+"""Of slots listed for SGLang's attention: the least room for each row, and the most for all, 128 MiB. Each row takes as
+much as the longest: one long prompt beside a thousand short chunks would take hundreds of MiB."""
+
+
+def table_width(row_lens: Iterable[int]) -> int:
+    """The room for each of these rows: a power of two, since SGLang's Triton kernels are compiled for each width."""
+    return max(MIN_TABLE_WIDTH, 1 << (max(row_lens) - 1).bit_length())
 
 
 class AttentionRow(NamedTuple):
@@ -128,7 +133,7 @@ class LinkedBatch(NamedTuple):
         all_ordinary = all(row.ordinary for row in rows)
         if all_ordinary and not cut and max_rows:
             return None
-        table_size = len(rows) * max(len(row.positions) if row.ordinary else row.num_new for row in rows)
+        table_size = len(rows) * table_width(len(row.positions) if row.ordinary else row.num_new for row in rows)
         separate = (separate or all_ordinary) and len(rows) <= max_rows and table_size <= MAX_TABLE_SIZE
         return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and separate)])
 

@@ -9,11 +9,8 @@ import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_lazy.attention.rows import LinkedBatch, windows_of
+from sglang_lazy.attention.rows import LinkedBatch, table_width, windows_of
 from sglang_lazy.core.device import ints_to_device
-
-MIN_TABLE_WIDTH = 8192
-"""The least number of columns of the table that SGLang's own attention reads instead of `req_to_token`."""
 
 
 class StockPart(NamedTuple):
@@ -45,8 +42,7 @@ class StockPart(NamedTuple):
         ]
         prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
         seq_lens, indices = prefix_lens + extend_lens, np.arange(len(rows))
-        # Powers of two, since SGLang's Triton kernels are compiled for each width.
-        width = max(MIN_TABLE_WIDTH, 1 << int(seq_lens.max() - 1).bit_length())
+        width = table_width(seq_lens.tolist())
         starts, windows = extend_lens.cumsum() - extend_lens, windows_of(rows, indices * width)
         part = copy.copy(forward_batch)
         part.batch_size = len(rows)
