@@ -1,9 +1,11 @@
 """A prefill batch of linked requests, ordinary ones and fills: SGLang's own attention computes its part, ours the rest,
 and every row sees exactly the tokens it should."""
 
+import dataclasses
 import random
 from array import array
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.naive import naive_link_extend
+from sglang_lazy.attention.probes import ProbeSums
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.fills import Fill
@@ -306,6 +309,24 @@ def test_padded_queries_with_a_batch_dimension(name):
         backend.init_forward_metadata(forward_batch)
         out = backend.forward_extend(padded, k, v, layer, forward_batch)
     torch.testing.assert_close(out.double(), expected(backend, forward_batch, requests, q), rtol=0, atol=1e-5)
+
+
+def test_every_kind_of_layer_is_checked_once():
+    """Layers of one kind differ only in contents, those of two in more; and probes measure with other queries."""
+    backend, batch, forward_batch, (q, k, v) = build(BATCHES["chunks, then their prompt"], seed=0)
+    kernels, model, num_layers = Mock(wraps=get_implementation("torch")), backend.link_model, 4
+    kinds = [dataclasses.replace(model.layers[0], kernels=kernels, window=window) for window in (None, 8)]
+    model.layers = {layer_id: kinds[layer_id % 2] for layer_id in range(num_layers)}
+    sizes = (POOL, 1, torch.float32, KV_HEADS, HEAD_DIM, num_layers)
+    backend.link_pool = MHATokenToKVPool(*sizes, "cpu", enable_memory_saver=False)
+    current = LinkedBatch.of(batch, max_rows=0, windows=True)
+    with backend.link_table.running(current, ProbeSums(current, {0, 2}, torch.device("cpu"))):
+        backend.init_forward_metadata(forward_batch)
+        for layer_id in model.layers:
+            layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, layer_id)
+            backend.forward_extend(q, k, v, layer, forward_batch)
+    assert [call.kwargs["validate"] for call in kernels.link_extend.mock_calls] == [True, True, False, False]
+    assert [call.kwargs["validate"] for call in kernels.accumulate_attention.mock_calls] == [True, False]
 
 
 @pytest.mark.parametrize("name", ["chunks, then their prompt", "fills alone"])

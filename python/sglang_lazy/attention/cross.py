@@ -194,7 +194,8 @@ class CrossReader:
         """
         metadata = self.metadata
         assert metadata is not None
-        rope, caches = self.table.model.layers[index].rope, self._kv_buffer(index)
+        layer, caches = self.table.model.layers[index], self._kv_buffer(index)
+        rope = layer.rope
         options: dict[str, Any] = dict(is_neox=rope.is_neox, sm_scale=q.shape[-1] ** -0.5)
         rows = (metadata.num_segments, metadata.segment_ends, metadata.segment_offsets, rope.cos_sin_cache)
         if metadata.qo_indptr is None:
@@ -218,8 +219,8 @@ class CrossReader:
             metadata.kv_positions,
             *rows,
             max_extend_len=metadata.max_extend_len,
-            validate=not metadata.checked,
+            validate=layer.decode_plan not in metadata.checked,
             **options,
         )
-        metadata.checked = True
+        metadata.checked.add(layer.decode_plan)
         return out

@@ -21,7 +21,7 @@ class LinkMetadata:
     segment_ids: only for decode of whole rows, which shares reads.
     window_kv_indices: in prefill, `kv_indices` for window layers with a pool of their own.
     tokens: which of the batch's new tokens belong to these rows: a slice or int32 indices.
-    checked: whether an earlier layer has validated the arguments.
+    checked: the `decode_plan` of layers of which one has validated the arguments.
     """
 
     kv_indptr: torch.Tensor
@@ -36,7 +36,7 @@ class LinkMetadata:
     window_kv_indices: torch.Tensor | None = None
     max_extend_len: int = 0
     tokens: slice | torch.Tensor = dataclasses.field(default_factory=lambda: slice(None))
-    checked: bool = False
+    checked: set[DecodePlan] = dataclasses.field(default_factory=set)
 
     @classmethod
     def allocate(cls, max_bs: int, max_kv: int, table: SegmentTable) -> "LinkMetadata":

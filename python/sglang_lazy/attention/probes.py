@@ -10,7 +10,7 @@ import torch
 from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
-from sglang_lazy.core.model import AttentionLayer, ServedModel
+from sglang_lazy.core.model import AttentionLayer, DecodePlan, ServedModel
 from sglang_lazy.core.state import as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -39,10 +39,12 @@ class ProbeSums:
     tokens: int32 [nnz_qo], the queries among the batch's new tokens.
     qo_indptr, q_positions, max_extend_len: as in `link_extend`, for all linked rows; most have no query here.
     sums: float32, for each KV token of the linked rows, in their order.
+    checked: as in `LinkMetadata`.
     """
 
     def __init__(self, current: LinkedBatch, layers: Collection[int], device: torch.device):
         self.layers = layers
+        self.checked: set[DecodePlan] = set()
         self._rows = [current.rows[i] for i in current.linked]
         begins = np.cumsum([0, *(row.num_new for row in current.rows)])
         queries = []

@@ -184,7 +184,7 @@ class LinkAttention(AttentionBackend):
             metadata.segment_ends,
             metadata.segment_offsets,
             max_extend_len=metadata.max_extend_len,
-            validate=not metadata.checked,
+            validate=described.decode_plan not in metadata.checked,
             out=out[metadata.tokens] if in_place else None,
             window=described.window,
             v_scale=self._v_scale(layer),
@@ -192,8 +192,8 @@ class LinkAttention(AttentionBackend):
         )
         if not in_place:
             out[metadata.tokens] = linked
+        metadata.checked.add(described.decode_plan)
         self._measure(heads, k_cache, layer, options)
-        metadata.checked = True
         return out.flatten(1)
 
     def _prepare(self, q, k, v, layer, forward_batch, save_kv_cache: bool, kwargs: dict):
@@ -241,7 +241,8 @@ class LinkAttention(AttentionBackend):
         if probes is None or layer.layer_id not in probes.layers:
             return
         assert metadata is not None, "the row of a probe has segments"
-        self.link_model.layers[layer.layer_id].kernels.accumulate_attention(
+        described = self.link_model.layers[layer.layer_id]
+        described.kernels.accumulate_attention(
             probes.sums,
             q[probes.tokens],
             k_cache,
@@ -254,9 +255,10 @@ class LinkAttention(AttentionBackend):
             metadata.segment_ends,
             metadata.segment_offsets,
             max_extend_len=probes.max_extend_len,
-            validate=not metadata.checked,
+            validate=described.decode_plan not in probes.checked,
             **options,
         )
+        probes.checked.add(described.decode_plan)
 
 
 def with_link_path(backend: AttentionBackend, runner: Any, table: SegmentTable) -> AttentionBackend:
