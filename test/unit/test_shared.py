@@ -88,7 +88,7 @@ def test_registrations_end_with_their_worker(server):
     one.end("tenant", digests[0], None)
     assert [other.get("tenant", digest) for digest in digests] == [None, {"state": "waiting"}, {"state": "waiting"}]
     connection.close()
-    failed = {"state": "failed", "reason": "the process that had it computed has ended"}
+    failed = {"state": "failed", "reason": "the tokenizer worker that registered it has ended"}
     assert wait_for(lambda: other.get("tenant", digests[1]) == failed)
     assert [other.get("tenant", digest) for digest in digests] == [None, failed, {"state": "waiting"}]
     assert other.forget("tenant", digests[1]) and other.get("tenant", digests[1]) is None

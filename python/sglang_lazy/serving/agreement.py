@@ -1,4 +1,4 @@
-"""How often the last answers of each policy were those of link full, and an alarm where that is too rare."""
+"""The recent agreement of each policy's answers with those under link full, and an alarm when it is too low."""
 
 import logging
 from collections import deque
@@ -7,15 +7,15 @@ from collections.abc import Callable
 logger = logging.getLogger(__name__)
 
 WINDOW = 200
-"""How many answers of a policy count: the last ones compared."""
+"""The number of a policy's most recent comparisons that count."""
 
 ENOUGH = 20
-"""How many are needed for an alarm."""
+"""The minimum number of comparisons for an alarm."""
 
-_MAX_LINKS = 64  # requests may name ever new ones, and each has series of metrics
+_MAX_LINKS = 64  # clients choose links, and each link adds time series
 
 GAUGES = {
-    "agreement": (f"Share of the last {WINDOW} answers compared that were those of link full.", ("link", "of")),
+    "agreement": (f"Share of the last {WINDOW} answers compared that were as under link full.", ("link", "of")),
     "alarm": ("1 while agreement of answers is below --lazy-shadow-min-agreement, else 0.", ("link",)),
 }
 """Help text and labels of each gauge."""
@@ -35,7 +35,7 @@ class RecentAgreement:
         self._low: set[str] = set()
 
     def add(self, link: str, answer: bool, first_token: bool) -> None:
-        """An answer under `link` was compared: whether it was the same, and whether its first token was."""
+        """Record a comparison under `link`: whether the whole answer was the same, and whether its first token was."""
         if link not in self._recent:
             if len(self._recent) == _MAX_LINKS:
                 return
@@ -48,8 +48,8 @@ class RecentAgreement:
         elif len(recent) >= ENOUGH and link not in self._low:
             self._low.add(link)
             logger.warning(
-                "sglang-lazy: with link %s, %.3f of the last %d answers compared are those of link full, less than "
-                "--lazy-shadow-min-agreement %g",
+                "sglang-lazy: under link %s, %.3f of the last %d answers compared are the same as under link full, "
+                "less than --lazy-shadow-min-agreement %g",
                 link,
                 answers,
                 len(recent),

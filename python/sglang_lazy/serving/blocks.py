@@ -1,11 +1,11 @@
-"""Anthropic's content blocks that hold a document: what a prompt says of them."""
+"""The text of Anthropic's content blocks that hold a document."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 def search_result(block: Mapping[str, Any]) -> str:
-    """The text of a `search_result` block, in the words that SGLang uses for it."""
+    """The text of a `search_result` block, formatted as by SGLang."""
     source = block.get("source")
     if isinstance(source, Mapping):
         source = source.get("url") or source.get("text")
@@ -41,4 +41,4 @@ def _titled(title: Any, source: Any, content: str, context: Any = None) -> str:
 
 
 BLOCKS = {"search_result": search_result, "document": document}
-"""By type of block."""
+"""By block type, the function that returns its text."""

@@ -1,4 +1,4 @@
-"""Messages of every chat API: `{"type": "chunk"}` content parts beside ordinary ones, and text that is a chunk."""
+"""Chunks in the messages of all chat APIs: content parts of type "chunk", and text that is marked as chunks."""
 
 import re
 import secrets
@@ -18,9 +18,9 @@ class ChunkParts:
     Documents never reach the template. A placeholder holds a nonce drawn for this request, so no text can forge one,
     and only letters, digits and underscores, so templates pass it on unchanged.
 
-    separator: text between two of these is a chunk; none if it is empty.
-    roles: in messages of these roles all text is a chunk.
-    blocks: for further types of content parts the function that gives their text, which is a chunk.
+    separator: text between two of these is a chunk; empty for no separator.
+    roles: in messages of these roles, all text is a chunk.
+    blocks: other types of content parts that are chunks, and the functions that return their text.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class ChunkParts:
 
     @property
     def of_text(self) -> bool:
-        """Whether text may be a chunk; then the first turns of a conversation may have none yet."""
+        """Whether text may be a chunk. Then a request may name a link before its conversation has chunks."""
         return bool(self._separator or self._roles)
 
     def take_from(self, messages: Any, field: str = "messages") -> Any:
-        """A copy of `messages` in which placeholders replace the chunks. field: their name in the request's body."""
+        """A copy of `messages` in which placeholders replace the chunks.  field: their name in the request's body."""
         if not isinstance(messages, list):
             return messages
         return [self._take_from_message(f"{field}[{index}]", message) for index, message in enumerate(messages)]
@@ -104,7 +104,7 @@ class ChunkParts:
         return placeholder
 
     def continuing(self, earlier: "ChunkParts") -> "ChunkParts":
-        """These parts behind those of an earlier request, whose messages this one's follow."""
+        """The parts of an earlier request, which this one continues, followed by these."""
         both = ChunkParts()
         both.parts, both.names = earlier.parts + self.parts, earlier.names + self.names
         later = {placeholder: len(earlier.parts) + index for placeholder, index in self._indices.items()}
@@ -112,10 +112,10 @@ class ChunkParts:
         return both
 
     def split(self, text: str) -> tuple[list[str], list[int]]:
-        """`text` cut at its placeholders: n + 1 texts, and the indices of the n parts between them."""
+        """`text` split at its placeholders: n + 1 texts, and the indices of the n parts between them."""
         if not self._indices:
             return [text], []
-        # Not by the placeholders themselves: it would take longer to compile hundreds of them than to serve the prompt.
+        # One generic pattern: compiling hundreds of placeholders would take longer than serving the prompt.
         pieces = re.split(rf"((?:{'|'.join(self._nonces)})_\d+_)", text)
         return pieces[::2], [self._indices[placeholder] for placeholder in pieces[1::2]]
 
@@ -148,7 +148,7 @@ class PlaceholderTokenizer:
         if not indices:
             return opening
         after = self._segment_tokenizer.after if kwargs.get("add_special_tokens", True) else []
-        ends_here = bool(after) and opening[-len(after) :] == after  # special tokens of the prompt's end
+        ends_here = bool(after) and opening[-len(after) :] == after  # special tokens at the end of the prompt
         input_ids = list(opening[: -len(after)] if ends_here else opening)
         for index, tokens in zip(indices, self._segment_tokenizer.encode_later(texts[1:]), strict=True):
             input_ids.append(-1 - index)
@@ -159,7 +159,7 @@ class PlaceholderTokenizer:
 def fill_placeholders(rendered: Any, chunk_tokens: Sequence[Sequence[int]], names: list[str]) -> TokenizedPrompt:
     """The prompt in which the tokens of chunk i replace the id -1 - i in `rendered`.
 
-    Raises ValueError for a chunk without tokens and for one that the chat template left out.
+    Raises ValueError for a chunk without tokens, and for one that the chat template left out.
     """
     if not isinstance(rendered, list):
         raise ValueError("this model's chat encoding does not support chunk parts")

@@ -1,4 +1,4 @@
-"""Lists of chunks as `GET /chunks` gives them: what a request asks for, and pages of several ranks made into one."""
+"""Arguments of the `/chunks` routes, and answers merged from all data-parallel ranks."""
 
 import base64
 import json
@@ -26,11 +26,10 @@ def list_arguments(
     cursor: str | None = None,
     state: Annotated[str | None, _one_of(*STATES)] = None,
 ) -> dict[str, Any]:
-    """What a request asks for. Raises ValueError for a bad value.
+    """The parsed query of `GET /chunks`. Raises ValueError for a bad value.
 
-    The annotations are for `/openapi.json` alone.
-
-    after: the place of the last chunk of the page before, and its rank, if there is one.
+    The annotations serve only `/openapi.json`. In the result, `after` is the place of the previous page's last chunk,
+    including its rank; None for the first page.
     """
     if sort not in SORTS:
         raise ValueError(f"sort must be one of {', '.join(SORTS)}, got {sort!r:.50}")
@@ -45,11 +44,11 @@ def list_arguments(
 
 
 def arguments_of_ranks(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `ChunkControl.page` for it, but for the tenant: a chunk more than the page has, from which one
-    sees whether there are more. Places are each rank's own, so chunks of other ranks at that of the last page's end
-    may be on this page: these are asked for, too, and with them the end itself.
+    """The arguments of `ChunkControl.page` on every rank, except the tenant.  wanted: from `list_arguments`.
 
-    wanted: what `list_arguments` gave.
+    They ask for one chunk more than the page has, to see whether another page follows. Each rank counts its places
+    itself, so this page may have chunks of other ranks at the place where the previous page ended. The query therefore
+    includes that place, and with it the previous page's last chunk.
     """
     if wanted["after"] is None:
         return {**wanted, "limit": wanted["limit"] + 1}
@@ -59,7 +58,7 @@ def arguments_of_ranks(wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged_page(pieces: Pieces, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """One page of what all data-parallel ranks answered to `arguments_of_ranks`.  wanted: as there."""
+    """One page, merged from the answers of all data-parallel ranks to `arguments_of_ranks`.  wanted: as there."""
     sort, descending, limit, after = (wanted[name] for name in ("sort", "descending", "limit", "after"))
     rows = [
         ((*place, rank), {**chunk, "dp_rank": rank})
@@ -78,7 +77,7 @@ def merged_page(pieces: Pieces, wanted: Mapping[str, Any]) -> dict[str, Any]:
 def with_adapter_names(chunks: Sequence[dict[str, Any]], adapters: Mapping[str, str]) -> list[dict[str, Any]]:
     """Chunks as a scheduler describes them, with the name of each one's LoRA adapter in place of its id.
 
-    adapters: ids by name. One that is not among them, since it has just been unloaded, is shown by its id.
+    adapters: ids by name. An adapter that is missing there, since it has just been unloaded, is shown by its id.
     """
     names = {adapter: name for name, adapter in adapters.items()}
     shown = []
@@ -92,9 +91,9 @@ def with_adapter_names(chunks: Sequence[dict[str, Any]], adapters: Mapping[str, 
 def merged_deletion(
     ids: Sequence[str], answers: Sequence[dict[str, Any]], forget: Callable[[str], bool]
 ) -> dict[str, Any]:
-    """What became of these chunks on all data-parallel ranks.
+    """The answer to a deletion of these chunks, merged from the answers of all data-parallel ranks.
 
-    forget: has an id forgotten that prompts may name, and says whether there was one.
+    forget: forgets an id that prompts may name; returns whether it was known.
     """
     reasons = {one["id"]: one["reason"] for answer in answers for one in answer["skipped"]}
     states: dict[str, str] = {}
@@ -112,7 +111,7 @@ def merged_deletion(
 
 
 def check_id(chunk_id: str) -> str:
-    """An id as the scheduler takes it. Raises ValueError unless it is the beginning of a digest."""
+    """`chunk_id`, the first 16 or more hexadecimal digits of a digest. Raises ValueError for anything else."""
     if not MIN_DIGITS <= len(chunk_id) <= 64 or not set(chunk_id) <= set("0123456789abcdef"):
         raise ValueError(f"the id of a chunk has 16 to 64 hexadecimal digits, got {chunk_id!r:.80}")
     return chunk_id
@@ -147,7 +146,7 @@ def _unpack(cursor: str, sort: str, order: str) -> tuple[float, int, int]:
         of_sort, of_order, value, serial, rank = json.loads(base64.urlsafe_b64decode(cursor.encode("ascii")))
         place = float(value), int(serial), int(rank)
     except (ValueError, TypeError, OverflowError, RecursionError):
-        raise ValueError(f"cursor {cursor!r:.80} is none that this server gave") from None
+        raise ValueError(f"cursor {cursor!r:.80} is not one of this server's") from None
     if (of_sort, of_order) != (sort, order):
-        raise ValueError("the cursor belongs to a list that was sorted otherwise")
+        raise ValueError("the cursor belongs to a list with a different sort or order")
     return place

@@ -1,4 +1,4 @@
-"""Images in the text of prompts with chunks: each stands as one token until it is known how many it takes."""
+"""Images in the text of prompts with chunks: each is one token until its real number of tokens is known."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -7,14 +7,14 @@ from sglang_lazy.serving.tokenization import TokenizedPrompt
 
 
 def image_ranges(prompt: TokenizedPrompt, image_token: int, others: Collection[int]) -> list[tuple[int, int]]:
-    """Where images stand: the half-open ranges of consecutive `image_token`s.
+    """The half-open ranges of consecutive `image_token`s, one for each image.
 
-    others: further tokens that stand for media. Raises ValueError where a chunk has one of these tokens.
+    others: other tokens that stand for media. Raises ValueError if a chunk contains any of these tokens.
     """
     for start, end in prompt.chunks:
         if not {image_token, *others}.isdisjoint(prompt.input_ids[start:end]):
             raise ValueError(
-                f"the chunk at position {start} holds the token of an image: images can stand in text only"
+                f"the chunk at position {start} contains the token of an image: images can stand in text only"
             )
     ranges, position = [], 0
     for is_image, run in itertools.groupby(prompt.input_ids, image_token.__eq__):
@@ -28,7 +28,7 @@ def image_ranges(prompt: TokenizedPrompt, image_token: int, others: Collection[i
 def expand(
     prompt: TokenizedPrompt, image_token: int, ranges: Sequence[tuple[int, int]], lens: Sequence[int]
 ) -> tuple[TokenizedPrompt, list[tuple[int, int]]]:
-    """The prompt in which the images at `ranges` take `lens` tokens, and where they stand there."""
+    """`prompt` with the images at `ranges` expanded to `lens` tokens, and the images' ranges in it."""
     input_ids: list[int] = []
     places, shifts, position, shift = [], [], 0, 0
     for (start, end), length in zip(ranges, lens, strict=True):

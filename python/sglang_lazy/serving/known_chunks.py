@@ -1,4 +1,4 @@
-"""The tokens of registered chunks, so that prompts may name a chunk by its id, also when its KV has been evicted."""
+"""The tokens of registered chunks, so that prompts may name a chunk by its id, even after its KV has been evicted."""
 
 from array import array
 from collections import OrderedDict
@@ -9,7 +9,7 @@ from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.requests import check_cache_salt, is_batch
 
 CAPACITY = 1 << 26
-"""Tokens, of 4 bytes: 256 MiB in all."""
+"""The number of tokens to remember, at 4 bytes each: 256 MiB."""
 _ATTR = "_sglang_lazy_known_chunks"
 
 
@@ -18,7 +18,7 @@ class UnknownChunk(ValueError):
 
 
 class KnownChunks:
-    """The tokens of the chunks that were registered or named last, up to `capacity` tokens, by tenant and digest."""
+    """The tokens of the most recently registered or named chunks, up to `capacity` tokens, by tenant and digest."""
 
     def __init__(self, capacity: int = CAPACITY):
         self.capacity = capacity
@@ -27,7 +27,7 @@ class KnownChunks:
         self._num_tokens = 0
 
     def add(self, tenant: str | None, tokens: Sequence[int]) -> None:
-        """Raises ValueError if an id cannot tell this chunk from one that is known."""
+        """Remember a chunk. Raises ValueError if another text with the same SHA-256 is known."""
         digest = tokens_digest(tokens)
         key, packed = (tenant, digest.hex()), array("i", tokens)
         if self._tokens.get(key, packed) != packed:
@@ -54,7 +54,7 @@ class KnownChunks:
         return self._tokens[tenant, found[0]].tolist()
 
     def remove(self, tenant: str | None, name: str) -> bool:
-        """Forget the chunk with this id; whether there was one, and only one."""
+        """Forget the chunk with this id, unless the id is ambiguous. Returns whether a chunk was forgotten."""
         found = self._find(tenant, name)
         if len(found) == 1:
             self._drop((tenant, found[0]))
@@ -73,21 +73,21 @@ class KnownChunks:
 
 
 def known_chunks(tokenizer_manager: Any) -> KnownChunks:
-    """Those of `tokenizer_manager`."""
+    """The known chunks of `tokenizer_manager`."""
     return vars(tokenizer_manager).setdefault(_ATTR, KnownChunks())
 
 
 def replace(tokenizer_manager: Any, known: Any) -> None:
-    """Have it use these, which are kept elsewhere."""
+    """Make `tokenizer_manager` use `known`, which stands for chunks known to another process."""
     setattr(tokenizer_manager, _ATTR, known)
 
 
 def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[str] = ()) -> Any:
-    """A copy of `segments`, one prompt or a batch, in which tokens stand for the ids of chunks.
+    """A copy of `segments`, one prompt or a batch, in which chunks named by id have their tokens instead.
 
-    tenant: the salt, or one for each prompt of a batch.  names: of the segments, in messages.
-    What is malformed otherwise is left as it is. Raises ValueError that names the segment, UnknownChunk for an id that
-    the tenant has not registered.
+    tenant: the salt, or one for each prompt of a batch.  names: what errors call each segment.
+    Other malformed input is left as it is. Raises ValueError, naming the segment, for a malformed id, and UnknownChunk
+    for one that the tenant has not registered.
     """
     if is_batch(segments):
         tenants = tenant if isinstance(tenant, list | tuple) else [tenant] * len(segments)
@@ -106,5 +106,5 @@ def _with_tokens(known: KnownChunks, where: str, segment: Any, tenant: Any) -> A
         return segment
     name = segment["id"]
     if not isinstance(name, str) or segment.keys() != {"type", "id"}:
-        raise ValueError(f"{where}: a chunk with an id has a string there, and neither text nor input_ids")
+        raise ValueError(f"{where}: the id of a chunk must be a string, and replaces text and input_ids")
     return {"type": "chunk", "input_ids": known.get(check_cache_salt(tenant), name)}

@@ -1,16 +1,16 @@
-"""What looks at all chunks asks the scheduler for one piece of them at a time, so that batches go on in between."""
+"""Queries over all chunks, which ask the scheduler for one piece of them at a time, so that batches run in between."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 AskPiece = Callable[[Mapping[int, int] | None], Awaitable[Sequence[dict[str, Any]]]]
-"""The answers of `ChunkControl`, one of each data-parallel rank, for these `starts`."""
+"""Returns the answers of `ChunkControl` for these `starts`, one from each data-parallel rank."""
 Pieces = Sequence[tuple[int, dict[str, Any]]]
-"""What the ranks answered, each with its rank."""
+"""Answers, each with the data-parallel rank that gave it."""
 
 
 async def all_pieces(ask: AskPiece) -> Pieces:
-    """Ask until all ranks have come to an end."""
+    """The pieces of all ranks."""
     pieces: list[tuple[int, dict[str, Any]]] = []
     starts: dict[int, int] | None = None
     while starts is None or starts:

@@ -1,4 +1,4 @@
-"""Chunks registered ahead of use: each is computed by a request of its own, whose answer nobody reads."""
+"""Chunks registered ahead of use: each is computed by its own request, whose answer is discarded."""
 
 import asyncio
 import logging
@@ -13,11 +13,11 @@ from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.requests import check_cache_salt, choose_link, tokenize, with_trained_tokens
 
 MAX_CHUNKS = 1000
-"""Of one registration."""
+"""The maximum number of chunks in one registration."""
 CAPACITY, MAX_REASON = 10_000, 500
-"""Failures that are remembered, and the letters of each: 6 MB in all."""
+"""The number of failures to remember, and the characters of each reason: 6 MB in all."""
 _AT_ONCE = 32
-"""How many chunks of one registration stand in the queue together, so that others do not wait behind all of them."""
+"""How many chunks of one registration are queued at a time, so that other requests do not wait for all of them."""
 _ATTR = "_sglang_lazy_registrations"
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,17 @@ def _tokens(manager: Any, index: int, chunk: Any, salt: str | None, link: str) -
 
 
 def prompt_for(tokens: Sequence[int], link: str, salt: str | None) -> tuple[list[int], PromptLayout]:
-    """The prompt that has a chunk computed as `link` wants it: the chunk, and a token of text."""
+    """The prompt that computes a chunk as `link` needs it: the chunk, and one token of text."""
     return [*tokens, tokens[-1]], PromptLayout(((0, len(tokens)),), salt, computing(link))
 
 
 def computing(link: str) -> str:
-    """The policy that has whole chunks computed as `link` wants them, and nothing else."""
+    """The policy that computes whole chunks as `link` needs them, and recomputes nothing."""
     return "base" if get_policy(link).preamble == "neutral" else "block"
 
 
 class Registrations:
-    """How registrations go: which chunks wait to be computed, and why the last `capacity` that failed did."""
+    """The progress of registrations: the chunks that wait to be computed, and the last `capacity` failures."""
 
     def __init__(self, capacity: int = CAPACITY):
         self.capacity = capacity
@@ -84,13 +84,13 @@ class Registrations:
         self._failed: OrderedDict[tuple[str | None, str], tuple[str, str]] = OrderedDict()  # digest and reason
 
     def begin(self, tenant: str | None, digest: str) -> None:
-        """A chunk is to be computed; what was said of it before is forgotten."""
+        """Record that a chunk is to be computed, and forget an earlier failure."""
         key = tenant, digest[:MIN_DIGITS]
         self._waiting.setdefault(key, []).append(digest)
         self._failed.pop(key, None)
 
     def end(self, tenant: str | None, digest: str, reason: str | None) -> None:
-        """It has been computed, and pinned if that was wanted, or there is a reason."""
+        """Record the end of a registration.  reason: why the chunk was not computed, or not pinned; None if it was."""
         key = tenant, digest[:MIN_DIGITS]
         self._waiting[key].remove(digest)
         if not self._waiting[key]:
@@ -101,8 +101,7 @@ class Registrations:
                 self._failed.popitem(last=False)
 
     def get(self, tenant: str | None, name: str) -> dict[str, str] | None:
-        """What `GET /chunks/{id}` says of the registration of a chunk, None if nothing.  name: its id, or more of its
-        digest."""
+        """The field `registration` of `GET /chunks/{id}`.  name: the chunk's id, or more digits of its digest."""
         key = tenant, name[:MIN_DIGITS]
         if any(digest.startswith(name) for digest in self._waiting.get(key, ())):
             return {"state": "waiting"}
@@ -110,13 +109,13 @@ class Registrations:
         return {"state": "failed", "reason": reason} if digest.startswith(name) else None
 
     def forget(self, tenant: str | None, name: str) -> bool:
-        """Say no more why this chunk failed; whether it had."""
+        """Forget the failure of a chunk. Returns whether there was one."""
         key = tenant, name[:MIN_DIGITS]
         return self._failed.get(key, ("", ""))[0].startswith(name) and bool(self._failed.pop(key))
 
 
 class WorkerRegistrations:
-    """The registrations of a server as one of its several workers reports them. What it has begun ends with it."""
+    """The registrations of a server, as used by one of several workers. If it ends, the ones it has begun fail."""
 
     def __init__(self, all_of_them: Registrations):
         self._all = all_of_them
@@ -132,18 +131,18 @@ class WorkerRegistrations:
         self._all.end(tenant, digest, reason)
 
     def close(self) -> None:
-        """The worker has ended."""
+        """Called when the worker has ended."""
         for tenant, digest in self._begun:
-            self._all.end(tenant, digest, "the process that had it computed has ended")
+            self._all.end(tenant, digest, "the tokenizer worker that registered it has ended")
 
 
 def registrations(tokenizer_manager: Any) -> Registrations:
-    """Those of `tokenizer_manager`."""
+    """The registrations of `tokenizer_manager`."""
     return vars(tokenizer_manager).setdefault(_ATTR, Registrations())
 
 
 def replace(tokenizer_manager: Any, kept: Any) -> None:
-    """Have it use these, which are kept elsewhere."""
+    """Make `tokenizer_manager` use `kept`, which stands for registrations in another process."""
     setattr(tokenizer_manager, _ATTR, kept)
 
 
@@ -153,9 +152,9 @@ async def compute(
     progress: Registrations,
     tenant: str | None,
 ) -> tuple[list[str], list[dict[str, str]]]:
-    """Have `run` compute each of these distinct chunks; the ids of those that it did, and the others with their errors.
+    """Compute each of these distinct chunks with `run`. Returns the ids of those computed, and the others with reasons.
 
-    progress: is told of each.
+    progress: records the beginning and end of each.
     """
     gate = asyncio.Semaphore(_AT_ONCE)
     digests = [tokens_digest(tokens).hex() for tokens in chunks]
@@ -163,7 +162,7 @@ async def compute(
         progress.begin(tenant, digest)
 
     async def one(tokens: Sequence[int], digest: str) -> str | None:
-        reason: str | None = "an error of the server, which its log shows"
+        reason: str | None = "an internal error: see the server's log"
         try:
             async with gate:
                 await run(tokens)

@@ -1,4 +1,4 @@
-"""Requests with segments: from what a user sent to the token ids and the layout that the scheduler gets."""
+"""Requests with segments: from the user's input to the token ids and the layout that the scheduler receives."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -33,7 +33,7 @@ def segment_tokenizer(tokenizer_manager: Any) -> SegmentTokenizer:
 
 
 def tokenize(tokenizer_manager: Any, segments: Sequence[Segment], cache_salt: str | None = None) -> TokenizedPrompt:
-    """The token ids of a prompt. Raises ValueError for text on a server without a tokenizer."""
+    """Tokenize a prompt. Raises ValueError for text on a server without a tokenizer."""
     if tokenizer_manager.tokenizer is not None:
         return segment_tokenizer(tokenizer_manager).encode(segments, cache_salt)
     pieces = []
@@ -45,7 +45,7 @@ def tokenize(tokenizer_manager: Any, segments: Sequence[Segment], cache_salt: st
 
 
 def with_trained_tokens(tokenizer_manager: Any, prompt: TokenizedPrompt, link: str) -> TokenizedPrompt:
-    """`prompt` as the policy `link` wants it. Raises ValueError if the model lacks tokens that this needs."""
+    """`prompt` with the trained tokens that the policy `link` needs. Raises ValueError if the model lacks them."""
     policy = get_policy(link)
     if not policy.trained:
         return prompt
@@ -54,7 +54,7 @@ def with_trained_tokens(tokenizer_manager: Any, prompt: TokenizedPrompt, link: s
 
 
 def without_trained_tokens(tokenizer_manager: Any, input_ids: list[int], layout: PromptLayout) -> TokenizedPrompt:
-    """The prompt as the user wrote it, of one that `with_trained_tokens` gave."""
+    """The inverse of `with_trained_tokens`: the prompt as the user wrote it."""
     policy = get_policy(layout.link)
     if not policy.trained:
         return TokenizedPrompt(input_ids, layout.chunks)
@@ -71,7 +71,7 @@ def is_batch(segments: Any) -> bool:
 def to_generate_args(
     tokenizer_manager: Any, segments: Any, cache_salt: Any = None, sampling_params: Any = None, link: Any = None
 ) -> dict[str, Any]:
-    """`input_ids` and `sampling_params` of the request that `segments` (one prompt, or a list of prompts) stand for.
+    """The `input_ids` and `sampling_params` of a request for `segments`, one prompt or a list of prompts.
 
     cache_salt, link: one for all prompts, or a list with one for each. Raises ValueError, naming the segment, on bad
     input.
@@ -121,7 +121,7 @@ def check_cache_salt(cache_salt: Any) -> str | None:
 
 
 def salt_of(cache_salt: Any, header: str | None) -> Any:
-    """The salt of a request, or the salts of a batch: what its body says, or the header that a gateway has set.
+    """The salt of a request, or the salts of a batch, from its body or from the header that a gateway has set.
 
     Raises ValueError if they disagree, or if the header is empty or not ASCII.
     """
@@ -136,7 +136,7 @@ def salt_of(cache_salt: Any, header: str | None) -> Any:
 
 
 def join_extra_key(cache_salt: str | None, extra_key: Any) -> Any:
-    """SGLang's `extra_key`, or that of each prompt of a batch, joined by a salt as SGLang joins them."""
+    """SGLang's `extra_key`, or that of each prompt of a batch, with a salt prepended as SGLang does."""
     if cache_salt is None:
         return extra_key
     if isinstance(extra_key, list):
@@ -174,7 +174,7 @@ def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_man
     if layout is None:
         return params
     custom_params = params.get("custom_params")
-    if custom_params is None:  # the server's defaults, which SGLang applies only where the request has none
+    if custom_params is None:  # the server's defaults, which SGLang applies only if the request has none
         custom_params = (tokenizer_manager.preferred_sampling_params or {}).get("custom_params")
     if custom_params is not None and not isinstance(custom_params, Mapping):
         raise ValueError(f"custom_params must be an object, got {type(custom_params).__name__}")
@@ -189,7 +189,7 @@ def layout_of(obj: Any) -> PromptLayout | None:
 
 
 def packed_layout(obj: Any) -> Any:
-    """What stands in the layout's place in a request's sampling parameters, None for an ordinary request."""
+    """The packed layout in a request's sampling parameters, unchecked; None for an ordinary request."""
     params = getattr(obj, "sampling_params", None)
     custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
     return custom_params.get(LAYOUT_PARAM) if isinstance(custom_params, Mapping) else None

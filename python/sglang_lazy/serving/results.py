@@ -1,4 +1,4 @@
-"""Results that say what was reused: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
+"""Reports of reuse in results: `meta_info.link`, `meta_info.chunks`, cached token counts and OpenAI usage."""
 
 import time
 from collections.abc import AsyncGenerator
@@ -36,7 +36,7 @@ class CachedTokens(int):
 
 
 def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[dict[str, Any]]:
-    """Per chunk of a prompt: id, tokens, offset, and whether its bit of `hits`, the first chunk's lowest, is set."""
+    """Per chunk of a prompt: id, tokens, offset, and whether it was cached.  hits: bit i is set if chunk i was."""
     names = digests(input_ids, layout.chunks)
     return [
         {
@@ -52,10 +52,10 @@ def chunk_report(layout: PromptLayout, input_ids: list[int], hits: int) -> list[
 async def annotated(
     outputs: AsyncGenerator[dict, None], layout: PromptLayout, obj: Any, parent: Any, usage: Usage
 ) -> AsyncGenerator[dict, None]:
-    """`outputs` of a request with a layout, with the scheduler's bitmask of hits made into a report.
+    """`outputs` of a request with a layout, with the scheduler's bit mask of hits turned into a report.
 
     parent: for n > 1, the state that the samples of the prompt share, else None.
-    usage: is told of the prompt once, unless it is an internal one.
+    usage: records the prompt, once, unless it is an internal one.
     Raises ValueError if the scheduler refused the request, unless other requests share the stream.
     """
     async with aclosing(outputs):
@@ -78,10 +78,10 @@ def _annotate(meta_info: dict[str, Any], layout: PromptLayout, obj: Any, parent:
     details = dict(meta_info.get("cached_tokens_details") or {})
     reuse = (meta_info["cached_tokens"], int(details.pop("chunk_hits", "0"), 16), details)
     if parent is not None:
-        # SGLang computes the prompt before its n samples, which then find all of it. The first report is the true one.
+        # SGLang computes the prompt before its n samples, which then find all of it cached: the first report counts.
         reuse = vars(parent).setdefault(_REUSE_ATTR, reuse)
     cached_tokens, hits, details = reuse
-    # To a scheduler that has chunks beside the text, the prompt is the text alone.
+    # If chunks are outside the text (Comb), the scheduler's own count covers only the text.
     if "prompt" in details:
         meta_info["prompt_tokens"] = details["prompt"]
     meta_info["cached_tokens"] = CachedTokens(cached_tokens, details.get("chunk", 0))

@@ -25,7 +25,7 @@ COUNTERS = {
     "first_token_agreements": "Compared answers in which the first token was the same.",
     "dropped": "Chosen answers not compared: another shadow was running, or this one was cancelled.",
     "failed": "Chosen answers not compared: the shadow ended in an error, which the log shows.",
-    "ineligible": "Answers over chunks that are never compared: sampled, beside images, or several for one prompt.",
+    "ineligible": "Answers over chunks that are never compared: sampled, with images, or several for one prompt.",
 }
 _QUIET_S = 0.05
 """How long the server must have been idle: a client often sends its next request right after the last answer."""
@@ -37,9 +37,9 @@ class Shadow:
     manager: SGLang's tokenizer manager.
     rate: fraction of the eligible answers to compare.
     counters: Prometheus counters by the names in `COUNTERS`.
-    recent: what watches how the policies do.
+    recent: tracks the agreement of each policy.
     new_request: makes SGLang's request from a user's request, a request id, token ids and sampling parameters.
-    abort: aborts the request of that id.
+    abort: aborts the request with this id.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Shadow:
         return self._task is not None and not self._task.done()
 
     def offer(self, obj: Any, layout: PromptLayout, answer: list[int]) -> None:
-        """Take a finished answer over chunks, the tokens `answer` to request `obj`, for comparison, or leave it."""
+        """Choose at random whether to compare a finished answer over chunks.  obj: its request.  answer: its tokens."""
         params = obj.sampling_params
         sampled = params.get("temperature") != 0 and params.get("top_k") != 1
         if sampled or params.get("n", 1) > 1 or obj.image_data:
@@ -88,11 +88,11 @@ class Shadow:
             self._abort(self.rid)
 
     def cancel(self) -> None:
-        """Make no more attempts at the comparison under way."""
+        """Give up the current comparison, without aborting its request."""
         self._cancelled = True
 
     async def stop(self) -> None:
-        """Cancel the comparison under way and wait until SGLang holds nothing of it."""
+        """Cancel the current comparison, and wait until SGLang has released its request."""
         self.cancel()
         self.interrupt()
         if self._task is not None:
@@ -132,7 +132,7 @@ class Shadow:
                 if finish_reason["type"] != "abort":
                     return out["output_ids"]
                 raise RuntimeError(f"it was aborted: {finish_reason.get('message')}")
-            except Exception:  # an aborted request ends in whatever SGLang raises then
+            except Exception:  # an aborted request may end in any exception of SGLang's
                 if not (self._interrupted or self._cancelled):
                     raise
             finally:

@@ -1,4 +1,4 @@
-"""What several tokenizer workers know in common: kept by the process that started them, and called by each."""
+"""State shared by several tokenizer workers: objects in the process that started them, which each calls by proxy."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -8,13 +8,13 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 Opened = Mapping[str, Any]
-"""Objects by name. One that has the method `close` is told when the worker that calls it has ended."""
+"""Objects by name. If an object has a method `close`, it is called when the worker has ended."""
 
 
 class ObjectServer:
     """Calls methods of objects on behalf of other processes of this user, one call at a time.
 
-    opened: gives the objects for one more worker; called when that connects.
+    opened: returns the objects for a new worker; called when it connects.
     """
 
     def __init__(self, opened: Callable[[], Opened]):
@@ -29,7 +29,7 @@ class ObjectServer:
             try:
                 connection = self._listener.accept()
             except (AuthenticationError, EOFError, OSError):
-                continue  # whoever that was
+                continue  # not a worker, or one that has ended
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
@@ -53,7 +53,7 @@ class ObjectServer:
 
 
 class Proxy:
-    """An object of a `ObjectServer`, by name: calls of its methods are calls there. For one thread."""
+    """Forwards method calls to the object with this name in an `ObjectServer`. Not thread-safe."""
 
     def __init__(self, connection: Connection, name: str):
         self._connection, self._name = connection, name

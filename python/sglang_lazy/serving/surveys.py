@@ -1,4 +1,4 @@
-"""Surveys of the cached chunks for those who look at the page: one for all, and only now and then."""
+"""Surveys of the cached chunks for the page `/lazy`, shared by all viewers, and limited to a share of the scheduler."""
 
 import asyncio
 from collections import OrderedDict
@@ -9,8 +9,8 @@ from sglang_lazy.chunks.survey import SORTED_BY, TOP
 from sglang_lazy.serving.pieces import AskPiece, Pieces, all_pieces
 
 MIN_AGE, PAUSE_PER_CHUNK = 1.0, 1e-4
-"""Seconds for which a survey is good enough, and until the next one may begin: a chunk takes the scheduler less than a
-microsecond, so surveys take less than a hundredth of its time."""
+"""Seconds for which a survey is reused, at least, and seconds per chunk until the next one may begin: a chunk takes the
+scheduler less than a microsecond, so surveys take less than a hundredth of its time."""
 _KEPT = 16
 _ATTR = "_sglang_lazy_surveys"
 
@@ -21,20 +21,20 @@ class Surveys:
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
         self._kept: OrderedDict[Hashable, tuple[float, dict[str, Any]]] = OrderedDict()
-        self._free = 0.0  # when the scheduler has had its rest from the last one
+        self._next_start = 0.0  # the earliest time of the next survey
 
     async def get(self, whose: Hashable, ask: AskPiece) -> dict[str, Any]:
-        """A survey that is no older than it has to be."""
+        """A survey, as recent as these limits allow.  whose: what it covers.  ask: asks the scheduler."""
         clock = asyncio.get_running_loop().time
         async with self._lock:
             until, survey = self._kept.get(whose, (0.0, {}))
             if clock() < until:
                 return survey
-            await asyncio.sleep(self._free - clock())
+            await asyncio.sleep(self._next_start - clock())
             survey = merged(await all_pieces(ask))
             num_chunks = sum(survey["chunks"][tier]["chunks"] for tier in ("resident", "host"))
-            self._free = clock() + num_chunks * PAUSE_PER_CHUNK
-            self._kept[whose] = max(self._free, clock() + MIN_AGE), survey
+            self._next_start = clock() + num_chunks * PAUSE_PER_CHUNK
+            self._kept[whose] = max(self._next_start, clock() + MIN_AGE), survey
             self._kept.move_to_end(whose)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
@@ -42,7 +42,7 @@ class Surveys:
 
 
 def merged(pieces: Pieces) -> dict[str, Any]:
-    """One survey of all pieces."""
+    """Merge all pieces into one survey."""
     lists = {
         name: sorted(
             ({**chunk, "dp_rank": rank} for rank, piece in pieces for chunk in piece[name]),
@@ -55,12 +55,12 @@ def merged(pieces: Pieces) -> dict[str, Any]:
 
 
 def _sum(values: list[Any]) -> Any:
-    """Of numbers, or of objects of numbers, name by name, where they have it; None where there are none."""
+    """The sum of numbers, or of objects field by field; None if the values are None."""
     if isinstance(values[0], dict):
         return {name: _sum([value[name] for value in values if name in value]) for name in values[0]}
     return None if values[0] is None else sum(values)
 
 
 def surveys_of(tokenizer_manager: Any) -> Surveys:
-    """Those of `tokenizer_manager`."""
+    """The surveys of `tokenizer_manager`."""
     return vars(tokenizer_manager).setdefault(_ATTR, Surveys())

@@ -1,4 +1,4 @@
-"""Chunks in plain text, for clients that can send nothing else: what stands between two separators."""
+"""Chunks in plain text, for clients that cannot send segments: the text between two separators."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from sglang_lazy.core.config import LazyConfig
 
 
 def segments_in(prompt: Any, separator: str | None) -> list[Any] | None:
-    """The segments of a prompt, a text, or of each of a list of texts; None where no text has the separator.
+    """The segments of a text, or of each of a list of texts; None if no text has the separator.
 
     separator: the request's; None for the server's, empty for none.
     """

@@ -19,7 +19,7 @@ class TokenizedPrompt(NamedTuple):
     chunks: tuple[tuple[int, int], ...]
 
     def layout(self, link: str, cache_salt: str | None) -> PromptLayout | None:
-        """What travels with the request; None for an ordinary one. A prompt without chunks keeps its cache salt."""
+        """The layout of this prompt; None for an ordinary one. A prompt without chunks keeps its cache salt."""
         if self.chunks:
             return PromptLayout(self.chunks, cache_salt, link)
         return None if cache_salt is None else PromptLayout((), cache_salt, "full")
@@ -42,10 +42,10 @@ def concatenate(
 
 
 class RecentTokens:
-    """The tokens of the texts used last, up to `capacity` characters in all.
+    """The tokens of the most recently used texts, up to `capacity` characters in all.
 
-    Encoding a document takes longer than finding its KV, and its tokens never change. Each tenant has its own: the time
-    to the first token must not tell whether another one has sent a document.
+    Encoding a document takes longer than finding its KV, and its tokens never change. Entries are per tenant: the time
+    to first token must not reveal whether another tenant has sent a document.
     """
 
     def __init__(self, capacity: int):
@@ -169,7 +169,7 @@ def _without_dummy_prefix(tokenizer: Any) -> Any | None:
 def _strip_dummy_prefix(part: dict) -> bool:
     """Remove in place whatever adds a space before a text from a serialized normalizer or pre-tokenizer.
 
-    Returns whether there was anything. A `Prepend` that is the whole part is left to the caller.
+    Returns whether there was any. If the whole part is a `Prepend`, the caller must remove it.
     """
     found = False
     for steps in (part.get("normalizers"), part.get("pretokenizers")):

@@ -1,4 +1,4 @@
-"""Tokens that a model was trained to have around chunks, and prompts with them and without."""
+"""Tokens that a model was trained to see around chunks: where they are stored, and prompts with and without them."""
 
 import functools
 import json
@@ -10,7 +10,7 @@ from sglang_lazy.core.policy import Policy, TrainedTokens
 from sglang_lazy.serving.tokenization import TokenizedPrompt
 
 FILE = "lazy_tokens.json"
-"""In a model's folder: by the name of a policy, an object with the fields of `TrainedTokens`."""
+"""A file in the model's folder that has, by policy name, an object with the fields of `TrainedTokens`."""
 
 
 @functools.lru_cache(maxsize=8)
@@ -33,7 +33,7 @@ def _parse(fields: Mapping[str, Any], vocab_size: int) -> TrainedTokens:
 
 
 def tokens_for(policy: Policy, model_path: str, vocab_size: int) -> TrainedTokens:
-    """Those of a model for `policy`. Raises ValueError if it has none."""
+    """The trained tokens of a model for `policy`. Raises ValueError if it has none."""
     trained = load(model_path, vocab_size).get(policy.name, TrainedTokens())
     if not any(policy.around(trained, 0)):
         raise ValueError(f"link {policy.name}: this model was not trained for it, its folder has no tokens in {FILE}")
@@ -41,16 +41,16 @@ def tokens_for(policy: Policy, model_path: str, vocab_size: int) -> TrainedToken
 
 
 def add_trained_tokens(prompt: TokenizedPrompt, policy: Policy, trained: TrainedTokens) -> TokenizedPrompt:
-    """`prompt` with the tokens of `policy` at each of its chunks."""
+    """`prompt` with the tokens of `policy` around each chunk."""
     ids: list[int] = []
     chunks, position = [], 0
     for i, (start, end) in enumerate(prompt.chunks):
-        inside_before, inside_behind, behind = policy.around(trained, i)
+        before, behind, link = policy.around(trained, i)
         ids += prompt.input_ids[position:start]
         chunk_start = len(ids)
-        ids += [*inside_before, *prompt.input_ids[start:end], *inside_behind]
+        ids += [*before, *prompt.input_ids[start:end], *behind]
         chunks.append((chunk_start, len(ids)))
-        ids += behind
+        ids += link
         position = end
     return TokenizedPrompt(ids + prompt.input_ids[position:], tuple(chunks))
 
@@ -58,14 +58,14 @@ def add_trained_tokens(prompt: TokenizedPrompt, policy: Policy, trained: Trained
 def remove_trained_tokens(
     input_ids: Sequence[int], chunks: Sequence[tuple[int, int]], policy: Policy, trained: TrainedTokens
 ) -> TokenizedPrompt:
-    """The prompt that `add_trained_tokens` was given."""
+    """The inverse of `add_trained_tokens`."""
     ids: list[int] = []
     bare, position = [], 0
     for i, (start, end) in enumerate(chunks):
-        inside_before, inside_behind, behind = policy.around(trained, i)
+        before, behind, link = policy.around(trained, i)
         ids += input_ids[position:start]
         chunk_start = len(ids)
-        ids += input_ids[start + len(inside_before) : end - len(inside_behind)]
+        ids += input_ids[start + len(before) : end - len(behind)]
         bare.append((chunk_start, len(ids)))
-        position = end + len(behind)
+        position = end + len(link)
     return TokenizedPrompt([*ids, *input_ids[position:]], tuple(bare))

@@ -1,4 +1,4 @@
-"""Which prompts used which chunks lately, as the HTTP process sees it: what the page shows over time."""
+"""The most recent prompts and their chunks, as seen by the HTTP process, and their history for the page `/lazy`."""
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -9,11 +9,11 @@ from sglang_lazy.chunks.catalog import tenant_of
 from sglang_lazy.core.keys import Namespace
 
 SECONDS, PERIODS = 20, 180
-"""Numbers are added up for so many seconds each, and kept for an hour."""
+"""The length of a period, for which counts are added up, and the number of periods kept: an hour."""
 MAX_PROMPTS, MAX_REFERENCES, MAX_TENANTS = 1000, 50_000, 200
-"""How many prompts, chunks in them, and tenants are remembered: at most 10 MB."""
+"""How many prompts, chunks in these prompts, and tenants to remember: at most 10 MB."""
 SHOWN_PROMPTS, SHOWN_CHUNKS = 12, 40
-"""Of a list of prompts, and of each of these."""
+"""How many prompts a list shows, and how many chunks of each."""
 _EVERYBODY = object()
 _ATTR = "_sglang_lazy_usage"
 
@@ -27,7 +27,7 @@ class Prompt(NamedTuple):
     chunks: tuple[tuple[str, int, bool], ...]
 
     def shown(self, only: Collection[str] | None = None) -> dict[str, Any]:
-        """only: the ids of the chunks that are wanted, if not all are."""
+        """The prompt as the page shows it.  only: the ids of the chunks to include, None for all."""
         wanted = (chunk for chunk in self.chunks if only is None or chunk[0] in only)
         return {
             "time": self.time,
@@ -51,10 +51,10 @@ class Usage:
     def add(
         self, namespace: Namespace, link: str, chunks: Sequence[Mapping[str, Any]], num_reused: int, now: float
     ) -> None:
-        """A prompt has been answered.
+        """Record an answered prompt.
 
-        namespace: of its chunks.  chunks: its report.
-        num_reused: tokens of chunks that it did not have to compute.  now: seconds since the epoch.
+        namespace: of its chunks.  chunks: its chunk report.
+        num_reused: chunk tokens that were not computed for it.  now: seconds since the epoch.
         """
         used = tuple((chunk["id"], chunk["tokens"], chunk["hit"]) for chunk in chunks)
         self._prompts.append(Prompt(now, namespace, link, used))
@@ -73,8 +73,8 @@ class Usage:
             self._periods.popitem(last=False)
 
     def history(self, tenant: Hashable, everybody: bool, now: float) -> list[list[int]]:
-        """For each period of the last hour in which there were prompts with chunks, in order: when it began, seconds
-        since the epoch; prompts; chunks in them; those that were cached; tokens of chunks; those that were reused."""
+        """For each period of the last hour with prompts with chunks, in order: its beginning, seconds since the epoch;
+        the numbers of prompts, of chunks in them, of cached chunks, of chunk tokens and of reused chunk tokens."""
         periods = self._periods.get(_EVERYBODY if everybody else tenant, {})
         return [[i * SECONDS, *periods[i]] for i in sorted(periods) if i > now // SECONDS - PERIODS]
 
@@ -83,13 +83,13 @@ class Usage:
         return [prompt.shown() for prompt in islice(self._of(tenant, everybody), SHOWN_PROMPTS)]
 
     def uses(self, tenant: Hashable, everybody: bool, chunk_id: str) -> dict[str, Any]:
-        """What uses a chunk.
+        """The prompts that use a chunk, and the chunks that occur with it.
 
             {"num_prompts": 7, "prompts": […], "together": [{"id": "0c8e…", "tokens": 64, "prompts": 5}]}
 
-        num_prompts: how many of the prompts that are remembered have it.
-        prompts: the last of these, newest first, with this chunk and those of `together` alone.
-        together: the chunks that most of these have, too, and how many.
+        num_prompts: the number of remembered prompts that have it.
+        prompts: the last of these, newest first, reduced to this chunk and those of `together`.
+        together: the chunks that occur in most of these prompts, and in how many.
         """
         prompts = [p for p in self._of(tenant, everybody) if any(name == chunk_id for name, _, _ in p.chunks)]
         counts = Counter(pair for p in prompts for pair in {(name, tokens) for name, tokens, _ in p.chunks})
@@ -107,5 +107,5 @@ class Usage:
 
 
 def usage_of(tokenizer_manager: Any) -> Usage:
-    """That of `tokenizer_manager`."""
+    """The usage of `tokenizer_manager`."""
     return vars(tokenizer_manager).setdefault(_ATTR, Usage())
