@@ -264,9 +264,9 @@ def test_options_that_exclude_images(served):
     inside = [dice.text(3), chunk(with_image(dice, 2, 2).ids), dice.text(4)]
     bare = [dice.chunk(9), text([*dice.ids(2), IMAGE, *dice.ids(2)])]
     for segments, fields, reason in [
-        (inside, {"image_data": image}, "images can stand in text only"),
+        (inside, {"image_data": image}, "images are allowed only in text"),
         (prompt, {"image_data": [image, image]}, "places for 1 images, but 2 are given"),
-        (bare, {"image_data": image}, "must stand behind the token that begins one"),
+        (bare, {"image_data": image}, "must follow the token that begins an image"),
         (prompt, {"image_data": image, "mm_hashes": ["ab"]}, "hashes of images"),
         (prompt, {"image_data": image, "video_data": "v.mp4"}, "not with videos or audio"),
     ]:

@@ -20,8 +20,8 @@ class LinkMetadata:
 
     segment_ids: only for decode of whole rows, which shares reads.
     window_kv_indices: in prefill, `kv_indices` for window layers with a pool of their own.
-    tokens: which of the batch's new tokens belong to these rows: a slice or int32 indices.
-    checked: the `decode_plan` of layers of which one has validated the arguments.
+    tokens: which of the batch's new tokens belong to these rows: a slice or indices.
+    checked: the `decode_plan`s whose first layer has validated the arguments.
     """
 
     kv_indptr: torch.Tensor

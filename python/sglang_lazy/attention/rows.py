@@ -76,11 +76,11 @@ class AttentionRow(NamedTuple):
 
 
 def _in_position_order(positions: np.ndarray, start: int, end: int) -> tuple[list[tuple[int, int]], np.ndarray]:
-    """The ranges of a row that list its tokens [start, end), the cached text, by position, as kernels want it; and the
-    positions of all tokens so listed.
+    """The ranges of a row that list its tokens [start, end), the cached text, by position, as kernels need it; and the
+    positions of all tokens in that order.
 
-    They may stand in another order: text behind copies of the chunks that it precedes, and a span that was cached
-    before one in front of it, whose KV had been evicted.
+    In the row itself, copies of chunks come before text that precedes these chunks in the prompt, and a span that was
+    cached comes before an earlier one whose KV had been evicted and is computed again.
     """
     if (np.diff(positions[start:end]) > 0).all():
         return [(0, len(positions))], positions

@@ -30,7 +30,7 @@ class SegmentTable:
     tail_indices, tail_positions: int32 [num_rows, the longest window or 0], the row indices and positions of the
         prompt's last tokens, those that a window may reach in decode, in row order. All positions are NOWHERE if the
         tail is text whose row indices equal its positions.
-    tail_ends: int32 [num_rows, max_segments], where each segment ends within the tail.
+    tail_ends: int32 [num_rows, max_segments, or 0 without windows], where each segment ends within the tail.
     batch_type: describes a batch to the attention that reads chunks: `LinkedBatch` or `CrossBatch`.
     linked_rows: the rows that have an entry here; an entry stays until the row is assigned again.
     stock_attends: whether SGLang's own attention can compute this model; otherwise all rows take the link path.

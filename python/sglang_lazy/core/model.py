@@ -62,7 +62,7 @@ class AttentionLayer:
 
 
 class DecodePlan(NamedTuple):
-    """What layers have in common for which a decode step is planned once."""
+    """The properties shared by layers for which a decode step is planned together."""
 
     window: int | None
     kernels: Any

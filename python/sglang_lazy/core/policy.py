@@ -33,8 +33,8 @@ class ServerTraits(NamedTuple):
 
 
 IN_WINDOW_POOL = (
-    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one for all, if all "
-    "have heads of one shape)"
+    "would have to fit into the small pool of layers with windows (--disable-hybrid-swa-memory: one pool for all "
+    "layers, if their heads have one shape)"
 )
 """The reason for refusing policies that need the window KV of many tokens."""
 
@@ -154,7 +154,7 @@ class Policy:
 def refusal(policy: Policy, server: ServerTraits) -> str | None:
     """The reason why a server cannot serve a policy, or None."""
     if server.cross_attention and policy.reuses and not _keeps_whole_chunks(policy):
-        return f"link {policy}: this model reads whole chunks through an encoder, so it knows block and full alone"
+        return f"link {policy}: this model reads whole chunks through an encoder, so it supports only block and full"
     return policy.unfit(server)
 
 

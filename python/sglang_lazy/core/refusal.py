@@ -1,8 +1,8 @@
 """Refusals, counted by reason."""
 
 REASONS = ("pool", "positions", "policy", "request", "pin_budget", "pin_room")
-"""Too long for the KV pool; a chunk too long for the model; a policy that does not fit the server; anything else that
-chunks cannot be served with; a pin beyond the budget; no room on the device for a pin."""
+"""In this order: too long for the KV pool; a chunk too long for the model; a policy that the server does not support;
+anything else that cannot be combined with chunks; a pin beyond the budget; no room on the device for a pin."""
 
 
 class Refusal(ValueError):

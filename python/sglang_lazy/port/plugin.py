@@ -122,7 +122,7 @@ def create_cache(context: Any) -> Any:
         return new_cache(context, runner)
     if LazyConfig.current().fallback:
         return default_radix_cache_factory(context)
-    raise RuntimeError("sglang-lazy: the attention backend has no link path; was it created before the plugin was?")
+    raise RuntimeError("sglang-lazy: the attention backend was created before the plugin was installed")
 
 
 HOOKS = (Hook("sglang.srt.server_args.ServerArgs.__post_init__", choose_cache, "BEFORE"),)

@@ -66,7 +66,7 @@ class Listener:
         _, number, payload = message
         batch, sequence = _decode(payload), int.from_bytes(number, "big")
         if sequence != self._next.get(batch.dp_rank, sequence):
-            raise ValueError(f"message {self._next[batch.dp_rank]} was expected, {sequence} came")
+            raise ValueError(f"expected message {self._next[batch.dp_rank]}, got {sequence}")
         self._next[batch.dp_rank] = sequence + 1
         for event, after in itertools.pairwise([*batch.events, None]):
             self._apply(event, after, batch.dp_rank)
@@ -124,7 +124,7 @@ async def _publisher(worker: str, hashes: BlockHashes) -> _Publisher:
     if published["block_size"] != 1:
         raise LookupError(f"its blocks have {published['block_size']} tokens")
     if tokens != hashes.sample:
-        raise LookupError("its tokenizer is another")
+        raise LookupError("it has a different tokenizer")
     host, port = URL(worker).host_subcomponent, published["endpoint_port_base"]
     return _Publisher([f"tcp://{host}:{port + rank}" for rank in range(published["dp_size"])], published["topic"])
 

@@ -172,8 +172,8 @@ class Arrival:
         if read + max(fill, windows.window) + 3 > windows.size:  # SGLang counts two more, and leaves one
             raise Refusal(
                 "pool",
-                f"layers with windows have KV of {windows.size} tokens, but would need that of {read} beside a fill of "
-                f"{fill} (--swa-full-tokens-ratio; --disable-hybrid-swa-memory keeps it in one pool)",
+                f"the KV pool of layers with windows has {windows.size} tokens, but the prompt needs {read} beside a "
+                f"fill of {fill} (--swa-full-tokens-ratio; --disable-hybrid-swa-memory: one pool for all layers)",
             )
 
     # Probes

@@ -29,7 +29,7 @@ def images_of(req: Any, layout: PromptLayout, policy: Policy) -> Images | None:
     ranges = [(first, last + 1) for ((first, last),) in (item.offsets for item in items)]
     for first, end in ranges:
         if any(first < chunk_end and start < end for start, chunk_end in layout.chunks):
-            raise ValueError("an image stands inside a chunk: images can stand in text only")
+            raise ValueError("an image is inside a chunk: images are allowed only in text")
         if policy.preamble == "lead" and first < layout.chunks[0][0]:
             raise Refusal("policy", f"link {policy}: chunks cannot be computed after an image")
     places = inputs.mrope_positions.cpu().numpy().astype(np.int64)

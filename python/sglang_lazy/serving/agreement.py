@@ -24,7 +24,7 @@ GAUGES = {
 class RecentAgreement:
     """Agreement over a sliding window for each policy.
 
-    minimum: least share of identical answers, 0..1; below it there is an alarm.
+    minimum: share of identical answers below which there is an alarm, 0..1.
     publish: sets a gauge, from its name in `GAUGES`, its value, and its labels as keywords.
     """
 

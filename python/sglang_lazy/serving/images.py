@@ -14,7 +14,7 @@ def image_ranges(prompt: TokenizedPrompt, image_token: int, others: Collection[i
     for start, end in prompt.chunks:
         if not {image_token, *others}.isdisjoint(prompt.input_ids[start:end]):
             raise ValueError(
-                f"the chunk at position {start} contains the token of an image: images can stand in text only"
+                f"the chunk at position {start} contains the token of an image: images are allowed only in text"
             )
     ranges, position = [], 0
     for is_image, run in itertools.groupby(prompt.input_ids, image_token.__eq__):

@@ -42,7 +42,7 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help=f"policies to compare (default: the server's default link); all: {','.join(ALL)}",
     )
     parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to answer with, which the server has loaded")
-    parser.add_argument("--max-new-tokens", type=int, default=32, help="most tokens of an answer (default: 32)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, help="maximum tokens of an answer (default: 32)")
     parser.add_argument("--stop", action="append", help="text that ends an answer; may be given several times")
     parser.add_argument("--out", type=Path, help="file for the report as JSON, every prompt's answers included")
     for field in dataclasses.fields(Thresholds):
@@ -60,12 +60,12 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 _HELP = {
-    "min_agreement": "least share of identical answers, 0..1",
-    "min_first_token_agreement": "least share of identical first tokens, 0..1",
-    "max_kl": "most KL(full || policy) of the first token, mean over the prompts, in nats",
-    "max_em_drop": "most points of exact match (of 100) that a policy may lose",
-    "max_f1_drop": "most points of F1 (of 100) that a policy may lose",
-    "budget_ms": "most milliseconds to the first token with the documents cached, median over the prompts",
+    "min_agreement": "minimum share of identical answers, 0..1",
+    "min_first_token_agreement": "minimum share of identical first tokens, 0..1",
+    "max_kl": "maximum KL(full || policy) of the first token, mean over the prompts, in nats",
+    "max_em_drop": "maximum points of exact match (of 100) that a policy may lose",
+    "max_f1_drop": "maximum points of F1 (of 100) that a policy may lose",
+    "budget_ms": "maximum milliseconds to the first token with the documents cached, median over the prompts",
 }
 
 

@@ -61,8 +61,8 @@ CASES = {
     "a token beyond the vocabulary": ("/generate", {"input_ids": [20, 512], **ONE}, "not in the vocabulary"),
     "a negative token": ("/generate", {"input_ids": [[20], [20, -1]], **ONE}, "not in the vocabulary"),
     "a huge token": ("/v1/completions", {**COMPLETION, "prompt": [2**31]}, "not in the vocabulary"),
-    "a token to print": ("/v1/detokenize", {"model": "default", "tokens": [20, 2**63]}, f"{2**63} is no token"),
-    "tokens to print": ("/v1/detokenize", {"model": "default", "tokens": [[20], [-1]]}, "-1 is no token"),
+    "a token to print": ("/v1/detokenize", {"model": "default", "tokens": [20, 2**63]}, f"{2**63} is not a token id"),
+    "tokens to print": ("/v1/detokenize", {"model": "default", "tokens": [[20], [-1]]}, "-1 is not a token id"),
     "more logprobs than tokens": (
         "/v1/chat/completions",
         {**CHAT, "logprobs": True, "top_logprobs": 513},

@@ -201,7 +201,7 @@ class LinkAttention(AttentionBackend):
         unknown = [name for name, value in kwargs.items() if value is not None and name != "sinks"]
         if unknown:
             raise NotImplementedError(
-                f"linked attention does not know {unknown}, which layer {layer.layer_id} asks for"
+                f"linked attention does not support {unknown}, which layer {layer.layer_id} passes"
             )
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)

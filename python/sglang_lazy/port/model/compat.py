@@ -97,13 +97,13 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         ),
         "two-batch overlap: it splits the batch the segments belong to": args.enable_two_batch_overlap,
         "pd-multiplexing: it runs two attention backends at once": args.enable_pdmux,
-        "--cuda-graph-backend-prefill full: such graphs replay SGLang's own attention, which knows no linked rows": (
+        "--cuda-graph-backend-prefill full: such graphs replay SGLang's own attention, without linked rows": (
             args.cuda_graph_config.prefill.backend == Backend.FULL  # however it was asked for
         ),
         **_unfit_tiers(args),
         "LMCache and FlexKV: they replace the radix cache": args.enable_lmcache or args.enable_flexkv,
         "streaming sessions: their slots are not in the tree": args.enable_streaming_session,
-        "session radix cache: it is another cache": args.enable_session_radix_cache,
+        "session radix cache: it replaces the radix cache": args.enable_session_radix_cache,
         "--enable-unified-memory: the slots in a row are not where the KV is": args.enable_unified_memory,
         "deterministic inference: linked attention has no fixed split size": args.enable_deterministic_inference,
         "eviction policy 'mru': the eviction heap needs priorities that only grow": (
@@ -112,12 +112,12 @@ def unfit_flags(args: ServerArgs) -> list[str]:
         "--quantization-param-path: attention stores keys and values with these scales but reads them without": (
             args.quantization_param_path is not None
         ),
-        "several tokenizer workers with --api-key or --admin-api-key: SGLang's workers ask nobody for a key": (
+        "several tokenizer workers with --api-key or --admin-api-key: SGLang's workers do not check keys": (
             args.tokenizer_worker_num > 1 and bool(args.api_key or args.admin_api_key)
         ),
         "diffusion language models: they do not decode from left to right": args.dllm_algorithm is not None,
-        "the Rust server: it takes requests without our surfaces": envs.SGLANG_RUST_SERVER.get(),
-        "the gRPC server: it takes requests without our surfaces": args.smg_grpc_mode or args.grpc_mode,
+        "the Rust server: its requests bypass the plugin": envs.SGLANG_RUST_SERVER.get(),
+        "the gRPC server: its requests bypass the plugin": args.smg_grpc_mode or args.grpc_mode,
         "Ray: its scheduler actors load no plugins": args.use_ray,
         "--encoder-only: nothing is generated": args.encoder_only,
         "SGLANG_RADIX_FORCE_MISS: a linked row cannot miss its chunks": envs.SGLANG_RADIX_FORCE_MISS.get(),
@@ -132,7 +132,7 @@ def _unfit_tiers(args: ServerArgs) -> dict[str, bool]:
         "--hicache-write-policy write_back: it copies to the host while requests wait for the memory": (
             args.hicache_write_policy == "write_back"
         ),
-        f"--hicache-storage-backend {args.hicache_storage_backend}: it takes pages of the host's memory only (use "
+        f"--hicache-storage-backend {args.hicache_storage_backend}: it stores only pages of the host's memory (use "
         f"{', '.join(STORAGE_BACKENDS)})": args.hicache_storage_backend not in (None, *STORAGE_BACKENDS),
         "--hicache-io-backend direct: the scheduler would wait for the device to tell it which slots to copy": (
             args.hicache_io_backend == "direct"
@@ -159,13 +159,13 @@ def unfit_model(runner: Any, *, untested: bool = False) -> list[str]:
     backends = {args.attention_backend, *args.get_attention_backends()}
     if foreign := sorted(filter(None, backends - set(ATTENTION_BACKENDS))):
         known = ", ".join(ATTENTION_BACKENDS)
-        reasons.append(f"attention backend {', '.join(foreign)}: linked attention knows {known}")
+        reasons.append(f"attention backend {', '.join(foreign)}: linked attention supports {known}")
     if runner.use_mla_backend:
-        return [*reasons, "MLA: the link kernels do not take the rotary part of keys apart from the latent one"]
+        return [*reasons, "MLA: the link kernels cannot separate the rotary part of keys from the latent one"]
     if config.is_encoder_decoder:
         reasons.append("encoder-decoder: cross attention has no chunks")
     if config.attention_chunk_size is not None:
-        reasons.append("attention within blocks of positions: a block would begin elsewhere for every chunk")
+        reasons.append("attention within blocks of positions: block boundaries would depend on a chunk's position")
     if not config.is_generation:
         reasons.append("embedding or reward model: nothing is generated")
     if architecture(runner) not in TESTED and not untested:
@@ -196,7 +196,7 @@ def _unfit_comb(runner: Any) -> dict[str, bool]:
         "LoRA of embed_tokens or lm_head: the encoder reads the decoder's embedding, which may be its head, too": (
             bool(args.enable_lora and {"embed_tokens", "lm_head"} & runner.lora_manager.target_modules)
         ),
-        "--enable-torch-compile: it would compile layers without what reads chunks before them": (
+        "--enable-torch-compile: it would compile layers without the cross layers before them": (
             args.enable_torch_compile
         ),
     }
@@ -236,10 +236,10 @@ def _unfit_layers(model: torch.nn.Module) -> list[str]:
             f"rotary embedding {type(rope).__name__}: its angles are not position times a fixed frequency": (
                 rope is not None and type(rope) not in INV_FREQ
             ),
-            f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: keys and values must have the same": (
+            f"head dimensions {attn.qk_head_dim} and {attn.v_head_dim}: they must be the same for keys and values": (
                 attn.qk_head_dim != attn.v_head_dim
             ),
-            f"logit cap by {attn.logit_capping_method}: linked attention knows tanh": (
+            f"logit cap by {attn.logit_capping_method}: linked attention supports tanh": (
                 bool(attn.logit_cap) and attn.logit_capping_method != "tanh"
             ),
             "cross attention layers": attn.is_cross_attention,

@@ -46,7 +46,7 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
         if len(ranges) != len(image_data):
             raise ValueError(f"the prompt has places for {len(ranges)} images, but {len(image_data)} are given")
         if any(prompt.input_ids[start - 1 : start] != [processor.IM_START_TOKEN_ID] for start, _ in ranges):
-            raise ValueError("an image must stand behind the token that begins one")
+            raise ValueError("an image must follow the token that begins an image")
         alone = await processor.process_mm_data_async(
             image_data=image_data, input_text=tokens.image_token * len(ranges), request_obj=obj, **kwargs
         )

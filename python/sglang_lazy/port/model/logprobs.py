@@ -1,6 +1,6 @@
 """Batches in which only some requests name tokens whose log-probabilities they want (`token_ids_logprob`).
 
-SGLang 0.5.17 keeps lists for the others where its scheduler expects tensors, and dies of it.
+For the others, SGLang 0.5.17 returns lists where its scheduler expects tensors, and crashes.
 """
 
 from typing import Any

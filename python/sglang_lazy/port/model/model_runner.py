@@ -154,7 +154,7 @@ def choose_kernels(config: LazyConfig, runner: Any, layers: Mapping[int, Attenti
         raise Unfit([f"--lazy-kernels {name}: {reason}" for reason in refused])
     instead = [unfit_kernels("triton", runner, layers[i], config.max_chunks) for ids in refused.values() for i in ids]
     if reasons := dict.fromkeys(filter(None, instead)):
-        raise Unfit([f"neither CUDA kernels nor those in Triton: {reason}" for reason in reasons])
+        raise Unfit([f"neither CUDA nor Triton kernels support this model: {reason}" for reason in reasons])
     for reason, ids in refused.items():
         of_which = f" in layers {', '.join(map(str, ids))}" if len(ids) < len(layers) else ""
         logger.info("sglang-lazy: triton kernels instead of the CUDA ones%s: %s", of_which, reason)

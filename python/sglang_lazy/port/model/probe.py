@@ -43,7 +43,7 @@ def run_layer(
         nonlocal sinks
         sinks = more.pop("sinks", None) is not None
         if given := [name for name, value in more.items() if value is not None]:
-            raise ValueError(f"attention takes {', '.join(given)}, too, which linked attention does not know")
+            raise ValueError(f"attention takes {', '.join(given)}, which linked attention does not support")
         for name, x in (("q", q), ("k", k)):
             if x is not None:  # a layer may read the keys of another
                 seen[name] = x.reshape(len(places) + 1, -1, attn.qk_head_dim).clone()

@@ -33,9 +33,9 @@ HISTOGRAMS = {
 GAUGES = {
     "resident": "on the device",
     "pinned": "on the device, and pinned",
-    "locked": "on the device, and held by requests or by copies under way",
+    "locked": "on the device, and held by requests or by copies in progress",
     "evictable": "on the device, neither pinned nor locked",
-    "host": "in the host's memory alone",
+    "host": "in host memory only",
 }
 """By field of `Occupancy`, the end of the help texts of `…_chunks` and `…_chunk_tokens`."""
 TIME_SHARE = 1000
@@ -60,7 +60,7 @@ class Followed:
 
 
 class ChunkMetrics:
-    """Publishes the counts of one scheduler's store, with these labels.  clock: in seconds."""
+    """Publishes the counts of one scheduler's store, with these labels.  clock: returns seconds."""
 
     def __init__(self, store: ChunkStore, labels: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter):
         import prometheus_client as prometheus  # not before SGLang has set up its directory of metrics

@@ -134,9 +134,9 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         original(scheduler, req, *args, **kwargs)
     elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
         admission.producer.forget(req)
-    elif not is_internal(req):  # but for a retracted probe: its parent has another one by now
+    elif not is_internal(req):  # a retracted probe is dropped: its parent has a new one by now
         original(scheduler, req, *args, **kwargs)
-        admission.arrival.receive(req)  # now that it has a priority, which a probe takes over
+        admission.arrival.receive(req)  # now that it has a priority, which its probe inherits
         if lazy_state(req) is not None:
             admission.linked_waiting = True
             _drop_layout(req)

@@ -67,7 +67,7 @@ async def _body(request: Request) -> Any:
     try:
         return await request.json()
     except ValueError:
-        raise ValueError("the body is no JSON") from None
+        raise ValueError("the body is not JSON") from None
 
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
@@ -138,7 +138,7 @@ def _one(chunk_id: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 @auth_level(AuthLevel.ADMIN_OPTIONAL)
 async def delete_chunks(id: Annotated[list[str], Query(max_length=MAX_LIMIT)], tenant: Tenant) -> dict[str, Any]:
-    """The same for several: `DELETE /chunks?id=…&id=…`. `skipped` names the others, each with its reason."""
+    """The same for several chunks: `DELETE /chunks?id=…&id=…`. `skipped` has the others, with reasons."""
     try:
         return await chunk_calls.delete_chunks(_manager(), tenant, id)
     except ValueError as error:

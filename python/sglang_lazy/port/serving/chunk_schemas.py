@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of `/chunks`: bodies, answers and the errors of each route.
+"""The description of the `/chunks` routes in `/openapi.json`: bodies, answers and errors.
 
 The routes check bodies themselves: `Engine` takes the same ones, and their errors name the chunk at fault.
 """

@@ -184,7 +184,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     _replace_route(app, "/v1/messages/count_tokens", count_tokens)
     for route in list(app.router.routes):
         if (refusing := stock_routes.REFUSING.get(getattr(route, "endpoint", None))) is not None:
-            _replace_route(app, route.path, refusing)  # which SGLang's environment may name
+            _replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
     add_routes(app)

@@ -12,7 +12,7 @@ from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import Hook
 
-_STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
+_READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
 _ONE_FOR_EACH_PROMPT = (
     "rid",
     "sampling_params",
@@ -46,7 +46,7 @@ def reading() -> Iterator[None]:
     """
     try:
         yield
-    except _STUMBLES as error:
+    except _READ_ERRORS as error:
         _logger.exception("A request cannot be read")
         raise ValueError(f"the request is malformed: {type(error).__name__}: {error}") from error
 
@@ -59,7 +59,7 @@ def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 def check_lists(normalize: Callable, obj: Any) -> None:
     """Around `normalize_batch_and_arguments` of requests: check that lists have a value for each prompt."""
-    if isinstance(obj.input_ids, Mapping):  # of SGLang's `/api/chat`: what Transformers 5 makes of a chat template
+    if isinstance(obj.input_ids, Mapping):  # in `/api/chat`: Transformers 5 renders a chat template to a mapping
         obj.input_ids = obj.input_ids["input_ids"]
     with reading():
         normalize(obj)
@@ -79,7 +79,7 @@ def check_samples(_result: Any, obj: Any) -> None:
     if obj.parallel_sample_num < 1:
         raise ValueError(f"n must be at least 1, got {obj.parallel_sample_num}")
     if obj.parallel_sample_num > 1 and num_samples > MAX_SAMPLES:
-        raise ValueError(f"a request may want {MAX_SAMPLES} samples of its prompts (n), this one wants {num_samples}")
+        raise ValueError(f"a request may have {MAX_SAMPLES} samples (n) of all its prompts, got {num_samples}")
 
 
 def check_one(obj: Any, vocab_size: int) -> None:
@@ -116,11 +116,11 @@ def check_detokenized(serving: Any, request: Any, raw_request: Any = None) -> No
     for item in request.tokens:
         for token in item if isinstance(item, list) else [item]:
             if not 0 <= token < 2**32:
-                raise ValueError(f"{token} is no token")
+                raise ValueError(f"{token} is not a token id")
 
 
 def check_sections(to_dict: Callable, snapshot: Any, include: Any = None) -> dict[str, Any]:
-    """Around `LoadSnapshot.to_dict`, which `/v1/loads` has no answer for where it refuses."""
+    """Around `LoadSnapshot.to_dict`: answer with a 400 when it refuses, which `/v1/loads` does not handle."""
     try:
         return to_dict(snapshot, include)
     except ValueError as error:

@@ -51,7 +51,7 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
-    # Without validation, which might take fields that SGLang has set for the user's.
+    # Without validation, which might mistake fields that SGLang has set for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
     ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused
     return ours

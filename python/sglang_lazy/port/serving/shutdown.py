@@ -1,4 +1,4 @@
-"""The end of a server on SIGTERM: whoever sends a request gets an answer, or finds the port closed."""
+"""Graceful shutdown on SIGTERM: every request is either answered, or finds the port closed."""
 
 import asyncio
 import os
@@ -25,9 +25,9 @@ def keep_server(server: Any, *_args: Any, **_kwargs: Any) -> None:
 async def close_when_answered(end: Callable, manager: Any) -> None:
     """Around `TokenizerManager.sigterm_watchdog`: close the port when all requests have been answered.
 
-    SGLang alone then waits for its schedulers, serving nobody, and kills itself: who came meanwhile would hang and be
-    cut off. One of several tokenizer workers would end the schedulers that others still need: it ends only itself.
-    When all have, the process that started them ends the rest.
+    Stock SGLang would leave it open while it waits for its schedulers and kills itself: requests that arrive in that
+    time would hang until they are cut off. One of several tokenizer workers must not end the schedulers that others
+    still need, so it ends only itself. When all have ended, the process that started them ends the rest.
     """
     while not manager.gracefully_exit or (manager.rid_to_state and not _ends_at_once(manager)):
         await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""SGLang's own routes that would answer a malformed request with a 500, or break off a stream: now with a 400."""
+"""SGLang's own routes that answer malformed requests with a 500, or break off a stream: make them answer with a 400."""
 
 import functools
 from collections.abc import AsyncIterator, Callable
@@ -12,7 +12,7 @@ from sglang_lazy.port.serving.malformed import reading
 
 
 def refusing(endpoint: Callable) -> Callable:
-    """`endpoint`, refusing what it cannot read. A stream's head is held back until its first event."""
+    """`endpoint`, answering requests that it cannot read with a 400. A stream begins only with its first event."""
 
     @functools.wraps(endpoint)
     async def read(*args: Any, **kwargs: Any) -> Any:
@@ -45,4 +45,4 @@ REFUSING = {
         http_server.vertex_generate,
     )
 }
-"""By SGLang's endpoints, none of which takes chunks, those that replace them."""
+"""By SGLang's endpoint, its replacement. None of these endpoints takes chunks."""

@@ -42,7 +42,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     if packed is None or input_ids is None:
         return
     if obj.input_ids is None:
-        raise ValueError("a prompt layout must come with the input_ids that it describes")
+        raise ValueError("a prompt layout needs the input_ids that it describes")
     layout = PromptLayout.unpack(packed, len(input_ids))
     if layout.cache_salt is not None:
         obj.extra_key = layout.cache_salt + (obj.extra_key or "")
