@@ -1,12 +1,11 @@
-"""Measures whether times and counts reveal to a tenant that another one holds a document.
+"""Measures whether times and counts reveal to a tenant that another one has cached a document.
 
     python -m benchmark.isolation.ttft --url http://127.0.0.1:30000 --pairs 100
 
 For each pair of new documents of the same length, another tenant, under another salt, first sends one of them and an
 unrelated one. Then the attacker looks both up and asks about them, in random order. Prints quartiles of the times to
-the first token and of the look-ups, their rank tests (Mann-Whitney U, two-sided, normal approximation) and, as a
-positive control, the same for a document that the attacker itself has sent before: a test that missed that would prove
-nothing.
+first token and of the look-ups, their rank tests (Mann-Whitney U, two-sided, normal approximation) and, as a positive
+control, the same for a document that the attacker itself has sent before: a test that missed that would prove nothing.
 """
 
 import argparse
@@ -33,8 +32,11 @@ def rank_test(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 class Seen(NamedTuple):
-    """What a tenant learns about one document: seconds to the first token, and to be told that it has no such chunk;
-    how many tokens its prompt reused, and how many of these were the chunk's."""
+    """What a tenant observes of one document.
+
+    ttft: seconds to first token.  lookup: seconds until the answer that it has no such chunk.
+    cached: reused tokens of its prompt.  of_chunk: those of them that are the chunk's.
+    """
 
     ttft: float
     lookup: float
@@ -71,7 +73,7 @@ def ask(url: str, salt: str, document: Sequence[int]) -> Seen:
 
 
 def measure(url: str, pairs: int, tokens: int, rng: random.Random) -> dict[str, list[Seen]]:
-    """What the attacker sees of documents that another tenant holds, that nobody does, and that it holds itself."""
+    """What the attacker observes of documents that another tenant, nobody, and the attacker itself has cached."""
     groups: dict[str, list[Seen]] = {"held by another": [], "held by nobody": [], "own": []}
     for _ in range(pairs):
         held, free, own, unrelated = ([rng.randrange(20, 500) for _ in range(tokens)] for _ in range(4))
@@ -86,7 +88,7 @@ def measure(url: str, pairs: int, tokens: int, rng: random.Random) -> dict[str, 
 
 
 def p_values(groups: dict[str, list[Seen]], what: str) -> tuple[float, float]:
-    """Of documents held by another or by nobody, and of one's own or nobody's.  what: a field of `Seen`."""
+    """Another's documents against nobody's, and the attacker's own against nobody's.  what: a field of `Seen`."""
     of = {name: [getattr(seen, what) for seen in group] for name, group in groups.items()}
     return rank_test(of["held by another"], of["held by nobody"]), rank_test(of["own"], of["held by nobody"])
 

@@ -9,7 +9,7 @@ from benchmark.quality.comb import KeyValues, load_comb
 from oracle.segments import Segment
 
 COMB = {"comb": False, "comb:chunks=1": True}
-"""Names beside those of policies, and whether all chunks of a prompt are put into one."""
+"""Names that are evaluated like policies, and whether all chunks of a prompt are put into one."""
 
 
 class CombModel:

@@ -1,4 +1,4 @@
-"""What the trainings with the model's own full attention as the teacher share: prompts, answers and the loss.
+"""Distillation from the model's own full attention: prompts, answers and the loss, shared by all such trainings.
 
 The target, under a mask of chunks, is the distribution of next tokens under full attention, over the question and over
 the model's own greedy answer.
@@ -93,8 +93,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate:
     parser.add_argument("--steps", type=int, default=steps)
     parser.add_argument("--batch", type=int, default=4, help="prompts of each step")
     parser.add_argument("--learning-rate", type=float, default=learning_rate, help=meaning)
-    parser.add_argument("--clip", type=float, default=1.0, help="norm of the gradient, at most")
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a greedy answer")
+    parser.add_argument("--clip", type=float, default=1.0, help="maximum norm of the gradient")
+    parser.add_argument("--new-tokens", type=int, default=24, help="maximum tokens of a greedy answer")
     parser.add_argument("--max-tokens", type=int, default=2000, help="longer prompts are left out")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32")

@@ -138,14 +138,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="path or hub name")
     parser.add_argument("--comb", type=Path, help="folder of a Comb model whose decoder is the model")
     parser.add_argument("--adapter", type=Path, help="folder of a LoRA adapter of the model, as PEFT writes it")
-    parser.add_argument("--prefix", default="", help="of the policies' names, to tell models apart in one table")
+    parser.add_argument("--prefix", default="", help="prefix of the policies' names, to tell models apart in one table")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--policies", nargs="+", default=POLICIES, metavar="SPEC")
     parser.add_argument(
         "--generate", nargs="*", default=(), metavar="SPEC", help="policies that, like full, answer greedily"
     )
-    parser.add_argument("--new-tokens", type=int, default=24, help="of a greedy answer")
-    parser.add_argument("--preamble", choices=list(PREAMBLES), default="valley", help="the server's")
+    parser.add_argument("--new-tokens", type=int, default=24, help="maximum tokens of a greedy answer")
+    parser.add_argument("--preamble", choices=list(PREAMBLES), default="valley", help="preamble of base")
     parser.add_argument("--count", type=int, default=20, help="prompts of each file")
     parser.add_argument("--skip", type=int, default=0, help="prompts of each file to leave out first")
     parser.add_argument("--max-tokens", type=int, default=1500, help="longer prompts are left out")

@@ -1,4 +1,4 @@
-"""The policies' oracle at the speed of an evaluation: what several policies need of one prompt is computed once."""
+"""The policies' oracle, fast enough for evaluations: what several policies need for one prompt is computed once."""
 
 from collections.abc import Sequence
 

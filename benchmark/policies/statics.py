@@ -20,7 +20,7 @@ def first(oracle, segments, preamble, prose):
 
 
 def second_layer_keys(oracle, segments, preamble, prose):
-    """The distance of the second layer's keys from those behind the prose."""
+    """The distance of the second layer's keys from those after the prose."""
     return deviations(oracle, segments, prose)[0][0]
 
 
@@ -34,7 +34,7 @@ def all_values(oracle, segments, preamble, prose):
 
 
 def deviations(oracle, segments, prose):
-    """Squared deviations of keys and values between chunks alone and behind the prose, [2, num_layers - 1, n].
+    """Squared deviations of keys and values between chunks alone and after the prose, [2, num_layers - 1, n].
 
     The first layer is left out: its keys and values depend only on the token.
     """

@@ -73,11 +73,11 @@ class Comb(nn.Module):
     """What a Comb model adds to its decoder, which is passed to each call and not part of it."""
 
     def __init__(self, shape: Shape, places: Sequence[int]):
-        """places: the decoder's layers that cross layers stand before, ascending."""
+        """places: the decoder's layers that have a cross layer before them, ascending."""
         super().__init__()
         self.shape, self.places = shape, tuple(places)
         if list(places) != sorted(set(places)) or not set(places) <= set(range(shape.num_hidden_layers)):
-            raise ValueError(f"cross layers must stand before layers 0 to {shape.num_hidden_layers - 1}: {places}")
+            raise ValueError(f"cross layers must precede layers 0 to {shape.num_hidden_layers - 1}: {places}")
         self.chunk_model = Encoder(shape, len(places))
         self.cross_layers = nn.ModuleList(CrossLayer(shape) for _ in places)
 

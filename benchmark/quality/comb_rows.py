@@ -18,14 +18,14 @@ from oracle.segments import Segment
 CHUNK_FIELDS = ("ids", "positions", "worlds", "chunks")
 """The arrays of what the encoder reads of a row."""
 TEXT_FIELDS = ("ids", "positions", "worlds", "branches", "kinds", "targets", "places")
-"""The arrays of what the decoder reads. places: where its tokens stand in the row; kinds: IGNORED outside questions."""
+"""The arrays of what the decoder reads.  places: its tokens' indices in the row.  kinds: IGNORED outside questions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CombRecipe(Recipe):
     """A row has at most `chunk_length` tokens of chunks and `text_length` of text.
 
-    cross_layers: the decoder's layers that cross layers stand before. grouped: of the worlds, those with several
+    cross_layers: the decoder's layers that have a cross layer before them. grouped: the share of worlds with several
     documents in a chunk. data: files of questions, in place of worlds.
     """
 
@@ -46,10 +46,10 @@ class Example(NamedTuple):
 
 
 def example_of(segments: Sequence[Segment], answer: Sequence[int]) -> Example:
-    """Raises ValueError for a prompt without chunks or without text behind them."""
+    """Raises ValueError for a prompt without chunks or without text after them."""
     places = [place for place, segment in enumerate(segments) if segment.kind == "chunk"]
     if not places or segments[-1].kind == "chunk":
-        raise ValueError("a prompt needs chunks, and text behind them")
+        raise ValueError("a prompt needs chunks, and text after them")
 
     def text(part: Sequence[Segment]) -> tuple[int, ...]:
         return tuple(token for segment in part if segment.kind == "text" for token in segment.ids)

@@ -69,7 +69,7 @@ def make_masks(parts: Parts, flex: bool) -> Masks:
     def within(b, h, q, k):
         return (chunk_worlds[b, q] == chunk_worlds[b, k]) & (chunk_numbers[b, q] == chunk_numbers[b, k])
 
-    def behind(b, h, q, k):
+    def causal(b, h, q, k):
         branch = (branches[b, k] == 0) | (branches[b, q] == branches[b, k])
         return (k <= q) & (text_worlds[b, q] == text_worlds[b, k]) & branch
 
@@ -83,19 +83,19 @@ def make_masks(parts: Parts, flex: bool) -> Masks:
     return Masks(
         make_mask(full, flex),
         as_mask(within, (rows, num_chunks, num_chunks), device, flex),
-        as_mask(behind, (rows, num_text, num_text), device, flex),
+        as_mask(causal, (rows, num_text, num_text), device, flex),
         as_mask(across, (rows, num_text, num_chunks), device, flex),
     )
 
 
 def student(comb: Comb, decoder: Llama, chunks: Batch, texts: Batch, masks: Masks) -> torch.Tensor:
-    """The states behind all text, [rows, text_length, hidden_size]."""
+    """The states of all text tokens, [rows, text_length, hidden_size]."""
     known = comb.encode(decoder, chunks["ids"], chunks["positions"], masks.chunks)
     return comb.states(decoder, texts["ids"], texts["positions"], masks.texts, known, masks.cross)
 
 
 def distributions(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of student and teacher behind all text, both [rows, text_length, vocab_size] fp32."""
+    """Log-probabilities of student and teacher after each text token, both [rows, text_length, vocab_size] fp32."""
     with torch.no_grad():
         states = decoder.states(parts.full["ids"], parts.full["positions"], masks.full)
         places = parts.texts["places"][..., None].expand(-1, -1, states.shape[-1])
@@ -118,8 +118,8 @@ def losses(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torc
     return answer, question
 
 
-def behind_answers(parts: Parts, values: torch.Tensor) -> float:
-    """The mean of `values` [rows, text_length] over the tokens before those of answers."""
+def mean_over_answers(parts: Parts, values: torch.Tensor) -> float:
+    """The mean of `values` [rows, text_length] over the tokens that predict those of answers."""
     return values[parts.texts["kinds"] == ANSWER].mean().item()
 
 
@@ -165,7 +165,7 @@ class CombTrainer(Training):
     @torch.inference_mode()
     def evaluate(self, num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
         """Of test worlds: exact match under full attention and of the Comb model, by family and hops; of held-out
-        examples: how often both have the same best token. Of both, the mean KL behind answers."""
+        examples: how often both have the same best token. Of both, the mean KL over answers."""
         results: dict[str, float] = {"plain prompts are the decoder's": self.is_plain()}
         if self.recipe.data:
             comb_rows.start_worker(self.examples[: self.held_out])
@@ -185,17 +185,17 @@ class CombTrainer(Training):
         return results
 
     def judge(self, seed: str, mix: Mix, grouped: float) -> tuple[list[bool], list[bool], float]:
-        """Which answers of a row are right, of the Comb model and of its teacher, and the KL behind answers."""
+        """Which answers of a row are right, of the Comb model and of its teacher, and the KL over answers."""
         rows = divide(world_row(random.Random(seed), mix, self.recipe, grouped, "test")[None], self.recipe)
         parts, found, target = self.both(rows)
         own, known = (by_question(parts.texts, logs.argmax(-1) == parts.texts["targets"]) for logs in (found, target))
-        return own, known, behind_answers(parts, kl_divergence(found, target))
+        return own, known, mean_over_answers(parts, kl_divergence(found, target))
 
     def compare(self, rows: Rows) -> tuple[float, float]:
-        """Behind answers, the KL and the share of equal best tokens."""
+        """Over answers, the KL and the share of equal best tokens."""
         parts, found, target = self.both(rows)
         same = target.argmax(-1) == found.argmax(-1)
-        return behind_answers(parts, kl_divergence(found, target)), behind_answers(parts, same.float())
+        return mean_over_answers(parts, kl_divergence(found, target)), mean_over_answers(parts, same.float())
 
     def both(self, rows: Rows) -> tuple[Parts, torch.Tensor, torch.Tensor]:
         parts = to_parts(rows, self.device)

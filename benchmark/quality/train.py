@@ -109,21 +109,23 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     recipe = Recipe()
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, its checkpoint and the log")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many, to go on later")
-    parser.add_argument("--steps", type=int, default=recipe.steps, help="of the whole training; default: %(default)s")
-    parser.add_argument("--rows", type=int, default=recipe.rows, help="of a step; default: %(default)s")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after this many; the same command resumes"
+    )
+    parser.add_argument("--steps", type=int, default=recipe.steps, help="training steps; default: %(default)s")
+    parser.add_argument("--rows", type=int, default=recipe.rows, help="rows per step; default: %(default)s")
     parser.add_argument("--mask", choices=list(BLOCK_SHARES), default="mixed", help="default: half under each")
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
-    parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families that come more often")
-    parser.add_argument("--start", default="", help="folder of the model to go on with")
+    parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families to draw more often")
+    parser.add_argument("--start", default="", help="folder of the model to start from")
     parser.add_argument(
         "--grow", type=float, help=f"share of the steps over which worlds grow; default: {recipe.grow}, with --start 0"
     )
     parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter of the model at --start")
-    parser.add_argument("--length", type=int, default=recipe.length, help="of a row, in tokens; default: %(default)s")
+    parser.add_argument("--length", type=int, default=recipe.length, help="tokens per row; default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=recipe.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=recipe.seed)
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="data processes")
     parser.add_argument("--attention", choices=("flex", "sdpa"), help="default: flex on a GPU, else sdpa")
     return parser.parse_args()
 

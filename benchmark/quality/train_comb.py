@@ -96,21 +96,31 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path, required=True, help="folder of the decoder, a Llama")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, its checkpoint and the log")
     parser.add_argument("--data", type=Path, nargs="+", default=[], help="questions, JSON lines, in place of worlds")
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(LEANING), help="of worlds")
-    parser.add_argument("--grouped", type=float, default=default.grouped, help="worlds with several documents a chunk")
-    parser.add_argument("--cross-layers", type=int, nargs="+", help="default: before the last of every two or four")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after so many, to go on later")
-    parser.add_argument("--steps", type=int, default=6000, help="of the whole training; default: %(default)s")
-    parser.add_argument("--rows", type=int, default=default.rows, help="of a step; default: %(default)s")
-    parser.add_argument("--length", type=int, default=default.length, help="of a row, in tokens; default: %(default)s")
-    parser.add_argument("--chunk-length", type=int, default=default.chunk_length, help="of it; default: %(default)s")
-    parser.add_argument("--text-length", type=int, default=default.text_length, help="of it; default: %(default)s")
+    parser.add_argument(
+        "--families", nargs="+", choices=list(FAMILIES), default=list(LEANING), help="families of worlds"
+    )
+    parser.add_argument("--grouped", type=float, default=default.grouped, help="share of worlds with shared chunks")
+    parser.add_argument("--cross-layers", type=int, nargs="+", help="default: the last of every two or four layers")
+    parser.add_argument(
+        "--minutes", type=float, default=float("inf"), help="stop after this many; the same command resumes"
+    )
+    parser.add_argument("--steps", type=int, default=6000, help="training steps; default: %(default)s")
+    parser.add_argument("--rows", type=int, default=default.rows, help="rows per step; default: %(default)s")
+    parser.add_argument("--length", type=int, default=default.length, help="tokens per row; default: %(default)s")
+    parser.add_argument(
+        "--chunk-length", type=int, default=default.chunk_length, help="of chunks per row; default: %(default)s"
+    )
+    parser.add_argument(
+        "--text-length", type=int, default=default.text_length, help="of text per row; default: %(default)s"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-3, help="default: %(default)s")
     parser.add_argument("--warm-up", type=int, default=default.warm_up, help="in steps; default: %(default)s")
     parser.add_argument("--seed", type=int, default=default.seed)
     parser.add_argument("--evaluate-every", type=int, default=2000, help="in steps; default: %(default)s")
-    parser.add_argument("--evaluate-rows", type=int, default=16, help="at the end, of each kind; default: %(default)s")
-    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="that make data")
+    parser.add_argument(
+        "--evaluate-rows", type=int, default=16, help="rows of each kind at the end; default: %(default)s"
+    )
+    parser.add_argument("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="data processes")
     parser.add_argument("--attention", choices=("flex", "sdpa"), help="default: flex on a GPU, else sdpa")
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""What the trainings share: packed rows as batches, updates, checkpoints, and the loop with its time limit and log."""
+"""Code shared by the trainings: packed rows as batches, updates, checkpoints, and the loop with time limit and log."""
 
 import abc
 import dataclasses

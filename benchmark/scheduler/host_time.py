@@ -2,15 +2,15 @@
 
 SGLang's own classes and our hooks run without a model: each request goes from arrival to its first token and ends
 there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and
-there are four times as many chunks, so misses are computed and evict others. `stock` is SGLang's radix cache on plain
-prompts of the same length: the same tokens begin every prompt, then comes one of as many documents as there are chunks,
-each a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to prompts
-without chunks. `lazy-metrics` is `lazy` with `--enable-metrics`. `lazy-tiers` is `lazy` with a host tier that holds ten
-times as many chunks, and requests for all of them when evicting: what is missing on the device is loaded, or rather all
-but copied. Times are CPU time of the thread, and torch has no other threads, so other work on the machine counts less;
-shapes and contenders of one chunk length take turns. Last comes what each further chunk adds to a request, resident or
-missing and computed, where shapes differ in the number of chunks alone. Rows go to `--out` as JSON lines, after a line
-with the environment.
+there are four times as many chunks as fit, so misses are computed and evict others. `stock` is SGLang's radix cache on
+plain prompts of the same length: all begin with the same tokens, and each ends with one of as many documents as there
+are chunks, a leaf of the tree as long as a chunk. `lazy-plain` gets the prompts of `stock`: the cost of our hooks to
+prompts without chunks. `lazy-metrics` is `lazy` with `--enable-metrics`. `lazy-tiers` is `lazy` with a host tier that
+holds ten times as many chunks, and with requests for all of them when evicting: chunks missing on the device are
+loaded, except that nothing is copied. Times are CPU time of the thread, and torch has no other threads, so other work
+on the machine has less effect; shapes and contenders of one chunk length take turns. Finally, if shapes differ only in
+the number of chunks, it prints what each further chunk adds to a request, resident or missing and computed. Rows go to
+`--out` as JSON lines, after a line with the environment.
 
     python -m benchmark.scheduler.host_time --out host_time.jsonl
 """
@@ -174,10 +174,10 @@ def print_row(row: dict) -> None:
 
 
 def parse_shape(value: str) -> tuple[int, int]:
-    """Chunks a request and tokens a chunk, as in `5x2048`."""
+    """Chunks per request and tokens per chunk, as in `5x2048`."""
     num_chunks, chunk_len = map(positive, value.split("x"))
     if num_chunks > MAX_CHUNKS:
-        raise ValueError(f"at most {MAX_CHUNKS} chunks a request, got {num_chunks}")
+        raise ValueError(f"at most {MAX_CHUNKS} chunks per request, got {num_chunks}")
     return num_chunks, chunk_len
 
 
@@ -190,7 +190,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         type=typed(parse_shape),
         nargs="+",
         default=[(1, 128), (20, 128), (1, 2048), (20, 2048)],
-        help="chunks a request and tokens a chunk; default: 1x128 20x128 1x2048 20x2048",
+        help="chunks per request and tokens per chunk; default: 1x128 20x128 1x2048 20x2048",
     )
     parser.add_argument("--resident", type=count, nargs="+", default=[100, 1000, 10000, 50000], help="chunks")
     parser.add_argument(
@@ -199,7 +199,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=count, default=300, help="measured for each row")
     parser.add_argument("--warm-up", type=count, default=50, help="requests before these")
     parser.add_argument("--alpha", type=typed(positive_float), default=0.8, help="of the Zipf distribution")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="where the slots' numbers are kept")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the slot numbers")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to this file")

@@ -202,7 +202,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     count = typed(positive)
     parser.add_argument("--resident", type=count, nargs="+", default=[10, 1000, 10_000, 50_000], help="chunks")
     parser.add_argument("--prompts", type=count, default=1000)
-    parser.add_argument("--times", type=count, default=20, help="that each is done")
+    parser.add_argument("--times", type=count, default=20, help="repetitions of each measurement")
     parser.add_argument("--screenshots", type=Path, help="folder")
     parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
     parser.add_argument("--out", type=Path, help="JSON lines are written to this file")

@@ -22,7 +22,7 @@ def positive(value: str) -> int:
     """A number of at least 1."""
     number = int(value)
     if number < 1:
-        raise ValueError(f"at least 1 is needed, got {number}")
+        raise ValueError(f"expected at least 1, got {number}")
     return number
 
 
@@ -30,7 +30,7 @@ def positive_float(value: str) -> float:
     """A number above 0, infinity included."""
     number = float(value)
     if not number > 0:
-        raise ValueError(f"more than 0 is needed, got {number:g}")
+        raise ValueError(f"expected more than 0, got {number:g}")
     return number
 
 

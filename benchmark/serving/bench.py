@@ -10,7 +10,7 @@ cache. One start of a server serves all cases. Cases come from `--case`, which c
 
 `--case "synthetic --help"` lists a workload's flags; docs/benchmarks.md says what the results mean. The results folder
 gets `rows.jsonl` (a line for each contender, case, rate and phase), `environment.json` and the servers' logs; plots.py
-makes figures of it, paired.py says how sure a difference is.
+makes figures of it, paired.py computes confidence intervals of differences.
 """
 
 import argparse
@@ -85,11 +85,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="start all servers of a pool size at once, beside one another; they take turns, stage by stage",
+        help="start all servers of a pool size at once; they take turns, stage by stage",
     )
-    parser.add_argument(
-        "--pin", action="store_true", help="keep the client and each kind of process on cores of its own"
-    )
+    parser.add_argument("--pin", action="store_true", help="pin the client and each kind of process to separate cores")
     parser.add_argument("--out", type=Path, required=True, help="results folder, new or empty")
     args = parser.parse_args()
     args.cases = [*map(parse_case, itertools.chain(*args.plan)), *args.cases]
@@ -99,7 +97,7 @@ def parse_args() -> argparse.Namespace:
         if case.contenders and not set(case.contenders) & set(args.contenders):
             parser.error(f"a {case.name} case is for {', '.join(case.contenders)} only: name one in --contenders")
     if args.out.exists() and any(args.out.iterdir()):
-        parser.error(f"{args.out} is not empty: every run has a folder of its own")
+        parser.error(f"{args.out} is not empty: every run needs a new folder")
     return args
 
 

@@ -74,14 +74,16 @@ def parse_case(line: str) -> Case:
             default=[math.inf],
             help="conversations per second, any number of rates; default: all at once",
         )
-        flags.add_argument("--max-concurrency", type=typed(positive), help="most requests under way at a time")
+        flags.add_argument("--max-concurrency", type=typed(positive), help="maximum requests in flight")
         flags.add_argument(
             "--seconds",
             type=typed(positive_float),
             default=None,
             help="--num-prompts is at least what arrives in this time, at each rate",
         )
-        flags.add_argument("--contenders", type=typed(parse_contenders), help="who of all is sent it; default: all")
+        flags.add_argument(
+            "--contenders", type=typed(parse_contenders), help="contenders that get this case; default: all"
+        )
     values = vars(parser.parse_args(shlex.split(line)))
     name = values.pop("name")
     how = [values.pop(flag) for flag in ("request_rate", "max_concurrency", "seconds", "contenders")]

@@ -107,7 +107,7 @@ def measure(url: str, name: str, contexts: Contexts, *, batch: int, shared: bool
         timelines = run(args.output_len)
         if (cached := min(timeline.cached_tokens for timeline in timelines)) < context_tokens:
             raise ValueError(
-                f"only {cached} of {context_tokens} tokens of context were still cached: the pool is small"
+                f"only {cached} of {context_tokens} tokens of context were still cached: the pool is too small"
             )
         rate, window = decode_rate(timelines)
         rates.append(rate)

@@ -80,8 +80,8 @@ def last_arrival(timelines: list[Timeline]) -> float:
 
 
 def is_saturated(timelines: list[Timeline]) -> bool:
-    """Whether the server fell behind: after the last send it needed more than a quarter of the sending time, beyond the
-    duration of its fastest request."""
+    """Whether the server fell behind: after the last request was sent, it needed more than a quarter of the sending
+    time, beyond the duration of its fastest request."""
     sends = [timeline.sent for timeline in timelines]
     fastest = min(timeline.arrivals[-1][0] - timeline.sent for timeline in timelines)
     return last_arrival(timelines) - max(sends) > fastest + (max(sends) - min(sends)) / 4

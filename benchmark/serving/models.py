@@ -66,9 +66,9 @@ QWEN3_8B = {
 SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
 TINY = "tiny"
 TRAINED_TOKENS = {"kvlink": {"link": [16, 17, 18, 19, 20]}, "packet": {"before": [21, 22], "behind": [23, 24]}}
-"""Any will do for the time they take."""
+"""Arbitrary: their number decides how long they take."""
 ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
-"""Token ids that mean the same to every model here, beyond the special ones."""
+"""Token ids that every model here has, without the special ones."""
 
 
 def build_model(directory: Path, shape: dict) -> Path:

@@ -148,11 +148,11 @@ def main() -> int:
                 print(f"{name}: an exception is in {log}", file=sys.stderr)
                 return 1
             if ("Testing retraction" in said) != (variant.environment == RETRACT):
-                print(f"{name}: requests were taken back, or were not, by {log}", file=sys.stderr)
+                print(f"{name}: requests were retracted unexpectedly, or not at all: see {log}", file=sys.stderr)
                 return 1
             total = sum(counts.values())
             did = ", ".join(f"{action} {count}" for action, count in sorted(counts.items()))
-            print(f"{name}: {total} actions in {seconds:.0f} s, all as they may be: {did}", flush=True)
+            print(f"{name}: {total} actions in {seconds:.0f} s, all allowed: {did}", flush=True)
     return 0
 
 

@@ -268,8 +268,8 @@ def test_cases():
     "line, message",
     [
         ("synthetic --chunks 5 --pool 4", "synthetic: 5 distinct chunks cannot be drawn"),
-        ("synthetic --request-rate 2 0", "--request-rate: more than 0 is needed, got 0"),
-        ("chat --max-concurrency 0", "at least 1 is needed, got 0"),
+        ("synthetic --request-rate 2 0", "--request-rate: expected more than 0, got 0"),
+        ("chat --max-concurrency 0", "expected at least 1, got 0"),
         ("retrieval", "the following arguments are required: --data"),
         ("sharegpt", "invalid choice: 'sharegpt'"),
     ],

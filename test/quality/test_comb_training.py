@@ -390,7 +390,7 @@ def test_examples(settings, stock, tmp_path):
 
 
 def test_bad_prompts():
-    with pytest.raises(ValueError, match="text behind"):
+    with pytest.raises(ValueError, match="text after"):
         example_of([text([1]), chunk([2])], [3])
     with pytest.raises(ValueError, match="cross layers"):
         Comb(SHAPE, (1, 4))
