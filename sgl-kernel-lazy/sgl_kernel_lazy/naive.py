@@ -30,7 +30,7 @@ def _scores(
     """Yield, for each query row that sees anything, its index, the KV tokens j that it sees, and the scores
     sm_scale < R(-p_j) q, k_j >, which a logit cap c turns into c tanh(score / c).
 
-    KV tokens are indices into kv_indices [n] and slots [n]; scores are [num_qo_heads, n], in `dtype`.
+    KV tokens are given by index into kv_indices [n] and by slot [n]; scores are [num_qo_heads, n], in `dtype`.
     p_j is the offset of the chunk segment that KV token j belongs to, and 0 for text.
     """
     group = q.shape[1] // k_cache.shape[1]

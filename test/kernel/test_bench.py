@@ -1,13 +1,14 @@
 """The benchmark command: every family on tiny shapes, the check before any timing, and its output."""
 
 import json
+import re
 
 import pytest
 import torch
 from ragged import DEVICE
 
 from sgl_kernel_lazy import torch_impl
-from sgl_kernel_lazy.bench import copies, verify
+from sgl_kernel_lazy.bench import copies, report, verify
 from sgl_kernel_lazy.bench.__main__ import main, parse
 from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, Dims, build, shapes
 
@@ -54,6 +55,12 @@ def test_an_unknown_name_is_an_error(capsys):
         with pytest.raises(SystemExit):
             parse([option, "nothing"])
         assert "expected some of" in capsys.readouterr().err
+
+
+def test_help_explains_every_column(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    assert report.COLUMNS.keys() <= set(re.findall(r"\w+", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize("tiny", [True, False])

@@ -3,10 +3,11 @@
     python -m sgl_kernel_lazy.bench --out results            # everything, on a GPU
     python -m sgl_kernel_lazy.bench --shapes decode --implementations triton --quick
 
-Times are milliseconds of one layer: CUDA-graph replays with keys and values cold in L2, p20, p50, p80. fa2 and fa3 are
-FlashInfer's own kernels without rotation, on caches of the queries' type; ratio is to the better of them. GB is 1e9
-bytes, of keys and values that must be read. plan_ms is host time of planning a batch, step_ms wall time of a decode
-step: planning and 32 layers.
+Columns: p20, p50 and p80 are milliseconds of one layer, from CUDA-graph replays with keys and values cold in L2.
+gb_per_s counts the keys and values that must be read, in 1e9 bytes; of_read and of_copy are its share of the bandwidth
+that a kernel which only reads, and a copy, reach on this GPU. ratio is the p50 relative to that of the faster of fa2
+and fa3, FlashInfer's own kernels without rotation, on caches of the queries' type. plan_ms is the host time of planning
+a batch, step_ms the wall time of a decode step: planning and 32 layers.
 """
 
 import argparse
@@ -25,8 +26,6 @@ from sgl_kernel_lazy.bench.candidates import Link, takes
 from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, Shape, build, shapes
 from sgl_kernel_lazy.bench.verify import Reference, check
 
-DESCRIPTION = (__doc__ or "").splitlines()[0]
-DESCRIPTION = (__doc__ or "").splitlines()[0]
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 FP8 = torch.float8_e4m3fn
 
@@ -41,7 +40,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
         return parsed
 
-    parser = argparse.ArgumentParser(prog="python -m sgl_kernel_lazy.bench", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_kernel_lazy.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--shapes", type=names(FAMILIES), default=list(FAMILIES), help="families, comma-separated")
     parser.add_argument("--implementations", type=names(IMPLEMENTATIONS), help="all that run here when not given")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")

@@ -2,8 +2,8 @@
 
     python -m sgl_kernel_lazy.bench.copies          # on a GPU
 
-Times are milliseconds, wall time of the call and of the work on the GPU; GB (1e9 bytes) counts reads and writes, and is
-compared with what a plain copy of device memory reaches. Results are checked against the torch implementation first.
+Times are milliseconds: of the work on the GPU, and wall time of the call. GB (1e9 bytes) counts reads and writes; the
+header has the bandwidth of a plain copy of device memory. Results are checked against the torch implementation first.
 """
 
 import argparse
@@ -16,7 +16,6 @@ import torch
 from sgl_kernel_lazy import get_implementation, rope_cos_sin
 from sgl_kernel_lazy.bench import report, timing
 
-DESCRIPTION = (__doc__ or "").splitlines()[0]
 NUM_KV_HEADS, HEAD_DIM, CHUNK_LEN = 8, 128, 2048
 TOKENS = (2048, 10240, 40960)
 
@@ -60,7 +59,11 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m sgl_kernel_lazy.bench.copies", description=DESCRIPTION)
+    parser = argparse.ArgumentParser(
+        prog="python -m sgl_kernel_lazy.bench.copies",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--commit", help="recorded in the header, where git cannot tell")
     parser.add_argument("--quick", action="store_true", help="few tokens, layers and repetitions")
     given = parser.parse_args(arguments)

@@ -8,7 +8,7 @@ from sgl_kernel_lazy.validation import check_decode_inputs, check_rows
 
 # A chunk is read once for all its users, rather than by each, if that saves this many reads: (users - 1) * tokens.
 MIN_SAVED_TOKENS = 64
-# Tiles of what a block does before it asks for more, or 0: as the plan finds best.
+# Tiles that a block computes before it asks for more; 0 lets the plan choose.
 SPAN = 0
 # head_dim: query heads per kv head, at most
 MAX_GROUP_SIZES = {64: 32, 128: 32, 256: 16}
