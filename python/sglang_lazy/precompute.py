@@ -87,8 +87,8 @@ def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -
 
 
 def _link() -> str:
-    """The policy to compute with. The default one may not compute every chunk, such as a short one under `epic`; but
-    trained tokens, which belong to chunks, are put there by it alone."""
+    """The policy to compute with: the server's default if it adds trained tokens to chunks. Others may not compute
+    every chunk, such as a short one under `epic`, and are replaced by one that does."""
     link = LazyConfig.current().default_link
     return link if get_policy(link).trained else computing(link)
 

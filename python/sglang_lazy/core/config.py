@@ -75,7 +75,7 @@ class LazyConfig:
         if self.shadow_rate and workers > 1:
             raise ValueError(
                 "--lazy-shadow-rate needs one tokenizer worker: a shadow gives way to requests, and each worker sees "
-                "its own alone"
+                "only its own"
             )
 
     def to_env(self) -> None:

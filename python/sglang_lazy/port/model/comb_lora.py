@@ -21,7 +21,7 @@ def check_weight(adapter: Any, name: str, *_args: Any) -> None:
     encoder or a cross layer."""
     is_comb = ARCHITECTURE in (adapter.base_hf_config.architectures or ())
     if is_comb and any(part in name for part in (".cross_layers.", ENCODER)):
-        raise ValueError(f"adapters of a Comb model change its decoder alone; this one has {name!r}")
+        raise ValueError(f"adapters of a Comb model may change only its decoder; this one has {name!r}")
 
 
 HOOKS = (

@@ -47,10 +47,10 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
             raise ValueError(f"the prompt has places for {len(ranges)} images, but {len(image_data)} are given")
         if any(prompt.input_ids[start - 1 : start] != [processor.IM_START_TOKEN_ID] for start, _ in ranges):
             raise ValueError("an image must follow the token that begins an image")
-        alone = await processor.process_mm_data_async(
+        processed = await processor.process_mm_data_async(
             image_data=image_data, input_text=tokens.image_token * len(ranges), request_obj=obj, **kwargs
         )
-        items = sorted(alone.mm_items, key=lambda item: item.offsets[0])
+        items = sorted(processed.mm_items, key=lambda item: item.offsets[0])
         lens = [last - first + 1 for ((first, last),) in (item.offsets for item in items)]
         prompt, places = expand(prompt, tokens.image_token_id, ranges, lens)
         for item, (start, end) in zip(items, places, strict=True):
@@ -61,10 +61,10 @@ def keeping_tokens(manager: Any, obj: Any) -> Any:
         moved = dataclasses.replace(layout, chunks=prompt.chunks)
         obj.sampling_params = with_layout(obj.sampling_params, moved, manager)
         return dataclasses.replace(
-            alone,
+            processed,
             mm_items=items,
             input_ids=prompt.input_ids,
-            padded_input_ids=alone.build_padded_input_ids(prompt.input_ids, items),
+            padded_input_ids=processed.build_padded_input_ids(prompt.input_ids, items),
             mrope_positions=positions,
             mrope_position_delta=delta,
         )

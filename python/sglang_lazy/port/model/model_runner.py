@@ -48,8 +48,8 @@ def keep_all_tokens(config: Any, server_args: Any, *_args: Any, **_kwargs: Any) 
     if not config.is_hybrid_swa or not may_fit:
         return
     shapes = (config.head_dim, config.get_num_kv_heads(1)), (config.swa_head_dim, config.get_swa_num_kv_heads(1))
-    alone = server_args.enable_hierarchical_cache or not config.full_attention_layer_ids
-    if alone and shapes[0] == shapes[1]:
+    needs_one_pool = server_args.enable_hierarchical_cache or not config.full_attention_layer_ids
+    if needs_one_pool and shapes[0] == shapes[1]:
         logger.info("sglang-lazy: layers with windows keep the KV of all tokens (--disable-hybrid-swa-memory)")
         config.disable_hybrid_swa_memory = True
         config._derive_hybrid_model()
@@ -88,8 +88,8 @@ def new_table(runner: Any, config: LazyConfig, backend: Any) -> SegmentTable:
     num_rows = len(runner.req_to_token_pool.req_to_token)
     if num_cross_layers(runner.model_config):
         runner.req_to_token_pool.chunk_pool = pool = ChunkPool(runner, config.chunk_pool)
-        beside = pool.served_model(choose_kernels(config, runner, pool.layers))
-        return SegmentTable(num_rows, config.max_chunks, runner.device, beside, CrossBatch)
+        cross_layers = pool.served_model(choose_kernels(config, runner, pool.layers))
+        return SegmentTable(num_rows, config.max_chunks, runner.device, cross_layers, CrossBatch)
     try:
         layers = describe_layers(runner.model, runner.model_config.context_len, runner.device)
         layers = check_layers(runner.model, layers, runner.model_config.hidden_size, runner.dtype)
