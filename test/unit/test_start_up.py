@@ -210,7 +210,7 @@ def test_layers_that_no_kernels_can_serve(cuda_takes):
     assert len(model_runner.choose_kernels(LazyConfig(max_chunks=512), runner, layers)) == 2
     with pytest.raises(compat.Unfit) as caught:
         model_runner.choose_kernels(LazyConfig(max_chunks=513), runner, layers)
-    assert caught.value.reasons == ["neither CUDA kernels nor those in Triton: no fp8 here"]
+    assert caught.value.reasons == ["neither CUDA nor Triton kernels support this model: no fp8 here"]
 
 
 class Target:
