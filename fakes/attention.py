@@ -47,7 +47,7 @@ def _check(batch: ScheduleBatch, current: LinkedBatch) -> None:
     for row in current.rows:
         req = batch.reqs[row.request]
         if fill_of(req) is not None:
-            seen = [_path(req.contents[place]) for window in row.windows for place in positions_of(req, *window)]
+            seen = [_path(req.contents[place]) for part in row.ranges for place in positions_of(req, *part)]
             assert seen == [seen[-1][: i + 1] for i in range(len(seen))]
 
 

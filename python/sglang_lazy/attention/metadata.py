@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_lazy.attention.rows import LinkedBatch, windows_of
+from sglang_lazy.attention.rows import LinkedBatch, row_ranges
 from sglang_lazy.attention.table import SegmentTable
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import DecodePlan
@@ -109,7 +109,7 @@ class LinkMetadata:
     def of_prefill(
         cls, current: LinkedBatch, pool_indices: torch.Tensor, table: SegmentTable
     ) -> "tuple[LinkMetadata, list[torch.Tensor]]":
-        """The metadata of a prefill batch's linked rows, without `kv_indices`, and the `windows_of` these rows.
+        """The metadata of a prefill batch's linked rows, without `kv_indices`, and the `row_ranges` these rows.
 
         pool_indices: [number of requests], the row of each in `req_to_token`.
         """
@@ -127,11 +127,11 @@ class LinkMetadata:
                 current.q_positions[tokens],
                 np.concatenate([row.positions for row in rows]),
                 np.array([row.request for row in rows]),
-                *windows_of(rows, kv_indptr[:-1]),
+                *row_ranges(rows, kv_indptr[:-1]),
             ],
             device,
         )
-        kv_indptr, qo_indptr, q_positions, kv_positions, requests, *windows = on_device
+        kv_indptr, qo_indptr, q_positions, kv_positions, requests, *ranges = on_device
         pool_rows = pool_indices[requests]
         metadata = cls(
             kv_indptr=kv_indptr,
@@ -148,4 +148,4 @@ class LinkMetadata:
             first, last = int(tokens[0]), int(tokens[-1])
             consecutive = last - first == len(tokens) - 1
             metadata.tokens = slice(first, last + 1) if consecutive else to_device(tokens.astype(np.int32), device)
-        return metadata, windows
+        return metadata, ranges

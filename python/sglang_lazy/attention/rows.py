@@ -25,7 +25,7 @@ class AttentionRow(NamedTuple):
     fill (a chunk or the preamble).
 
     request: index of the request in the batch.
-    windows: the ranges of the request's row that hold the KV tokens, in order; the new tokens come last.
+    ranges: those of the request's row that hold the KV tokens, in order; the new tokens come last.
     positions: int32 [number of KV tokens].
     num_new: how many of them to compute.
     ordinary: whether this is causal attention, with or without a window, and no segments.
@@ -33,7 +33,7 @@ class AttentionRow(NamedTuple):
     """
 
     request: int
-    windows: Sequence[tuple[int, int]]
+    ranges: Sequence[tuple[int, int]]
     positions: np.ndarray
     num_new: int
     ordinary: bool
@@ -59,8 +59,8 @@ class AttentionRow(NamedTuple):
         row_len = prefix_len + extend_len
         if isinstance(state, Fill) and not state.row.is_sequence:
             return [
-                cls(request, windows, positions_in([(0, sum(end - start for start, end in windows))]), num_new, True)
-                for windows, num_new in state.row.parts(prefix_len, row_len)
+                cls(request, ranges, positions_in([(0, sum(end - start for start, end in ranges))]), num_new, True)
+                for ranges, num_new in state.row.parts(prefix_len, row_len)
             ]
         if not isinstance(state, LinkedRequest) or state.recomputes:
             return [cls(request, [(0, row_len)], positions_in([(0, row_len)]), extend_len, ordinary=True)]
@@ -138,14 +138,14 @@ class LinkedBatch(NamedTuple):
         return cls(rows, [i for i, row in enumerate(rows) if not (row.ordinary and separate)])
 
 
-def windows_of(rows: Sequence[AttentionRow], places: np.ndarray) -> list[np.ndarray]:
-    """The windows of rows, for copying their slots to `kv_indices`: request, start, length and destination of each.
+def row_ranges(rows: Sequence[AttentionRow], places: np.ndarray) -> list[np.ndarray]:
+    """The ranges of rows, for copying their slots to `kv_indices`: request, start, length and destination of each.
 
     places: int64, where each row's KV tokens begin in `kv_indices`.
     """
-    windows = []
+    ranges = []
     for row, place in zip(rows, places.tolist(), strict=True):
-        for start, end in row.windows:
-            windows.append((row.request, start, end - start, place))
+        for start, end in row.ranges:
+            ranges.append((row.request, start, end - start, place))
             place += end - start
-    return list(np.array(windows).T)
+    return list(np.array(ranges).T)

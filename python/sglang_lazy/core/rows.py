@@ -125,7 +125,7 @@ class FillRow:
         cached = slots[:cached_end].split(self.cached)
         return [torch.cat(pair) for pair in zip(cached, computed, strict=True)]
 
-    def windows(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
+    def ranges(self, i: int, end: int | None = None) -> list[tuple[int, int]]:
         """The ranges of the row that hold part `i`, ascending, cut off at row index `end`."""
         computed_end = self._computed_start[i + 1] if end is None else min(self._computed_start[i + 1], end)
         ranges = [(self._cached_start[i], self._cached_start[i + 1]), (self._computed_start[i], computed_end)]
@@ -137,5 +137,5 @@ class FillRow:
         for i, (first, last) in enumerate(itertools.pairwise(self._computed_start)):
             num_new = min(last, end) - max(first, start)
             if num_new > 0:
-                preamble = self.windows(0) if self._has_preamble and i else []
-                yield preamble + self.windows(i, end), num_new
+                preamble = self.ranges(0) if self._has_preamble and i else []
+                yield preamble + self.ranges(i, end), num_new

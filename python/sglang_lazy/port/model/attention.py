@@ -93,13 +93,13 @@ class LinkAttention(AttentionBackend):
             return
         if len(current.linked):
             pool_indices = forward_batch.req_pool_indices
-            self.link_metadata, windows = LinkMetadata.of_prefill(current, pool_indices, self.link_table)
+            self.link_metadata, ranges = LinkMetadata.of_prefill(current, pool_indices, self.link_table)
             kv_indices = self.link_metadata.kv_indices
-            self._copy_windows(kv_indices, forward_batch, windows)
+            self._copy_ranges(kv_indices, forward_batch, ranges)
             if window_slots is not None:
                 self.link_metadata.window_kv_indices = window_slots(kv_indices).to(kv_indices.dtype)
         if len(current.linked) < len(current.rows):
-            self.link_stock_part = part = StockPart.of(forward_batch, current, self._copy_windows)
+            self.link_stock_part = part = StockPart.of(forward_batch, current, self._copy_ranges)
             with part.shown_to(self.link_rows.req_to_token):
                 super().init_forward_metadata(part.batch)
 
@@ -123,10 +123,10 @@ class LinkAttention(AttentionBackend):
         if self.link_planned is None:
             super().init_forward_metadata_in_graph(forward_batch)
 
-    def _copy_windows(self, out: torch.Tensor, forward_batch: ForwardBatch, windows: Sequence[torch.Tensor]) -> None:
-        """Copy the slots of `windows` to `out`.  windows: from `windows_of`, on the device."""
-        requests, *windows = windows
-        copy_slots(self.link_rows.req_to_token, out, forward_batch.req_pool_indices[requests], *windows)
+    def _copy_ranges(self, out: torch.Tensor, forward_batch: ForwardBatch, ranges: Sequence[torch.Tensor]) -> None:
+        """Copy the slots of `ranges` to `out`.  ranges: from `row_ranges`, on the device."""
+        requests, *ranges = ranges
+        copy_slots(self.link_rows.req_to_token, out, forward_batch.req_pool_indices[requests], *ranges)
 
     # Attention
 

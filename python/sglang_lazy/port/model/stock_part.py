@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
-from sglang_lazy.attention.rows import LinkedBatch, table_width, windows_of
+from sglang_lazy.attention.rows import LinkedBatch, row_ranges, table_width
 from sglang_lazy.core.device import ints_to_device
 
 
@@ -26,36 +26,36 @@ class StockPart(NamedTuple):
         cls,
         forward_batch: ForwardBatch,
         current: LinkedBatch,
-        copy_windows: Callable[[torch.Tensor, ForwardBatch, Sequence[torch.Tensor]], None],
+        copy_ranges: Callable[[torch.Tensor, ForwardBatch, Sequence[torch.Tensor]], None],
     ) -> "StockPart":
         """`forward_batch`, with the rows of `current`.
 
         Linked rows cannot be left out, since the new tokens of all rows are contiguous; their results are replaced
         later. To make them cheap, they attend only to their new tokens.
 
-        copy_windows: copies the slots of windows, see `windows_of`, to a tensor.
+        copy_ranges: copies the slots of ranges, see `row_ranges`, to a tensor.
         """
         linked = set(current.linked)
         rows = [
-            row._replace(windows=[(0, row.num_new)], positions=row.positions[: row.num_new]) if i in linked else row
+            row._replace(ranges=[(0, row.num_new)], positions=row.positions[: row.num_new]) if i in linked else row
             for i, row in enumerate(current.rows)
         ]
         prefix_lens, extend_lens = np.array([(row.prefix_len, row.num_new) for row in rows]).T
         seq_lens, indices = prefix_lens + extend_lens, np.arange(len(rows))
         width = table_width(seq_lens.tolist())
-        starts, windows = extend_lens.cumsum() - extend_lens, windows_of(rows, indices * width)
+        starts, ranges = extend_lens.cumsum() - extend_lens, row_ranges(rows, indices * width)
         part = copy.copy(forward_batch)
         part.batch_size = len(rows)
         part.extend_prefix_lens_cpu, part.extend_seq_lens_cpu = prefix_lens.tolist(), extend_lens.tolist()
         part.seq_lens_cpu, part.seq_lens_sum = torch.from_numpy(seq_lens), int(seq_lens.sum())
         device = forward_batch.seq_lens.device
-        part.extend_prefix_lens, part.extend_seq_lens, part.extend_start_loc, seq_lens, indices, *windows = (
-            ints_to_device([prefix_lens, extend_lens, starts, seq_lens, indices, *windows], device)
+        part.extend_prefix_lens, part.extend_seq_lens, part.extend_start_loc, seq_lens, indices, *ranges = (
+            ints_to_device([prefix_lens, extend_lens, starts, seq_lens, indices, *ranges], device)
         )
         part.seq_lens = seq_lens.to(forward_batch.seq_lens.dtype)
         part.req_pool_indices = indices.to(forward_batch.req_pool_indices.dtype)
         req_to_token = torch.zeros(len(rows), width, dtype=torch.int32, device=device)
-        copy_windows(req_to_token.view(-1), forward_batch, windows)
+        copy_ranges(req_to_token.view(-1), forward_batch, ranges)
         return cls(part, req_to_token)
 
     @contextlib.contextmanager
