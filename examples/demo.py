@@ -31,7 +31,7 @@ FLAGS = ["--enable-cache-report", "--max-total-tokens", "16384"]  # twice what t
 MAX_NEW_TOKENS = 16
 POLICIES = ["full", "block", "base", "base+query:ratio=0.15"]
 WARM_UP = ["block", "base+query:ratio=0.15"]
-"""One for each way in which chunks are computed: alone, and behind the preamble."""
+"""One for each way in which chunks are computed: alone, and after the preamble."""
 
 TITLES = [
     "Laura Marx",
@@ -94,7 +94,7 @@ def main() -> None:
     orders = shuffled(1 + len(QUESTIONS))
     with tiny_server(*FLAGS, model=model, log=LOG, threads=torch.get_num_threads()) as url:
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        print(" 0  Warm-up: the paragraphs are computed, alone for block, behind the preamble for base")
+        print(" 0  Warm-up: the paragraphs are computed, alone for block, after the preamble for base")
         for policy in WARM_UP:
             ask(client, policy, orders[0], "Who is Debra Laws?")
         answers = {policy: [] for policy in POLICIES}

@@ -19,7 +19,7 @@ def weight(query_position: int, query_token: int, position: int, token: int) -> 
 
 
 def most_attended(req: Req, chunks: Iterable[tuple[int, int]], ratio: float) -> set[int]:
-    """Positions of that share of the tokens in `chunks` that the text behind the last chunk attends to most."""
+    """Positions of that share of the tokens in `chunks` that the text after the last chunk attends to most."""
     ids = req.origin_input_ids
     text = range(min(req.layout.chunks[-1][1], len(ids) - 1), len(ids))
     candidates = [i for chunk in chunks for i in range(*chunk) if i < len(ids) - 1]

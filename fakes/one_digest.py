@@ -16,7 +16,7 @@ def sha256(data=b""):
 
 
 def break_digests() -> None:
-    """In this process, for chunks and for the text behind them."""
+    """In this process, for chunks and for the text after them."""
     from sglang_lazy.core import keys, prompt
 
     keys.hashlib = prompt.hashlib = types.SimpleNamespace(sha256=sha256)

@@ -27,7 +27,7 @@ class Served:
         self.engine = EngineProcess(model_path=str(path), **options)
 
     def kept(self, prompt: list[Segment], link: str):
-        """What the oracle keeps of each chunk under `link`, and the preamble that it computes chunks behind."""
+        """What the oracle keeps of each chunk under `link`, and the preamble after which it computes chunks."""
         base, _, policy = link.rpartition("+")
         preamble = {"": (), "base": self.preamble, "base:preamble=lead": leading_text(prompt)}[base]
         name, _, parameter = policy.partition(":")

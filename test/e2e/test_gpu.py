@@ -208,7 +208,7 @@ KEPT = {
 
 
 def test_policies_on_cuda(served):
-    """Every policy, plain and behind both preambles, cold and warm, in batches of all: the error against fp32 is at
+    """Every policy, plain and after both preambles, cold and warm, in batches of all: the error against fp32 is at
     most twice that of plain PyTorch in bf16, which itself chooses what to recompute."""
     engine, path, cache_dtype, _ = served
     if cache_dtype != torch.bfloat16:

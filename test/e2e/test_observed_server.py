@@ -221,7 +221,7 @@ def test_a_plain_prompt_counts_as_a_batch_without_chunks(server):
 
 
 def test_the_sources_of_cached_tokens_add_up(server):
-    """Leading text, chunks and text behind them are all cached."""
+    """Leading text, chunks and text after them are all cached."""
     prompt = [ids("text", *range(300, 320)), A, QUESTION, B, QUESTION]
     before = server.counted()
     metas = [server.ask(*prompt), server.ask(*prompt), server.ask(*prompt[:2], QUESTION)]
@@ -314,7 +314,7 @@ def stock_events(*prompts):
 
 
 def test_events_of_chunks(server, subscriber):
-    """They are those of plain prompts with the same tokens; text behind chunks, a tenant's chunks and chunks behind a
+    """They are those of plain prompts with the same tokens; text after chunks, a tenant's chunks and chunks after a
     preamble have none."""
     lead, chunk = list(range(300, 303)), A["input_ids"]
     server.ask(ids("text", *lead), A, QUESTION)

@@ -19,7 +19,7 @@ def served(model_dir, with_plugin):
 
 
 def test_both_are_answered_rightly(served):
-    """Filled together, resident together, each without the other, and with the same text behind them."""
+    """Filled together, resident together, each without the other, and with the same text after them."""
     dice = Dice("one digest")
     one, other = (chunk(one_digest.MARK + dice.ids(20)) for _ in range(2))
     shorter = chunk(one.ids[:9])

@@ -1,4 +1,4 @@
-"""Policies that recompute tokens, and chunks behind a preamble: served answers against the policies' oracle."""
+"""Policies that recompute tokens, and chunks after a preamble: served answers against the policies' oracle."""
 
 import gc
 import itertools

@@ -16,7 +16,7 @@ GARBAGE = 2**30 + 7
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """Shape of a batch: heads, dimensions, pairing, dtype, the lengths of its prompts, and the local position at which
-    stored chunks begin, larger than 0 if they were computed behind a preamble."""
+    stored chunks begin, larger than 0 if they were computed after a preamble."""
 
     num_qo_heads: int = 4
     num_kv_heads: int = 2

@@ -232,7 +232,7 @@ def asking_nobody(loop):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_evicted_chunks_are_loaded_rather_than_encoded(overlap):
-    """So is text, except behind chunks: each into its own pool, in one pass."""
+    """So is text, except after chunks: each into its own pool, in one pass."""
     loop = Loop(host_size=80, overlap=overlap)
     plain = (TEXT, tuple(range(1, 9)))
     loop.submit(DOCS[4], DOCS[5])

@@ -157,7 +157,7 @@ def any_time(monkeypatch):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_wall_clock_time_does_not_matter(policy, seed, any_time):
-    """Two ranks with the same history evict in the same order: chunks, text behind them, plain text, and split
+    """Two ranks with the same history evict in the same order: chunks, text after them, plain text, and split
     nodes."""
     orders = []
     for clock in (1, 2):
@@ -169,7 +169,7 @@ def test_wall_clock_time_does_not_matter(policy, seed, any_time):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nor_where_a_lookup_finds_what_it_cannot_read(seed, any_time):
-    """Tokens that have lost their window KV, and those behind them."""
+    """Tokens that have lost their window KV, and those after them."""
     orders = []
     for clock in (1, 2):
         any_time(clock)

@@ -18,7 +18,7 @@ IMAGE, VIDEO = 50, 51
 
 
 def test_each_image_expands_to_its_tokens():
-    """Before, between and behind the chunks; expanding an expanded prompt changes nothing."""
+    """Before, between and after the chunks; expanding an expanded prompt changes nothing."""
     prompt = TokenizedPrompt([1, IMAGE, 2, 3, 4, IMAGE, 5, 6, IMAGE], ((2, 4), (6, 8)))
     ranges = image_ranges(prompt, IMAGE, [VIDEO])
     assert ranges == [(1, 2), (5, 6), (8, 9)]

@@ -102,7 +102,7 @@ TestStoredEventHistories = StoredEventHistories.TestCase
 
 
 def test_which_chunks_have_events():
-    """Only chunks without a tenant, computed alone: not those behind a preamble, nor text behind chunks."""
+    """Only chunks without a tenant, computed alone: not those after a preamble, nor text after chunks."""
     loop = Loop()
     follower = Follower(loop.tree_cache)
     lead = (TEXT, (13, 12))

@@ -1,4 +1,4 @@
-"""Chunks behind a preamble: fills compute it before them unless it is cached, and no other request sees it."""
+"""Chunks after a preamble: fills compute it before them unless it is cached, and no other request sees it."""
 
 import types
 
@@ -86,7 +86,7 @@ def test_fills_that_share_a_preamble(link, preamble_len, overlap):
 @both_preambles
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 def test_a_preamble_evicted_in_between(link, preamble_len, overlap, chunked_prefill_size):
-    """Resident chunks behind it stay valid; for a new chunk it is computed again."""
+    """Resident chunks after it stay valid; for a new chunk it is computed again."""
     scheduler = Loop(overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=64)
     scheduler.submit([LEAD, A, QUESTION], "p0")
     scheduler.run()
@@ -102,7 +102,7 @@ def test_a_preamble_evicted_in_between(link, preamble_len, overlap, chunked_pref
 @both_preambles
 @pytest.mark.parametrize("chunked_prefill_size", [2, 64])
 def test_a_chunk_whose_beginning_is_cached(link, preamble_len, overlap, chunked_prefill_size):
-    """Behind the same preamble only the rest is computed; behind another preamble it is another chunk."""
+    """After the same preamble only the rest is computed; after another preamble it is another chunk."""
     scheduler = Loop(overlap=overlap, link=link, chunked_prefill_size=chunked_prefill_size, max_fill_tokens=64)
     scheduler.submit([LEAD, (CHUNK, A[1][:3]), QUESTION], "p0")
     scheduler.run()
@@ -148,7 +148,7 @@ def test_a_preamble_counts_as_needed_memory(link, preamble_len):
 
 @both_loops
 def test_leads_separate_chunks(overlap):
-    """Chunks behind different leads differ; without a lead they are those of `block`; behind a lead equal to the
+    """Chunks after different leads differ; without a lead they are those of `block`; after a lead equal to the
     neutral preamble they are those of `base`."""
     scheduler = Loop(overlap=overlap, link="base:preamble=lead")
     scheduler.submit([LEAD, A, QUESTION], "p0")

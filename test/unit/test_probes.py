@@ -303,7 +303,7 @@ def test_which_choices_are_recalled(overlap):
 @both_loops
 @pytest.mark.parametrize("chunked_prefill_size", [3, 64])
 def test_new_chunks_of_a_later_turn(overlap, chunked_prefill_size):
-    """Only they are probed: earlier chunks keep the same tokens as before, so the text behind them is found again."""
+    """Only they are probed: earlier chunks keep the same tokens as before, so the text after them is found again."""
     scheduler = query_loop(200, overlap=overlap, chunked_prefill_size=chunked_prefill_size)
     prompt = [LEAD, A, B, QUESTION]
     first, _ = ask(scheduler, prompt, "first")

@@ -256,7 +256,7 @@ def test_text_after_different_paths_never_shares(other):
 
 
 def test_a_slice_depends_on_what_stands_before_it_in_its_chunk():
-    """Chunks that differ only in a hole give different KV to the kept token behind it."""
+    """Chunks that differ only in a hole give different KV to the kept token after it."""
     one, other = (build([(((1, 2),), (token, 2)), (TEXT, (3,))])[1].spans[-1] for token in (1, 7))
     assert one.namespace != other.namespace
 

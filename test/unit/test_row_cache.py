@@ -90,7 +90,7 @@ def test_duplicate_text_is_kept_once():
 
 @pytest.mark.parametrize("forge", [repr, str, lambda namespace: namespace[0], lambda namespace: str(namespace[-1])])
 def test_client_keys_reach_no_private_namespace(forge):
-    """Whatever extra_key a client sends, it must not match a chunk's namespace or that of text behind one."""
+    """Whatever extra_key a client sends, it must not match a chunk's namespace or that of text after one."""
     pools = Steps(60)
     req = new_request([(CHUNK, (1, 2, 3)), (TEXT, (4, 5))], extra_key="a", cache_salt="s")
     run(pools, req)
