@@ -2,7 +2,7 @@
 
     python -m benchmark.quality.train_comb --model examples/models/leaning-stock --out leaning-comb
     python -m benchmark.quality.train_comb --model smollm2 --data 2wiki.jsonl musique.jsonl --out smollm2-comb \
-        --steps 4000 --rows 4 --length 8192 --chunk-length 7680 --text-length 1024 --learning-rate 2e-4
+        --steps 2500 --rows 4 --length 8192 --chunk-length 7168 --text-length 1024 --learning-rate 3e-4
 
 The model's own distributions under full attention are the target; the data are worlds or, with --data, questions as
 `read_questions` takes them with the model's own greedy answers. Training stops after `--minutes` and resumes when the
