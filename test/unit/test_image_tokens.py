@@ -31,7 +31,7 @@ def test_each_image_expands_to_its_tokens():
 
 @pytest.mark.parametrize("token", [IMAGE, VIDEO])
 def test_chunks_hold_no_images(token):
-    with pytest.raises(ValueError, match="chunk at position 1 .* text only"):
+    with pytest.raises(ValueError, match="chunk at position 1 .* only in text"):
         image_ranges(TokenizedPrompt([1, 2, token, 3], ((1, 3),)), IMAGE, [VIDEO])
 
 

@@ -337,7 +337,7 @@ class Letters:
     [
         (lambda worker: setattr(worker, "described", None), "--kv-events-config"),
         (change(block_size=16), "16 tokens"),
-        (lambda worker: setattr(worker, "tokenizer", Letters()), "tokenizer is another"),
+        (lambda worker: setattr(worker, "tokenizer", Letters()), "different tokenizer"),
         (lambda worker: setattr(worker, "failures", [web.HTTPUnauthorized()]), "401"),
     ],
     ids=["no events", "blocks", "tokenizer", "key"],

@@ -216,7 +216,7 @@ def test_a_forged_layout_is_checked():
     params = {"custom_params": {LAYOUT_PARAM: PromptLayout(((0, 11),)).pack()}}
     with pytest.raises(ValueError, match="beyond the prompt's 10 tokens"):
         check(request(sampling_params=params))
-    with pytest.raises(ValueError, match="must come with the input_ids"):
+    with pytest.raises(ValueError, match="needs the input_ids"):
         prepare_request(manager(), GenerateReqInput(text="x", sampling_params=params), [1] * 11)
     with pytest.raises(ValueError, match="link must be one of .*'half'"):
         check(request(sampling_params=with_link("half")))
