@@ -68,8 +68,8 @@ CASES = {
         {**CHAT, "logprobs": True, "top_logprobs": 513},
         "top_logprobs_num must be from 0 to 512, got 513",
     ),
-    "all samples there are": ("/v1/completions", {**COMPLETION, "n": 2**31 - 1}, "this one wants 2147483647"),
-    "samples of many prompts": ("/generate", {**TWO, "sampling_params": {"n": 10_000}}, "this one wants 20000"),
+    "all samples there are": ("/v1/completions", {**COMPLETION, "n": 2**31 - 1}, "prompts, got 2147483647"),
+    "samples of many prompts": ("/generate", {**TWO, "sampling_params": {"n": 10_000}}, "prompts, got 20000"),
     "no samples": ("/v1/completions", {**COMPLETION, "echo": True, "n": 0}, "n must be at least 1, got 0"),
     "null samples": ("/generate", sampling(n=None), "the request is malformed: TypeError"),
     "a top_k of 33 bits": ("/generate", sampling(top_k=2**31), "top_k must be an integer of 32 bits"),
@@ -129,7 +129,7 @@ def test_loads_that_are_not_there(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_ollama_s_chat_is_answered(server, stream):
-    """SGLang's own stumbles over what Transformers 5 makes of a chat template."""
+    """SGLang's own fails on what Transformers 5 renders a chat template to."""
     body = {"model": "m", "messages": [USER], "stream": stream, "options": {"temperature": 0, "num_predict": 4}}
     answer = requests.post(f"{server}/api/chat", json=body, timeout=60)
     assert answer.status_code == 200, answer.text

@@ -79,7 +79,7 @@ def check_samples(_result: Any, obj: Any) -> None:
     if obj.parallel_sample_num < 1:
         raise ValueError(f"n must be at least 1, got {obj.parallel_sample_num}")
     if obj.parallel_sample_num > 1 and num_samples > MAX_SAMPLES:
-        raise ValueError(f"a request may have {MAX_SAMPLES} samples (n) of all its prompts, got {num_samples}")
+        raise ValueError(f"a request may have at most {MAX_SAMPLES} samples (n) of all its prompts, got {num_samples}")
 
 
 def check_one(obj: Any, vocab_size: int) -> None:
