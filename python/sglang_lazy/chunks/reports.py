@@ -11,12 +11,10 @@ from sglang_lazy.core.keys import chunk_id
 
 
 def state_of(store: Any, chunk: CachedChunk) -> str:
-    """The state of a chunk, one of `STATES`, or "missing"."""
+    """The state of a chunk that is cached or one of `chunks_under_way`: one of `STATES`."""
     if chunk.node is not None:
         return store.state_at(chunk.node).name.lower()
-    if chunk.key in store.fetching:
-        return "fetching"
-    return "pending" if chunk.key in store.pending else "missing"
+    return "fetching" if chunk.key in store.fetching else "pending"
 
 
 def chunks_under_way(store: Any) -> list[CachedChunk]:

@@ -24,7 +24,7 @@ class CachedChunk(Answer):
     id: str
     digest: str
     tokens: int
-    state: Literal["missing", "pending", "fetching", "host", "loading", "resident"]
+    state: Literal["pending", "fetching", "host", "loading", "resident"]
     tiers: list[Literal["device", "host"]]
     hits: int
     users: int
