@@ -1,6 +1,6 @@
-"""Chunks as objects of one of SGLang's storage backends: what an object holds, and what moves objects.
+"""Chunks as objects in one of SGLang's storage backends: the format of an object, and the threads that move them.
 
-A chunk of an 8B model has hundreds of megabytes. It is kept in pieces, which several threads move at once.
+A chunk of an 8B model takes hundreds of megabytes. It is stored in pieces, which several threads move in parallel.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from sglang_lazy.port.cache.in_order import InOrder
 logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
-"""Of keys and values in one object, at most, unless a single token has more."""
+"""The most bytes of keys and values in one object, unless a single token has more."""
 _HEADER = struct.Struct("<8s32sII16s")
 _MAGIC = b"lazy-kv1"
 
 
 class ChunkObjects:
-    """Moves chunks between a host pool and a backend. `written` and `read` hold what was asked for, in that order.
+    """Moves chunks between a host pool and a backend. `written` and `read` hold the requests, in their order.
 
-    An object is a header with the chunk's name, the piece's place and length in tokens and its XXH3, then keys and
-    values, [2, layers, tokens, heads, head_dim], in the type of the cache. Whatever is not such an object of that name
-    and place counts as missing.
+    An object is a header and a piece's keys and values, [2, layers, tokens, heads, head_dim] in the cache's dtype. The
+    header has the chunk's name, the piece's index, its length in tokens and the XXH3 of its KV. An object that does not
+    match the expected header counts as missing.
     """
 
     def __init__(self, backend: TensorBackend, pool: Any):
@@ -43,7 +43,7 @@ class ChunkObjects:
         self._buffers = threading.local()
 
     def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
-        """Store the KV in these slots of the host, int64; they must not change before it has ended."""
+        """Store the KV in these slots of the host, int64, which must not change before the write has ended."""
         self.written.ask(what, self._each_piece(self._write, name, slots))
 
     def start_read(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
@@ -51,11 +51,11 @@ class ChunkObjects:
         self.read.ask(what, self._each_piece(self._read, name, slots))
 
     def settle(self, patience: float) -> bool:
-        """Wait until all is done that was asked for. False if the backend ends no call for `patience` seconds."""
+        """Wait until all requests have ended. Returns False if the backend ends no call for `patience` seconds."""
         return self.written.settle(patience) and self.read.settle(patience)
 
     def give_up(self) -> None:
-        """From now on, whatever is still under way leaves the host's memory alone."""
+        """Keep calls in progress from accessing the host's memory from now on."""
         with self._touched:
             self._given_up = True
             self._touched.wait_for(lambda: not self._num_touching)
@@ -64,7 +64,7 @@ class ChunkObjects:
 
     @contextlib.contextmanager
     def _memory(self) -> Iterator[bool]:
-        """Entered to touch the host's memory: gives whether that is allowed."""
+        """A context for access to the host's memory; its value says whether that is allowed."""
         with self._touched:
             allowed = not self._given_up
             self._num_touching += allowed
@@ -90,7 +90,7 @@ class ChunkObjects:
 
     def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
         stored, rows = self._new_object(len(slots))
-        stored[: _HEADER.size] = 0  # what was there before must not be believed
+        stored[: _HEADER.size] = 0  # the buffer may hold the same object's header from an earlier read
         if self._given_up or not self.backend.get(_key(name, index), torch.from_numpy(stored)):
             return False
         if stored[: _HEADER.size].tobytes() != _header(name, index, len(slots), stored):
@@ -102,8 +102,8 @@ class ChunkObjects:
             return allowed
 
     def _new_object(self, num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
-        """Memory for an object, uint8, and what it has of each layer and token, [2 * layers, tokens]. The thread's next
-        object has the same."""
+        """Memory for an object, uint8, and its KV as a row for each layer and token, [2 * layers, tokens]. The thread's
+        next object uses the same memory."""
         num_layers, row_bytes = len(self._starts), self._rows.itemsize
         if not hasattr(self._buffers, "bytes"):
             size = _HEADER.size + self._tokens * num_layers * row_bytes
@@ -116,8 +116,8 @@ def _rows(kv_buffer: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     """The memory of a host pool, [2, layers, slots, heads, head_dim], as a row for each layer and slot, and where the
     keys and values of each layer start there, [2 * layers, 1].
 
-    One call can then move a whole object. With one for each layer, threads would wait for each other and for the
-    scheduler before each: all that they do between calls takes Python's lock.
+    Then one call can move a whole object. With a call for each layer, threads would wait for each other and for the
+    scheduler before each call, since everything between calls needs the GIL.
     """
     num_slots = kv_buffer.shape[2]
     memory = kv_buffer.flatten(0, 2).flatten(1).view(torch.uint8).numpy()

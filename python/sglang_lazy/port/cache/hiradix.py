@@ -1,4 +1,4 @@
-"""The cache with SGLang's host tier: what the device evicts stays in the host's memory, and is loaded when asked for.
+"""The cache with SGLang's host tier: what the device evicts stays in host memory, and is loaded when it is needed.
 
 SGLang's `HiRadixCache` keeps the copies and moves KV with its cache controller, on streams of their own. Here are the
 differences that chunks make: what is backed up and when, and eviction without sorting all leaves.
@@ -27,7 +27,7 @@ BLOCK_QUOTA = 4
 
 
 class _HiRadixCache(HiRadixCache):
-    """Says where what was inserted ends, as SGLang's `RadixCache` does."""
+    """Reports the node at which an insertion ends, as SGLang's `RadixCache` does."""
 
     def insert(self, params: InsertParams) -> InsertResult:
         inserted = super().insert(params)
@@ -36,7 +36,7 @@ class _HiRadixCache(HiRadixCache):
 
 
 class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
-    """A node is on the device, on the host, or on both. What is on the host alone lies below what is on the device.
+    """A node is on the device, on the host, or on both. Nodes only on the host are below those on the device.
 
     A copy on the host is complete once nobody holds its node: SGLang keeps it locked until then.
     """
@@ -68,7 +68,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         super()._update_leaf_status(node)
 
     def _count(self, node: TreeNode) -> None:
-        """Tell the parent of a node that has come to the device or has left it."""
+        """Update the parent's count of a node that has come to the device or left it."""
         if node is self.root_node or node.evicted == (node.id not in self._on_device):
             return
         (self._on_device.discard if node.evicted else self._on_device.add)(node.id)
@@ -103,7 +103,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     # Eviction
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Copies under way hold what they read or write: where eviction falls short, it waits for them."""
+        """Copies in progress lock what they read or write: if eviction falls short, it waits for them."""
         evicted = super().evict(params).num_tokens_evicted
         if evicted < params.num_tokens and (self.ongoing_write_through or self.ongoing_load_back):
             self.finish_loads()
@@ -124,8 +124,8 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return slots
 
     def evict_host(self, num_tokens: int) -> None:
-        """Free `num_tokens`: copies of what the device has as well, then leaves that are on the host alone, which leave
-        the tree. Less if that is all."""
+        """Free `num_tokens`, or fewer if there are no more: first copies of nodes that are on the device as well, then
+        leaves that are only on the host, which leave the tree."""
         num_evicted, protected = 0, []
         for node in self._copies.give_up(num_tokens):
             self.host_report.gave_up(len(node.key))
@@ -172,7 +172,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
 
     @contextlib.contextmanager
     def _one_copy(self) -> Iterator[None]:
-        """What is written in here is copied at once: SGLang starts one copy for each node."""
+        """A context that copies all nodes written in it together, where SGLang would start a copy for each."""
         controller = self.cache_controller
         start, controller.start_writing = controller.start_writing, lambda: None
         try:
@@ -182,7 +182,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         start()
 
     def write_backup(self, node: TreeNode, write_back: bool = False) -> int:
-        """Text behind chunks has no copy: a linked request finds it on the device alone."""
+        """Text after chunks is not copied: a linked request finds it only on the device."""
         namespace = node.key.extra_key
         if isinstance(namespace, Namespace) and namespace.kind == "text":
             return 0
@@ -202,7 +202,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
             self._copies.came(node)
 
     def _after_passes(self, stream: Any) -> None:
-        """Order copies that start next on `stream` behind all forward passes that are launched, which SGLang does not.
+        """Make the next copies on `stream` wait for all launched forward passes, which SGLang does not.
 
         What is copied to the host may have been published ahead of its computation, and a decode step still writes a
         last token for each request that has ended, into a slot that is free by now.
@@ -223,10 +223,11 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return super().load_back(node, mem_quota) if self.make_room([node]) else None
 
     def make_room(self, nodes: Sequence[TreeNode]) -> bool:
-        """No more is evicted than is lacking, and only where that is enough.
+        """Make room on the device to load all these nodes. Evicts only what is lacking, and nothing if that would not
+        suffice; then returns False.
 
-        SGLang asks eviction for all that it loads. That would go on with the locks of waiting requests: of the one that
-        loads, and of those that it is forming a batch from.
+        SGLang would evict as much as it loads, and so revoke locks of waiting requests: of the one that loads, and of
+        those that it is forming a batch from.
         """
         paths = [path for node in nodes if (path := self._on_host_up_to(node))]
         to_load = {node.id: node for path in paths for node in path}
@@ -241,7 +242,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return fits
 
     def _on_host_up_to(self, node: TreeNode) -> list[TreeNode]:
-        """The nodes on the path to `node` that are on the host alone, the last one first."""
+        """The nodes on the path to `node` that are only on the host, the last one first."""
         nodes = []
         while node.evicted:
             nodes.append(node)
@@ -275,7 +276,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         return bool(self.ongoing_write_through or self.ongoing_load_back)
 
     def ready_to_load_host_cache(self) -> int:
-        """Start what is queued, with the batch that SGLang forms."""
+        """Start the queued loads, with the batch that SGLang forms."""
         if self.has_queued_loads:
             self._after_passes(self.cache_controller.load_stream)
             # SGLang has a few events in turn, and takes it that passes have waited for those of the oldest load.

@@ -1,7 +1,7 @@
-"""Chunks in one of SGLang's storage backends, beyond the host tier, named by all that their KV depends on.
+"""Chunks in one of SGLang's storage backends, the tier below the host, under names that cover all their KV depends on.
 
-SGLang's own storage of the tree is left off. At a page size of 1 it keeps an object for each token, and names them by
-tokens alone, so that weights, types and namespaces are confused.
+SGLang's own storage of the tree stays off. At page size 1 it stores one object per token, and names it by tokens only,
+so it would mix up weights, dtypes and namespaces.
 """
 
 import hashlib
@@ -29,8 +29,11 @@ logger = logging.getLogger(__name__)
 
 
 class Fetch(NamedTuple):
-    """A chunk that has been asked of storage, the slots of the host for it, when it was asked for, and for how many
-    seconds requests wait for it."""
+    """The read of a chunk from storage.
+
+    slots: of the host pool, where its KV goes.  asked_at: when the read was requested.  patience: how many seconds
+    requests wait for it.
+    """
 
     chunk: ChunkSlice
     slots: torch.Tensor
@@ -39,13 +42,13 @@ class Fetch(NamedTuple):
 
 
 class StoredHiRadixCache(LazyHiRadixCache):
-    """The host tier with a storage behind it: chunks that have a copy on the host are stored as well, and what is found
-    nowhere else is asked for there.
+    """The host tier with storage below it: chunks copied to the host are stored as well, and those found in no other
+    tier are fetched from storage.
 
-    How long requests wait for it says `--hicache-storage-prefetch-policy`, as in SGLang. Whatever arrives later is put
-    on the host if it is still missing there.
+    `--hicache-storage-prefetch-policy` determines how long requests wait for a chunk, as in SGLang. A chunk that
+    arrives later is put on the host if it is still missing there.
 
-    clock: in seconds.
+    clock: returns seconds.
     """
 
     objects_class = ChunkObjects
@@ -56,9 +59,12 @@ class StoredHiRadixCache(LazyHiRadixCache):
     def connect(
         self, backend: TensorBackend, identity: Callable[[str | None], bytes | None], report: StorageReport
     ) -> None:
-        """identity: names the weights that KV depends on, those of the model or of the adapter with this id; None for
-        an adapter that is not loaded. Asked anew after each flush. Naming the model reads all weights, so it is asked
-        for here: the first request must not wait for that."""
+        """Start using a backend.
+
+        identity: returns a digest of the weights that KV depends on: the model's for None, else those of the adapter
+            with this id; None if it is not loaded. Called again after each flush. Hashing the model reads all its
+            weights, so it is done here: the first request must not wait for it.
+        """
         self._backend, self._identity, self.report = backend, identity, report
         self._identified[None] = identity(None)
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
@@ -73,7 +79,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         super().reset()
 
     def _settle(self, objects: ChunkObjects) -> None:
-        """Have all written that is to be, for as long as the backend makes progress: slots are about to be reused."""
+        """Finish all reads and writes, for as long as the backend makes progress: slots are about to be reused."""
         settled = torch.tensor(objects.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
         self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
         if settled:
@@ -87,7 +93,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
     @property
     def storage_name(self) -> str:
-        """As SGLang calls it in reports."""
+        """The name of the backend in SGLang's reports."""
         return type(self._backend.backend).__name__
 
     # From storage
@@ -98,7 +104,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if chunk.key in self.store.fetching or chunk.key in self._late:
             return True
         if self._late and self.prefetch_stop_policy == "timeout":
-            return False  # storage has fallen behind: nobody waits for more of it until it has caught up
+            return False  # storage has fallen behind: no request waits for it until it has caught up
         name = self._name(chunk.key)
         slots = None if name is None else self._host_slots(chunk.num_tokens)
         if name is None or slots is None:
@@ -109,7 +115,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return True
 
     def _patience(self) -> float:
-        """For how many seconds requests wait for a chunk that is being asked for. Others are read before it."""
+        """How many seconds requests wait for a chunk requested now, which is read after those requested before."""
         limits = self.prefetch_timeout_config
         linear = min(limits.max, limits.base + limits.per_ki_token * self._num_fetching / 1024)
         return {"best_effort": 0.0, "timeout": linear, "wait_complete": math.inf}[self.prefetch_stop_policy]
@@ -147,7 +153,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
             self.token_to_kv_pool_host.free(fetch.slots)
 
     def _stop_waiting(self) -> None:
-        """Let requests that have waited for long enough, on any tensor-parallel rank, compute their chunks."""
+        """Let requests compute the chunks that they have waited for long enough, on any tensor-parallel rank."""
         now, fetches = self.clock(), list(self.store.fetching.items())
         waits = torch.tensor([now - fetch.asked_at < fetch.patience for _, fetch in fetches], dtype=torch.int64)
         self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
@@ -166,19 +172,19 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return pool.alloc(num_tokens)
 
     def _adopt(self, chunk: ChunkSlice, slots: torch.Tensor) -> bool:
-        """Put a chunk that was fetched to these slots of the host into the tree.
+        """Put a chunk fetched to these slots of the host into the tree.
 
-        False if its beginning is there without a copy on the host.
+        Returns False if the tree has the chunk's beginning without a copy on the host.
         """
         key = RadixKey(chunk.tokens, chunk.key.namespace)
         beginning = self._match_prefix_helper(self.root_node, key)[1]
-        self.use(beginning)  # SGLang has stamped it
+        self.use(beginning)  # SGLang has stamped it with the time of day
         if beginning is not self.root_node and not beginning.backuped:
             return False
         num_present = self._insert_helper_host(self.root_node, key, slots, [])
         self.token_to_kv_pool_host.free(slots[:num_present])
         node = self.end_of(chunk.tokens, chunk.key.namespace)
-        self.use(node)  # SGLang has marked the nodes before it with the time of day
+        self.use(node)  # SGLang has stamped the nodes before it with the time of day
         self._stamp(node)
         self.store.adopt(chunk, node).stored = True
         return True
@@ -194,7 +200,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
                 self._store(chunk, self._path(node), self.objects)
 
     def back_up(self, nodes: Iterable[TreeNode]) -> None:
-        """Also store chunks that had a copy before they were known, as beginnings of longer ones."""
+        """Also store chunks that were copied as beginnings of longer ones, before they were chunks themselves."""
         nodes = list(nodes)
         super().back_up(nodes)
         for node in nodes:
@@ -217,19 +223,18 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
     @property
     def fetches(self) -> list[Fetch]:
-        """Those that have not ended."""
+        """The reads in progress."""
         return [*self._late.values(), *self.store.fetching.values()]
 
     @property
     def _most_under_way(self) -> int:
-        """Tokens of the host that reads may hold at most, and as many for writes: half of it, as in SGLang. A backend
-        that hangs must not take it all."""
+        """The most tokens of the host that reads may hold, and writes as well: half of it, as in SGLang. A backend that
+        hangs must not take all of it."""
         return self.token_to_kv_pool_host.size // 2
 
     def _ended(self, asked: InOrder) -> Iterator[Ended]:
-        """The calls that have ended on all tensor-parallel ranks; one succeeded if it did on all of them. They ask for
-        the same in the same order.
-        """
+        """The results that all tensor-parallel ranks have; one succeeded if it did on all ranks. Ranks make the same
+        requests in the same order."""
         num_ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
         self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
         if not num_ended:
@@ -247,8 +252,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
         return path[::-1]
 
     def _name(self, key: ChunkKey) -> bytes | None:
-        """SHA-256 of all that the chunk's KV depends on: of an adapter its weights, since ids and names come and go.
-        None if it has been unloaded."""
+        """SHA-256 of all that the chunk's KV depends on; of an adapter the weights, since ids and names do not last.
+        None if the adapter has been unloaded."""
         kind, _, salt, variant, adapter = key.namespace
         digest = hashlib.sha256()
         for weights in (None,) if adapter is None else (None, adapter):
@@ -263,10 +268,10 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
 
 def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
-    """Put the storage that SGLang's flags ask for behind a cache that was made without."""
+    """Connect a cache, created without storage, to the backend that SGLang's flags name."""
     name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
     extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
-    # In the place of the model's name, since identities tell models apart, from whatever folder they are served.
+    # In place of the model's name: identities tell models apart, whatever folder they are served from.
     config = cache.cache_controller._generate_storage_config("sglang-lazy", extra_config)
     backend = StorageBackendFactory.create_backend(name, config, pool)
     if name == "mooncake":
