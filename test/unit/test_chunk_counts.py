@@ -1,7 +1,10 @@
 """The scheduler's counters of chunks, over traffic whose numbers are known."""
 
+import itertools
 from array import array
+from functools import partial
 
+import prometheus_client
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_chunk_lists import deleted, id_of, listed
@@ -11,6 +14,7 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from sglang_lazy.chunks import catalog, counts
 from sglang_lazy.chunks.counts import Census, Histogram, Occupancy
+from sglang_lazy.port.scheduler.chunk_metrics import TIME_SHARE, ChunkMetrics
 
 BUDGET = "no more than 10 tokens can be pinned (--lazy-max-pinned)"
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -197,3 +201,26 @@ def test_histogram_bounds_are_inclusive():
     for value in (0, 0, 0.5, 1, 2.5, 2.6, 100):
         histogram.observe(value)
     assert (histogram.counts, histogram.total) == ([2, 2, 1, 2], pytest.approx(106.6))
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Where metrics are registered, and nowhere else."""
+    registry = prometheus_client.CollectorRegistry()
+    for name in ("Counter", "Gauge", "Histogram"):
+        monkeypatch.setattr(prometheus_client, name, partial(getattr(prometheus_client, name), registry=registry))
+    return registry
+
+
+@pytest.mark.parametrize(("seconds", "published"), [(0.5, [1, 1, 3, 3]), (1.5, [1, 2, 3, 4]), (60, [1, 2, 3, 4])])
+def test_publishing_takes_little_of_this_threads_time(registry, seconds, published):
+    """Between two looks at the clock so many seconds pass, in which others run. Each publication takes a
+    millisecond."""
+    loop, clock, cpu_clock = Loop(), itertools.count(100, seconds), itertools.count(0, 1 / TIME_SHARE)
+    metrics = ChunkMetrics(loop.store, {"model_name": "m"}, lambda: next(clock), lambda: next(cpu_clock))
+    seen = []
+    for number in range(4):
+        ask(loop, A, rid=f"r{number}")
+        metrics.publish()
+        seen.append(registry.get_sample_value("sglang_lazy:chunk_references_total", {"model_name": "m"}))
+    assert seen == published

@@ -39,7 +39,8 @@ GAUGES = {
 }
 """By field of `Occupancy`, the end of the help texts of `…_chunks` and `…_chunk_tokens`."""
 TIME_SHARE = 1000
-"""Publishing takes at most 1/TIME_SHARE of the scheduler's time."""
+"""Publishing takes at most 1/TIME_SHARE of the scheduler's time. Its cost is counted in CPU time: if other processes
+interrupted it for a moment, wall time would delay the next publication by a thousand such moments."""
 
 _ATTR = "_sglang_lazy_chunk_metrics"
 
@@ -60,12 +61,21 @@ class Followed:
 
 
 class ChunkMetrics:
-    """Publishes the counts of one scheduler's store, with these labels.  clock: returns seconds."""
+    """Publishes the counts of one scheduler's store, with these labels.
 
-    def __init__(self, store: ChunkStore, labels: Mapping[str, Any], clock: Callable[[], float] = time.perf_counter):
+    clock, cpu_clock: return seconds; those of `cpu_clock` pass only while this thread runs.
+    """
+
+    def __init__(
+        self,
+        store: ChunkStore,
+        labels: Mapping[str, Any],
+        clock: Callable[[], float] = time.perf_counter,
+        cpu_clock: Callable[[], float] = time.thread_time,
+    ):
         import prometheus_client as prometheus  # not before SGLang has set up its directory of metrics
 
-        self._clock, self._due = clock, 0.0
+        self._clock, self._cpu_clock, self._due = clock, cpu_clock, 0.0
         self._census = Census(store)
         self._followed: list[Followed] = []
         counts, names = store.counts, list(labels)
@@ -101,16 +111,15 @@ class ChunkMetrics:
 
     def publish(self) -> None:
         """Publish, unless done a moment ago. Each call counts some chunks; gauges are set after the last ones."""
-        start = self._clock()
-        if start < self._due:
+        if self._clock() < self._due:
             return
+        start = self._cpu_clock()
         for followed in self._followed:
             followed.publish()
         if (shares := self._census.step()) is not None:
             for set_gauge, number in zip(self._gauges, [number for share in shares for number in share], strict=True):
                 set_gauge(number)
-        end = self._clock()
-        self._due = end + TIME_SHARE * (end - start)
+        self._due = self._clock() + TIME_SHARE * (self._cpu_clock() - start)
 
 
 def attach(scheduler: Any) -> None:
