@@ -28,7 +28,7 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def url(tiny_model, tmp_path_factory):
     flags = ["--model-path", tiny_model, "--dp-size", "2", "--max-total-tokens", "4000", *device_flags()]
-    (port,) = free_ports(1)  # the other rank publishes on the next port
+    port, _ = free_ports(2)  # the other rank publishes on the next port
     flags += ["--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{port}"})]
     with running_server(flags, tmp_path_factory.mktemp("data-parallel") / "server.log") as url:
         yield url

@@ -6,6 +6,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sglang_lazy.testing.processes import ServerError, end, start
+from sglang_lazy.testing.server import free_ports
 
 HOST = "sglang_lazy.testing.engine_host"
 
@@ -14,6 +15,8 @@ class EngineProcess:
     """An engine with the methods that tests call.  options: the arguments of `Engine`."""
 
     def __init__(self, **options: Any):
+        if options.get("dp_size", 1) == 1:  # all ranks would listen on this port
+            options = {"nccl_port": free_ports(1)[0], **options}
         ours, theirs = socket.socketpair()
         with theirs:
             assert sys.__stderr__ is not None

@@ -2,6 +2,8 @@
 
 import collections
 import contextlib
+import functools
+import itertools
 import os
 import random
 import socket
@@ -41,20 +43,45 @@ def device_flags() -> list[str]:
     return flags
 
 
-def free_ports(count: int) -> list[int]:
-    """Unused ports, from below the range of outgoing connections.
+PORTS, BLOCK = range(20_000, 32_000), 200
+"""Those below the range of outgoing connections, of which each process has this many to itself."""
 
-    A server binds them seconds later, a NCCL port even a minute later: within that range, another program's outgoing
-    connection could take them meanwhile.
+
+def free_ports(count: int) -> list[int]:
+    """Unused ports in a row. Other processes that call this get others.
+
+    A server binds them seconds later, a NCCL port even a minute later. Meanwhile, an outgoing connection could take
+    ports of its range, and a test beside this one could find those unused that are given away.
     """
-    found = []
-    for port in random.sample(range(20_000, 32_000), 1000):
-        with socket.socket() as probe, contextlib.suppress(OSError):
+    starts, _ = _own_ports()
+    for first in itertools.islice(starts, BLOCK):
+        if first % BLOCK + count <= BLOCK and all(map(_is_unused, range(first, first + count))):
+            collections.deque(itertools.islice(starts, count - 1), 0)
+            return list(range(first, first + count))
+    raise ServerError(f"no {count} free ports were found")
+
+
+@functools.cache
+def _own_ports() -> tuple[Iterator[int], socket.socket]:
+    """The ports of this process, round and round, and a name that only one process can have."""
+    for first in random.sample(PORTS[::BLOCK], len(PORTS) // BLOCK):
+        name = socket.socket(socket.AF_UNIX)
+        try:
+            name.bind(f"\0sglang_lazy.testing has ports from {first}")
+        except OSError:
+            name.close()
+        else:
+            return itertools.cycle(range(first, first + BLOCK)), name
+    raise ServerError(f"other processes have all ports from {PORTS[0]} to {PORTS[-1]}")
+
+
+def _is_unused(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
             probe.bind(("", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise ServerError("no free port was found between 20000 and 32000")
+        except OSError:
+            return False
+    return True
 
 
 @contextlib.contextmanager

@@ -1,0 +1,38 @@
+"""The ports that test servers get: no two get the same one, though each is bound only much later."""
+
+import socket
+import subprocess
+import sys
+
+from sglang_lazy.testing.server import BLOCK, free_ports
+
+LOWEST = """
+import random
+random.sample = lambda blocks, _count: blocks
+from sglang_lazy.testing.server import free_ports
+print(*free_ports(2), flush=True)
+input()
+"""
+
+
+def test_no_port_is_given_twice():
+    given = [free_ports(count) for count in (1, 2, 3)]
+    assert all(ports == list(range(ports[0], ports[0] + len(ports))) for ports in given)
+    assert len({port for ports in given for port in ports}) == 6
+
+
+def test_ports_in_use_are_left_out():
+    (port,) = free_ports(1)
+    with socket.create_server(("", port)):
+        assert [port] not in [free_ports(1) for _ in range(BLOCK)]
+    assert [port] in [free_ports(1) for _ in range(BLOCK)]
+
+
+def test_processes_have_ports_of_their_own():
+    """Even if all try the same first."""
+    command, pipes = [sys.executable, "-c", LOWEST], dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
+        given = [set(map(int, process.stdout.readline().split())) for process in (one, other)]
+        for process in (one, other):
+            process.kill()
+    assert [len(ports) for ports in given] == [2, 2] and not given[0] & given[1]
