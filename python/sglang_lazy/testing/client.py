@@ -36,7 +36,7 @@ class Client:
 
     def flush_cache(self) -> None:
         """Empty the KV cache, retrying while the server is busy."""
-        if not wait_for(lambda: self.session.post(f"{self.url}/flush_cache", timeout=self.timeout).ok, timeout=10):
+        if not wait_for(lambda: self.session.post(f"{self.url}/flush_cache", timeout=self.timeout).ok):
             raise ServerError("the server did not empty its cache: is another client using it?")
 
     def generate(self, prompt: dict, max_new_tokens: int, *, ignore_eos: bool = True) -> Generation:
