@@ -83,13 +83,14 @@ class Server:
         return self.counted()[name] > before[name]
 
     def has(self, **gauges):
-        """Once published, these gauges have these values."""
+        """Once published, these gauges have these values, all at one time."""
+        values = {}
 
-        def values():
-            return {name: number for name, number in self.numbers("gauge").items() if name in gauges}
+        def as_expected():
+            values.update((name, number) for name, number in self.numbers("gauge").items() if name in gauges)
+            return values == gauges
 
-        wait_for(lambda: values() == gauges)
-        assert values() == gauges
+        assert wait_for(as_expected), values
 
 
 @pytest.fixture(scope="module")
@@ -266,10 +267,19 @@ def test_pins_and_refusals(server):
 
 
 def test_chunks_in_use_are_locked(server):
-    long = threading.Thread(target=server.ask, args=(A, B, QUESTION), kwargs={"num_tokens": 400})
-    long.start()
-    server.has(locked_chunks=2, locked_chunk_tokens=150, evictable_chunks=0)
-    long.join()
+    seen = threading.Event()
+
+    def use():
+        while not seen.is_set():
+            server.ask(A, B, QUESTION, num_tokens=400)
+
+    user = threading.Thread(target=use)
+    user.start()
+    try:
+        server.has(locked_chunks=2, locked_chunk_tokens=150, evictable_chunks=0)
+    finally:
+        seen.set()
+        user.join()
     server.has(locked_chunks=0, locked_chunk_tokens=0, evictable_chunks=2)
 
 
