@@ -43,7 +43,10 @@ def processes_of(url: str) -> dict[str, psutil.Process]:
     root = psutil.Process(listening[0])
     if root.name().startswith("sglang::tokenizer_worker"):
         root = root.parent()
-    names = {child.name(): child for child in root.children(recursive=True)}
+    names = {}
+    for child in root.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # libraries start programs that end at once
+            names[child.name()] = child
     prefix = "sglang::"
     return {"http": root} | {name.removeprefix(prefix): names[name] for name in names if name.startswith(prefix)}
 
