@@ -17,8 +17,8 @@ HOSTILE = {
     "backend_name": "hostile",
     "module_path": "fakes.hostile_storage",
     "class_name": "HostileFile",
-    "prefetch_timeout_base": 0.5,
-    "prefetch_timeout_max": 1.0,
+    "prefetch_timeout_base": 2.0,  # seconds in which a busy machine reads a chunk
+    "prefetch_timeout_max": 4.0,
 }
 FILE = ["--hicache-storage-backend", "file"]
 DYNAMIC = ["--hicache-storage-backend", "dynamic", "--hicache-storage-backend-extra-config", json.dumps(HOSTILE)]
