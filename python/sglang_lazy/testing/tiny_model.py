@@ -61,9 +61,18 @@ def tiny_model(texts: Iterable[str]) -> Path:
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             _build(Path(scratch) / "model", texts)
-            # Renamed when complete, so that an interrupted build leaves no partial model.
-            (Path(scratch) / "model").replace(directory)
+            put(Path(scratch) / "model", directory)
     return directory
+
+
+def put(made: Path, directory: Path) -> None:
+    """Move a complete model to its place, so that an interrupted build leaves no partial one. Where another process was
+    first, its model stays."""
+    try:
+        made.replace(directory)
+    except OSError:
+        if not directory.is_dir():
+            raise
 
 
 def _build(directory: Path, texts: Iterable[str]) -> None:
