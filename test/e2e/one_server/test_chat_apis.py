@@ -282,7 +282,7 @@ def reason_in(path, body):
 BAD = {
     "empty": (chunk(""), {}, "content[1]: the text of a chunk segment is empty"),
     "key": ({**chunk("x"), "name": 1}, {}, "content[1]: unknown key 'name'"),
-    "id": ({**chunk("x"), "id": 1}, {}, "content[1]: a chunk with an id"),
+    "id": ({**chunk("x"), "id": 1}, {}, "content[1]: the id of a chunk"),
     "long": (chunk("x " * 3000), {}, "longer than the model's context length"),
     "salt": (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
     "no salt": (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
