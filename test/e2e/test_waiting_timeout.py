@@ -62,7 +62,8 @@ def busy(url):
     params = {"temperature": 0, "max_new_tokens": 1900, "ignore_eos": True}
     body = {"input_ids": [7, 8, 9], "sampling_params": params, "stream": True}
     with requests.post(f"{url}/generate", json=body, stream=True, timeout=60) as response:
-        assert next(response.iter_lines()).startswith(b"data: ")
+        lines = response.iter_lines()  # kept: without a reader the connection is closed
+        assert next(lines).startswith(b"data: ")
         yield
 
 
