@@ -1,14 +1,17 @@
 """Results: honest counts of what was reused, on every API."""
 
 import asyncio
+import inspect
 import json
 import pickle
 import time
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
@@ -67,6 +70,29 @@ def test_only_the_last_output_carries_the_report():
         assert (meta_info["cached_tokens"], meta_info["cached_tokens"].chunk) == (7, 6)
 
 
+@pytest.mark.parametrize("states", [{}, {"r": None}], ids=["removed", "another request has its id"])
+def test_an_answer_that_comes_before_it_is_waited_for(states):
+    """As to the first prompts of a batch whose last ones are still being tokenized."""
+
+    async def scenario():
+        answer, times = output({"type": "length"}), SimpleNamespace(response_sent_to_client_time=1)
+        state = SimpleNamespace(event=asyncio.Event(), out_list=[answer], finished=True, time_stats=times)
+        state.event.set()
+        manager = SimpleNamespace(
+            rid_to_state={"r": state},
+            child_rid_to_logical_rid={},
+            incremental_streaming_output=False,
+            request_logger=Mock(),
+            request_metrics_exporter_manager=Mock(exporter_enabled=lambda: False),
+            _handle_abort_finish_reason=AsyncMock(return_value=None),
+        )
+        stream = report_chunks(inspect.unwrap(TokenizerManager._wait_one_response), manager, request())
+        manager.rid_to_state = states
+        assert [out async for out in stream] == [answer]
+
+    asyncio.run(scenario())
+
+
 def test_without_details_nothing_counts_as_a_hit():
     (last,) = collect(request(), output({"type": "stop"}))
     assert not any(chunk["hit"] for chunk in last["chunks"]) and last["cached_tokens"] == 0
@@ -94,7 +120,7 @@ def test_a_prompt_without_chunks_has_no_link():
 
 def test_ordinary_requests_are_untouched():
     out = output({"type": "stop"}, cached_tokens=3)
-    (last,) = collect(SimpleNamespace(input_ids=IDS, sampling_params={}), out)
+    (last,) = collect(SimpleNamespace(rid="r", input_ids=IDS, sampling_params={}), out)
     assert last == {"finish_reason": {"type": "stop"}, "cached_tokens": 3, "cached_tokens_details": None}
     assert type(last["cached_tokens"]) is int
 
@@ -129,7 +155,7 @@ def test_every_prompt_is_remembered_once():
         answer(request(rid=rid))
     answer(request(log_metrics=False))
     answer(with_link("full"))
-    answer(SimpleNamespace(input_ids=IDS, sampling_params={}))
+    answer(SimpleNamespace(rid="r", input_ids=IDS, sampling_params={}))
     usage, now = usage_of(manager), time.time()
     numbers = [sum(column) for column in zip(*usage.history(None, False, now), strict=True)][1:]
     assert numbers == [2, 4, 2, 2 * 6, 4]

@@ -60,6 +60,21 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     choose_rank(manager, obj, layout, input_ids)
 
 
+class _Answering:
+    """A tokenizer manager in which a request has the state that it has now.
+
+    SGLang looks the state up only when it begins to wait, for a batch once all its prompts have been tokenized. By then
+    one may have been answered, its state removed, and its id used again.
+    """
+
+    def __init__(self, manager: Any, rid: str):
+        self._manager = manager
+        self.rid_to_state = {rid: manager.rid_to_state.get(rid)}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
 def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -> AsyncGenerator[dict, None]:
     """Around `TokenizerManager._wait_one_response`: add the link and the chunk report to a request's last output.
 
@@ -68,7 +83,7 @@ def report_chunks(wait: Callable, manager: Any, obj: Any, request: Any = None) -
     """
     if getattr(obj, "is_single", False):
         announce(None)
-    outputs = wait(manager, obj, request)
+    outputs = wait(_Answering(manager, obj.rid), obj, request)
     if getattr(obj, "stream", False) and getattr(obj, "return_logprob", False):
         outputs = with_logprobs(outputs)
     layout = layout_of(obj)
