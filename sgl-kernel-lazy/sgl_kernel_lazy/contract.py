@@ -1,5 +1,5 @@
-"""What implementations on GPUs rely on but do not check, since they would have to wait for the device. The PyTorch
-implementation does, and with it whatever is tested on a CPU."""
+"""Preconditions that implementations on GPUs rely on but do not check, since they would have to wait for the device.
+The PyTorch implementation checks them, so every test on a CPU does."""
 
 import bisect
 import zlib

@@ -58,9 +58,9 @@ def decode_workspace(
 ) -> torch.Tensor:
     """What `plan_decode` and `link_decode` need for batches of up to max_bs requests of up to max_segments segments.
 
-    This implementation needs no plan, but remembers what was planned, so that no other batch passes for it.
+    This implementation needs no plan. It keeps a fingerprint of the planned batch, to refuse any other.
     """
-    return torch.empty(1, dtype=torch.float64, device=device)
+    return torch.full((1,), torch.nan, dtype=torch.float64, device=device)  # holds 32 bits; no batch's before a plan
 
 
 def plan_decode(
@@ -80,10 +80,10 @@ def plan_decode(
 
     segment_ids: [bs, max_segments] int32, not read beyond num_segments; None: nothing is shared. Segments of one id,
         at least 0, list the same slots in the same order, so that their keys can be read once for all requests; -1 is
-        shared with nobody. Neither is a segment that reaches the end of its row, whatever its id: a row ends with the
-        query's own token, so this one is left over in a row that pads the batch.
-    Raises ValueError on a shape, dtype, device or stride mismatch. The rest, here and in the other ops, only this
-    implementation checks (`contract.py`).
+        shared with nobody. A segment that reaches the end of its row is not shared either, whatever its id: rows end
+        with the query's own token, which is text, so it is a leftover in a row that pads the batch.
+    Raises ValueError on a shape, dtype, device or stride mismatch. Other preconditions, of this op and the others, are
+    checked by this implementation only (`contract.py`).
     """
     check_rows(kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, segment_ids, num_segments.device)
     check_segments(kv_indptr, len(kv_indices), num_segments, segment_ends, padded=True)
@@ -126,8 +126,8 @@ def link_decode(
         without loss. At most 2**31 slots.
     kv_indptr: [bs + 1] int32, counts tokens.  kv_indices: [>= kv_indptr[-1]] int32 or int64, slots.
     num_segments: [bs] int32, 0 for an ordinary request.
-    segment_ends: [bs, max_segments] int32, in KV tokens of the request's row; segment i begins where i - 1 ended. Only
-        in decode, they may lie behind the row's end, which cuts them off: so do leftovers in rows that pad the batch.
+    segment_ends: [bs, max_segments] int32, in KV tokens of the request's row; segment i begins where i - 1 ended. In
+        decode alone they may exceed the row, which cuts them off, as leftovers in rows that pad the batch do.
     segment_offsets: [bs, max_segments] int32, rows of cos_sin_cache. The offset of a segment is -j if its keys are
         stored at positions larger than its tokens' own by j; that is row len(cos_sin_cache) - j. Neither table is read
         beyond num_segments.

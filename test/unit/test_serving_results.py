@@ -5,6 +5,7 @@ import inspect
 import json
 import pickle
 import time
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
@@ -36,7 +37,13 @@ def output(finish_reason=None, **meta_info):
     return {"text": "", "meta_info": meta_info}
 
 
-MANAGER = SimpleNamespace(child_rid_to_logical_rid={}, rid_to_state={})
+def new_manager(**parents):
+    """A tokenizer manager that has states of all requests.  parents: for samples, the ids of their prompts."""
+    states = defaultdict(SimpleNamespace, {prompt: SimpleNamespace() for prompt in parents.values()})
+    return SimpleNamespace(child_rid_to_logical_rid=parents, rid_to_state=states)
+
+
+MANAGER = new_manager()
 
 
 def collect(obj, *outputs, manager=MANAGER):
@@ -127,8 +134,7 @@ def test_ordinary_requests_are_untouched():
 
 def test_samples_of_one_prompt_report_what_the_prompt_found():
     """For n > 1 SGLang computes the prompt first; that the samples then find it is no hit of the request."""
-    children = {"p_0": "p", "p_1": "p", "p_2": "p"}
-    manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
+    manager = new_manager(p_0="p", p_1="p", p_2="p")
     cold = output({"type": "length"}, cached_tokens_details={"device": 0, "host": 0, "chunk": 0, "chunk_hits": "0"})
     (prompt,) = collect(request(rid="p_0"), cold, manager=manager)
     details = {"device": 9, "host": 0, "chunk": 6, "chunk_hits": "3"}
@@ -143,8 +149,7 @@ def test_samples_of_one_prompt_report_what_the_prompt_found():
 def test_every_prompt_is_remembered_once():
     """Samples, internal requests and ordinary prompts are not; prompts belong to their tenant, unless they have an
     extra_key."""
-    children = {"p_0": "p", "p_1": "p"}
-    manager = SimpleNamespace(child_rid_to_logical_rid=children, rid_to_state={"p": SimpleNamespace()})
+    manager = new_manager(p_0="p", p_1="p")
 
     def answer(obj, hits="1", num_reused=2):
         details = {"device": 0, "host": 0, "chunk": num_reused, "chunk_hits": hits}
@@ -175,7 +180,7 @@ def test_a_refusal_by_the_scheduler_is_an_error_in_a_stream_too():
     refusal = {"type": "abort", "status_code": 400, "message": "the reason"}
     with pytest.raises(ValueError, match="the reason"):
         collect(request(), output(refusal))
-    manager = SimpleNamespace(child_rid_to_logical_rid={"r": "p"}, rid_to_state={"p": SimpleNamespace()})
+    manager = new_manager(r="p")
     with pytest.raises(ValueError, match="the reason"):
         collect(request(is_single=False), output(refusal), manager=manager)
     part_of_a_batch = request(is_single=False)

@@ -44,35 +44,37 @@ def device_flags() -> list[str]:
 
 
 PORTS, BLOCK = range(20_000, 32_000), 200
-"""Those below the range of outgoing connections, of which each process has this many to itself."""
+"""Ports below the range of outgoing connections, and how many of them a process reserves."""
 
 
 def free_ports(count: int) -> list[int]:
-    """Unused ports in a row. Other processes that call this get others.
+    """Unused consecutive ports, from those that this process has reserved, the least recently returned ones first.
 
-    A server binds them seconds later, a NCCL port even a minute later. Meanwhile, an outgoing connection could take
-    ports of its range, and a test beside this one could find those unused that are given away.
+    A server binds a port seconds later, a NCCL port even a minute later. Until then an outgoing connection must not
+    take it, and another process that looks for an unused port must not find it.
     """
-    starts, _ = _own_ports()
-    for first in itertools.islice(starts, BLOCK):
-        if first % BLOCK + count <= BLOCK and all(map(_is_unused, range(first, first + count))):
-            collections.deque(itertools.islice(starts, count - 1), 0)
-            return list(range(first, first + count))
+    ports, _ = _reserved_ports()
+    for _ in range(BLOCK):
+        found = list(itertools.islice(ports, count))
+        if found[-1] - found[0] == count - 1 and all(map(_is_unused, found)):
+            ports.rotate(-count)
+            return found
+        ports.rotate(-1)
     raise ServerError(f"no {count} free ports were found")
 
 
 @functools.cache
-def _own_ports() -> tuple[Iterator[int], socket.socket]:
-    """The ports of this process, round and round, and a name that only one process can have."""
+def _reserved_ports() -> tuple[collections.deque[int], socket.socket]:
+    """The ports of this process, and the socket that reserves them: only one process can bind its name."""
     for first in random.sample(PORTS[::BLOCK], len(PORTS) // BLOCK):
         name = socket.socket(socket.AF_UNIX)
         try:
-            name.bind(f"\0sglang_lazy.testing has ports from {first}")
+            name.bind(f"\0sglang_lazy.testing ports {first}")
         except OSError:
             name.close()
         else:
-            return itertools.cycle(range(first, first + BLOCK)), name
-    raise ServerError(f"other processes have all ports from {PORTS[0]} to {PORTS[-1]}")
+            return collections.deque(range(first, first + BLOCK)), name
+    raise ServerError(f"other processes have reserved all ports from {PORTS[0]} to {PORTS[-1]}")
 
 
 def _is_unused(port: int) -> bool:

@@ -61,15 +61,15 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
 
 
 class _Answering:
-    """A tokenizer manager in which a request has the state that it has now.
+    """A tokenizer manager that keeps the present state of one request.
 
-    SGLang looks the state up only when it begins to wait, for a batch once all its prompts have been tokenized. By then
-    one may have been answered, its state removed, and its id used again.
+    SGLang looks the state up when it begins to wait for the answer; for a batch, after all prompts have been tokenized.
+    By then a prompt may have been answered, its state removed, and its id reused.
     """
 
     def __init__(self, manager: Any, rid: str):
         self._manager = manager
-        self.rid_to_state = {rid: manager.rid_to_state.get(rid)}
+        self.rid_to_state = {rid: manager.rid_to_state[rid]}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
