@@ -297,18 +297,25 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
 
-@pytest.mark.parametrize("name", ["chunks, then their prompt", "two fills"])
-def test_padded_queries_with_a_batch_dimension(name):
-    """Those of Gemma 3 in a prefill graph."""
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", [name for name in BATCHES if any(req.positions is not None for req in BATCHES[name])])
+def test_padding_with_a_batch_dimension(name, apart):
+    """As Gemma 3 has it in a prefill graph; SGLang zeroes what pads the output."""
     requests = BATCHES[name]
     backend, batch, forward_batch, (q, k, v) = build(requests, seed=0)
     layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
-    padded = torch.cat([q, torch.full_like(q[:8], float("nan"))]).view(1, len(q) + 8, QO_HEADS, HEAD_DIM)
-    forward_batch._attn_output = torch.full_like(q, float("nan"))
-    with backend.link_table.running(LinkedBatch.of(batch)):
+    expected_k, output = k.clone(), torch.full((1, len(q) + 8, QO_HEADS, HEAD_DIM), float("nan"))
+    forward_batch._attn_output = output
+    q, k = (torch.nn.functional.pad(x.flatten(1), (0, 0, 0, 8), value=float("nan")) for x in (q, k))
+    q, k = q.view(output.shape), k.view(1, len(k), KV_HEADS, HEAD_DIM)
+    with backend.link_table.running(LinkedBatch.of(batch, apart)):
         backend.init_forward_metadata(forward_batch)
-        out = backend.forward_extend(padded, k, v, layer, forward_batch)
+        out = backend.forward_extend(q, k, v, layer, forward_batch)
+    q, written = q[0, :-8].flatten(1), output[0, :-8].flatten(1)
+    assert out.data_ptr() == output.data_ptr() and torch.equal(out, written)
     torch.testing.assert_close(out.double(), expected(backend, forward_batch, requests, q), rtol=0, atol=1e-5)
+    assert torch.equal(backend.link_pool.get_kv_buffer(0)[0][forward_batch.out_cache_loc], expected_k)
+    assert output[0, -8:].isnan().all()
 
 
 def test_every_kind_of_layer_is_checked_once():

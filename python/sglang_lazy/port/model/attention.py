@@ -159,16 +159,18 @@ class LinkAttention(AttentionBackend):
         if metadata is None and stock_part is None:
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         heads, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-        # In graphs, SGLang provides the output buffer.
-        out = forward_batch._attn_output
+        out = torch.empty_like(heads, memory_format=torch.contiguous_format)
+        if (given := forward_batch._attn_output) is not None:  # in graphs
+            out = given.view(-1, *heads.shape[1:])[: len(heads)]
         if stock_part is not None:
             stock_part.batch._attn_output = out
             with stock_part.shown_to(self.link_rows.req_to_token):
                 q = heads.flatten(1)
-                out = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False, **kwargs)
+                stock = super().forward_extend(q, k, v, layer, stock_part.batch, save_kv_cache=False, **kwargs)
+            if stock.data_ptr() != out.data_ptr():  # not all of SGLang's backends use the given buffer
+                out.copy_(stock.view(out.shape))
         if metadata is None:
-            return out
-        out = torch.empty_like(heads, memory_format=torch.contiguous_format) if out is None else out.view(heads.shape)
+            return out.flatten(1)
         described, whole = self.link_model.layers[layer.layer_id], self.link_model.keeps_all(layer.layer_id)
         in_place = isinstance(metadata.tokens, slice)
         linked = described.kernels.link_extend(
@@ -203,15 +205,18 @@ class LinkAttention(AttentionBackend):
             raise NotImplementedError(
                 f"linked attention does not support {unknown}, which layer {layer.layer_id} passes"
             )
+        # SGLang cuts off what pads q and k to the size of a prefill graph, but not where they have a batch dimension
+        # (Gemma 3).
+        num_tokens = len(forward_batch.out_cache_loc)
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
             if self.link_fp8 and self.link_stock_part is not None:
                 # The pool divides them by the scales in place, and SGLang's attention may read them, not the cache.
                 k, v = k.clone(), v.clone()
+            k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[:num_tokens]
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
-        # SGLang cuts off what pads q to the size of a prefill graph, but not where q has a batch dimension (Gemma 3).
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: len(forward_batch.out_cache_loc)]
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[:num_tokens]
         return (
             heads,
             k_cache,
