@@ -1,9 +1,12 @@
 """The ports that test servers get: no two get the same one, though each is bound only much later."""
 
+import concurrent.futures
 import socket
 import subprocess
 import sys
+import time
 
+from sglang_lazy.testing import server
 from sglang_lazy.testing.server import BLOCK, free_ports
 
 LOWEST = """
@@ -19,6 +22,15 @@ def test_no_port_is_given_twice():
     given = [free_ports(count) for count in (1, 2, 3)]
     assert all(ports == list(range(ports[0], ports[0] + len(ports))) for ports in given)
     assert len({port for ports in given for port in ports}) == 6
+
+
+def test_threads_have_ports_of_their_own(monkeypatch):
+    """Here a thread looks long at each port, so that others would come to it meanwhile."""
+    is_unused = server._is_unused
+    monkeypatch.setattr(server, "_is_unused", lambda port: time.sleep(0.01) or is_unused(port))
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        given = [port for ports in pool.map(free_ports, [2] * 8) for port in ports]
+    assert len(set(given)) == 16
 
 
 def test_ports_in_use_are_left_out():

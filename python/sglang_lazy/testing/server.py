@@ -8,6 +8,7 @@ import os
 import random
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -46,6 +47,8 @@ def device_flags() -> list[str]:
 PORTS, BLOCK = range(20_000, 32_000), 200
 """Ports below the range of outgoing connections, and how many of them a process reserves."""
 
+_choosing_ports = threading.Lock()
+
 
 def free_ports(count: int) -> list[int]:
     """Unused consecutive ports, from those that this process has reserved, the least recently returned ones first.
@@ -53,13 +56,14 @@ def free_ports(count: int) -> list[int]:
     A server binds a port seconds later, a NCCL port even a minute later. Until then an outgoing connection must not
     take it, and another process that looks for an unused port must not find it.
     """
-    ports, _ = _reserved_ports()
-    for _ in range(BLOCK):
-        found = list(itertools.islice(ports, count))
-        if found[-1] - found[0] == count - 1 and all(map(_is_unused, found)):
-            ports.rotate(-count)
-            return found
-        ports.rotate(-1)
+    with _choosing_ports:  # servers are started in threads, too
+        ports, _ = _reserved_ports()
+        for _ in range(BLOCK):
+            found = list(itertools.islice(ports, count))
+            if found[-1] - found[0] == count - 1 and all(map(_is_unused, found)):
+                ports.rotate(-count)
+                return found
+            ports.rotate(-1)
     raise ServerError(f"no {count} free ports were found")
 
 
