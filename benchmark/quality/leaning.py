@@ -11,7 +11,7 @@ no answer can be told by its kind: a person does something with a thing ("Ada Ho
 | table | the header, which says what the columns of a row are |
 | amendment | what was changed: a correction is of the document before, an amendment of one long before |
 | import | the file from which a file imports a name, directly or through another file |
-| examples | the other examples: each fits two rules, all of them together only one |
+| examples | another example of the same input: each leaves two outputs, all of them together one |
 | conversation | the question that it answers |
 | order | its neighbours: who came after whom |
 | cut | what stands before: one text of people and pronouns, cut between random words |
@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from benchmark.quality.drafts import DISHES, TRADES, VERBS, Draft, Facts, filler, sizes, things
+from benchmark.quality.drafts import DISHES, TRADES, VERBS, Draft, Facts, filler, sizes
 from benchmark.quality.worlds import Make, Split, World, make_world, records
 
 
@@ -154,22 +154,17 @@ def imports(rng: random.Random, split: Split, num_documents: int, similar: float
 
 
 def examples(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
-    """Of three things an example repeats one, so that its output may be either; the two kinds of examples together
-    leave only the rule's place. In half of the training worlds none is repeated: there a place shows by itself."""
+    lengths = sizes(rng, num_documents, 2, 4)
     draft = Draft(rng, split, 1, similar)
-    repeats = split == "test" or rng.random() < 0.5
-    place = rng.randrange(3)
-    twins = [other for other in range(3) if other != place]
-    order = [*twins, *(rng.choice(twins) for _ in range(num_documents - 2))]
-    rng.shuffle(order)
-    for twin in order:
-        inputs = rng.sample(things(split), 3)
-        if repeats:
-            inputs[twin] = inputs[place]
-        draft.add("Example", f"Input: {', '.join(inputs)}. Output: {inputs[place]}.")
-    for _ in range(2 * num_documents):
-        inputs = rng.sample(things(split), 3)
-        draft.ask(f"Input: {', '.join(inputs)}. Output?", inputs[place], (order.index(twin) for twin in twins))
+    outputs = {word: draft.thing() for word in rng.sample(DISHES, len(lengths))}
+    inputs = [word for word, length in zip(outputs, lengths, strict=True) for _ in range(length)]
+    rng.shuffle(inputs)
+    for word in inputs:
+        either = rng.sample([outputs[word], draft.thing()], 2)
+        draft.add("Example", f"Input: {word}. Output: {' or '.join(either)}.")
+    for word, thing in outputs.items():
+        first = inputs.index(word)
+        draft.ask(f"Input: {word}. Output?", thing, (first, inputs.index(word, first + 1)))
     return draft.world
 
 

@@ -86,12 +86,10 @@ def from_files(documents, question):
 
 
 def from_examples(documents, question):
-    places = {0, 1, 2}
-    for _, text in documents:
-        inputs, output = re.search(r"Input: (.+)\. Output: (.+?)\.", text).groups()
-        places &= {place for place, one in enumerate(inputs.split(", ")) if one == output}
-    inputs = re.fullmatch(r"Input: (.+)\. Output\?", question)[1].split(", ")
-    return inputs[places.pop()] if len(places) == 1 else None
+    word = re.fullmatch(r"Input: (\w+)\. Output\?", question)[1]
+    found = re.findall(rf"Input: {word}\. Output: ({THING}) or ({THING})\.", " ".join(text for _, text in documents))
+    outputs = set.intersection(*map(set, found)) if found else ()
+    return next(iter(outputs)) if len(outputs) == 1 else None
 
 
 def from_conversation(documents, question):
