@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from sglang.kernels.ops.kvcache import hicache
 from sglang.srt.disaggregation.kv_events import StorageMedium
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InsertParams, InsertResult
 from sglang.srt.mem_cache.hiradix_cache import HiRadixCache
@@ -21,9 +20,6 @@ from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.cache.copies import Copies
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.cache.tier_report import HostReport
-
-BLOCK_QUOTA = 4
-"""Thread blocks of SGLang's transfer kernels. On an H200 they move 51 GB/s over PCIe; with SGLang's two, 40."""
 
 
 class _HiRadixCache(HiRadixCache):
@@ -42,7 +38,6 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     """
 
     def __init__(self, params: Any, server_args: Any):
-        hicache.DEFAULT_BLOCK_QUOTA = BLOCK_QUOTA
         super().__init__(params, server_args)
         collector = self.metrics_collector
         self.host_report = HostReport() if collector is None else HostReport.measured(collector.labels)

@@ -1,4 +1,5 @@
-"""The host tier's memory on a CPU, where memory cannot be pinned and SGLang's transfer kernels do not run."""
+"""The host tier's memory: how many thread blocks copy to and from it, and a stand-in for it on a CPU, where memory
+cannot be pinned and SGLang's transfer kernels do not run."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,6 +8,12 @@ import torch
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
 from sglang_lazy.port.hooks import Hook
+
+LOAD_BLOCKS, BACK_UP_BLOCKS = 4, 1
+"""Thread blocks of the transfer kernels. Each keeps a streaming multiprocessor from the passes beside it, whose matrix
+products are laid out for all of them. On an H100, each GB that four blocks copy to the host costs a prefill 11 ms and
+decoding 8 ms; with one block it is 4 and 0.3 ms. Only eviction may wait for these copies, but requests wait for loads:
+beside a prefill, four blocks load 36 GB/s, two 23."""
 
 
 class CpuHostPool(MHATokenToKVPoolHost):
@@ -30,4 +37,24 @@ def host_pool_class(original: Callable, device_pool: Any) -> type:
     return CpuHostPool if torch.device(device_pool.device).type == "cpu" else original(device_pool)
 
 
-HOOKS = (Hook("sglang.srt.mem_cache.hiradix_cache.get_mha_host_pool_cls", host_pool_class, "AROUND"),)
+def compile_kernels(compile_kernel: Callable[..., bool], *, element_size: int) -> bool:
+    """Around `can_use_hicache_jit_kernel`, as called by pools: what is compiled later keeps requests waiting."""
+    return all(compile_kernel(element_size=element_size, block_quota=n) for n in (LOAD_BLOCKS, BACK_UP_BLOCKS))
+
+
+def load(transfer: Callable, **kwargs: Any) -> None:
+    """Around the transfer of one layer to the device."""
+    transfer(**kwargs, block_quota=LOAD_BLOCKS)
+
+
+def back_up(transfer: Callable, **kwargs: Any) -> None:
+    """Around the transfer of all layers to the host."""
+    transfer(**kwargs, block_quota=BACK_UP_BLOCKS)
+
+
+HOOKS = (
+    Hook("sglang.srt.mem_cache.hiradix_cache.get_mha_host_pool_cls", host_pool_class, "AROUND"),
+    Hook("sglang.srt.mem_cache.pool_host.mha.can_use_hicache_jit_kernel", compile_kernels, "AROUND"),
+    Hook("sglang.srt.mem_cache.pool_host.mha.jit_transfer_hicache_one_layer", load, "AROUND"),
+    Hook("sglang.srt.mem_cache.pool_host.mha.jit_transfer_hicache_all_layer", back_up, "AROUND"),
+)
