@@ -32,7 +32,7 @@ def loads(sources: list[Path]) -> str:
 
 def transfers(sources: list[Path]) -> str:
     """GB/s between host and device."""
-    rows = [row for source in sources for row in lines(source) if "copy" in row]
+    rows = [row for source in sources for row in lines(source) if "copy" in row and "beside" not in row]
     plain = {row["copy"]: row for row in rows if "block_quota" not in row}
     body = [["one plain copy", "consecutive", *(number(plain[f"plain {way}"]["gb_per_s"]) for way in WAYS)]]
     for quota in sorted({row["block_quota"] for row in rows if "block_quota" in row}):
@@ -43,3 +43,20 @@ def transfers(sources: list[Path]) -> str:
             slots = "scattered" if scattered else "consecutive"
             body.append([f"kernel, {quota} blocks", slots, *(number(of[way]["gb_per_s"]) for way in WAYS)])
     return table(["copy", "slots", "to the device", "to the host"], body)
+
+
+def interference(sources: list[Path]) -> str:
+    """Milliseconds that passes lose for each GB copied beside them."""
+    rows = [row for source in sources for row in lines(source) if "beside" in row]
+    of = {(row.get("block_quota"), row["copy"].split()[-1], row["beside"]): row["ms_per_gb"] for row in rows}
+    columns = [(way, name) for way in WAYS for name in dict.fromkeys(row["beside"] for row in rows)]
+    quotas = dict.fromkeys(row.get("block_quota") for row in rows)
+    body = [
+        [
+            f"kernel, {quota} blocks" if quota else "one plain copy",
+            *(number(of[(quota, *column)]) for column in columns),
+        ]
+        for quota in quotas
+    ]
+    directions = dict(zip(WAYS, ("to the device", "to the host"), strict=True))
+    return table(["copy", *(f"{directions[way]}: {name}" for way, name in columns)], body)

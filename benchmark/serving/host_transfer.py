@@ -4,7 +4,8 @@
 
 Rows are GB/s for one prompt's KV: layer by layer to the GPU, as the server loads it, and all layers at once to the
 host, with consecutive or scattered slots. `block_quota` limits the thread blocks of SGLang's copy kernels; `plain` is a
-single copy of as many bytes. Needs a GPU.
+single copy of as many bytes. Rows with `beside` say what forward passes lose beside scattered copies, in ms for each
+GB. Needs a GPU.
 """
 
 import argparse
@@ -20,11 +21,14 @@ from sglang.kernels.ops.kvcache import hicache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
+from benchmark.serving.beside import NUM_TOKENS, Copy, beside, passes
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.models import SHAPES
 
 POOL_TOKENS = 40_000
 REPETITIONS = 20
+BACK_UP_TOKENS = 1024
+"""Copied to the host at once, beside passes."""
 
 
 def milliseconds(copy: Callable[[], object]) -> float:
@@ -44,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=10_240, help="of the prompt")
-    parser.add_argument("--block-quotas", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--block-quotas", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -69,6 +73,16 @@ def main() -> None:
     def back_up(host: torch.Tensor, device: torch.Tensor) -> None:
         host_pool.backup_from_device_all_layer(device_pool, host, device, "kernel")
 
+    def part(copy: Callable, host: torch.Tensor, device: torch.Tensor) -> Copy:
+        """A layer of a load, or all layers of some tokens of a back-up."""
+        if copy is load:
+            return Copy(
+                lambda i: host_pool.load_to_device_per_layer(device_pool, host, device, i % num_layers, "kernel"),
+                num_bytes // num_layers,
+            )
+        few = host[:BACK_UP_TOKENS], device[:BACK_UP_TOKENS]
+        return Copy(lambda _: back_up(*few), BACK_UP_TOKENS * host_pool.size_per_token)
+
     host_bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     device_bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     with open(args.out, "w", encoding="utf-8") as out:
@@ -83,12 +97,24 @@ def main() -> None:
         def speed(copy: Callable[[], object]) -> float:
             return round(num_bytes / milliseconds(copy) / 1e6, 2)
 
-        note(copy="plain load", gb_per_s=speed(lambda: device_bytes.copy_(host_bytes, non_blocking=True)))
-        note(copy="plain back_up", gb_per_s=speed(lambda: host_bytes.copy_(device_bytes, non_blocking=True)))
+        computing = {name: passes(shape, num_tokens) for name, num_tokens in NUM_TOKENS.items()}
+
+        def note_beside(repeated: Copy, alone_gb_per_s: float, **row) -> None:
+            for name, run in computing.items():
+                cost, rate = beside(run, repeated, alone_gb_per_s)
+                note(**row, beside=name, ms_per_gb=round(cost, 3), gb_per_s=round(rate, 2))
+
+        for name, to, source in (("load", device_bytes, host_bytes), ("back_up", host_bytes, device_bytes)):
+            plain = functools.partial(to.copy_, source, non_blocking=True)
+            note(copy=f"plain {name}", gb_per_s=(rate := speed(plain)))
+            note_beside(Copy(lambda _, copy=plain: copy(), num_bytes), rate, copy=f"plain {name}")
         for quota, scattered, copy in itertools.product(args.block_quotas, (False, True), (load, back_up)):
             hicache.DEFAULT_BLOCK_QUOTA = quota
-            rate = speed(functools.partial(copy, slots(scattered), slots(scattered)))
+            host, device = slots(scattered), slots(scattered)
+            rate = speed(functools.partial(copy, host, device))
             note(copy=copy.__name__, block_quota=quota, scattered=scattered, gb_per_s=rate)
+            if scattered:
+                note_beside(part(copy, host, device), rate, copy=copy.__name__, block_quota=quota)
 
 
 if __name__ == "__main__":

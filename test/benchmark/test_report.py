@@ -10,7 +10,7 @@ from benchmark.report.cells import number
 from benchmark.report.host_time import references
 from benchmark.report.policies import policies, policies_by_group, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
-from benchmark.report.tiers import transfers
+from benchmark.report.tiers import interference, transfers
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -148,12 +148,26 @@ def test_transfers(tmp_path):
             ("back_up", True, 48),
         )
     ]
+    rows += [
+        {**copy, "beside": name, "ms_per_gb": cost, "gb_per_s": 40}
+        for copy, costs in (
+            ({"copy": "plain load"}, (0, 0.5)),
+            ({"copy": "plain back_up"}, (0.3, 0.25)),
+            ({"copy": "load", "block_quota": 4}, (4, 1.5)),
+            ({"copy": "back_up", "block_quota": 4}, (11, 8)),
+        )
+        for name, cost in zip(("prefill", "decoding"), costs, strict=True)
+    ]
     file = tmp_path / "transfers.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert cells(transfers([file])) == [
         ["one plain copy", "consecutive", "55.0", "54.0"],
         ["kernel, 4 blocks", "consecutive", "51.0", "50.0"],
         ["kernel, 4 blocks", "scattered", "49.0", "48.0"],
+    ]
+    assert cells(interference([file])) == [
+        ["one plain copy", "0.00", "0.50", "0.30", "0.25"],
+        ["kernel, 4 blocks", "4.00", "1.50", "11.0", "8.00"],
     ]
 
 
