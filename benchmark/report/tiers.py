@@ -41,7 +41,7 @@ def transfers(sources: list[Path]) -> str:
                 row["copy"]: row for row in rows if (row.get("block_quota"), row.get("scattered")) == (quota, scattered)
             }
             slots = "scattered" if scattered else "consecutive"
-            body.append([f"kernel, {quota} blocks", slots, *(number(of[way]["gb_per_s"]) for way in WAYS)])
+            body.append([_kernel(quota), slots, *(number(of[way]["gb_per_s"]) for way in WAYS)])
     return table(["copy", "slots", "to the device", "to the host"], body)
 
 
@@ -53,10 +53,14 @@ def interference(sources: list[Path]) -> str:
     quotas = dict.fromkeys(row.get("block_quota") for row in rows)
     body = [
         [
-            f"kernel, {quota} blocks" if quota else "one plain copy",
+            _kernel(quota) if quota else "one plain copy",
             *(number(of[(quota, *column)]) for column in columns),
         ]
         for quota in quotas
     ]
     directions = dict(zip(WAYS, ("to the device", "to the host"), strict=True))
     return table(["copy", *(f"{directions[way]}: {name}" for way, name in columns)], body)
+
+
+def _kernel(quota: int) -> str:
+    return f"kernel, {quota} block{'s' * (quota > 1)}"

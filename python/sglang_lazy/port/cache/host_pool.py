@@ -10,10 +10,9 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang_lazy.port.hooks import Hook
 
 LOAD_BLOCKS, BACK_UP_BLOCKS = 4, 1
-"""Thread blocks of the transfer kernels. Each keeps a streaming multiprocessor from the passes beside it, whose matrix
-products are laid out for all of them. On an H100, each GB that four blocks copy to the host costs a prefill 11 ms and
-decoding 8 ms; with one block it is 4 and 0.3 ms. Only eviction may wait for these copies, but requests wait for loads:
-beside a prefill, four blocks load 36 GB/s, two 23."""
+"""Thread blocks of the transfer kernels. Each keeps a streaming multiprocessor from the passes beside it. Requests wait
+for loads; only eviction may wait for copies to the host, and with one block running requests do not notice them
+(docs/results/tiers)."""
 
 
 class CpuHostPool(MHATokenToKVPoolHost):
