@@ -60,6 +60,9 @@ class Share(NamedTuple):
     tokens: int
 
 
+_STATES = _LOCKED, _PINNED, _LOCKED_AND_PINNED, _EVICTABLE, _HOST = range(5)
+
+
 class Occupancy(NamedTuple):
     """The cached chunks now.
 
@@ -76,17 +79,19 @@ class Occupancy(NamedTuple):
     @classmethod
     def of(cls, chunks: Iterable[CachedChunk]) -> "Occupancy":
         """Count `chunks`, which takes half a millisecond for a thousand."""
-        counts, tokens = [0] * 5, [0] * 5
+        counts, tokens = [0] * len(_STATES), [0] * len(_STATES)
         for chunk in chunks:
             node: Node = chunk.node
             if node.evicted:
-                kind = 4
+                state = _HOST
             elif not node.lock_ref:
-                kind = 3
+                state = _EVICTABLE
+            elif chunk.pin is None:
+                state = _LOCKED
             else:
-                kind = 0 if chunk.pin is None else 1 if node.lock_ref == 1 else 2
-            counts[kind] += 1
-            tokens[kind] += chunk.num_tokens
+                state = _PINNED if node.lock_ref == 1 else _LOCKED_AND_PINNED
+            counts[state] += 1
+            tokens[state] += chunk.num_tokens
         locked, pinned, both, evictable, host = map(Share, counts, tokens)
         return cls(
             resident=_sum(locked, pinned, both, evictable),

@@ -15,7 +15,7 @@ from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import ChunkState, Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
-from sglang_lazy.core.keys import ChunkKey, Namespace
+from sglang_lazy.core.keys import ChunkKey, of_chunks
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import ChunkNodes
 
@@ -260,8 +260,7 @@ class ChunkStore:
     def evict_leaf(self, leaf: Node) -> torch.Tensor:
         """Evict a leaf from the device; the caller frees the returned slots."""
         slots = self.tree.remove(leaf)
-        namespace = leaf.key.extra_key
-        if isinstance(namespace, Namespace) and namespace.is_chunk:
+        if of_chunks(leaf.key.extra_key):
             self.counts.num_evicted_chunks += leaf.id in self._by_node
             self.counts.num_evicted_tokens += len(leaf.key)
         if not leaf.backuped:

@@ -41,6 +41,11 @@ class Namespace(NamedTuple):
         return (self.extra_key or "").removesuffix(self.adapter or "") or None
 
 
+def of_chunks(extra_key: object) -> bool:
+    """Whether this `extra_key` of a node is a namespace of chunks; SGLang's own namespaces are no `Namespace`."""
+    return isinstance(extra_key, Namespace) and extra_key.is_chunk
+
+
 class ChunkKey(NamedTuple):
     """The identity of a chunk's KV.
 

@@ -8,7 +8,7 @@ hold different chunks. A chunk without a copy is copied again when it is among t
 from collections.abc import Callable
 from typing import Any
 
-from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.keys import of_chunks
 
 NEXT_SHARE = 10
 """The chunks in 1/NEXT_SHARE of the device's slots count as next to leave."""
@@ -33,8 +33,7 @@ class Copies:
 
     def came(self, node: Any) -> None:
         """`node` is on the device, and its copy is complete."""
-        namespace = node.key.extra_key
-        if not node.evicted and node.backuped and isinstance(namespace, Namespace) and namespace.is_chunk:
+        if not node.evicted and node.backuped and of_chunks(node.key.extra_key):
             self._redundant.pop(node.id, None)
             self._redundant[node.id] = node
 

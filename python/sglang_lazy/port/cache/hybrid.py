@@ -16,7 +16,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.chunks.tree import Inserted, WindowMemory
-from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.keys import of_chunks
 from sglang_lazy.port.cache.radix import LazyRadixCache
 
 
@@ -120,7 +120,7 @@ class LazyHybridCache(LazyRadixCache):
         if node is self.root_node:
             return
         # Text is matched again without its last token, which is computed in any case.
-        count, now = self.sliding_window_size + spread + (not _is_chunk(node)), node.last_access_time
+        count, now = self.sliding_window_size + spread + (not of_chunks(node.key.extra_key)), node.last_access_time
         while count > 0 and node is not self.root_node:
             if (kept := self._windows.get(node)) is not None:
                 kept.last_use = now
@@ -222,7 +222,7 @@ class LazyHybridCache(LazyRadixCache):
                 if end <= inserted.prefix_len:
                     mapping[node.value] = mapping[own]
                     lent.append(own)
-                self._windows[node] = WindowKV(last_use=0 if _is_chunk(node) else node.last_access_time)
+                self._windows[node] = WindowKV(last_use=0 if of_chunks(node.key.extra_key) else node.last_access_time)
                 self._num_unlocked += len(node.key)
                 self._offer_window(node)
             end -= len(node.key)
@@ -274,8 +274,3 @@ class LazyHybridCache(LazyRadixCache):
         del self._windows[node]
         self._unlocked_windows.remove(node)
         self._num_unlocked -= len(node.key)
-
-
-def _is_chunk(node: TreeNode) -> bool:
-    namespace = node.key.extra_key
-    return isinstance(namespace, Namespace) and namespace.is_chunk
