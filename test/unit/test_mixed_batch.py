@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from sglang.srt.layers import radix_attention
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -297,25 +298,38 @@ def test_every_row_meets_what_it_sees(name, apart, memory_given, window):
     assert forward_batch.seq_lens.tolist() == [req.prefix_len + req.extend_len for req in requests]
 
 
+def unregistered(*args, use_mha_companion, **options):
+    """SGLang's op, which it registers for GPUs alone."""
+    radix_attention._unified_attention_with_output_impl(*args, use_mha_companion, return_lse=False, **options)
+
+
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", [name for name in BATCHES if any(req.positions is not None for req in BATCHES[name])])
-def test_padding_with_a_batch_dimension(name, apart):
-    """As Gemma 3 has it in a prefill graph; SGLang zeroes what pads the output."""
+def test_padding_with_a_batch_dimension(monkeypatch, name, apart):
+    """As Gemma 3 has it in a prefill graph, through SGLang's layer, which cuts the first dimension."""
     requests = BATCHES[name]
     backend, batch, forward_batch, (q, k, v) = build(requests, seed=0)
-    layer = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0)
-    expected_k, output = k.clone(), torch.full((1, len(q) + 8, QO_HEADS, HEAD_DIM), float("nan"))
-    forward_batch._attn_output = output
-    q, k = (torch.nn.functional.pad(x.flatten(1), (0, 0, 0, 8), value=float("nan")) for x in (q, k))
-    q, k = q.view(output.shape), k.view(1, len(k), KV_HEADS, HEAD_DIM)
+    layer, num_tokens = RadixAttention(QO_HEADS, HEAD_DIM, HEAD_DIM**-0.5, KV_HEADS, 0), len(q)
+    padded = [torch.nn.functional.pad(x.flatten(1), (0, 0, 0, 8), value=float("nan")) for x in (q, k, v)]
+    padded = [x.view(1, num_tokens + 8, -1, HEAD_DIM) for x in padded]
+    forward_batch.num_token_non_padded_cpu, forward_batch.mha_return_lse = num_tokens, False
+    context = SimpleNamespace(
+        forward_batch=forward_batch,
+        attention_layers=[layer],
+        mha_companion_layers=None,
+        num_tokens=num_tokens + 8,
+        raw_num_tokens=num_tokens,
+    )
+    monkeypatch.setattr(radix_attention, "get_tc_piecewise_forward_context", lambda: context)
+    monkeypatch.setattr(radix_attention, "get_attn_backend", lambda: backend)
+    monkeypatch.setattr(radix_attention, "unified_attention_with_output", unregistered)
     with backend.link_table.running(LinkedBatch.of(batch, apart)):
         backend.init_forward_metadata(forward_batch)
-        out = backend.forward_extend(q, k, v, layer, forward_batch)
-    q, written = q[0, :-8].flatten(1), output[0, :-8].flatten(1)
-    assert out.data_ptr() == output.data_ptr() and torch.equal(out, written)
+        out = layer(*padded, forward_batch)
+    assert out.shape == padded[0].shape
+    out = out[0, :num_tokens].flatten(1)
     torch.testing.assert_close(out.double(), expected(backend, forward_batch, requests, q), rtol=0, atol=1e-5)
-    assert torch.equal(backend.link_pool.get_kv_buffer(0)[0][forward_batch.out_cache_loc], expected_k)
-    assert output[0, -8:].isnan().all()
+    assert torch.equal(backend.link_pool.get_kv_buffer(0)[0][forward_batch.out_cache_loc], k)
 
 
 def test_every_kind_of_layer_is_checked_once():

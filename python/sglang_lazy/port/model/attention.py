@@ -160,7 +160,7 @@ class LinkAttention(AttentionBackend):
             return super().forward_extend(q, k, v, layer, forward_batch, save_kv_cache=save_kv_cache, **kwargs)
         heads, k_cache, v_cache, options = self._prepare(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
         out = torch.empty_like(heads, memory_format=torch.contiguous_format)
-        if (given := forward_batch._attn_output) is not None:  # in graphs
+        if (given := forward_batch._attn_output) is not None:  # in graphs; padded where q is
             out = given.view(-1, *heads.shape[1:])[: len(heads)]
         if stock_part is not None:
             stock_part.batch._attn_output = out
@@ -205,18 +205,15 @@ class LinkAttention(AttentionBackend):
             raise NotImplementedError(
                 f"linked attention does not support {unknown}, which layer {layer.layer_id} passes"
             )
-        # SGLang cuts off what pads q and k to the size of a prefill graph, but not where they have a batch dimension
-        # (Gemma 3).
-        num_tokens = len(forward_batch.out_cache_loc)
         if save_kv_cache:
             slots = KVWriteLoc(forward_batch.out_cache_loc, self.link_window_slots)
             if self.link_fp8 and self.link_stock_part is not None:
                 # The pool divides them by the scales in place, and SGLang's attention may read them, not the cache.
                 k, v = k.clone(), v.clone()
-            k = k.view(-1, layer.tp_k_head_num, layer.qk_head_dim)[:num_tokens]
             self.link_pool.set_kv_buffer(layer, slots, k, v, layer.k_scale, layer.v_scale)
         k_cache, v_cache = self.link_pool.get_kv_buffer(layer.layer_id)
-        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[:num_tokens]
+        # SGLang cuts off what pads q to the size of a prefill graph, but not where q has a batch dimension (Gemma 3).
+        heads = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)[: len(forward_batch.out_cache_loc)]
         return (
             heads,
             k_cache,
