@@ -70,6 +70,22 @@ def test_a_policy_that_needs_more_of_a_chunk_has_it_computed_again():
     assert scheduler.counts(again)[1:] == (8, 1)
 
 
+@pytest.mark.parametrize("link", ["query:ratio=0.4", "static:ratio=0.4"])
+def test_window_kv_around_tokens_to_be_chosen_is_reserved_on_arrival(link):
+    """A policy that measures first may choose tokens at both ends of a chunk, and their text looks back on window KV of
+    all of it: a request is refused on arrival or served."""
+    chunks = [(CHUNK, tuple(1 + (i + j * j) % 13 for j in range(12))) for i in range(2)]
+    answered = refused = 0
+    for window_size in range(30, 60, 2):
+        scheduler = Loop(100, link=link, max_fill_tokens=12, window=2, window_size=window_size)
+        req = scheduler.submit([*chunks, QUESTION], "r", max_new_tokens=1)
+        refused += req.to_finish is not None
+        if req.to_finish is None:
+            scheduler.run()
+            answered += len(req.output_ids) == 1
+    assert answered and refused and answered + refused == 15
+
+
 @pytest.fixture(autouse=True)
 def middle_four():
     """A policy that recomputes the middle four tokens of each chunk."""

@@ -154,7 +154,7 @@ class Arrival:
             )
         params.max_new_tokens = min(params.max_new_tokens, room)
         if self.limits.windows is not None:
-            self._check_windows_fit(prompt, self.limits.windows)
+            self._check_windows_fit(prompt, self.limits.windows, spread_out=extra_text > 0)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",
@@ -162,12 +162,18 @@ class Arrival:
                 f"{self.limits.context_len} positions",
             )
 
-    def _check_windows_fit(self, prompt: LinkedPrompt, windows: WindowMemory) -> None:
+    def _check_windows_fit(self, prompt: LinkedPrompt, windows: WindowMemory, spread_out: bool) -> None:
         """Raise Refusal unless the window KV that the prompt reads of its chunks fits into its pool together with the
-        largest fill, whose chunks have that of all their tokens until the fill ends."""
+        largest fill, whose chunks have that of all their tokens until the fill ends.
+
+        spread_out: whether tokens anywhere in the chunks may become text later, so that all of the chunks may be read.
+        """
         chunks = {chunk.key: chunk for chunk in prompt.chunks}.values()
         lens, preamble_len = [chunk.num_tokens for chunk in chunks], len(prompt.chunks[0].preamble)
-        read = sum(min(chunk.num_needed, windows.window + chunk.spread) for chunk in prompt.chunks)
+        read = sum(
+            chunk.num_tokens if spread_out else min(chunk.num_needed, windows.window + chunk.spread)
+            for chunk in prompt.chunks
+        )
         fill = preamble_len + min(sum(lens), max(self.limits.max_fill_tokens, *lens))
         if read + max(fill, windows.window) + 3 > windows.size:  # SGLang counts two more, and leaves one
             raise Refusal(
