@@ -4,10 +4,12 @@ A row is a set of arrays, one element per token. A world is one prompt with bran
 once, and each question with its answer continues them as if it were the only one. So
 
     q sees k  iff  k <= q,  both are of the same world,
-                   q is text or both are of the same chunk,          (chunk 0 is text)
+                   q is text and k is not of a lead, or both are of the same chunk,
                    k is of no branch or both are of the same branch  (branch 0 is what the questions share)
 
-With all chunks 0 that is the full causal mask, otherwise the block mask.
+Chunk 0 is text. With nothing else that is the full causal mask, with chunks 1, 2, ... the block mask. As under
+`base:preamble=lead`, each chunk may have a lead of its own, numbered -1, -2, ...: a copy of the text before the first
+document, BOS and instruction, at the positions directly before the chunk.
 """
 
 import dataclasses
@@ -31,7 +33,8 @@ class Mix:
     """What the worlds of a row are like.
 
     families: drawn with equal odds, so a family named twice comes twice as often. block_share: the share of worlds
-    under the block mask; the others are under the full mask.
+    under the block mask; the others are under the full mask. lead_share: of those under the block mask, the share whose
+    chunks have leads.
     """
 
     documents: tuple[int, int]
@@ -41,6 +44,7 @@ class Mix:
     similar: float = 0.3
     hard_share: float = 0.0
     block_share: float = 0.5
+    lead_share: float = 0.0
     bos_share: float = 0.9
     instruction_share: float = 0.8
 
@@ -69,17 +73,22 @@ class Row:
 
     def add(self, rng: random.Random, encode: Encoder, mix: Mix, world: World) -> bool:
         """Add `world` with questions drawn from it. False, and nothing is added, if there is no room."""
-        block = rng.random() < mix.block_share
+        drawn = rng.random()
+        block, lead = drawn < mix.block_share, drawn < mix.block_share * mix.lead_share
         before = len(self.fields["ids"])
         self.num_worlds += 1
         opening = [BOS] * (rng.random() < mix.bos_share)
         if rng.random() < mix.instruction_share:
             opening += encode(INSTRUCTION)
         self._segment(opening, CONTEXT, position=0)
+        shared = len(opening)
         for number, (title, text) in enumerate(world.documents, start=1):
+            if lead:
+                # A copy, since a token has one position: seen once, the lead would tell each chunk where it stands.
+                self._segment(opening, IGNORED, position=shared - len(opening), chunk=-number)
             tokens = encode(document_text({"title": title, "text": text}))
-            self._segment(tokens, CONTEXT, position=len(self.fields["ids"]) - before, chunk=number * block)
-        shared = len(self.fields["ids"]) - before
+            self._segment(tokens, CONTEXT, position=shared, chunk=number * block)
+            shared += len(tokens)
         drawn = world.draw(rng, mix.questions, mix.two_hop_share, mix.hard_share)
         for branch, question in enumerate(drawn, start=1):
             asked = encode(question_text({"question": question.text}))

@@ -45,6 +45,7 @@ class Recipe:
     two_hop_share: float = 0.5
     hard_share: float = 0.5
     block_share: float = 0.5
+    lead_share: float = 0.0  # of the worlds under the block mask, those whose chunks have leads
     start: str = ""  # the folder of the model whose weights training begins with
     lora: int = 0  # rank of the adapter that is trained in place of these weights
     seed: int = 0
@@ -67,6 +68,7 @@ class Recipe:
             similar,
             self.hard_share,
             self.block_share,
+            self.lead_share,
         )
 
     def weight(self, step: int) -> float:

@@ -34,6 +34,8 @@ from benchmark.quality.worlds import Split
 
 BLOCK_SHARES = {"full": 0.0, "block": 1.0, "mixed": 0.5}
 """Of the worlds, those under the block mask."""
+MASKS = {"full": {"block_share": 0.0}, "block": {"block_share": 1.0}, "lead": {"block_share": 1.0, "lead_share": 1.0}}
+"""What the worlds are like in which each mask is evaluated."""
 WORLDS = {"people": ("people",), "leaning": tuple(LEANING)}
 """The families of worlds that a model is trained on."""
 
@@ -90,11 +92,11 @@ class Trainer(Training):
     def evaluate(self, num_rows: int, documents: tuple[int, int], split: Split = "test") -> dict[str, float]:
         """Exact match on questions about held-out names, by mask, family and hops."""
         encode, results = Encoder(self.tokenizer), {}
-        for mask, block_share in (("full", 0), ("block", 1)):
+        for mask, shares in MASKS.items():
             for family, hops in (
                 (name, hops) for name in dict.fromkeys(self.recipe.families) for hops in FAMILIES[name].hops
             ):
-                mix = Mix(documents, (family,), self.recipe.questions, hops - 1, block_share=block_share, bos_share=1)
+                mix = Mix(documents, (family,), self.recipe.questions, hops - 1, bos_share=1, **shares)
                 right = []
                 for number in range(num_rows):
                     row = make_row(random.Random(f"{hops}/{number}"), encode, mix, self.recipe.length, split)
@@ -115,6 +117,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=recipe.steps, help="training steps; default: %(default)s")
     parser.add_argument("--rows", type=int, default=recipe.rows, help="rows per step; default: %(default)s")
     parser.add_argument("--mask", choices=list(BLOCK_SHARES), default="mixed", help="default: half under each")
+    parser.add_argument(
+        "--lead-share",
+        type=float,
+        default=recipe.lead_share,
+        help="of the worlds under the block mask, those with a copy of the text before them in front of each chunk, as "
+        "under base:preamble=lead; default: %(default)s",
+    )
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families to draw more often")
     parser.add_argument("--start", default="", help="folder of the model to start from")
@@ -141,6 +150,7 @@ def main() -> None:
         rows=args.rows,
         learning_rate=args.learning_rate,
         block_share=BLOCK_SHARES[args.mask],
+        lead_share=args.lead_share,
         families=(*WORLDS[args.world], *args.more),
         grow=(0.0 if args.start else Recipe.grow) if args.grow is None else args.grow,
         start=args.start,

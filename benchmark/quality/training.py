@@ -37,7 +37,8 @@ def make_mask(batch: Batch, flex: bool) -> Mask:
     worlds, chunks, branches = batch["worlds"], batch["chunks"], batch["branches"]
 
     def sees(b, h, q, k):
-        chunk = (chunks[b, q] == 0) | (chunks[b, q] == chunks[b, k])
+        text = (chunks[b, q] == 0) & (chunks[b, k] >= 0)
+        chunk = text | (chunks[b, q].abs() == chunks[b, k].abs())
         branch = (branches[b, k] == 0) | (branches[b, q] == branches[b, k])
         return (k <= q) & (worlds[b, q] == worlds[b, k]) & chunk & branch
 

@@ -18,6 +18,7 @@ from benchmark.quality.train import Trainer, exact_match, losses, main, make_mas
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
 from oracle.adapters import merge
 from oracle.block_mask import load_model, visibility
+from oracle.policies import PolicyOracle, keep_all_but, leading_text
 from oracle.segments import chunk, text, token_ids
 
 CPU = torch.device("cpu")
@@ -41,20 +42,22 @@ def model():
     return model
 
 
-def batch_of(encode, *, families=("people",), block_share=0.5, seed=0, length=400):
-    mix = Mix((2, 4), families, questions=3, block_share=block_share)
+def batch_of(encode, *, families=("people",), block_share=0.5, lead_share=0.0, seed=0, length=400):
+    mix = Mix((2, 4), families, questions=3, block_share=block_share, lead_share=lead_share)
     rows = [make_row(random.Random(f"{seed}/{row}"), encode, mix, length) for row in range(2)]
     return to_batch(np.stack(rows), CPU)
 
 
 def prompts_of(batch) -> list[tuple[list, list[int]]]:
-    """Each question of a batch as a prompt of its own, answer included, and the indices of its tokens in the row."""
+    """Each question of a batch as a prompt of its own, answer included, and the indices of its tokens in the row; leads
+    are left out."""
     found = []
     for row in range(len(batch["ids"])):
         worlds, chunks, branches = (batch[name][row] for name in ("worlds", "chunks", "branches"))
         for world in range(1, int(worlds.max()) + 1):
             for branch in range(1, int(branches[worlds == world].max()) + 1):
-                where = ((worlds == world) & ((branches == 0) | (branches == branch))).nonzero()[:, 0]
+                mine = (worlds == world) & ((branches == 0) | (branches == branch))
+                where = (mine & (chunks >= 0)).nonzero()[:, 0]
                 segments, ids, kinds = [], batch["ids"][row][where], chunks[where]
                 for start in range(len(where)):
                     if start == 0 or kinds[start] != kinds[start - 1]:
@@ -69,7 +72,7 @@ def prompts_of(batch) -> list[tuple[list, list[int]]]:
 def test_rows(encode, family):
     """Rows are full up to padding; positions restart with each prompt; answers end with end of sequence."""
     for seed in range(3):
-        batch = batch_of(encode, families=(family,), seed=seed, length=800)
+        batch = batch_of(encode, families=(family,), lead_share=0.5, seed=seed, length=800)
         padding = batch["worlds"] == 0
         assert padding.float().mean() < 0.25
         assert (batch["kinds"][padding] == IGNORED).all()
@@ -99,10 +102,65 @@ def test_same_as_hugging_face(model, encode, tmp_path):
     assert kinds == {"text", "chunk"}
 
 
+def test_same_as_the_policy(model, encode, tmp_path):
+    """With leads, each question's logits are those of the policies' oracle over that question's own prompt under
+    `base:preamble=lead`; without, those under `block`."""
+    save_for_serving(model, tmp_path, torch.float32, bos=BOS, eos=EOS, pad=PAD)
+    policies = PolicyOracle(str(tmp_path))
+    batch = batch_of(encode, block_share=1, lead_share=0.5, length=800)
+    leads = set()
+    with torch.inference_mode():
+        ours = model(batch["ids"], batch["positions"], make_mask(batch, flex=False))
+    for segments, row, where in prompts_of(batch):
+        world = batch["worlds"][row] == batch["worlds"][row, where[0]]
+        has_lead = bool((batch["chunks"][row][world] < 0).any())
+        lead = leading_text(segments) if has_lead else ()
+        right = policies.extend(segments, (), keep_all_but(segments, ()), lead).logits[0]
+        torch.testing.assert_close(ours[row, where[batch["chunks"][row][where] == 0]], right, rtol=1e-4, atol=1e-4)
+        leads.add(has_lead)
+    assert leads == {True, False}
+
+
+def test_lead_share(encode):
+    """About this share of the worlds under the block mask has leads, no others have; all else is the same."""
+    with_leads = {False: 0, True: 0}
+    for seed in range(12):
+        plain, led = (batch_of(encode, lead_share=share, seed=seed, length=1500) for share in (0.0, 0.3))
+        for row in range(2):
+            for world in range(1, int(led["worlds"][row].max()) - 2):  # the last ones are made to fit
+                mine, its = (batch["worlds"][row] == world for batch in (plain, led))
+                leads = its & (led["chunks"][row] < 0)
+                for name in FIELDS:
+                    assert torch.equal(plain[name][row][mine], led[name][row][its & ~leads])
+                if (plain["chunks"][row][mine] > 0).any():
+                    with_leads[bool(leads.any())] += 1
+                else:
+                    assert not leads.any()
+    assert sum(with_leads.values()) > 50
+    assert 0.2 < with_leads[True] / sum(with_leads.values()) < 0.4
+
+
+@pytest.mark.parametrize("lead_share", [0.0, 0.5])
+def test_mask(encode, lead_share):
+    """The mask allows the pairs of tokens that reading the row, token by token, allows."""
+    batch = batch_of(encode, lead_share=lead_share, length=600)
+    names = ("worlds", "chunks", "branches")
+    for row, seen in enumerate(make_mask(batch, flex=False)[:, 0]):
+        tokens = list(zip(*(batch[name][row].tolist() for name in names), strict=True))
+        expected = torch.zeros_like(seen)
+        for q, (world, own, branch) in enumerate(tokens):
+            for k, (its_world, its, its_branch) in enumerate(tokens[: q + 1]):
+                if its_world == world and its_branch in (0, branch):
+                    expected[q, k] = its in (own, -own) if own else its >= 0
+        assert torch.equal(seen, expected)
+    assert bool((batch["chunks"] < 0).any()) == (lead_share > 0)
+
+
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention(model, encode):
     """FlexAttention's form of the mask gives the same result as the explicit one."""
-    batch = batch_of(encode)
+    batch = batch_of(encode, lead_share=0.5)
+    assert (batch["chunks"] < 0).any()
     with torch.inference_mode():
         flex, explicit = (model(batch["ids"], batch["positions"], make_mask(batch, flex)) for flex in (True, False))
     torch.testing.assert_close(flex, explicit, rtol=1e-4, atol=1e-4)
@@ -217,7 +275,8 @@ def test_families(tmp_path):
     text = trainer.tokenizer.decode(rows)
     assert "Columns: name" in text and "came with a" in text
     *_, last = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
-    found = [f"{mask} {kind}" for mask in ("full", "block") for kind in ("table 1-hop", "order 1-hop", "order 2-hop")]
+    kinds = ("table 1-hop", "order 1-hop", "order 2-hop")
+    found = [f"{mask} {kind}" for mask in ("full", "block", "lead") for kind in kinds]
     assert [key for key in last if "hop" in key] == found
 
 
