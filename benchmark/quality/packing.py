@@ -73,8 +73,8 @@ class Row:
 
     def add(self, rng: random.Random, encode: Encoder, mix: Mix, world: World) -> bool:
         """Add `world` with questions drawn from it. False, and nothing is added, if there is no room."""
-        drawn = rng.random()
-        block, lead = drawn < mix.block_share, drawn < mix.block_share * mix.lead_share
+        share = rng.random()
+        block, lead = share < mix.block_share, share < mix.block_share * mix.lead_share
         before = len(self.fields["ids"])
         self.num_worlds += 1
         opening = [BOS] * (rng.random() < mix.bos_share)
