@@ -57,7 +57,8 @@ BATCHES = {
 
 
 def run_batches(names: list[str]) -> None:
-    """Run both ops on these batches, and prefill under a window with sinks; each is checked against the formula."""
+    """Run both ops on these batches, and prefill under a short and a long window with sinks; each is checked against
+    the formula."""
     for name in names:
         shape, fp8 = BATCHES[name]
         for op in ("decode", "extend"):
@@ -65,8 +66,8 @@ def run_batches(names: list[str]) -> None:
             module = importlib.import_module(f"sgl_kernel_lazy.cuda.link_{op}")
             given = quantise(batch, fp8) if fp8 else {}
             check(op, module, batch, **given)
-            if op == "extend":
-                add_sinks(batch).options["window"] = 100
+            for window in (100, 500) if op == "extend" else ():
+                add_sinks(batch).options["window"] = window
                 check(op, module, batch, **given)
 
 

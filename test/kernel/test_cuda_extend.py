@@ -29,7 +29,16 @@ all_fp8 = pytest.mark.parametrize("fp8", [torch.float8_e4m3fn, torch.float8_e5m2
 all_heads = pytest.mark.parametrize("heads", [(8, 2), (32, 8), (12, 4), (5, 5)], ids=str)
 # A million SMs make the plan split requests as finely as partial results have room: within segments and text, the
 # longest request into more splits than it has tiles.
-any_split = pytest.mark.parametrize("block_m, max_partials", [(64, 0), (64, 60), (128, 30), (128, 800)])
+any_split = pytest.mark.parametrize(
+    "blocks, max_partials",
+    [((64, 128), 0), ((64, 128), 60), ((64, 64), 60), ((128, 128), 30), ((128, 128), 800)],
+)
+
+
+@pytest.fixture(params=[0, 2**31], ids=["long", "short"])
+def both_kinds(request, monkeypatch):
+    """All windows count as long, or as short; heads of 256 have one kernel for both."""
+    monkeypatch.setattr(module, "SHORT_WINDOW", request.param)
 
 
 @all_configurations
@@ -51,7 +60,7 @@ def test_many_tiles(configuration, heads):
     "configuration, window", [*((each, 30) for each in CONFIGURATIONS), ("bf16", 1), ("bf16", 500)]
 )
 @all_cases
-def test_windows(case, configuration, window):
+def test_windows(both_kinds, case, configuration, window):
     seed, shape, layout = CASES[case]
     batch = random_batch(seed, dataclasses.replace(shape, **CONFIGURATIONS[configuration]), layout)
     batch.options["window"] = window
@@ -61,7 +70,7 @@ def test_windows(case, configuration, window):
 @all_configurations
 @all_heads
 @pytest.mark.parametrize("window", [64, 128, 1000])
-def test_windows_over_many_tiles(configuration, heads, window):
+def test_windows_over_many_tiles(both_kinds, configuration, heads, window):
     """They start and end within tiles, and within and between runs; heads have sinks."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
     batch = add_sinks(random_batch(heads[0], shape))
@@ -81,7 +90,7 @@ def test_sinks(configuration, case, dtype):
 
 @all_configurations
 @all_cases
-@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("window", [None, 30, 500])
 def test_logit_caps(configuration, case, window):
     """Together with sinks, which are not capped, and under windows."""
     seed, shape, layout = CASES[case]
@@ -90,21 +99,22 @@ def test_logit_caps(configuration, case, window):
     check("extend", module, batch)
 
 
-def cut(monkeypatch, block_m, max_partials):
+def cut(monkeypatch, blocks, max_partials):
     """A batch split as finely as this many partial results allow."""
     linked = [("text", 7), ("chunk", 2), ("new", 3), ("chunk", 1), ("new", 209)]
     late = CASES["cached text behind new text"][2][0]
     shape = Shape(**CONFIGURATIONS["bf16"], max_chunk_len=300, max_position=4096)
-    items = (3 * -(-212 * 2 // block_m) + 1) * shape.num_kv_heads
-    monkeypatch.setattr(module, "_room", lambda *sizes: (block_m, items + max_partials, max_partials))
+    items = (3 * -(-212 * 2 // blocks[0]) + 1) * shape.num_kv_heads
+    monkeypatch.setattr(module, "_blocks", lambda *sizes: blocks)
+    monkeypatch.setattr(module, "_room", lambda *sizes: (items + max_partials, max_partials))
     monkeypatch.setattr(module, "num_sms", lambda device: 10**6)
     return random_batch(0, shape, [linked, late, [("new", 200)], []])
 
 
 @any_split
 @pytest.mark.parametrize("window", [None, 200])
-def test_any_number_of_splits(monkeypatch, block_m, max_partials, window):
-    batch = add_sinks(cut(monkeypatch, block_m, max_partials))
+def test_any_number_of_splits(monkeypatch, blocks, max_partials, window):
+    batch = add_sinks(cut(monkeypatch, blocks, max_partials))
     batch.options["window"] = window
     check("extend", module, batch)
 
@@ -122,16 +132,18 @@ def test_fp8_caches(configuration, fp8, case):
 @all_fp8
 @fp8_configurations
 @all_heads
-def test_many_tiles_of_fp8(configuration, heads, fp8):
+@pytest.mark.parametrize("window", [None, 128, 1000])
+def test_many_tiles_of_fp8(configuration, heads, fp8, window):
     """The rings of tiles wrap around several times; keys and values have scales."""
     shape = Shape(*heads, **CONFIGURATIONS[configuration], max_chunk_len=700, max_text_len=150, max_position=8192)
     batch = random_batch(heads[0], shape)
+    batch.options["window"] = window
     check("extend", module, batch, **quantise(batch, fp8, 2.0, 0.5))
 
 
 @any_split
-def test_any_number_of_splits_of_fp8(monkeypatch, block_m, max_partials):
-    batch = cut(monkeypatch, block_m, max_partials)
+def test_any_number_of_splits_of_fp8(monkeypatch, blocks, max_partials):
+    batch = cut(monkeypatch, blocks, max_partials)
     check("extend", module, batch, **quantise(batch, torch.float8_e4m3fn, 0.5, 2.0))
 
 

@@ -13,11 +13,14 @@ using tvm::ffi::TensorView;
 
 using KV = std::conditional_t<LAZY_KV_FP8 == 0, LAZY_DTYPE,
                               std::conditional_t<LAZY_KV_FP8 == 1, __nv_fp8_e4m3, __nv_fp8_e5m2>>;
-template <int NUM_CONSUMERS>
+template <int NUM_CONSUMERS, int BLOCKS_PER_SM = 1>
 using Traits = lazy::extend::LinkExtendTraits<LAZY_DTYPE, KV, LAZY_HEAD_DIM, LAZY_ROTARY_DIM, LAZY_IS_NEOX != 0,
-                                              LAZY_WINDOWED != 0, LAZY_CAPPED != 0, NUM_CONSUMERS>;
+                                              LAZY_WINDOWED != 0, LAZY_CAPPED != 0, NUM_CONSUMERS, BLOCKS_PER_SM>;
 using Large = Traits<2>;
 using Small = Traits<LAZY_HEAD_DIM <= 128 ? 1 : 2>;  // one consumer has no room for all columns of a wider head
+// For short windows: as many blocks on an SM as registers allow, but for a few spilled bytes.
+constexpr int BLOCKS_PER_SM = LAZY_HEAD_DIM == 64 ? 3 : 2;
+using Short = std::conditional_t<LAZY_WINDOWED != 0 && LAZY_HEAD_DIM <= 128, Traits<1, BLOCKS_PER_SM>, Small>;
 
 bool is_wide(TensorView t) { return t.dtype().bits == 64; }
 
@@ -26,8 +29,8 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
                  TensorView kv_indptr, TensorView kv_indices, TensorView kv_positions, TensorView num_segments,
                  TensorView segment_ends, TensorView segment_offsets, TensorView cos_sin_cache,
                  Optional<TensorView> sinks, TensorView out, Optional<TensorView> lse, Optional<TensorView> partial_out,
-                 Optional<TensorView> partial_lse, int64_t block_m, int64_t max_items, int64_t num_sms, double sm_scale,
-                 double v_scale, int64_t window, double logit_cap) {
+                 Optional<TensorView> partial_lse, int64_t block_m, int64_t block_n, int64_t max_items, int64_t num_sms,
+                 double sm_scale, double v_scale, int64_t window, double logit_cap) {
   check_aligned("q", q, 16);
   check_aligned("k_cache", k_cache, 16);
   check_aligned("v_cache", v_cache, 16);
@@ -79,8 +82,10 @@ void link_extend(TensorView q, TensorView k_cache, TensorView v_cache, TensorVie
   params.v_scale = v_scale;
   tvm::ffi::CUDADeviceGuard guard(q.device().device_id);
   const cudaStream_t stream = get_stream(q.device());
-  const cudaError_t error = block_m == Large::BLOCK_M ? lazy::extend::launch_link_extend<Large>(params, stream)
-                                                      : lazy::extend::launch_link_extend<Small>(params, stream);
+  const auto launch = block_m == Large::BLOCK_M   ? lazy::extend::launch_link_extend<Large>
+                      : block_n == Small::BLOCK_N ? lazy::extend::launch_link_extend<Small>
+                                                  : lazy::extend::launch_link_extend<Short>;
+  const cudaError_t error = launch(params, stream);
   TVM_FFI_CHECK(error == cudaSuccess, RuntimeError) << "link_extend: " << cudaGetErrorString(error);
 }
 

@@ -47,9 +47,9 @@ struct LinkExtendParams : ExtendRows {
 };
 
 // T: of q and out.  KV: of the caches, T or fp8.  WINDOWED: whether rows see a window only.  CAPPED: whether there is a
-// logit cap.
+// logit cap.  BLOCKS_PER_SM: several hide each other's latency where items have few tiles.
 template <typename T_, typename KV_, int HEAD_DIM_, int ROTARY_DIM_, bool IS_NEOX_, bool WINDOWED_, bool CAPPED_,
-          int NUM_CONSUMERS_>
+          int NUM_CONSUMERS_, int BLOCKS_PER_SM_ = 1>
 struct LinkExtendTraits {
   using T = T_;
   using KV = KV_;
@@ -58,6 +58,7 @@ struct LinkExtendTraits {
   // fp8 is widened to fp16, which holds it exactly, and multiplied as such; so queries are rounded to fp16.
   using MmaType = std::conditional_t<FP8, __half, T>;
   static constexpr int HEAD_DIM = HEAD_DIM_, ROTARY_DIM = ROTARY_DIM_, NUM_CONSUMERS = NUM_CONSUMERS_;
+  static constexpr int BLOCKS_PER_SM = BLOCKS_PER_SM_;
   static constexpr bool IS_NEOX = IS_NEOX_, WINDOWED = WINDOWED_, CAPPED = CAPPED_;
   // A run that a window enters is listed in two: the tiles that only some rows see at its beginning, and the rest.
   static constexpr int RUN_PARTS = WINDOWED ? 2 : 1;
@@ -66,9 +67,15 @@ struct LinkExtendTraits {
   // The columns of the output that a consumer has, and into how many such parts they are divided.
   static constexpr int OUT_DIM = HEAD_DIM < 128 ? HEAD_DIM : 128, OUT_PARTS = HEAD_DIM / OUT_DIM;
   static_assert(NUM_CONSUMERS % OUT_PARTS == 0 && !(FP8 && OUT_PARTS > 1));
-  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS / OUT_PARTS, BLOCK_N = 128 / OUT_PARTS, K_STAGES = 2, V_STAGES = 3;
+  static constexpr int BLOCK_M = 64 * NUM_CONSUMERS / OUT_PARTS;
+  static constexpr int BLOCK_N = OUT_PARTS > 1 || BLOCKS_PER_SM > 1 ? 64 : 128, K_STAGES = 2, V_STAGES = 3;
   static constexpr int WARPGROUP = 128, NUM_THREADS = WARPGROUP * (1 + NUM_CONSUMERS);
-  static constexpr int PRODUCER_REGISTERS = OUT_PARTS > 1 ? 40 : 56, CONSUMER_REGISTERS = OUT_PARTS > 1 ? 232 : 224;
+  // Of a thread, at the launch; then the producer leaves to the consumers what it does not need, unless all have plenty.
+  static constexpr int REGISTERS = 65536 / (BLOCKS_PER_SM * NUM_THREADS) / 8 * 8;
+  static constexpr int PRODUCER_REGISTERS = BLOCKS_PER_SM > 2 ? 32 : OUT_PARTS > 1 ? 40 : 56;
+  static constexpr int CONSUMER_REGISTERS =
+      (REGISTERS * (1 + NUM_CONSUMERS) - PRODUCER_REGISTERS) / NUM_CONSUMERS / 8 * 8;
+  static constexpr bool REALLOCATED = REGISTERS < 255;
 
   static constexpr int TILE_BYTES = BLOCK_N * HEAD_DIM * 2;
   static constexpr int COLUMN_BYTES = BLOCK_N * 128;  // one block of 64 columns of a K or V tile
@@ -197,7 +204,7 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   // The lanes hand their rows' offsets around through shared memory: four at a time, where shuffles would take as long
   // as the copies.
   constexpr int STEPS = BLOCK_N / ROWS_PER_STEP;
-  static_assert(STEPS % 4 == 0 && STEPS * ROWS_PER_WARP <= 32);
+  static_assert((STEPS == 2 || STEPS % 4 == 0) && STEPS * ROWS_PER_WARP <= 32);
   const uint32_t warp_offsets = smem.base + Traits::ROWS_OFFSET + warp * 32 * 4;
   const uint32_t own_offset_at = warp_offsets + (lane % ROWS_PER_WARP * STEPS + lane / ROWS_PER_WARP) * 4;
   const uint32_t offsets_at = warp_offsets + row_of_warp * STEPS * 4;
@@ -206,12 +213,16 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
     if (own_row < BLOCK_N) asm volatile("st.shared.b32 [%0], %1;" ::"r"(own_offset_at), "r"(own_offset) : "memory");
     __syncwarp();
     uint32_t offset[STEPS];
+    if constexpr (STEPS == 2) {
+      asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(offset[0]), "=r"(offset[1]) : "r"(offsets_at) : "memory");
+    } else {
 #pragma unroll
-    for (int i = 0; i < STEPS; i += 4) {
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(offset[i]), "=r"(offset[i + 1]), "=r"(offset[i + 2]), "=r"(offset[i + 3])
-                   : "r"(offsets_at + i * 4)
-                   : "memory");
+      for (int i = 0; i < STEPS; i += 4) {
+        asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(offset[i]), "=r"(offset[i + 1]), "=r"(offset[i + 2]), "=r"(offset[i + 3])
+                     : "r"(offsets_at + i * 4)
+                     : "memory");
+      }
     }
 #pragma unroll
     for (int i = 0; i < STEPS; ++i) {
@@ -237,13 +248,14 @@ __device__ __forceinline__ void produce(const LinkExtendParams& p, const WorkIte
   };
   // Widens what this thread has copied to a tile: each chunk fills itself and the next.
   auto widen_tile = [&](uint32_t tile) {
+    constexpr int AT_ONCE = STEPS < 4 ? STEPS : 4;
 #pragma unroll
-    for (int i = 0; i < STEPS; i += 4) {
-      uint4 narrow[4];
+    for (int i = 0; i < STEPS; i += AT_ONCE) {
+      uint4 narrow[AT_ONCE];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) narrow[j] = load_uint4(tile + copied_to + (i + j) * ROWS_PER_STEP * 128);
+      for (int j = 0; j < AT_ONCE; ++j) narrow[j] = load_uint4(tile + copied_to + (i + j) * ROWS_PER_STEP * 128);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = 0; j < AT_ONCE; ++j) {
         const uint32_t rows = tile + (i + j) * ROWS_PER_STEP * 128;
         store_uint4(rows + copied_to, widen<KV>(narrow[j].x, narrow[j].y));
         store_uint4(rows + (copied_to ^ 16), widen<KV>(narrow[j].z, narrow[j].w));
@@ -598,7 +610,7 @@ struct Work {
 static_assert(sizeof(Work) <= 48);
 
 template <typename Traits>
-__global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
+__global__ void __launch_bounds__(Traits::NUM_THREADS, Traits::BLOCKS_PER_SM)
     link_extend_kernel(const __grid_constant__ LinkExtendParams p) {
   using namespace lazy::hopper;
   using T = typename Traits::T;
@@ -669,10 +681,10 @@ __global__ void __launch_bounds__(Traits::NUM_THREADS, 1)
   __syncthreads();
   const int num_tiles = work->num_tiles;
   if (warpgroup == 0) {
-    if constexpr (Traits::NUM_CONSUMERS > 1) shrink_registers<Traits::PRODUCER_REGISTERS>();
+    if constexpr (Traits::REALLOCATED) shrink_registers<Traits::PRODUCER_REGISTERS>();
     if (num_tiles > 0) produce<Traits>(p, item, runs, num_tiles, smem, thread);
   } else {
-    if constexpr (Traits::NUM_CONSUMERS > 1) grow_registers<Traits::CONSUMER_REGISTERS>();
+    if constexpr (Traits::REALLOCATED) grow_registers<Traits::CONSUMER_REGISTERS>();
     if (warpgroup <= num_consumers) {
       consume<Traits>(p, item, runs, num_tiles, smem, warpgroup - 1, thread, num_consumers == 2);
     }

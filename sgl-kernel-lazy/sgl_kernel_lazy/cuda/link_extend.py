@@ -8,6 +8,8 @@ from sgl_kernel_lazy.validation import check_extend_inputs
 
 # Packed rows of a work item, and KV tokens of a tile by head_dim. Heads of 256 have only small items.
 BLOCK_M, SMALL_BLOCK_M, BLOCK_N = 128, 64, {64: 128, 128: 128, 256: 64}
+# Under windows up to this long an item is mostly latency. Then items and tiles are small: several run on an SM at once.
+SHORT_WINDOW, SHORT_BLOCK_N = 512, 64
 # The runs of a request, 16 bytes each and two for each segment under a window, share a block's shared memory with its
 # tiles.
 MAX_SEGMENTS, MAX_SEGMENTS_WINDOWED = 1900, 949
@@ -33,7 +35,15 @@ def refusal(
     return None
 
 
+def _blocks(head_dim: int, max_packed_rows: int, window: int | None) -> tuple[int, int]:
+    """(block_m, block_n): packed rows of a work item and KV tokens of a tile. Together they name a kernel."""
+    if head_dim <= 128 and window is not None and window <= SHORT_WINDOW:
+        return SMALL_BLOCK_M, SHORT_BLOCK_N
+    return SMALL_BLOCK_M if head_dim == 256 or max_packed_rows <= SMALL_BLOCK_M else BLOCK_M, BLOCK_N[head_dim]
+
+
 def _room(
+    block_m: int,
     bs: int,
     nnz_qo: int,
     max_seen: int,
@@ -42,20 +52,19 @@ def _room(
     num_kv_heads: int,
     head_dim: int,
     sms: int,
-) -> tuple[int, int, int]:
-    """(block_m, max_items, max_partials): packed rows of a work item, and limits for the splits chosen on the device.
+) -> tuple[int, int]:
+    """(max_items, max_partials): limits for the splits chosen on the device.
 
     max_seen: the largest number of KV tokens that a work item sees, if its rows are adjacent.
     """
-    block_m = SMALL_BLOCK_M if head_dim == 256 or max_extend_len * group_size <= SMALL_BLOCK_M else BLOCK_M
     row_tiles = min(
         bs * -(-max_extend_len * group_size // block_m), (nnz_qo * group_size + bs * (block_m - 1)) // block_m
     )
     items = row_tiles * num_kv_heads
     if max_seen <= WORTH_SPLITTING * BLOCK_N[head_dim]:
-        return block_m, items, 0
+        return items, 0
     # Parts no shorter than an SM's share of all tiles: so many more items, and at most twice as many parts.
-    return block_m, items + sms, 2 * sms
+    return items + sms, 2 * sms
 
 
 def link_extend(
@@ -102,12 +111,12 @@ def link_extend(
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     if nnz_qo == 0 or max_extend_len == 0:
         return out
-    sms = num_sms(q.device)
+    sms, group_size = num_sms(q.device), num_qo_heads // num_kv_heads
     max_seen = kv_indices.shape[0] if window is None else min(kv_indices.shape[0], window + BLOCK_M)
-    block_m, max_items, max_partials = _room(
-        num_segments.shape[0], nnz_qo, max_seen, max_extend_len, num_qo_heads // num_kv_heads,
-        num_kv_heads, head_dim, sms,
-    )  # fmt: skip
+    block_m, block_n = _blocks(head_dim, max_extend_len * group_size, window)
+    max_items, max_partials = _room(
+        block_m, num_segments.shape[0], nnz_qo, max_seen, max_extend_len, group_size, num_kv_heads, head_dim, sms
+    )
     partial_out = partial_lse = None
     if max_partials > 0:
         partial_out = torch.empty(max_partials, block_m, head_dim, dtype=torch.float32, device=q.device)
@@ -121,7 +130,7 @@ def link_extend(
     )  # fmt: skip
     module.link_extend(
         q, k_cache, v_cache, qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions, num_segments, segment_ends,
-        segment_offsets, cos_sin_cache, sinks, out, lse, partial_out, partial_lse, block_m, max_items, sms, sm_scale,
-        v_scale, window or NO_WINDOW, logit_cap or 0.0,
+        segment_offsets, cos_sin_cache, sinks, out, lse, partial_out, partial_lse, block_m, block_n, max_items, sms,
+        sm_scale, v_scale, window or NO_WINDOW, logit_cap or 0.0,
     )  # fmt: skip
     return out
