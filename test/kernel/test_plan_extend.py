@@ -16,7 +16,7 @@ CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 @pytest.mark.parametrize("name", ["plan_extend", "extend_runs", "merge_splits"])
 def test_on_the_host(name, tmp_path):
     """plan_extend: every row tile and split belongs to exactly one block, partial results do not overlap, and blocks
-    finish together.
+    finish together. Dividing by a number known in advance gives what the machine's division gives.
 
     extend_runs: what rows see is listed once, whatever the windows and splits, and unmasked tiles hide nothing from a
     row.

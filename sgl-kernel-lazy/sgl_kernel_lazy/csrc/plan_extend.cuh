@@ -4,11 +4,31 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 namespace lazy::extend {
+
+// A number from 1 that the host knows. Dividing numbers from 0 by it takes three instructions, not thirty.
+struct Divisor {
+  int value;
+  uint32_t factor;  // 2^shift / value, rounded up, which is exact enough for dividends below 2^31
+  int shift;
+
+  Divisor(int value = 1) : value(value), shift(31) {
+    while (uint64_t{1} << (shift - 31) < uint64_t(value)) ++shift;
+    factor = ((uint64_t{1} << shift) + value - 1) / value;
+  }
+  __device__ __forceinline__ operator int() const { return value; }
+  friend __device__ __forceinline__ int operator/(int n, const Divisor& d) {
+    return static_cast<uint64_t>(static_cast<uint32_t>(n)) * d.factor >> d.shift;
+  }
+  friend __device__ __forceinline__ int operator%(int n, const Divisor& d) { return n - n / d * d.value; }
+};
 
 struct ExtendBatch {
   const int *qo_indptr, *kv_indptr, *num_segments;
-  int bs, group, num_kv_heads;
+  Divisor group;
+  int bs, num_kv_heads;
   int window;        // positions that a row sees, its own included; INT_MAX: all before it
   int max_items;     // at least the number of work items without splits
   int max_partials;  // how many items of requests with splits there is room for

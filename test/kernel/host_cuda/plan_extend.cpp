@@ -1,5 +1,5 @@
 // Plans random prefill batches on the host and collects the work items of all blocks: together they must cover every
-// row tile and split once, and blocks that take them in turn must finish together.
+// row tile and split once, and blocks that take them in turn must finish together. Divides by known numbers as well.
 // Usage: plan_extend FIRST_SEED NUM_SEEDS
 #include "plan_extend.cuh"
 
@@ -32,6 +32,18 @@ float makespan(const std::vector<float>& items, int blocks) {
     ends.pop(), ends.push(end), last = std::max(last, end);
   }
   return last;
+}
+
+// On both sides of random multiples, and at the ends.
+void test_divisor(int seed) {
+  std::mt19937 rng(seed);
+  for (int value : {1, 2, 3, 5, 7, 8, 12, 64, 96, 1 + int(rng() % 1000), 1 + int(rng() % INT_MAX)}) {
+    const Divisor divisor(value);
+    const int multiple = rng() % (INT_MAX / value + 1u) * value;
+    for (int n : {0, 1, std::max(multiple - 1, 0), multiple, INT_MAX - 1, INT_MAX, int(rng() % INT_MAX)}) {
+      CHECK(n / divisor == n / value && n % divisor == n % value, "%d by %d is not %d", n, value, n / divisor);
+    }
+  }
 }
 
 void test(int seed) {
@@ -129,5 +141,5 @@ void test(int seed) {
 
 int main(int, char** arguments) {
   const int first = std::atoi(arguments[1]), count = std::atoi(arguments[2]);
-  for (int seed = first; seed < first + count; ++seed) test(seed);
+  for (int seed = first; seed < first + count; ++seed) test_divisor(seed), test(seed);
 }
