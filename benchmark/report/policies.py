@@ -103,7 +103,8 @@ def policies_answers(sources: list[Path]) -> str:
 
 
 def policies_matches(sources: list[Path]) -> str:
-    """Exact match by data set, of the policies that answered all prompts greedily."""
+    """Exact match of the policies that answered all prompts greedily: of all, against `block` prompt by prompt in
+    percentage points, and by data set."""
     lines = load(sources)
     sizes = collections.Counter(group for group, _ in lines["full"])
     body = []
@@ -112,9 +113,11 @@ def policies_matches(sources: list[Path]) -> str:
             found = row(name, lines)
             right = [sum(line["em"] for prompt, line in answered.items() if prompt[0] == group) for group in sizes]
             shares = [f"{count / size:.0%}" for count, size in zip(right, sizes.values(), strict=True)]
-            body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), *shares])
+            mean, low, high = (100 * points for points in paired(name, "block", "em", lines))
+            change = "" if name == "block" else f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+            body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), change, *shares])
     heads = [f"{group}, {size}" for group, size in sizes.items()]
-    return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", *heads], body)
+    return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", "against `block`", *heads], body)
 
 
 def policies_comb(sources: list[Path]) -> str:

@@ -203,10 +203,11 @@ def test_exact_matches_by_data_set(tmp_path):
     file = tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = policies_matches([file])
-    assert text.splitlines()[0] == "| policy | recomputed | all 3 prompts | a, 2 | b, 1 |"
+    assert text.splitlines()[0] == "| policy | recomputed | all 3 prompts | against `block` | a, 2 | b, 1 |"
     full, block = cells(text)
-    assert full == ["`full`", "50%", "100% (100% to 100%)", "100%", "100%"]
-    assert block[:2] + block[3:] == ["`block`", "50%", "50%", "0%"] and block[2].startswith("33% (0%")
+    assert full[:3] + full[4:] == ["`full`", "50%", "100% (100% to 100%)", "100%", "100%"]
+    assert full[3] == "+66.7 (+0.0 to +100.0)"
+    assert block[:2] + block[3:] == ["`block`", "50%", "", "50%", "0%"] and block[2].startswith("33% (0%")
 
 
 @pytest.mark.parametrize("value, text", [(0.123, "0.12"), (9.996, "10.0"), (99.96, "100"), (1234.5, "1,234")])
