@@ -116,7 +116,10 @@ class LinkAttention(AttentionBackend):
             return super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
         self.link_planned = self.link_decode.of(forward_batch, for_graph=True)
         if self.link_model.window_slots is not None:
+            # The graph also writes the keys of the rows that pad the batch, which have no slots here: to slot 0, as
+            # SGLang has it, not to where these rows wrote in an earlier batch.
             slots = self.link_model.window_slots(forward_batch.out_cache_loc)
+            self.link_window_slots_for_graphs[len(slots) :].zero_()
             self.link_window_slots = self.link_window_slots_for_graphs[: len(slots)].copy_(slots)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
