@@ -30,9 +30,9 @@ class LinkedBackend(LinkAttention, StockBackend):
 
 
 def test_padding_writes_nowhere():
-    """SGLang replays a graph of eight rows for six, then for five. Its batch lists the slots of real tokens only, but the
-    graph stores the keys of all its rows: those of padding in slot 0, which no request owns. In an earlier batch, the
-    row of padding stored a token there that is still read."""
+    """SGLang replays a graph of eight rows for six, then for five. Its batch lists the slots of real tokens only, but
+    the graph stores the keys of all its rows: those of padding in slot 0, which no request owns. Where such a row wrote
+    in an earlier batch, there is a token that is still read."""
     slots = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randperm(99, generator=torch.manual_seed(0)) + 1])
     backend = LinkedBackend(slots)
 
