@@ -9,7 +9,6 @@ are loaded or produced. These locks can be revoked, newest first, so that waitin
 running ones. All decisions depend only on the order of requests, so every tensor-parallel rank makes the same ones.
 """
 
-import itertools
 import time
 from typing import Any
 
@@ -32,6 +31,7 @@ from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.budget import Budget
 from sglang_lazy.scheduler.control import ChunkControl
 from sglang_lazy.scheduler.producer import Producer
+from sglang_lazy.scheduler.visible import Nodes, VisibleQueue
 
 
 class ChunkAdmission:
@@ -92,85 +92,23 @@ class ChunkAdmission:
         return [req for req in self._waiting if req not in shown or req in remains] + added
 
     def visible_queue(self, running_batch: Any) -> list[Any]:
-        """The waiting queue as batch formation may see it, with each parent's fills before it. A request whose policy
-        chooses by a probe is represented by the probe, and left out while that runs.
-
-        Admits parents while memory lasts. If one does not fit, all after it wait, as on stock SGLang; so do requests
-        that would take the memory of one that is left out. Batch formation takes requests in this order and stops at
-        the first that it cannot take whole, so no parent runs before its chunks. A parent whose policy needs resident
-        chunks is left out until they are.
-        """
+        """The waiting queue as batch formation may see it; admits parents while memory lasts."""
         self.reconcile()
-        waiting = self.scheduler.waiting_queue
+        waiting, chunked = self.scheduler.waiting_queue, self.scheduler.chunked_req
         self.linked_waiting = self.linked_waiting and any(lazy_state(req) is not None for req in waiting)
-        if not self.linked_waiting and lazy_state(self.scheduler.chunked_req) is None:
+        if not self.linked_waiting and lazy_state(chunked) is None:
             return waiting
-        for_answers = self.budget.for_answers(running_batch)
-        budget = self.budget.for_waiting(for_answers)
-        windows = self.budget.windows_for_waiting(running_batch)
-        idle = running_batch.is_empty() and self.scheduler.chunked_req is None
-        visible: dict[Any, None] = {}
-        left_out = takes_more = False
-        for waiting_req in waiting:
-            undecided = lazy_state(waiting_req)
-            req = undecided.probe if isinstance(undecided, Undecided) else waiting_req
-            state = linked(req)
-            need = self.budget.own_need(waiting_req, state)  # a probe's need is its parent's, which runs next
-            if left_out and need > budget:
+        alone = running_batch.is_empty() and chunked is None and not self.holders
+        visible = VisibleQueue(self.store, self.budget, running_batch, alone, self.cached, self._admit, self._blocked)
+        for req in waiting:
+            if not visible.add(req):
                 break
-            left_out |= req is not waiting_req
-            if stand_in(waiting_req) is None:
-                budget -= need
-                continue
-            if state is not None and not state.admitted and self.store.fetching and self._awaits_storage(state):
-                state.waits_since = state.waits_since or time.perf_counter()
-                budget -= need
-                left_out = True
-                continue
-            if state is not None and not state.ready:
-                nodes = self.cached(state)
-                chunk_need, short = self.budget.chunk_need(state, nodes), 0.0
-                window_need = self.budget.window_need(state, nodes, need)
-                if self.rows.shares_pool:
-                    need += chunk_need
-                else:
-                    short = chunk_need - self.budget.num_free_for_chunks()
-                if short <= 0 and not (idle and not visible and not self.holders):  # it is not alone
-                    short = max(need - budget, window_need - windows)
-                if not state.admitted and short > 0:
-                    self.advice.blocked(req, short, self.pins.num_tokens.total())
-                    break
-                if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
-                    break
-                windows -= window_need
-                first = self._admit(req, state, nodes)
-                visible.update(dict.fromkeys(first or ()))
-                if first is None or (state.needs_resident and not state.ready):
-                    budget -= need
-                    left_out = True
-                    continue
-            # SGLang budgets for text only. Slots that a policy takes in addition must be free when the batch is formed,
-            # whatever else is in it; memory that admission had counted on may have been pinned since.
-            takes_more |= state is not None and state.num_own_slots > 0
-            if takes_more and need - self.budget.growth(waiting_req) > budget + for_answers:
-                break
-            budget -= need
-            visible[req] = None
-        chunked = self.scheduler.chunked_req
-        kind = self._kind(chunked or next(iter(visible))) if chunked or visible else None
-        select = filter if chunked is None else itertools.takewhile  # prefills cut in turn would pass others for ever
-        return list(select(lambda req: self._kind(req) == kind, visible))
+        return visible.of_one_kind(chunked, self.arrival.limits.traits.masks_images)
 
-    def _kind(self, req: Any) -> tuple[bool, bool]:
-        """The kind of batch a request needs; one batch has one kind. Deviation probes run only the first layers, and
-        SGLang's mask that lets image tokens see later ones does not fit linked rows."""
-        state, images = linked(req), req.multimodal_inputs is not None
-        return state is not None and state.recomputes, images and self.arrival.limits.traits.masks_images
+    def _blocked(self, req: Any, num_short: float) -> None:
+        self.advice.blocked(req, num_short, self.pins.num_tokens.total())
 
-    def _awaits_storage(self, state: LinkedRequest) -> bool:
-        return any(chunk.key in self.store.fetching for chunk in state.prompt.chunks)
-
-    def cached(self, state: LinkedRequest) -> list[Node | None]:
+    def cached(self, state: LinkedRequest) -> Nodes:
         """Per slice of a parent, the node where it is cached, None if it is missing or pending."""
         if state.chunks is not None:
             nodes = state.chunks.nodes
@@ -182,7 +120,7 @@ class ChunkAdmission:
             for chunk, node in zip(state.prompt.chunks, nodes, strict=True)
         ]
 
-    def _admit(self, req: Any, state: LinkedRequest, nodes: list[Node | None]) -> list[Any] | None:
+    def _admit(self, req: Any, state: LinkedRequest, nodes: Nodes) -> list[Any] | None:
         """Lock the chunks of a parent that are cached at `nodes`, load those on the host, and produce the others.
 
         Returns the requests that must run first, None if the next batch has enough to compute already.
