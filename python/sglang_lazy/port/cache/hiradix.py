@@ -226,11 +226,12 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         """
         paths = [path for node in nodes if (path := self._on_host_up_to(node))]
         to_load = {node.id: node for path in paths for node in path}
+        num_lacking = sum(len(n.key) for n in to_load.values()) - self.token_to_kv_pool_allocator.available_size()
+        if num_lacking <= 0:
+            return True
         for path in paths:
             self.lock(path[-1].parent)
-        num_lacking = sum(len(n.key) for n in to_load.values()) - self.token_to_kv_pool_allocator.available_size()
-        fits = num_lacking <= self.evictable_size()
-        if fits and num_lacking > 0:
+        if fits := num_lacking <= self.evictable_size():
             self.evict(EvictParams(num_tokens=num_lacking))
         for path in paths:
             self.unlock(path[-1].parent)
