@@ -38,10 +38,11 @@ def with_plugin(tmp_path_factory):
     @contextlib.contextmanager
     def with_plugin(load):
         folder = tmp_path_factory.mktemp("plugin")
-        plugin = folder / "for_a_test-1.dist-info"
+        name = load.__module__.rpartition(".")[2]  # one of its own: of equal names only the first is found
+        plugin = folder / f"{name}-1.dist-info"
         plugin.mkdir()
-        (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: for-a-test\nVersion: 1\n")
-        entry = f"for-a-test = {load.__module__}:{load.__name__}"
+        (plugin / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        entry = f"{name} = {load.__module__}:{load.__name__}"
         (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry}\n")
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         with pytest.MonkeyPatch.context() as environment:

@@ -11,7 +11,7 @@ import transformers
 from children import fail
 from rounding import Errors
 
-from fakes import whole_windows
+from fakes import kv_watch, whole_windows
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.comb import CombOracle
@@ -242,6 +242,31 @@ def test_policies_on_cuda(served):
                 ),
             )
     errors.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt-oss", "gemma4"])
+def test_kv_stays_on_cuda(model_dir, with_plugin, name):
+    """Requests that end one after another, so that graphs pad batches: no token's KV changes after it was computed."""
+    from sglang_lazy import Engine
+
+    options = {"attention_backend": "triton", "max_total_tokens": 20000, "swa_full_tokens_ratio": 0.15}
+    with with_plugin(whole_windows.load), with_plugin(kv_watch.load):
+        engine = Engine(model_path=wide(name, model_dir), **ENGINE, **options)
+    dice = Dice(9)
+    docs = dice.chunks(4, 100, 400)
+    prompts = [[dice.text(20), *dice.shuffled(docs), dice.text(12)] for _ in range(9)]
+    try:
+        for _ in range(2):
+            outputs = engine.generate(
+                segments=[[segment.to_request() for segment in prompt] for prompt in prompts],
+                sampling_params=[
+                    {"temperature": 0, "max_new_tokens": 8 + 7 * i % 9, "ignore_eos": True} for i in range(len(prompts))
+                ],
+            )
+            assert len(outputs) == len(prompts)
+    finally:
+        engine.shutdown()
+        gc.collect()
 
 
 @pytest.mark.parametrize("lora_backend", ["csgmv", "triton"])

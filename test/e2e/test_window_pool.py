@@ -4,6 +4,7 @@ which lose the window KV in between, against the policies' oracle."""
 import pytest
 from served import Served
 
+from fakes import kv_watch
 from oracle.models import MODELS, build
 from oracle.scenarios import Dice
 from oracle.segments import Segment
@@ -22,10 +23,11 @@ NAMES = [pytest.param(name, marks=pytest.mark.xdist_group(f"{name} window pool")
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def served(request, model_dir):
+def served(request, model_dir, with_plugin):
     spec = MODELS[request.param]
     options = {**spec.cpu_options, "max_total_tokens": SIZE, "swa_full_tokens_ratio": RATIO}
-    served = Served(build(spec.name, model_dir), **options, chunked_prefill_size=96)
+    with with_plugin(kv_watch.load):
+        served = Served(build(spec.name, model_dir), **options, chunked_prefill_size=96)
     yield served
     served.engine.shutdown()
 
