@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 _seen: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-"""By request and layer, after the last pass: the slot of each token, and a digest of the KV there."""
+"""By request and layer, after the request's last pass: the slot of each token, and a digest of the KV there."""
 
 
 def check(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -17,8 +17,7 @@ def check(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any)
         torch.cuda.synchronize()
     runner = scheduler.tp_worker.model_runner
     pool, model = runner.token_to_kv_pool, runner.attn_backend.link_model
-    before = _seen.copy() if batch.forward_mode.is_decode() else {}
-    _seen.clear()
+    before = _seen if batch.forward_mode.is_decode() else {}
     for req, seq_len in zip(batch.reqs, batch.seq_lens.tolist(), strict=True):
         if is_internal(req) or seq_len < len(req.origin_input_ids):
             continue
@@ -32,7 +31,8 @@ def check(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any)
             last_slots, last_digests = before.get((req.rid, layer_id), (slots[:0].cpu(), torch.empty(0, 2)))
             caches = [cache[slots].view(torch.uint8).flatten(1).long() for cache in pool.get_kv_buffer(layer_id)]
             digests = torch.stack([(cache * _weights(cache)).sum(1) for cache in caches], dim=1).cpu()
-            _seen[req.rid, layer_id] = slots, digests = slots.cpu(), digests
+            slots = slots.cpu()
+            _seen[req.rid, layer_id] = slots, digests
             length = len(last_slots)
             changed = (slots[:length] == last_slots) & (digests[:length] != last_digests).any(1)
             if not keeps_all:
