@@ -86,6 +86,14 @@ def wide(name: str, model_dir) -> str:
     return path
 
 
+def options_of(name: str, **of_way) -> dict:
+    """The engine's options beside those of all."""
+    options = {"attention_backend": "triton", "max_total_tokens": 20000, **of_way}
+    if name in MODELS and "vision_config" in MODELS[name].settings:
+        options["enable_multimodal"] = False  # the folder has no processor
+    return options
+
+
 @pytest.fixture(
     scope="module",
     params=[
@@ -128,12 +136,10 @@ def served(request, model_dir, with_plugin):
     from sglang_lazy import Engine
 
     name, _, way = request.param.partition(" ")
-    options = {"attention_backend": "triton", "max_total_tokens": 20000, **WAYS[way]}
+    options = options_of(name, **WAYS[way])
     if torch.cuda.device_count() < options.get("tp_size", 1):
         pytest.skip("tensor parallelism needs as many GPUs")
     path = wide(name, model_dir)
-    if name in MODELS and "vision_config" in MODELS[name].settings:
-        options["enable_multimodal"] = False  # the folder has no processor
     with with_plugin(whole_windows.load):
         engine = Engine(model_path=path, **ENGINE, **options)
     try:
@@ -249,9 +255,8 @@ def test_kv_stays_on_cuda(model_dir, with_plugin, name):
     """Requests that end one after another, so that graphs pad batches: no token's KV changes after it was computed."""
     from sglang_lazy import Engine
 
-    options = {"attention_backend": "triton", "max_total_tokens": 20000, "swa_full_tokens_ratio": 0.15}
     with with_plugin(whole_windows.load), with_plugin(kv_watch.load):
-        engine = Engine(model_path=wide(name, model_dir), **ENGINE, **options)
+        engine = Engine(model_path=wide(name, model_dir), **ENGINE, **options_of(name, **WAYS["few"]))
     dice = Dice(9)
     docs = dice.chunks(4, 100, 400)
     prompts = [[dice.text(20), *dice.shuffled(docs), dice.text(12)] for _ in range(9)]
