@@ -122,6 +122,11 @@ def load(sources: list[Path]) -> str:
     return steady(sources, ("synthetic",), "done/s", lambda row: number(row["request_throughput"]))
 
 
+def traces(sources: list[Path]) -> str:
+    """What retrievers returned: time to first token and throughput by rate."""
+    return steady(sources, ("trace",), "done/s", lambda row: number(row["request_throughput"]))
+
+
 def phases(sources: list[Path]) -> str:
     """One request at a time: median milliseconds to the first token, and the cached share of the prompt."""
     rows = [row for row in serving_rows(sources) if row["workload"] == "latency"]
