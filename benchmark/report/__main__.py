@@ -37,12 +37,9 @@ PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
-    **{
-        kind.__name__: kind
-        for kind in (runs, latency, load, traces, documents, chat, decode, references, requests, answers)
-    },
+    **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
-    **{kind.__name__: kind for kind in (metered, interference)},
+    **{kind.__name__: kind for kind in (metered, interference, traces)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (
