@@ -86,6 +86,48 @@ def test_pages_are_short(page):
     assert len(words) < MAX_WORDS[page]
 
 
+NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def numbers(text: str) -> list[tuple[float, int]]:
+    """The numbers in a text, each with how many decimals it has."""
+    found = [number.replace(",", "") for number in NUMBER.findall(text)]
+    return [(float(number), len(number.partition(".")[2])) for number in found]
+
+
+def section(page: Path, anchor: str) -> str:
+    """What stands under a heading, or all of a page."""
+    text = FENCED.sub("", page.read_text(encoding="utf-8"))
+    if not anchor:
+        return text
+    headings = list(HEADING.finditer(text))
+    starts = dict(zip(anchors(page), headings, strict=True))
+    level = starts[anchor].group().count("#")
+    ends = [h.start() for h in headings if h.start() > starts[anchor].start() and h.group().count("#") <= level]
+    return text[starts[anchor].start() : min(ends, default=len(text))]
+
+
+def rows_of_figures(page: Path) -> list[list[str]]:
+    """The claims, figures and pages of a summary's tables."""
+    lines = (line.strip("|").split("|") for line in page.read_text(encoding="utf-8").splitlines())
+    return [cells[-3:] for cells in lines if len(cells) >= 3 and LINK.search(cells[-1]) and NUMBER.search(cells[-2])]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results/README.md"])
+def test_summaries_repeat_what_results_have(page):
+    """Each number of a summary is one on the page that it names, or one there rounds to it."""
+    rows = [row for row in rows_of_figures(ROOT / page) if "results/" in row[-1] or "results/" in page]
+    assert len(rows) > 5
+    stale = []
+    for _, figures, link in rows:
+        path, _, anchor = LINK.search(link).group(1).partition("#")
+        known = [number for number, _ in numbers(section((ROOT / page).parent / path, anchor))]
+        for number, decimals in numbers(figures):
+            if not any(round(other, decimals) == number for other in known):
+                stale.append((figures.strip(), number))
+    assert stale == []
+
+
 def named_tests(page: Path) -> set[str]:
     """The tests that a page names."""
     return set(re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8")))
