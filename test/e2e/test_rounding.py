@@ -70,7 +70,9 @@ class Served(Oracle):
         return {"output_ids": tokens, "meta_info": {"output_token_logprobs": entries}}
 
 
-@pytest.mark.parametrize("way", ["", "mask", "window", "positions"])
+@pytest.mark.parametrize(
+    "way", ["", "mask", *(pytest.param(way, marks=pytest.mark.slow) for way in ("window", "positions"))]
+)
 def test_answers(model_dir, way):
     """A model with windows and experts: all answers right, or two of eight wrong."""
     path = build("gpt-oss", model_dir)

@@ -203,6 +203,7 @@ def weights_after(recipe, directory, minutes=1e9):
     return trainer
 
 
+@pytest.mark.slow
 def test_resume(tmp_path):
     """Training that stops and resumes gives bitwise the same weights as training that does not stop."""
     straight = weights_after(RECIPE, tmp_path / "straight")

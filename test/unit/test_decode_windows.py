@@ -1,6 +1,8 @@
 """What decode reads under a sliding window: the last tokens by position, wherever they are in the row."""
 
 import dataclasses
+import logging
+import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -123,6 +125,17 @@ def test_each_row_reads_its_window(seed, for_graph, kernels):
                 scores[:, torch.from_numpy(position < n - window)] = -torch.inf
             expected = torch.einsum("hn,nhd->hd", scores.softmax(-1), v.double())
             torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=1e-5)
+
+
+def test_memory_is_logged(caplog):
+    """What decode allocates beside SGLang's pool: the workspace at once, and what graphs read."""
+    table, pool, _, _, _ = build([None], 0, "torch")
+    kernels = Mock(wraps=get_implementation("torch"), decode_workspace=lambda *_, **__: torch.empty(3 << 18))
+    table.model.layers = {i: dataclasses.replace(one, kernels=kernels) for i, one in table.model.layers.items()}
+    with caplog.at_level(logging.INFO):
+        DecodeRows(table, pool).allocate_for_graphs(1 << 12)
+    assert "3 MiB of workspace for decode" in caplog.text
+    assert re.search(r"\d+ MiB of decode metadata", caplog.text)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "triton"])

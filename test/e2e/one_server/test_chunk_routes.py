@@ -101,6 +101,7 @@ def test_a_deleted_chunk_is_computed_again(server):
     assert not ask(server, DOCUMENT, cache_salt="deleting")["hit"]
 
 
+@pytest.mark.slow
 def test_a_deleted_chunk_in_use_goes_when_it_is_released(server, tiny_model):
     """The answer that reads it is the oracle's to the end. Its id is forgotten at once."""
     salt, dice, num_tokens = "in use", Dice("in use"), 1500

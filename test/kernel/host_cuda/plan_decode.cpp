@@ -1,6 +1,7 @@
 // Plans random decode batches on the host and follows each plan as the kernels would: every request must see each of
 // its KV tokens once, rotated by its own offset, and nothing else; and blocks of different speeds must finish together.
 // Usage: plan_decode FIRST_SEED NUM_SEEDS
+#include <cstdlib>
 #include <map>
 #include <random>
 #include <set>
@@ -294,9 +295,18 @@ void test_room_for_cuts(int seed) {
   }
 }
 
+// The sizes that `decode_workspace` documents: more rows must not mean proportionally more room for shared chunks.
+void test_workspace_is_bounded(int seed) {
+  for (const auto [rows, megabytes] : {std::pair{256, 104}, std::pair{4097, 157}}) {
+    const auto bytes = 4 * PlanLayout::make(rows, 256, 32, 8, 128, 132).num_words;
+    CHECK(std::llabs(bytes - megabytes * 1'000'000LL) < 500'000, "%d rows take %lld bytes", rows, (long long)bytes);
+  }
+}
+
 int main(int, char** argv) {
   const int first = std::atoi(argv[1]), count = std::atoi(argv[2]);
   for (int seed = first; seed < first + count; ++seed) test(seed);
   test_ends(first);
   test_room_for_cuts(first);
+  test_workspace_is_bounded(first);
 }
