@@ -94,12 +94,22 @@ def policies_paired(sources: list[Path]) -> str:
 
 
 def policies_answers(sources: list[Path]) -> str:
-    """Exact match and F1 of the policies that answered greedily."""
+    """Exact match and F1 of the policies that answered greedily; F1 also against `full` prompt by prompt in percentage
+    points, and by data set."""
     lines = load(sources)
-    greedy = [name for name in lines if all("f1" in line for line in lines[name].values())]
-    rows = [row(name, lines) for name in greedy]
-    body = ([f"`{each['policy']}`", str(each["n"]), *map(share(each, 1), ("em", "f1"))] for each in rows)
-    return table(["policy", "prompts", "exact match", "F1"], body)
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    body = []
+    for name in [name for name in lines if all("f1" in line for line in lines[name].values())]:
+        each = row(name, lines)
+        mean, low, high = (100 * points for points in paired(name, "full", "f1", lines))
+        change = "" if name == "full" else f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        sums: dict[str, float] = collections.Counter()
+        for (group, _), line in lines[name].items():
+            sums[group] += line["f1"]
+        by_group = [f"{sums[group] / size:.1%}" for group, size in sizes.items()]
+        body.append([f"`{name}`", str(each["n"]), *map(share(each, 1), ("em", "f1")), change, *by_group])
+    heads = [f"F1: {group}, {size}" for group, size in sizes.items()]
+    return table(["policy", "prompts", "exact match", "F1", "against `full`", *heads], body)
 
 
 def policies_matches(sources: list[Path]) -> str:
