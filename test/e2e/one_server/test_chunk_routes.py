@@ -3,6 +3,7 @@
 import json
 import time
 
+import pytest
 import requests
 import torch
 from http_prompts import GREEDY, chunk, generate, text
