@@ -1,0 +1,66 @@
+"""The memory of Python objects that each chunk on the host takes in the scheduler, beside its KV.
+
+Caches with the same resident chunks, and more and fewer on the host, as in host_time.py; the difference, by tracemalloc.
+Slot numbers, 8 bytes for each token of a chunk, are tensors: tracemalloc does not see them.
+
+    python -m benchmark.scheduler.host_memory --out host_memory.jsonl
+"""
+
+import argparse
+import gc
+import json
+import tracemalloc
+from pathlib import Path
+
+import torch
+
+from benchmark.scheduler.host import Host
+from benchmark.scheduler.traffic import Tiered
+from benchmark.serving.arguments import positive, typed
+from benchmark.serving.environment import describe_environment
+from fakes.context import published
+
+
+def traced(args: argparse.Namespace, on_host: int) -> int:
+    """Bytes of a cache whose host holds `on_host` chunks for each that is resident."""
+    num_tokens = args.resident * args.chunk_len
+    options = argparse.Namespace(seed=args.seed, alpha=1.0, separator_len=0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        host = Host(Tiered.cache_class, num_tokens + args.chunk_len, 64, "cpu", (on_host + 1) * num_tokens)
+        traffic = Tiered(options, (1, args.chunk_len), args.resident)
+        traffic.on_host = on_host
+        before, _ = tracemalloc.get_traced_memory()
+        traffic.fill(host, args.resident)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    count = typed(positive)
+    parser.add_argument("--resident", type=count, default=1000, help="chunks on the device")
+    parser.add_argument("--on-host", type=count, nargs=2, default=(5, 50), help="as many times more on the host")
+    parser.add_argument("--chunk-len", type=count, default=128, help="tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    fewer, more = sorted(args.on_host)
+    with published("cpu"), open(args.out, "w", encoding="utf-8") as out:
+        environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
+        print(json.dumps({"environment": environment}), file=out, flush=True)
+        added = traced(args, more) - traced(args, fewer)
+        each = added / ((more - fewer) * args.resident)
+        what = f"Python objects of a chunk of {args.chunk_len:,} tokens on the host"
+        row = {"what": what, "bytes_per_chunk": round(each), "chunks": more * args.resident}
+        print(json.dumps(row), file=out, flush=True)
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
