@@ -1,14 +1,17 @@
-"""docs/models.md lists the tests of each architecture, and no others."""
+"""docs/models.md lists the tests of each architecture, and no others; and all flags with which chunks are refused."""
 
+import argparse
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+from sglang.srt.server_args import ServerArgs
 
 from oracle.models import MODELS
 from oracle.quantised import FORMATS
 from oracle.vision import VISION_MODELS
-from sglang_lazy.port.model.compat import TESTED
+from sglang_lazy.port.model import compat
 
 COMB = "CombLlamaForConditionalGeneration"  # has tests of its own
 ROOT = Path(__file__).parents[2]
@@ -28,11 +31,11 @@ def architecture_of(name):
 
 
 def test_each_architecture_has_a_row():
-    assert set(ROWS) == TESTED
+    assert set(ROWS) == compat.TESTED
 
 
 def test_oracle_column():
-    expected = dict.fromkeys(TESTED, "")
+    expected = dict.fromkeys(compat.TESTED, "")
     for name, spec in MODELS.items():
         if spec.needs is None and expected[architecture_of(name)] != "all":
             expected[architecture_of(name)] = "all" if spec.core else "once"
@@ -55,3 +58,16 @@ def test_formats_are_listed(name):
     table = re.search(r"^\| format \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)[0]
     method, _, kind = name.partition(" ")
     assert method in table and kind.removesuffix("tensor") in table
+
+
+def test_every_refused_flag_is_listed():
+    """All that the checks read of flags and the environment is on the page, as a user spells it."""
+    source = inspect.getsource(compat.unfit_flags) + inspect.getsource(compat._unfit_tiers)
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    options = {action.dest: action.option_strings for action in parser._actions}
+    listed = set(re.findall(r"--[a-z0-9-]+|SGLANG_\w+", PAGE.partition("## Not supported")[2]))
+    flags = set(re.findall(r"\bargs\.(\w+)", source))
+    assert len(flags) > 30
+    assert [flag for flag in sorted(flags) if not listed.intersection(options[flag])] == []
+    assert set(re.findall(r"\benvs\.(\w+)", source)) <= listed
