@@ -1,10 +1,10 @@
 """Questions over documents in changing orders, answered by a small trained model with chunk reuse and without.
 
-Its model was trained for chunks, so that answers are right or wrong, and part of the repository: nothing is downloaded.
+The model was trained for chunks, so answers are either right or wrong. It is in the repository: nothing is downloaded.
 
-Starts a server on this machine, asks it the questions of examples/data/worlds_sample.jsonl one after another, prints
-each answer beside the right one, how much of the prompt had to be computed and how long the first token took, and stops
-the server.
+Starts a local server and asks it the questions of examples/data/worlds_sample.jsonl one after another. Prints each
+answer next to the right one, how much of the prompt had to be computed and how long the first token took, and stops the
+server.
 """
 
 import signal
@@ -67,14 +67,14 @@ def is_right(result: Generation, question: dict) -> bool:
 
 
 def describe(result: Generation, question: dict) -> str:
-    """The answer, whether it is right, and what it took, as one line."""
+    """One line with the answer, whether it is right, and its cost."""
     verdict = "right" if is_right(result, question) else "wrong"
     work = f"{result.computed_tokens:>4} of {result.prompt_tokens} tokens computed"
     return f"{' '.join(result.text.split()):20} {verdict}  {work}, TTFT {result.ttft * 1000:>4.0f} ms"
 
 
 def run(main: Callable[[], None], log: Path) -> None:
-    """Run a demo whose server writes to `log`; what goes wrong ends it in a few words."""
+    """Run a demo whose server writes to `log`; exits with a short message on failure."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
     try:
         main()

@@ -1,4 +1,4 @@
-"""Invariants of window KV, that of the layer with a window, if this has its own pool."""
+"""Invariants of window KV: the KV of a layer with a window, if this layer has its own pool."""
 
 import collections
 import itertools
@@ -13,8 +13,8 @@ from sglang_lazy.core.state import fill_of
 
 
 def check_slots(pools: Any) -> None:
-    """Every slot of the second pool is free, of exactly one tree node, or of one running request; those of a node hold
-    what its key promises."""
+    """Check that every slot of the second pool is free, in exactly one tree node, or owned by one running request, and
+    that the slots of a node hold what its key promises."""
     slots, cache = pools.slots, pools.cache
     pool = slots.swa_attn_allocator
     places = [*pool.free_pages.tolist(), *pool.release_pages.tolist()]
@@ -39,7 +39,7 @@ def check_slots(pools: Any) -> None:
 
 
 def check_locks(pools: Any, held: list[tuple[TreeNode, int]]) -> None:
-    """The last tokens up to each node that is held are locked once for each holder, and the sizes say so."""
+    """Check that each holder of a node locks the last tokens up to it once, and that the sizes agree."""
     cache, users = pools.cache, collections.Counter()
     for node, spread in held:
         count = pools.window + spread
@@ -61,7 +61,7 @@ def check_locks(pools: Any, held: list[tuple[TreeNode, int]]) -> None:
 
 
 def check_seen(pools: Any, batch: ScheduleBatch) -> None:
-    """What the new tokens of a batch see in the layer with a window is there."""
+    """Check that what a batch's new tokens see in the layer with a window is still there."""
     for req in batch.reqs:
         end = req.kv_committed_len
         start = len(req.prefix_indices) if batch.forward_mode.is_extend() else end - 1
@@ -74,7 +74,7 @@ def check_seen(pools: Any, batch: ScheduleBatch) -> None:
 
 
 def _sees(req: Req, query: int, key: int, window: int) -> bool:
-    """Whether the token at `query` sees that at `key` through a window. Those of a fill see what they depend on."""
+    """Whether the token at `query` sees the one at `key` through a window. A fill's tokens see what they depend on."""
     if fill_of(req) is not None:
         path, other = _path(req.contents[query]), _path(req.contents[key])
         same = req.contents[query][0] == req.contents[key][0] or req.contents[key][0] == "text"

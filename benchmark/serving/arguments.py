@@ -7,7 +7,7 @@ from benchmark.serving.models import SHAPES, TINY, model_name
 
 
 def typed(parse):
-    """`parse` for argparse, which shows the user the message of its ValueError."""
+    """Wrap `parse` for argparse, so that users see the message of its ValueError."""
 
     def convert(value: str):
         try:
@@ -19,7 +19,7 @@ def typed(parse):
 
 
 def positive(value: str) -> int:
-    """A number of at least 1."""
+    """An integer of at least 1."""
     number = int(value)
     if number < 1:
         raise ValueError(f"expected at least 1, got {number}")

@@ -3,7 +3,7 @@
     python -m benchmark.soak --minutes 15
 
 Clients send prompts with chunks, without chunks, as plain text and by chunk ids, under several policies and tenants.
-They leave in mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send malformed requests.
+They disconnect mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send malformed requests.
 The KV pool holds only a few prompts. Each variant of the server gets its share of the time, in rounds. After a round
 the server must become idle within seconds; it then checks its accounting, and a leaked slot or lock ends it. Then its
 cache is flushed and must be empty, and the next answer must be right without it.
@@ -44,13 +44,13 @@ STORAGE = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-poli
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Flags of the server beyond COMMON, and variables of its environment."""
+    """Server flags beyond COMMON, and environment variables."""
 
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-# SGLang retracts running requests every third step, whether memory is short or not.
+# SGLang retracts running requests every third step, even if memory suffices.
 RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
 VARIANTS = {
     "device": Variant(),
@@ -63,7 +63,7 @@ VARIANTS = {
 
 
 async def soak(url: str, prompts: list[Prompt], args: argparse.Namespace, seconds: float) -> dict[str, int]:
-    """Run rounds of traffic for this long; returns how often clients did what. Raises Wrong."""
+    """Run rounds of traffic for this long; returns the count of each action. Raises Wrong."""
     counts: dict[str, int] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -85,7 +85,7 @@ async def _until(end: float, client: Client) -> None:
 
 
 async def _settled(url: str, session: aiohttp.ClientSession, client: Client, prompt: Prompt) -> None:
-    """Check that the server becomes idle, can be emptied, has all its memory back, and still serves. Raises Wrong."""
+    """Check that the server becomes idle, empties its cache, has all memory back, and still serves. Raises Wrong."""
     async with session.post(f"{url}/flush_cache", params={"timeout": 30}) as response:
         if response.status != 200:
             raise Wrong(f"the server does not become idle: {response.status} {await response.text()}")
