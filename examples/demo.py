@@ -54,12 +54,12 @@ QUESTIONS = {
 """Each question with the words of a right answer."""
 
 LESSONS = """
-A model of 135 million parameters gets most questions wrong even when it sees the whole prompt (full). These three are
-among those that it was seen to answer; they measure no quality. Look at whether base+query says what full says, and at
-how soon the first token comes. The paragraphs were in the cache: the first prompt with them costs what the warm-up
-shows. base+query also computes the question once before, to find the tokens that it attends to; the table leaves this
-out. full computes all but the leading text, for prefix caching finds nothing else in a new order. Each pass also reads
-all weights and all that is cached, so the time to the first token falls less than the number of tokens computed."""
+A model of 135 million parameters gets most questions wrong even when it sees the whole prompt (full). These three were
+chosen from those that it answers, so they do not measure quality. Check whether base+query agrees with full, and how
+soon the first token comes. The paragraphs were in the cache: the first prompt with them costs what the warm-up shows.
+base+query also computes the question once beforehand, to find the tokens that it attends to; the table leaves this
+out. full computes all but the leading text, because prefix caching finds nothing else in a new order. Each pass also
+reads all weights and all cached KV, so the time to the first token falls less than the number of tokens computed."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ def smollm2() -> Path:
     ValueError if it is not the expected one."""
     folder = tiny_model.CACHE / "smollm2-135m-instruct"
     if not folder.is_dir():
-        print(f"{folder.name} is made, once, in {folder.parent}: a download of 93 MB, then 270 MB", file=sys.stderr)
+        print(f"making {folder.name} in {folder.parent} (once): a download of 93 MB, then 270 MB", file=sys.stderr)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as work:
             made = Path(work) / "model"

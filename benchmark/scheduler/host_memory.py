@@ -1,7 +1,7 @@
-"""The memory of Python objects that each chunk on the host takes in the scheduler, beside its KV.
+"""The memory of Python objects in the scheduler for each chunk on the host, besides its KV.
 
-Caches with the same resident chunks, and more and fewer on the host, as in host_time.py; the difference, by tracemalloc.
-Slot numbers, 8 bytes for each token of a chunk, are tensors: tracemalloc does not see them.
+Compares caches with the same resident chunks but more or fewer chunks on the host, as in host_time.py, by tracemalloc.
+Slot numbers, 8 bytes per token of a chunk, are tensors, which tracemalloc does not see.
 
     python -m benchmark.scheduler.host_memory --out host_memory.jsonl
 """
@@ -22,7 +22,7 @@ from fakes.context import published
 
 
 def traced(args: argparse.Namespace, on_host: int) -> int:
-    """Bytes of a cache whose host holds `on_host` chunks for each that is resident."""
+    """Bytes of a cache whose host tier holds `on_host` chunks per resident one."""
     num_tokens = args.resident * args.chunk_len
     options = argparse.Namespace(seed=args.seed, alpha=1.0, separator_len=0)
     gc.collect()
