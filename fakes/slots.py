@@ -26,7 +26,7 @@ class Slots(TokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} is freed, but was not in use"
+            assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
         super().free(free_index)
 
     def clear(self) -> None:
@@ -59,12 +59,12 @@ class HybridSlots(SWATokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} is freed, but was not in use"
+            assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
         super().free(free_index)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
         for slot in filter(None, self.window_slots(free_index.tolist())):
-            assert self.window_contents.pop(slot, None), f"window slot {slot} is freed, but was not in use"
+            assert self.window_contents.pop(slot, None), f"window slot {slot} was freed but not in use"
         super().free_swa(free_index)
 
     def clear(self) -> None:

@@ -21,7 +21,7 @@ def check_slots(pools: Any) -> None:
     for node, namespace, before in pools.nodes():
         of_node = slots.window_slots(node.value.tolist())
         if node not in cache._windows:
-            assert not any(of_node), "window KV that nobody counts"
+            assert not any(of_node), "window KV that is not counted"
             continue
         places += of_node
         tokens = before + tuple(node.key.token_ids)
@@ -57,7 +57,7 @@ def check_locks(pools: Any, held: list[tuple[TreeNode, int]]) -> None:
     assert (cache.swa_evictable_size(), cache.swa_protected_size()) == (sizes[False], sizes[True])
     assert cache._unlocked_windows == {node for node in cache._windows if not users[node]}
     for _, chunk in cache.store._cached.items():
-        assert cache.reads(chunk.node), "a chunk is known that cannot be read"
+        assert cache.reads(chunk.node), "a cached chunk cannot be read"
 
 
 def check_seen(pools: Any, batch: ScheduleBatch) -> None:
@@ -70,7 +70,7 @@ def check_seen(pools: Any, batch: ScheduleBatch) -> None:
         found = [pools.slots.window_contents.get(slot) for slot in pools.slots.window_slots(row)]
         for query, key in itertools.product(places[start:], range(end)):
             if _sees(req, query, places[key], pools.window):
-                assert found[key] == req.contents[places[key]], "a query sees what has left its window"
+                assert found[key] == req.contents[places[key]], "window KV that a query sees is missing"
 
 
 def _sees(req: Req, query: int, key: int, window: int) -> bool:

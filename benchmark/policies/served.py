@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default=device_options()["dtype"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", default="{}", help="keywords of the engine, as JSON")
-    parser.add_argument("--out", type=Path, required=True, help="appended to")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to this file")
     return parser.parse_args()
 
 

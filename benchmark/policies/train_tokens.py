@@ -98,7 +98,7 @@ def main() -> None:
     if args.out.exists():
         sys.exit(f"error: {args.out} exists")
     if len(ids) < 2 or taken.intersection(ids):
-        sys.exit("error: --ids must name at least two tokens, none of which another policy of this model has")
+        sys.exit("error: --ids must name at least two tokens that no other policy of this model uses")
     trained = TrainedTokens(**fields(policy, ids))
     print(f"{policy}: {' '.join(tokenizer.convert_ids_to_tokens(ids))}")
     model = load_model(str(args.model), getattr(torch, args.dtype), args.device)

@@ -182,7 +182,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-reference", action="store_true", help="do not compare with a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--start-timeout", type=float, default=600, help="seconds to wait for a server")
     parser.add_argument("server_flags", nargs="*", help="flags for every server, after `--`")
     return parser.parse_args()
@@ -209,7 +209,7 @@ def main() -> None:
     prompts = Prompts(tokenizer)
     questions = within_context(questions, prompts, AutoConfig.from_pretrained(args.model).max_position_embeddings)
     if not questions:
-        sys.exit("no question is left to ask")
+        sys.exit("no questions left to ask")
     conditions = [CONDITIONS[name] for name in args.conditions]
     try:
         served = ask_servers(conditions, questions, prompts, args)

@@ -170,6 +170,6 @@ def shape_of(config: dict) -> Shape:
     """The shape in a LlamaConfig. Raises ValueError for scaled rotary positions."""
     rotary = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if rotary.get("rope_type", "default") != "default" or config.get("rope_scaling"):
-        raise ValueError("scaled rotary positions are not trained here")
+        raise ValueError("scaled rotary positions are not supported")
     fields = {field.name: config[field.name] for field in dataclasses.fields(Shape) if field.name != "rope_theta"}
     return Shape(**fields, rope_theta=rotary["rope_theta"])

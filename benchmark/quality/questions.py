@@ -105,7 +105,7 @@ def from_longbench(record: dict) -> Question:
     dataset = record["dataset"].removesuffix("_e")
     task = LONGBENCH.get(dataset)
     if task is None:
-        raise ValueError(f"no dataset {dataset!r}: there are {', '.join(LONGBENCH)}")
+        raise ValueError(f"unknown dataset {dataset!r}: expected one of {', '.join(LONGBENCH)}")
     chunks = split_passages(record["context"]) if task.passages else split_words(record["context"], WORDS_PER_CHUNK)
     if task.score is rouge_l:
         opening, closing = SUMMARISE, f"{record['input']}\n" * bool(record["input"]) + "Summary:"

@@ -121,8 +121,8 @@ def parse_args() -> argparse.Namespace:
         "--lead-share",
         type=float,
         default=recipe.lead_share,
-        help="of the worlds under the block mask, those with a copy of the text before them in front of each chunk, as "
-        "under base:preamble=lead; default: %(default)s",
+        help="share of worlds under the block mask with a copy of the leading text in front of each chunk, as under "
+        "base:preamble=lead; default: %(default)s",
     )
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families to draw more often")

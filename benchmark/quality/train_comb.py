@@ -62,7 +62,7 @@ def fits(prompt, longest: tuple[int, int]) -> bool:
 
 
 def write_card(trainer: CombTrainer, command: str) -> None:
-    """The text of README.md, from the recipe and the log's last line."""
+    """Write README.md from the recipe and the log's last line."""
     recipe, comb = trainer.recipe, trainer.model
     *_, last = (json.loads(line) for line in (trainer.directory / "log.jsonl").read_text().splitlines())
     gates = [f"{cross.cross_attn_attn_gate.item():.3f}" for cross in comb.cross_layers]
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     default = CombRecipe()
     parser.add_argument("--model", type=Path, required=True, help="folder of the decoder, a Llama")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, its checkpoint and the log")
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help="questions, JSON lines, in place of worlds")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="questions as JSON lines, instead of worlds")
     parser.add_argument(
         "--families", nargs="+", choices=list(FAMILIES), default=list(LEANING), help="families of worlds"
     )

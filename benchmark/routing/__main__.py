@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=count, default=400, help="requests before these")
     parser.add_argument("--concurrency", type=count, default=16, help="requests in flight")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
     args = parser.parse_args()
     environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=device_flags())

@@ -201,7 +201,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha", type=typed(positive_float), default=0.8, help="of the Zipf distribution")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the slot numbers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to this file")
     return parser.parse_args(argv)
 

@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--screenshots", type=Path, help="folder")
     parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="of the server")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
     args = parser.parse_args()

@@ -204,7 +204,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=count, default=1000)
     parser.add_argument("--times", type=count, default=20, help="repetitions of each measurement")
     parser.add_argument("--screenshots", type=Path, help="folder")
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, help="JSON lines are written to this file")
     parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
     return parser.parse_args(argv)

@@ -48,6 +48,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{' and '.join(SHAPES)} have random weights; or {TINY}, a path or a hub name; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--start-timeout", type=float, default=600, help="seconds to wait for a server")
     parser.add_argument("server_flags", nargs="*", help="flags for every server, after `--`")

@@ -71,6 +71,6 @@ async def stream(session: aiohttp.ClientSession, url: str, body: bytes) -> Timel
         raise ServerError(f"the connection failed: {error!r}") from error
     meta = event["meta_info"]
     if not arrivals or (meta["finish_reason"] or {}).get("type") != "length":
-        raise ServerError(f"the server broke off: {meta.get('finish_reason')}")
+        raise ServerError(f"the server aborted: {meta.get('finish_reason')}")
     chunk_tokens = (meta.get("cached_tokens_details") or {}).get("chunk", 0)
     return Timeline(sent, arrivals, event["output_ids"], meta["prompt_tokens"], meta["cached_tokens"], chunk_tokens)

@@ -70,7 +70,7 @@ def contender(name: str) -> Contender:
         link = str(get_policy(name.removeprefix(POLICY)))
         return Contender(Server(LAZY), lambda segments: {**as_chunks(segments), "link": link})
     if name not in CONTENDERS:
-        raise ValueError(f"no contender {name!r}: there are {', '.join(CONTENDERS)}, and {POLICY}POLICY")
+        raise ValueError(f"unknown contender {name!r}: expected one of {', '.join(CONTENDERS)}, or {POLICY}POLICY")
     return CONTENDERS[name]
 
 

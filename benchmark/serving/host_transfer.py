@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=10_240, help="of the prompt")
     parser.add_argument("--block-quotas", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     shape = SHAPES[args.model]

@@ -82,7 +82,7 @@ def build_model(directory: Path, shape: dict) -> Path:
 def model_name(name: str) -> str:
     """`name`, if it can be a model. Raises ValueError for a misspelt shape."""
     if name not in (*SHAPES, TINY) and "/" not in name:
-        raise ValueError(f"no model {name!r}: give one of {', '.join([*SHAPES, TINY])}, a path or a hub name")
+        raise ValueError(f"unknown model {name!r}: expected one of {', '.join([*SHAPES, TINY])}, a path or a hub name")
     return name
 
 

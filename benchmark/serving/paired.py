@@ -56,7 +56,7 @@ def paired_stages(
                 raise ValueError(f"{folder}: {first} and {second} have different stages of {key}")
             pairs[key] += zip(stages[first], stages[second], strict=True)
     if not pairs:
-        raise ValueError(f"there is no case that both {first} and {second} were sent")
+        raise ValueError(f"no case was sent to both {first} and {second}")
     return pairs
 
 

@@ -41,7 +41,7 @@ def pinned(urls: list[str]) -> Iterator[None]:
     processes = [process for url in urls for process in server_processes(url)]
     needed = 3 + sum(_title(process).startswith(SCHEDULER) for process in processes)
     if len(cores) < needed:
-        raise ValueError(f"to pin these processes takes {needed} cores, there are {len(cores)}")
+        raise ValueError(f"pinning these processes takes {needed} cores, but there are {len(cores)}")
     client, http, detokenizer, *schedulers = cores
     for process in processes:
         title = _title(process)

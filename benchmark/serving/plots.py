@@ -200,7 +200,7 @@ def main() -> None:
         parser.error(str(error))
     print(*written, sep="\n")
     if not written:
-        sys.exit("no figure: nothing was measured at two values of anything")
+        sys.exit("no figure: no parameter was measured at two values")
 
 
 if __name__ == "__main__":

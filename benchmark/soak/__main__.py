@@ -94,11 +94,11 @@ async def _settled(url: str, session: aiohttp.ClientSession, client: Client, pro
         async with session.get(f"{url}/chunks", headers=headers) as response:
             page = await response.json()
         if response.status != 200 or page["total"]:
-            raise Wrong(f"after a flush there are chunks left: {page}")
+            raise Wrong(f"chunks left after a flush: {page}")
     async with session.get(f"{url}/lazy/survey") as response:
         memory = (await response.json())["memory"]
     if any(tier is not None and tier["free"] != tier["size"] for tier in memory.values()):
-        raise Wrong(f"after a flush slots are taken: {memory}")
+        raise Wrong(f"slots in use after a flush: {memory}")
     body = {"segments": [segment.to_request() for segment in prompt.segments], "link": prompt.link}
     async with session.post(f"{url}/generate", json={**body, "sampling_params": SAMPLING}) as response:
         answer = await response.json()
@@ -106,12 +106,12 @@ async def _settled(url: str, session: aiohttp.ClientSession, client: Client, pro
         raise Wrong(f"after a flush: {answer} to {prompt}")
     meta = answer["meta_info"]
     if meta["cached_tokens"] != (meta.get("cached_tokens_details") or {}).get("storage", 0):
-        raise Wrong(f"after a flush something was cached that storage does not have: {meta}")
+        raise Wrong(f"cached tokens after a flush that are not in storage: {meta}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15, help="of all variants together, starts not counted")
+    parser.add_argument("--minutes", type=float, default=15, help="for all variants together, not counting start-up")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=40)
