@@ -1,4 +1,4 @@
-"""Data of the examples for benchmarks: samples of retrieval questions, and trained models."""
+"""The examples' data for benchmarks: samples of retrieval questions, and trained models."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Tools and skills of agents as chunks: what share of the prompts' tokens is reused, against prefix caching.
+"""Agents' tools and skills as chunks: the share of prompt tokens reused, compared with prefix caching.
 
-Each request of an agent brings the definitions of the tools and the skills that its task needs, in an order of its own,
-in the system message. The same requests are answered twice: with chunks, and with `link` full, which leaves them to
+Each request of an agent has the definitions of the tools and skills that its task needs in the system message, in an
+order of its own. The same requests are answered twice: with chunks, and with `link` full, which leaves reuse to
 SGLang's prefix cache. With the tiny model's tokenizer, chunks reuse 88% of 40 requests' tokens, the prefix cache 43%.
 
 Starts a server with a tiny random-weight model unless --url names a running one (started with --enable-cache-report).
@@ -32,7 +32,7 @@ description: Handles requests about any {0}, from the first question to the repl
 
 
 def definitions(subject: str) -> list[str]:
-    """What an agent has to know of a subject: two tools as JSON, and a skill."""
+    """What an agent needs for a subject: two tools as JSON, and a skill."""
     tools = [
         {
             "name": f"{verb}_{subject}",
@@ -49,7 +49,7 @@ def definitions(subject: str) -> list[str]:
 
 
 def prompts(count: int, seed: int = 0) -> list[list[dict]]:
-    """The messages of `count` tasks. Each needs two to four subjects, some of which are asked for often."""
+    """The messages of `count` tasks. Each needs two to four subjects, some of them popular."""
     rng = random.Random(seed)
     weights = [1 / rank for rank in range(1, len(SUBJECTS) + 1)]
     found = []

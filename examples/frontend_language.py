@@ -1,4 +1,4 @@
-"""SGLang's frontend language: `sgl.chunk(...)` in a program, whose forks share their documents.
+"""SGLang's frontend language: `sgl.chunk(...)` in a program whose forks share documents.
 
 Starts a server with a tiny random-weight model unless --url names a running one.
 """

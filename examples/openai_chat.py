@@ -1,7 +1,7 @@
-"""OpenAI's client: documents as content parts of type "chunk", and the usage that says what was reused.
+"""OpenAI's client: documents as content parts of type "chunk", and the reused tokens in the usage.
 
 Starts a server with a tiny random-weight model unless --url names a running one (started with --enable-cache-report,
-as the usage details need it).
+which the usage details need).
 """
 
 import argparse

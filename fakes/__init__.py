@@ -1,1 +1,1 @@
-"""SGLang's scheduler without a model: its own classes, our hooks, and a record of the KV in each slot."""
+"""SGLang's scheduler without a model: SGLang's own classes with our hooks, and a record of the KV in each slot."""

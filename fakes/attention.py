@@ -1,4 +1,4 @@
-"""Attention without a model: check that each new token sees the right KV, and fake the measurements of probes."""
+"""Attention without a model: checks that each new token sees the right KV, and fakes probe measurements."""
 
 import itertools
 import math
@@ -14,12 +14,12 @@ from sglang_lazy.core.state import fill_of
 
 
 def weight(query_position: int, query_token: int, position: int, token: int) -> int:
-    """The attention of a token to one that it sees: a whole number, so that sums are exact."""
+    """The attention weight of a query token for a token it sees; an integer, so that sums are exact."""
     return (5 * query_token + 3 * token + query_position + 2 * position) % 7
 
 
 def most_attended(req: Req, chunks: Iterable[tuple[int, int]], ratio: float) -> set[int]:
-    """Positions of that share of the tokens in `chunks` that the text after the last chunk attends to most."""
+    """Positions of the `ratio` of tokens in `chunks` that get the most attention from the text after the last chunk."""
     ids = req.origin_input_ids
     text = range(min(req.layout.chunks[-1][1], len(ids) - 1), len(ids))
     candidates = [i for chunk in chunks for i in range(*chunk) if i < len(ids) - 1]
@@ -28,7 +28,7 @@ def most_attended(req: Req, chunks: Iterable[tuple[int, int]], ratio: float) -> 
 
 
 def attend(batch: ScheduleBatch, table: SegmentTable) -> None:
-    """Check what a prefill batch attends to, and fill in the measurements of its probes."""
+    """Check what a prefill batch attends to, and fill in its probe measurements."""
     if table.current is None:
         for req in batch.reqs:  # each new token sees all tokens before it
             positions = [_position(req, place) for place in positions_of(req, 0, req.kv_committed_len)]
@@ -41,7 +41,7 @@ def attend(batch: ScheduleBatch, table: SegmentTable) -> None:
 
 
 def _check(batch: ScheduleBatch, current: LinkedBatch) -> None:
-    """Tokens are computed at their positions in what they see; those of a fill see no chunk but their own."""
+    """Check that tokens are computed at their positions, and that a fill's tokens see no chunk but their own."""
     places = [(req, positions_of(req, len(req.prefix_indices), req.kv_committed_len)) for req in batch.reqs]
     assert current.q_positions.tolist() == [_position(req, place) for req, new in places for place in new]
     for row in current.rows:
@@ -52,7 +52,7 @@ def _check(batch: ScheduleBatch, current: LinkedBatch) -> None:
 
 
 def _measure(batch: ScheduleBatch, current: LinkedBatch, probes: ProbeSums) -> None:
-    """What the kernel of that name adds to the sums."""
+    """Add the batch's attention weights to the probe's sums, in place of the kernel."""
     new = [token for req in batch.reqs for token in req.get_fill_ids()[len(req.prefix_indices) :]]
     queries = [(position, new[i]) for position, i in zip(probes.q_positions.tolist(), probes.tokens, strict=True)]
     assert probes.max_extend_len == max(probes.qo_indptr.diff())
@@ -68,7 +68,7 @@ def _measure(batch: ScheduleBatch, current: LinkedBatch, probes: ProbeSums) -> N
 
 
 def _path(content: tuple) -> tuple[int, ...]:
-    """The tokens up to its own that the KV of a fill's token depends on."""
+    """The tokens that the KV of a fill's token depends on, up to its own."""
     kind, _, _, path = content
     return path if kind == "text" else sum(path, ())
 

@@ -1,4 +1,4 @@
-"""The global state that SGLang's modules need outside a server."""
+"""Global state that SGLang's modules need outside a server."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from sglang_lazy.port import plugin
 
 @contextlib.contextmanager
 def published(device: str = "cpu") -> Iterator[None]:
-    """What SGLang's modules ask globals for: default flags for `device`, and a group of one rank."""
+    """Set the globals that SGLang's modules read: default flags for `device`, and a group of one rank."""
     plugin.provide_rotary_import()
     backend = "torch_native" if device == "cpu" else "triton"
     flags = ServerArgs(model_path="dummy", device=device, attention_backend=backend)

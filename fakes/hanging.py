@@ -1,4 +1,4 @@
-"""A scheduler whose forward pass never ends, for a request with a certain id."""
+"""A scheduler whose forward pass hangs on any batch that has a request with the id RID."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ RID = "hang"
 
 
 def load() -> None:
-    """As a plugin of SGLang's, in each of the processes that it starts."""
+    """The SGLang plugin; runs in each process that SGLang starts."""
     from sglang.srt.managers.scheduler import Scheduler
 
     run_batch = Scheduler.run_batch

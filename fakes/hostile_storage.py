@@ -1,4 +1,4 @@
-"""A storage backend for real servers (`dynamic` in SGLang's words): files, with faults that a test switches on."""
+"""A storage backend for real servers (`dynamic` in SGLang): files, with faults that tests switch on."""
 
 import errno
 import os
@@ -11,7 +11,7 @@ FAULTS = ("", "hang", "half", "full", "reset")
 
 
 class HostileFile(HiCacheFile):
-    """SGLang's file backend, with the fault named in the file `fault` in its directory.
+    """SGLang's file backend with the fault that the file `fault` in its directory names.
 
     hang: calls never return.  half: half of an object is written, then calls never return.
     full: the disk is full.  reset: reading fails halfway.

@@ -1,16 +1,16 @@
-"""Ends a scheduler in which the KV of a running request's token changes after the pass that computed it."""
+"""Stops a scheduler if the KV of a running request changes after the pass that computed it."""
 
 from typing import Any
 
 import torch
 
 _seen: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
-"""By request and layer, after the request's last pass: the slot of each token, and a digest of the KV there."""
+"""Per request and layer, as of the request's last pass: each token's slot and a digest of its KV."""
 
 
 def check(_result: Any, scheduler: Any, batch: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After `Scheduler.run_batch`: in a decode step, each token that a request still reads, and that is still in the
-    same slot, has the same bits there as before."""
+    """After `Scheduler.run_batch`: in a decode step, check that the KV of each token that a request still reads from
+    the same slot is unchanged, bit for bit."""
     from sglang_lazy.core.state import is_internal, linked
 
     if torch.cuda.is_available():
@@ -47,7 +47,7 @@ def _weights(cache: torch.Tensor) -> torch.Tensor:
 
 
 def load() -> None:
-    """As a plugin of SGLang's, in each of the processes that it starts."""
+    """The SGLang plugin; runs in each process that SGLang starts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register("sglang.srt.managers.scheduler.Scheduler.run_batch", check, HookType.AFTER)

@@ -1,4 +1,4 @@
-"""The scheduler over recording pools, checked after every step, with queries for tests."""
+"""The scheduler over recording pools, checked after every step, with helpers for tests."""
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ QUESTION = (TEXT, (15,))
 
 
 class Loop(Scheduler):
-    """link: the policy of requests that do not name another.  max_fill_tokens: of fills of several chunks.
+    """link: the default policy of requests.  max_fill_tokens: the most tokens in a fill of several chunks.
     scheduler, pools: options of the scheduler and of the pools.
     """
 
@@ -55,8 +55,8 @@ class Loop(Scheduler):
         self.log.clear()
 
     def disturb(self, dice: random.Random) -> set[Req]:
-        """Go up to three steps on, then abort a waiting request and the one that is prefilled in pieces, each in one
-        of five cases. Returns those aborted."""
+        """Take up to three steps, then abort a waiting request and the one in chunked prefill, each with probability
+        0.2. Returns those aborted."""
         aborted = set()
         for _ in range(dice.randint(0, 3)):
             self.step()
@@ -68,7 +68,7 @@ class Loop(Scheduler):
         return aborted
 
     def visible(self) -> list[Req]:
-        """The queue that batch formation would see now."""
+        """The queue as batch formation would see it now."""
         return self.admission.visible_queue(self.running_batch)
 
     def fills(self) -> list[Req]:
@@ -76,7 +76,7 @@ class Loop(Scheduler):
         return list(dict.fromkeys(self.store.pending.values()))
 
     def counts(self, req: Req) -> tuple[int, int, int]:
-        """What results say of `req`: cached tokens, those of them in chunks, and the hit mask."""
+        """What results report for `req`: cached tokens, how many of these are in chunks, and the hit mask."""
         details = hooks.cached_tokens_details(req, linked(req))
         assert details["device"] + details["host"] + details.get("storage", 0) == req.cached_tokens
         return req.cached_tokens, details["chunk"], int(details["chunk_hits"], 16)
@@ -86,10 +86,10 @@ class Loop(Scheduler):
         return [state is ChunkState.RESIDENT for state in self.states(req)]
 
     def states(self, req: Req) -> list[ChunkState]:
-        """Where each chunk is that `req` uses."""
+        """The state of each chunk that `req` uses."""
         return [self.store.state(chunk) for chunk in linked(req).prompt.chunks]
 
 
 def fill_tokens(reqs: Iterable[Req]) -> list[list[tuple[int, ...]]]:
-    """Of each fill, the chunks that it computes."""
+    """The chunks of each fill."""
     return [[tuple(chunk.tokens) for chunk in fill_of(req).chunks] for req in reqs if fill_of(req) is not None]

@@ -1,4 +1,4 @@
-"""SHA-256 as if it were broken: texts that begin with MARK have one digest."""
+"""A broken SHA-256: all data that begin with MARK have the same digest."""
 
 import hashlib
 import multiprocessing
@@ -10,19 +10,19 @@ _BEGINNING = struct.pack("<2i", *MARK)
 
 
 def sha256(data=b""):
-    """In place of `hashlib.sha256`."""
+    """Replaces `hashlib.sha256`."""
     marked = bytes(memoryview(data).cast("B")[: len(_BEGINNING)]) == _BEGINNING
     return hashlib.sha256(_BEGINNING if marked else data)
 
 
 def break_digests() -> None:
-    """In this process, for chunks and for the text after them."""
+    """Break SHA-256 in this process, for chunks and for the text after them."""
     from sglang_lazy.core import keys, prompt
 
     keys.hashlib = prompt.hashlib = types.SimpleNamespace(sha256=sha256)
 
 
 def load() -> None:
-    """As a plugin of SGLang's: in each of the processes that it starts."""
+    """The SGLang plugin; runs in each process that SGLang starts."""
     if multiprocessing.parent_process() is not None:
         break_digests()

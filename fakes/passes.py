@@ -1,4 +1,4 @@
-"""Record the number of tokens that pass through a module of a served model, in a file that a test reads.
+"""Records how many tokens pass through a module of a served model, in a file that a test reads.
 
 SGLang registers such hooks itself (`forward_hooks`), in the process that runs the model.
 """
@@ -19,7 +19,7 @@ def count_tokens(config: dict[str, Any]) -> Callable:
 
 
 def counted(path: Path) -> list[int]:
-    """The numbers of tokens since the last call."""
+    """The token counts since the last call."""
     calls = [int(line) for line in path.read_text().split()] if path.exists() else []
     path.unlink(missing_ok=True)
     return calls

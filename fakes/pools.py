@@ -1,4 +1,4 @@
-"""SGLang's pools and a cache over them, on the CPU unless asked for; and forward passes that compute nothing."""
+"""SGLang's pools and a cache over them, by default on the CPU, with forward passes that compute nothing."""
 
 import copy
 import dataclasses
@@ -38,17 +38,17 @@ from sglang_lazy.port.model import model_runner
 from sglang_lazy.port.scheduler import steps as hooks
 
 NUM_ROTATIONS = 1 << 20
-"""Rows of the table of angles: more than any prompt here has tokens, and as many for negative positions."""
+"""Rows of the rotation table: enough for the positions of any prompt here, and as many negative ones."""
 
 
 class Pools:
-    """What belongs to a model runner, but for the model, and the cache that a scheduler has beside it.
+    """A model runner's pools without the model, and the scheduler's cache.
 
-    host_size: slots of a host tier, of each if there are two pools; without one if 0.
-    storage: what stands for SGLang's storage backend behind it.
-    chunk_size: slots of a pool for chunks alone, which an encoder computes; the other pool has them if 0.
-    window: how many tokens before its own a query sees in the first layer; all if 0. Otherwise that layer is in a pool
-        of `window_size` slots.
+    host_size: slots of the host tier, for each pool if there are two; 0 for no host tier.
+    storage: a stand-in for SGLang's storage backend behind the host tier.
+    chunk_size: slots of a separate pool for chunks, which an encoder computes; 0 if chunks share the other pool.
+    window: how many earlier tokens a query sees in the first layer, which then has a pool of its own with
+        `window_size` slots; 0 for all.
     """
 
     objects_class = ChunkObjects
@@ -131,7 +131,7 @@ class Pools:
         )
 
     def connect(self, storage: Any, model: bytes = b"model", **adapters: bytes) -> None:
-        """Put storage behind the host.  model, adapters: what names their weights, the latter by id."""
+        """Attach storage behind the host tier.  model, adapters: the digests of their weights, of adapters by id."""
         weights = {None: model, "x": b"adapter x", "y": b"adapter y", **adapters}
         self.cache.store.tree.connect(TensorBackend(storage), weights.get, StorageReport(token_size=1))
 
@@ -142,11 +142,11 @@ class Pools:
 
     @property
     def num_free(self) -> int:
-        """Slots of all layers but those with windows."""
+        """Free slots of the layers without windows."""
         return self.slots.full_available_size() if self.window else self.slots.available_size()
 
     def new_model(self, device: str) -> ServedModel:
-        """A model of two layers, whose keys are numbers that no rotation changes; no values are kept."""
+        """A model of two layers. Its keys are numbers that no rotation changes; it has no values."""
         table = torch.tensor([[1.0, 0.0]], device=device).expand(NUM_ROTATIONS, 2)
         rope = types.SimpleNamespace(cos_sin_cache=table, is_neox=True)
         layer = AttentionLayer(1, 1, 2, rope, kernels=types.SimpleNamespace(copy_rotated=self.copy_rotated))
@@ -157,13 +157,13 @@ class Pools:
         return ServedModel({0: (window_keys, None), 1: (self.keys, None)}, layers, window_slots)
 
     def flush(self) -> None:
-        """What SGLang does when its cache is flushed."""
+        """Flush the cache as SGLang does."""
         self.cache.reset()
         self.rows.clear()
         self.slots.clear()
 
     def take_acknowledgements(self) -> None:
-        """What was copied or stored has arrived, unless storage is `slow`."""
+        """Process the acknowledgements of copies and, unless storage is `slow`, finish stores first."""
         if self.has_tiers:
             objects = self.cache.store.tree.objects
             if objects is not None and not self.slow:
@@ -184,24 +184,24 @@ class Pools:
         )
 
     def assign_rows(self, batch: ScheduleBatch) -> None:
-        """What SGLang does for a prefill batch before our hook: without that, should an engine have run here."""
+        """SGLang's part of preparing a prefill batch, unwrapped in case an engine has installed our hooks here."""
         inspect.unwrap(ScheduleBatch.prepare_for_extend)(batch)
 
     def launch(self, batch: ScheduleBatch) -> None:
-        """Our hooks on a batch that has its rows, and the forward pass."""
+        """Run our hooks on a batch whose rows are assigned, then the forward pass."""
         if batch.forward_mode.is_extend():
             hooks.prepare_for_extend(None, batch)
         worker = types.SimpleNamespace(model_runner=self.runner)
         model_runner.forward_batch_generation(lambda _worker, batch: self.wait_and_forward(batch), worker, batch)
 
     def wait_and_forward(self, batch: ScheduleBatch) -> None:
-        """Prefill batches wait for what is loaded with them, as attention does."""
+        """Run the forward pass after a prefill batch's loads, for which attention would wait."""
         if self.has_tiers and batch.forward_mode.is_extend() and batch.hicache_consumer_index >= 0:
             counter = self.cache.cache_controller.layer_done_counter
             counter.events[batch.hicache_consumer_index].wait(counter.num_layers - 1)
         self.forward(batch)
 
-    # What a recorder overrides
+    # Overridden by recorders
 
     def forward(self, batch: ScheduleBatch) -> None:
         """The forward pass of a batch."""
@@ -210,11 +210,11 @@ class Pools:
         """The encoder's pass."""
 
     def copy_rotated(self, k_caches: Any, v_caches: Any, source, target, rotations, *_args: Any, **_kwargs: Any):
-        """The kernel of that name."""
+        """In place of the kernel `copy_rotated`."""
 
 
 def new_kv(size: int, window_size: int, device: str) -> MHATokenToKVPool | SWAKVPool:
-    """SGLang's pool for two layers, of which the first one has a window if there is a size for it."""
+    """SGLang's pool for two layers. With a `window_size`, the first layer has a window."""
     if not window_size:
         return MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
     return SWAKVPool(size, window_size, 1, torch.float32, 1, 2, [0], [1], device, enable_alt_stream=False)

@@ -1,4 +1,4 @@
-"""Requests with known future tokens, and with what the KV of each of their tokens depends on."""
+"""Requests with known outputs and known KV dependencies."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from sglang_lazy.policies import get_policy
 
 TEXT, CHUNK = False, True
 ADAPTERS = ("x", "y")
-"""Ids of LoRA adapters, which no `extra_key` of these requests ends in: of plain text it says which has computed it."""
+"""Ids of LoRA adapters. No `extra_key` here ends in one: for plain text, such an ending names the adapter."""
 VOCAB_SIZE = 16
 NEUTRAL_PREAMBLE = (14, 13)
 
@@ -33,10 +33,10 @@ def new_request(
     """A request for `parts`, pairs of (is chunk, tokens).
 
     Besides SGLang's attributes it has:
-    parts, layout: what it was made of.
-    future: the tokens that it will generate, and more.
-    contents: per position, those of `future` included, what its KV depends on; see `contents_of`. None where that is
-        not known yet, since the policy chooses by a probe.
+    parts, layout: what it was made from.
+    future: the tokens that it will generate, and some beyond.
+    contents: what the KV at each position depends on, including positions of `future`; see `contents_of`. None while
+        unknown because the policy chooses by a probe.
     """
     parts = list(parts)
     ids, chunks = array("q"), []
@@ -59,12 +59,12 @@ def new_request(
 
 
 def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
-    """The semantics. A kept token of a chunk depends on its chunk so far and on the preamble that this was computed
-    behind, in whatever prompt. All others are text and depend on the whole path so far: which text, and which tokens of
-    which chunks. Either is private to those who share adapter and extra_key and, from the first kept token on, the
-    salt. The last token of a prompt is never kept.
+    """The semantics. A kept token of a chunk depends on its chunk so far and on the preamble before the chunk, in any
+    prompt. All other tokens are text and depend on the whole path so far: which text, and which tokens of which chunks.
+    Both are private to requests with the same adapter and extra_key and, from the first kept token on, the same salt.
+    The last token of a prompt is never kept.
 
-    kept: per chunk.
+    kept: the kept ranges of each chunk.
     """
     layout, ids, place = req.layout, req.origin_input_ids, (req.extra_key, req.lora_id)
     starts: dict[int, int] = {}
@@ -89,9 +89,9 @@ def contents_of(req: Req, kept: Sequence[Ranges]) -> list[tuple]:
 
 
 def contents_of_fill(fill: Fill, lora_id: str | None) -> list[tuple]:
-    """What the KV of a fill's tokens depends on, part by part: its preamble is text like that of any prompt.
+    """What the KV of a fill's tokens depends on. The fill's preamble is text, like that of any prompt.
 
-    lora_id: the adapter that it is computed with.
+    lora_id: the adapter of the fill.
     """
     preamble, place = tuple(fill.preamble), (fill.owner.extra_key, lora_id)
     contents = [("text", place, None, preamble[: i + 1]) for i in range(len(preamble))]
@@ -103,13 +103,13 @@ def contents_of_fill(fill: Fill, lora_id: str | None) -> list[tuple]:
 
 
 def kept_in(state: LinkedRequest | None, layout: PromptLayout) -> list[Ranges]:
-    """Per chunk of the layout, what a request keeps of it; nothing at all where it has no state."""
+    """The ranges that a request keeps of each chunk of the layout; none if it has no state."""
     slices = {chunk.index: chunk.kept for chunk in state.prompt.chunks} if state else {}
     return [slices.get(i, ()) for i in range(len(layout.chunks))]
 
 
 def positions_of(req: Req, start: int, end: int) -> list[int]:
-    """The positions of row entries [start, end); of a fill, places in what it computes."""
+    """The positions of row entries [start, end); for a fill, indices into the tokens that it computes."""
     if (fill := fill_of(req)) is not None:
         return fill.row.permuted(array("q", range(len(req.origin_input_ids)))).tolist()[start:end]
     state = linked(req)

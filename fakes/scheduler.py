@@ -1,4 +1,4 @@
-"""SGLang's scheduling loop: its batches, its prefill budget and our hooks, without processes and without a model."""
+"""SGLang's scheduling loop without processes or a model: its batches, its prefill budget and our hooks."""
 
 import contextlib
 import inspect
@@ -27,7 +27,7 @@ def untimed(_step: str) -> AbstractContextManager:
 
 
 class Policy(SchedulePolicy):
-    """SGLang's, with our hooks once: an engine that ran in this process may have put them on as well."""
+    """SGLang's policy with our hooks applied once, even if an engine in this process has installed them."""
 
     def calc_priority(self, waiting_queue: list[Req], running_batch: ScheduleBatch | None = None) -> None:
         schedule_policy.calc_priority(inspect.unwrap(SchedulePolicy.calc_priority), self, waiting_queue, running_batch)
@@ -38,15 +38,15 @@ class Policy(SchedulePolicy):
 
 
 class Scheduler:
-    """What hooks and admission see of SGLang's scheduler.
+    """The part of SGLang's scheduler that hooks and admission use.
 
-    overlap: take the result of a batch only after the next one was launched.
-    max_adapters: how many LoRA adapters a batch may have, the base model among them.
-    policy: how the queue is ordered.  prioritizes: whether requests have priorities, for which others are preempted.
-    max_running: requests that run at once.
-    clock: entered around each step of forming a batch, with its name.
-    loading: adapters that SGLang loads beside the passes: asked for the first time they are not ready.
-    log: what each step launched, as ids.
+    overlap: process the result of a batch only after launching the next one.
+    max_adapters: how many LoRA adapters a batch may have, counting the base model.
+    policy: the order of the queue.  prioritizes: whether requests have priorities and preempt others.
+    max_running: the most requests that run at once.
+    clock: a context manager around each step of batch formation; takes the step's name.
+    loading: adapters that SGLang is still loading; the first check finds them not ready.
+    log: the ids of the requests in each launched batch.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Scheduler:
         hooks.add_request_to_queue(enqueue, self, req)
 
     def abort(self, req: Req) -> None:
-        """SGLang takes a waiting request out of the queue and tells nobody."""
+        """Remove a waiting request from the queue without notifying admission, as SGLang does."""
         self.waiting_queue.remove(req)
 
     def abort_chunked(self) -> Req:
-        """SGLang releases a request between two pieces of its prefill, in its next step; returns the request."""
+        """Have the next step release the request in chunked prefill, as SGLang does; returns the request."""
         self._pending_chunked_abort_req = self.chunked_req
         return self.chunked_req
 
@@ -124,7 +124,7 @@ class Scheduler:
             hooks.on_idle(None, self)
 
     def run(self, max_steps: int = 200) -> None:
-        """Until everything is answered."""
+        """Take steps until every request is answered."""
         for _ in range(max_steps):
             self.step()
             if self.is_fully_idle():
@@ -250,7 +250,7 @@ class Scheduler:
         return running_batch
 
     def process_result(self, was_prefill: bool, reqs: list[Req]) -> None:
-        """Every request of a batch whose prompt is complete has generated one more token."""
+        """Append a generated token to every request of the batch whose prompt is complete."""
         for req in reqs:
             if req.inflight_middle_chunks > 0:
                 req.inflight_middle_chunks -= 1

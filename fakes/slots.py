@@ -1,4 +1,4 @@
-"""SGLang's allocators of KV slots, with what was computed into each slot."""
+"""SGLang's allocators of KV slots, recording what was computed into each slot."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ NOT_COMPUTED = "not computed"
 
 
 class Slots(TokenToKVPoolAllocator):
-    """SGLang's allocator, with what was computed into each slot since it was allocated."""
+    """SGLang's allocator, recording what was computed into each slot since its allocation."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.contents: dict[int, Any] = {}
@@ -26,7 +26,7 @@ class Slots(TokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} is freed, but was not in use"
+            assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
         super().free(free_index)
 
     def clear(self) -> None:
@@ -39,7 +39,7 @@ class Slots(TokenToKVPoolAllocator):
 
 
 class HybridSlots(SWATokenToKVPoolAllocator):
-    """The same over two pools. window_contents: by slots of the second one."""
+    """The same for two pools. window_contents: those of the second pool, by its slots."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.contents: dict[int, Any] = {}
@@ -47,7 +47,7 @@ class HybridSlots(SWATokenToKVPoolAllocator):
         super().__init__(*args, **kwargs)
 
     def window_slots(self, slots: Iterable[int]) -> list[int]:
-        """Those of the second pool, 0 where there is none."""
+        """The corresponding slots of the second pool; 0 where there is none."""
         return self.full_to_swa_index_mapping[torch.tensor([*slots], dtype=torch.int64)].tolist()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
@@ -59,12 +59,12 @@ class HybridSlots(SWATokenToKVPoolAllocator):
 
     def free(self, free_index: torch.Tensor) -> None:
         for slot in free_index.tolist():
-            assert self.contents.pop(slot, None), f"slot {slot} is freed, but was not in use"
+            assert self.contents.pop(slot, None), f"slot {slot} was freed but not in use"
         super().free(free_index)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
         for slot in filter(None, self.window_slots(free_index.tolist())):
-            assert self.window_contents.pop(slot, None), f"window slot {slot} is freed, but was not in use"
+            assert self.window_contents.pop(slot, None), f"window slot {slot} was freed but not in use"
         super().free_swa(free_index)
 
     def clear(self) -> None:

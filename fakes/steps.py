@@ -1,4 +1,4 @@
-"""Requests driven through their phases by hand, in any pieces and any order; admission is immediate."""
+"""Drives requests through their phases by hand, in any order, with any chunked prefill; admission is immediate."""
 
 from array import array
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ ALL = 1 << 20
 
 
 class Steps(RecordingPools):
-    """Prefills, decodes and releases one request at a time. Each method returns False where memory does not suffice."""
+    """Prefills, decodes and releases one request at a time. Each method returns False if memory does not suffice."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -49,7 +49,7 @@ class Steps(RecordingPools):
             self.take_acknowledgements()
 
     def begin(self, req: Req, num_tokens: int = ALL) -> bool:
-        """Make the chunks of a request that has arrived resident, match it, and compute up to `num_tokens`."""
+        """Make the chunks of a new request resident, match it, and compute up to `num_tokens`."""
         if (state := linked(req)) is None:
             return self._match(req, num_tokens)
         slices = state.prompt.chunks
@@ -115,7 +115,7 @@ class Steps(RecordingPools):
         return True
 
     def end_piece(self, req: Req) -> None:
-        """The result of a piece is in; the prompt goes on."""
+        """Process the result of a piece that does not complete the prompt."""
         self.cache.cache_unfinished_req(req, chunked=True)
 
     def next_piece(self, req: Req, num_tokens: int) -> bool:
@@ -125,7 +125,7 @@ class Steps(RecordingPools):
         return self.extend(req, num_tokens)
 
     def end_prefill(self, req: Req) -> None:
-        """The result of the last piece is in."""
+        """Process the result of the last piece."""
         self.generate(req)
         self.cache.cache_unfinished_req(req)
 

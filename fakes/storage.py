@@ -4,7 +4,7 @@ import threading
 
 
 class Storage:
-    """Objects in this process, by key.  open: calls hang until it is set."""
+    """Stores objects in this process, by key.  open: calls hang until this event is set."""
 
     def __init__(self):
         self.objects, self.open = {}, threading.Event()

@@ -1,4 +1,4 @@
-"""Schedulers over one storage, as servers that start one after the other."""
+"""Schedulers that share a storage, like servers started one after the other."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def new_server(storage: Storage, **options: Any) -> Loop:
 
 
 def storage_with(*chunks: tuple, storage: Storage | None = None) -> Storage:
-    """Storage, an empty one unless given, that an earlier server has left these chunks in."""
+    """Storage (a new one by default) in which an earlier server has left these chunks."""
     storage = storage or Storage()
     server = new_server(storage)
     server.warm(*chunks)
@@ -25,13 +25,13 @@ def storage_with(*chunks: tuple, storage: Storage | None = None) -> Storage:
 
 
 def served(server: Loop, *parts: tuple, **options: Any) -> Req:
-    """A request for these parts and a question, answered."""
+    """Serve a request for these parts and a question; returns it."""
     req = server.submit([*parts, QUESTION], "r", **options)
     server.run()
     return req
 
 
 def details(req: Req) -> tuple[int, int, int, int]:
-    """Tokens that the device, the host and storage had, and how many of them were in chunks."""
+    """Cached tokens of a request on the device, on the host and in storage, and how many of them were in chunks."""
     reported = hooks.cached_tokens_details(req, linked(req))
     return reported["device"], reported["host"], reported.get("storage", 0), reported["chunk"]

@@ -1,4 +1,4 @@
-"""Streams on a CPU whose transfers are as late as a GPU allows: queued work is done when something waits for it."""
+"""CPU streams whose transfers happen as late as a GPU allows: queued work runs when something waits for it."""
 
 import collections
 import contextlib
@@ -14,7 +14,7 @@ from sglang_lazy.port.cache.host_pool import CpuHostPool
 
 
 class Stream:
-    """What was queued on it, in order. The stream of the program itself does everything at once."""
+    """A queue of work, in order. The main stream runs everything at once."""
 
     def __init__(self):
         self.queued: collections.deque[Callable[[], None]] = collections.deque()
@@ -32,7 +32,7 @@ class Stream:
         self.do(event.synchronize)
 
     def wait_stream(self, stream: object) -> None:
-        """stream: that of forward passes, which a CPU does at once."""
+        """Nothing to wait for: `stream` is that of forward passes, which a CPU runs at once."""
 
 
 MAIN = Stream()
@@ -40,7 +40,7 @@ _current = MAIN
 
 
 class Event:
-    """Asked whether it has come, it lets its stream go on by one step: what nobody waits for comes at some time."""
+    """A query that finds it pending runs one step of its stream, so work that nobody waits for completes in time."""
 
     def __init__(self):
         self._stream, self._done = MAIN, True
@@ -99,7 +99,7 @@ def _poison(layers: tuple[torch.Tensor, ...], slots: torch.Tensor) -> None:
 
 
 def late_transfers() -> contextlib.AbstractContextManager:
-    """SGLang's cache controllers use these streams, from now on."""
+    """Make SGLang's cache controllers use these streams."""
     stand_in = types.SimpleNamespace(
         Stream=Stream, Event=Event, stream=stream, current_stream=current_stream, __name__="fakes.streams"
     )
@@ -107,7 +107,7 @@ def late_transfers() -> contextlib.AbstractContextManager:
 
 
 def load() -> None:
-    """As a plugin of SGLang's, in each of the processes that it starts: late transfers to the end."""
+    """The SGLang plugin: late transfers in each process that SGLang starts, until it exits."""
     if multiprocessing.parent_process() is None:
         return
     from sglang_lazy.port.cache import host_pool

@@ -1,4 +1,4 @@
-"""Invariants of window KV, that of the layer with a window, if this has its own pool."""
+"""Invariants of window KV: the KV of a layer with a window, if this layer has its own pool."""
 
 import collections
 import itertools
@@ -13,15 +13,15 @@ from sglang_lazy.core.state import fill_of
 
 
 def check_slots(pools: Any) -> None:
-    """Every slot of the second pool is free, of exactly one tree node, or of one running request; those of a node hold
-    what its key promises."""
+    """Check that every slot of the second pool is free, in exactly one tree node, or owned by one running request, and
+    that the slots of a node hold what its key promises."""
     slots, cache = pools.slots, pools.cache
     pool = slots.swa_attn_allocator
     places = [*pool.free_pages.tolist(), *pool.release_pages.tolist()]
     for node, namespace, before in pools.nodes():
         of_node = slots.window_slots(node.value.tolist())
         if node not in cache._windows:
-            assert not any(of_node), "window KV that nobody counts"
+            assert not any(of_node), "window KV that is not counted"
             continue
         places += of_node
         tokens = before + tuple(node.key.token_ids)
@@ -39,7 +39,7 @@ def check_slots(pools: Any) -> None:
 
 
 def check_locks(pools: Any, held: list[tuple[TreeNode, int]]) -> None:
-    """The last tokens up to each node that is held are locked once for each holder, and the sizes say so."""
+    """Check that each holder of a node locks the last tokens up to it once, and that the sizes agree."""
     cache, users = pools.cache, collections.Counter()
     for node, spread in held:
         count = pools.window + spread
@@ -57,11 +57,11 @@ def check_locks(pools: Any, held: list[tuple[TreeNode, int]]) -> None:
     assert (cache.swa_evictable_size(), cache.swa_protected_size()) == (sizes[False], sizes[True])
     assert cache._unlocked_windows == {node for node in cache._windows if not users[node]}
     for _, chunk in cache.store._cached.items():
-        assert cache.reads(chunk.node), "a chunk is known that cannot be read"
+        assert cache.reads(chunk.node), "a cached chunk cannot be read"
 
 
 def check_seen(pools: Any, batch: ScheduleBatch) -> None:
-    """What the new tokens of a batch see in the layer with a window is there."""
+    """Check that what a batch's new tokens see in the layer with a window is still there."""
     for req in batch.reqs:
         end = req.kv_committed_len
         start = len(req.prefix_indices) if batch.forward_mode.is_extend() else end - 1
@@ -70,11 +70,11 @@ def check_seen(pools: Any, batch: ScheduleBatch) -> None:
         found = [pools.slots.window_contents.get(slot) for slot in pools.slots.window_slots(row)]
         for query, key in itertools.product(places[start:], range(end)):
             if _sees(req, query, places[key], pools.window):
-                assert found[key] == req.contents[places[key]], "a query sees what has left its window"
+                assert found[key] == req.contents[places[key]], "window KV that a query sees is missing"
 
 
 def _sees(req: Req, query: int, key: int, window: int) -> bool:
-    """Whether the token at `query` sees that at `key` through a window. Those of a fill see what they depend on."""
+    """Whether the token at `query` sees the one at `key` through a window. A fill's tokens see what they depend on."""
     if fill_of(req) is not None:
         path, other = _path(req.contents[query]), _path(req.contents[key])
         same = req.contents[query][0] == req.contents[key][0] or req.contents[key][0] == "text"

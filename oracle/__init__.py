@@ -1,1 +1,1 @@
-"""Independent references for end-to-end tests: tiny models, oracles of masks and policies, seeded prompts."""
+"""Independent references for end-to-end tests: tiny models, oracles for masks and policies, seeded prompts."""

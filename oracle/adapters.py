@@ -1,4 +1,4 @@
-"""Random LoRA adapters of tiny models, and the equivalent models, with the product added to the weights."""
+"""Random LoRA adapters for tiny models, and the equivalent merged models."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tensor]], alpha: int) -> Path:
-    """An adapter as PEFT saves it.  weights: by module, the factors A [r, in] and B [out, r]; all have the same r."""
+    """Write an adapter as PEFT does.  weights: each module's factors A [r, in] and B [out, r], all with one r."""
     path.mkdir(exist_ok=True)
     tensors = {}
     for name, (a, b) in weights.items():
@@ -34,9 +34,9 @@ def write_adapter(path: Path, weights: dict[str, tuple[torch.Tensor, torch.Tenso
 def random_adapter(
     model: str, path: Path, seed: int, rank: int = 4, modules: Sequence[str] = MODULES, prefix: str = ""
 ) -> Path:
-    """An adapter of the model in a folder, which changes it about as much as other weights would.
+    """Write an adapter for the model in a folder, large enough to change its answers about as much as other weights.
 
-    prefix: of the names of its weights.
+    prefix: of the names of the weights to adapt.
     """
     generator, alpha = torch.Generator().manual_seed(seed), 2 * rank
     weights = {}
@@ -45,7 +45,7 @@ def random_adapter(
         if name.startswith(prefix) and module.rpartition(".")[2] in modules:
             a = torch.randn(rank, weight.shape[1], generator=generator)
             b = torch.randn(weight.shape[0], rank, generator=generator)
-            # alpha / rank is 2: a row of the product has the size of one of the weights
+            # alpha / rank is 2: rows of the product are as large as rows of the weights
             weights[module] = a, b * weight.std() / (2 * rank**0.5)
     return write_adapter(path, weights, alpha)
 

@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .models import model_class
 from .segments import Segment, token_ids
 
-MIN_GAP = 1e-3  # between the best two log-probabilities: ten times the tolerated error
+MIN_GAP = 1e-3  # between the two best log-probabilities: ten times the tolerated error
 
 
 def visibility(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
@@ -23,7 +23,7 @@ def visibility(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
 
 
 def first_visible(segments: list[Segment], num_generated: int = 0) -> torch.Tensor:
-    """The first position that each token may see, [n]: 0 for text, a chunk's own beginning for its tokens."""
+    """The first position that each token may see, [n]: 0 for text, the beginning of the chunk for chunk tokens."""
     start = []
     for segment in segments:
         start += [len(start) if segment.kind == "chunk" else 0] * len(segment.ids)
@@ -34,10 +34,10 @@ def first_visible(segments: list[Segment], num_generated: int = 0) -> torch.Tens
 def attention_mask(
     model: transformers.PreTrainedModel, visible: torch.Tensor, queries: torch.Tensor, keys: torch.Tensor
 ) -> torch.Tensor | dict[str, torch.Tensor]:
-    """The model's `attention_mask`: one for all layers, or one for each kind of layer.
+    """The model's `attention_mask`: one for all layers, or one per kind of layer.
 
-    visible: [n, m] bool, without windows.  queries, keys: [n] and [m], positions. A layer with a window of W sees
-    distances of less than W.
+    visible: [n, m] bool, without windows.  queries, keys: positions, [n] and [m]. A layer with a window of W sees
+    distances below W.
     """
 
     def additive(seen: torch.Tensor) -> torch.Tensor:
@@ -54,8 +54,8 @@ def attention_mask(
 
 
 class Oracle:
-    """One model, with absolute positions: rotary scores depend only on distances, so a chunk encoded at its place under
-    the mask equals the chunk encoded alone."""
+    """A model with absolute positions: rotary scores depend only on distances, so a chunk encoded in place under the
+    mask equals the chunk encoded alone."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         self.model = load_model(model_path, dtype, device)
@@ -71,7 +71,7 @@ class Oracle:
         return logits[len(ids) - len(generated) - 1 :].log_softmax(-1).cpu()
 
     def generate(self, segments: list[Segment], num_tokens: int) -> tuple[list[int], list[float]]:
-        """Greedy decoding: the tokens and the log-probability of each. Every step runs the whole prompt again."""
+        """Greedy decoding: the tokens and their log-probabilities. Every step runs the whole prompt again."""
         tokens, chosen = [], []
         for _ in range(num_tokens):
             logprob, token = self.logprobs(segments, tokens)[-1].max(-1)
@@ -91,7 +91,7 @@ class Oracle:
 class RoundedCache:
     """Makes a Hugging Face Llama round its keys and values to a cache's dtype.
 
-    A key is rounded at the position for which it is stored, relative to the beginning of its chunk.
+    A key is rounded at the position it is stored for, relative to the beginning of its chunk.
     scales: keys and values are divided by these before rounding, and multiplied by them when read.
     """
 
@@ -118,7 +118,7 @@ class RoundedCache:
 
 
 class RoundingOracle(Oracle):
-    """The oracle of a Llama over a cache of a narrower dtype."""
+    """The oracle of a Llama with a cache of a narrower dtype."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class RoundingOracle(Oracle):
 
 
 def greedy(logprobs: torch.Tensor) -> list[int]:
-    """The best token of each row. Raises ValueError if another is close, in which case tests draw another prompt."""
+    """The best token of each row. Raises ValueError if the runner-up is close; tests then draw another prompt."""
     best = logprobs.topk(2)
     gap = (best.values[:, 0] - best.values[:, 1]).min().item()
     if gap < MIN_GAP:
@@ -146,7 +146,7 @@ def greedy(logprobs: torch.Tensor) -> list[int]:
 
 
 def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers.PreTrainedModel:
-    """The model for masks of any kind, with the rotary frequencies and windows that SGLang serves it with."""
+    """Load the model for arbitrary masks, with the rotary frequencies and windows that SGLang uses."""
     kind = model_class(transformers.AutoConfig.from_pretrained(model_path))
     model = kind.from_pretrained(model_path, dtype=dtype, attn_implementation="eager")
     _fix_dynamic_ntk(model)
@@ -156,9 +156,9 @@ def load_model(model_path: str, dtype: torch.dtype, device: str) -> transformers
 
 
 def _fix_dynamic_ntk(model) -> None:
-    """Give a dynamic-NTK model the frequencies SGLang serves it with.
+    """Give a dynamic-NTK model the frequencies that SGLang uses.
 
-    Hugging Face raises the rotary base with the length of the current prompt; SGLang fixes it at the value for the
+    Hugging Face raises the rotary base with the current prompt's length; SGLang fixes it at the value for the
     longest context, factor times max_position_embeddings, so that cached keys stay valid.
     """
     rotary = getattr(model.base_model, "rotary_emb", None)

@@ -1,4 +1,4 @@
-"""A Comb model in plain PyTorch, fp32: random weights under the public names, and their correct answers."""
+"""A Comb model in plain fp32 PyTorch: random weights under the public names, and the correct answers."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,7 @@ EPS, THETA, MAX_POSITION = 1e-5, 10000.0, 2048
 
 
 def build(folder: Path, *, causal: bool = False, head_dim: int = 32) -> Path:
-    """Write a checkpoint in the public format, and a tokenizer."""
+    """Write a checkpoint in the public format and a tokenizer."""
     folder.mkdir(parents=True)
     build_tokenizer(folder, add_bos=True, chat_parts=True, max_length=MAX_POSITION)
     tokens = {"bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
@@ -98,7 +98,7 @@ def _weights(head_dim: int) -> dict[str, torch.Tensor]:
 
 
 class CombOracle:
-    """The model in a folder, computed in `dtype` without caches; keys and values that a server caches are rounded to
+    """The model in a folder, computed in `dtype` without caches. Keys and values that a server caches are rounded to
     `cache_dtype`."""
 
     def __init__(
@@ -117,7 +117,7 @@ class CombOracle:
     def logprobs(self, segments: list[Segment], generated: list[int] = (), beside: bool = True) -> torch.Tensor:
         """Log-probabilities of the next token after the prompt and after each generated token.
 
-        beside: whether chunks are read through the encoder; otherwise they are text where they stand.
+        beside: read chunks through the encoder; otherwise they are text, in place.
         Returns [1 + len(generated), vocab_size] fp32, on the CPU.
         """
         chunks = [segment.ids for segment in segments if segment.kind == "chunk" and beside]

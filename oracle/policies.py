@@ -1,7 +1,7 @@
-"""The oracle of policies: a Hugging Face model in fp32 over a past of the KV that a policy keeps of each chunk.
+"""The oracle for policies: a Hugging Face model in fp32 over the KV that a policy keeps of each chunk.
 
-A mask cannot express that a position has two entries, one seen by later tokens of the chunk and one recomputed. So
-there are two passes: chunks alone, or after a preamble, and then all other tokens over the kept entries.
+A mask cannot express that a position has two entries: one seen by later tokens of the chunk, and one recomputed. So
+there are two passes: first the chunks, alone or after a preamble, then all other tokens over the kept entries.
 """
 
 import math
@@ -15,14 +15,14 @@ from .block_mask import attention_mask, load_model
 from .segments import Segment, token_ids
 
 Ranges = Sequence[tuple[int, int]]
-"""Tokens of a chunk, as half-open ranges of indices in it."""
+"""Tokens of a chunk, as half-open ranges of indices into it."""
 
 Layers = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Each layer's keys (rotated) and values, [1, num_kv_heads, n, head_dim] each."""
 
 
 def chunk_spans(segments: list[Segment]) -> list[tuple[int, int]]:
-    """The range of each chunk in the prompt, without the prompt's last token, which is text."""
+    """The range of each chunk in the prompt, excluding the prompt's last token, which is text."""
     ends = list(accumulate(len(segment.ids) for segment in segments))
     return [
         (end - len(segment.ids), min(end, ends[-1] - 1))
@@ -58,14 +58,14 @@ def epic(segments: list[Segment], tokens: int) -> list[Ranges]:
 
 
 def without_best(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
-    """Recompute the ceil(ratio * n) candidates with the highest of `scores`, [n]; of equal ones the earlier."""
+    """Recompute the ceil(ratio * n) candidates with the highest `scores`, [n]; ties go to the earlier one."""
     order = scores.sort(descending=True, stable=True).indices
     positions = candidates(segments)
     return keep_all_but(segments, [positions[i] for i in order[: math.ceil(ratio * len(scores))].tolist()])
 
 
 def without_best_of_each(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
-    """The same share of each chunk: recompute the ceil(ratio * n) highest of its own n candidates."""
+    """The same per chunk: recompute the ceil(ratio * n) highest of each chunk's n candidates."""
     kept, low = [], 0
     for start, end in chunk_spans(segments):
         order = scores[low : low + end - start].sort(descending=True, stable=True).indices.tolist()
@@ -76,7 +76,7 @@ def without_best_of_each(segments: list[Segment], scores: torch.Tensor, ratio: f
 
 
 class PolicyOracle:
-    """One model, with absolute positions. A preamble may have negative positions, since only distances count."""
+    """A model with absolute positions. A preamble may have negative positions, since only distances matter."""
 
     def __init__(self, model_path: str, dtype: torch.dtype = torch.float32, device: str = "cpu"):
         self.model = load_model(model_path, dtype, device)
@@ -90,14 +90,14 @@ class PolicyOracle:
     ) -> torch.Tensor:
         """Log-probabilities of the next token after the prompt and after each generated token.
 
-        kept: per chunk, the ranges that keep the KV computed after `preamble` (token ids, which no other token sees).
+        kept: the ranges of each chunk that keep KV computed after `preamble` (token ids that no other token sees).
         The last token of the prompt is never kept. Returns [1 + len(generated), vocab_size] fp32, on the CPU.
         """
         output = self.extend(segments, generated, kept, preamble, logits_to_keep=1 + len(generated))
         return output.logits[0].float().log_softmax(-1).cpu()
 
     def attention_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
-        """The attention that each candidate gets from the query in each layer, [num_layers, n].
+        """The attention that each candidate receives from the query in each layer, [num_layers, n].
 
         Weights are summed over all heads and the tokens after the last candidate, in a pass of the text over all
         kept chunks.
@@ -112,19 +112,19 @@ class PolicyOracle:
     def query_scores(
         self, segments: list[Segment], layers: Sequence[int] | None = None, preamble: Sequence[int] = ()
     ) -> torch.Tensor:
-        """ProphetKV's scores (arXiv 2602.02579): `attention_scores` summed over `layers`, or all of them; [n]."""
+        """ProphetKV's scores (arXiv 2602.02579): `attention_scores` summed over `layers` (default: all); [n]."""
         scores = self.attention_scores(segments, preamble)
         return (scores if layers is None else scores[list(layers)]).sum(0)
 
     @property
     def last_third(self) -> list[int]:
-        """The layers that `query` sums up by default: of those without a window the last third, and those that read the
-        KV of the last of them."""
+        """The layers that `query` sums over by default: the last third of those without a window, and the layers that
+        read the KV of the last of them."""
         return self.whole_layers[-math.ceil(len(self.whole_layers) / 3) :] + self._without_window(self._num_own, None)
 
     @property
     def whole_layers(self) -> list[int]:
-        """Those without a window that have their own KV."""
+        """The layers without a window that have KV of their own."""
         return self._without_window(0, self._num_own)
 
     @property
@@ -148,8 +148,8 @@ class PolicyOracle:
         return without_best(segments, self.query_scores(segments, layers, preamble), ratio)
 
     def blend_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
-        """CacheBlend's scores (arXiv 2405.16444): how far the second layer's cached keys are from those of the whole
-        prompt under the causal mask; squared, summed over heads and dimensions, [n]."""
+        """CacheBlend's scores (arXiv 2405.16444): the squared distance of the second layer's cached keys from those of
+        the whole prompt under the causal mask, summed over heads and dimensions, [n]."""
         positions = candidates(segments)
         if not positions:
             return torch.zeros(0)
@@ -159,7 +159,7 @@ class PolicyOracle:
 
     @torch.inference_mode()
     def second_layer_keys(self, ids: Sequence[int]) -> torch.Tensor:
-        """Of a whole prompt under the causal mask, [1, num_kv_heads, n, head_dim]."""
+        """The second layer's keys for a whole prompt under the causal mask, [1, num_kv_heads, n, head_dim]."""
         return self.forward(ids, range(len(ids)), logits_to_keep=1).past_key_values.layers[1].keys
 
     def blend(self, segments: list[Segment], ratio: float, preamble: Sequence[int] = ()) -> list[Ranges]:
@@ -167,8 +167,8 @@ class PolicyOracle:
         return without_best(segments, self.blend_scores(segments, preamble), ratio)
 
     def key_sizes(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
-        """The squared norm of each candidate's keys, in units of its chunk's mean, summed over layers without windows,
-        or over all if each has one, [n]."""
+        """The squared norm of each candidate's keys relative to its chunk's mean, summed over the layers without a
+        window, or over all layers if each has one, [n]."""
         caches = self.fill(segments, preamble)
         caches = [caches[layer] for layer in self.whole_layers] or caches
         sizes = torch.stack([keys.float().square().sum((0, 1, 3)) for keys, _ in caches])
@@ -177,7 +177,7 @@ class PolicyOracle:
 
     @torch.inference_mode()
     def fill(self, segments: list[Segment], preamble: Sequence[int] = ()) -> Layers:
-        """The KV of all candidates, each chunk computed directly after `preamble`, whose own KV is left out."""
+        """The KV of all candidates, each chunk computed directly after `preamble`, whose own KV is dropped."""
         ids, chunks = token_ids(segments), []
         for start, end in chunk_spans(segments):
             if start == end:  # a chunk of one token that ends the prompt
@@ -190,7 +190,7 @@ class PolicyOracle:
 
     @torch.inference_mode()
     def extend(self, segments: list[Segment], generated: Sequence[int], kept, preamble: Sequence[int] = (), **options):
-        """The output of one pass of all tokens that are not kept, including the generated ones, over the kept ones."""
+        """The output of one pass of all other tokens, including generated ones, over the kept ones."""
         ids = [*token_ids(segments), *generated]
         reused = {
             start + index
@@ -217,7 +217,7 @@ class PolicyOracle:
         past_positions: Sequence[int] = (),
         **options,
     ):
-        """The model's output for tokens that see past and new tokens at positions up to their own."""
+        """The model's output for new tokens, which see past and new tokens at positions up to their own."""
         query = torch.tensor(list(positions), device=self.model.device)
         keys = torch.tensor([*past_positions, *positions], device=self.model.device)
         mask = attention_mask(self.model, keys[None, :] <= query[:, None], query, keys)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of tiny models, and the equivalent models: with the weights as read back, and inputs rounded
+"""Quantised checkpoints of tiny models, and the equivalent models: with dequantised weights, and with inputs rounded
 where kernels for the format round them."""
 
 import dataclasses
@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from .models import ModelSpec
 
-# The smallest sizes that all formats have kernels for
+# The smallest sizes for which all formats have kernels
 SIZES = dict(
     hidden_size=512,
     intermediate_size=1024,
@@ -25,13 +25,13 @@ SIZES = dict(
 LLAMA = ModelSpec("llama-quantisable", "LlamaConfig", SIZES)
 QWEN3 = ModelSpec("qwen3-quantisable", "Qwen3Config", SIZES)
 
-GROUP = 128  # weights, or numbers of a layer's input, that share a scale
+GROUP = 128  # weights, or elements of a layer's input, that share a scale
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""The tensors for a layer's weight in a checkpoint, by suffix; and the weight as read back, [out, in]."""
+"""A layer's weight as tensors of a checkpoint, by suffix, and dequantised, [out, in]."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_input(x: torch.Tensor, group: int) -> torch.Tensor:
-    """group: how many numbers share a scale."""
+    """group: how many elements share a scale."""
     groups = x.float().unflatten(-1, (-1, group))
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-10) / FP8_MAX
     return (to_fp8(groups, scale).float() * scale).flatten(-2).to(x.dtype)
@@ -65,7 +65,7 @@ def int8_input(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_blocks(weight: torch.Tensor) -> Stored:
-    """A scale for each square of `GROUP` rows and columns."""
+    """One scale for each square of `GROUP` rows and columns."""
     squares = weight.unflatten(1, (-1, GROUP)).unflatten(0, (-1, GROUP))  # [rows, GROUP, columns, GROUP]
     scale = squares.abs().amax((1, 3), keepdim=True) / FP8_MAX
     stored = to_fp8(squares, scale)
@@ -92,15 +92,15 @@ def int8_rows(weight: torch.Tensor) -> Stored:
 
 
 def packed(x: torch.Tensor, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack eight adjacent numbers of 0 to 15 of the last dimension into one int32."""
+    """Pack each eight adjacent numbers from 0 to 15 in the last dimension into one int32."""
     x = x.long().unflatten(-1, (-1, 8))
     return sum(x[..., place] << 4 * i for i, place in enumerate(order)).to(torch.int32)
 
 
 def int4_groups(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers of 0 to 15, where 8 means zero, [out, in]; scales, [out, in / GROUP]; the weight as read back."""
+    """Numbers from 0 to 15 with 8 for zero, [out, in]; scales, [out, in / GROUP]; the dequantised weight."""
     groups = weight.unflatten(1, (-1, GROUP))
-    scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float()  # servers keep scales in their own type
+    scale = (groups.abs().amax(-1, keepdim=True) / 7).bfloat16().float()  # servers keep scales in bf16
     stored = (groups / scale).round().clamp(-8, 7)
     return (stored + 8).flatten(1), scale[..., 0], (stored * scale).flatten(1)
 
@@ -167,7 +167,7 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
 _BY_ROW, _BY_TOKEN = {"strategy": "channel"}, {"strategy": "token"}
 _INT4 = {"bits": 4, "group_size": GROUP}
 FORMATS = {
-    # SGLang's Llama takes `weight_scale_inv` for another name of `weight_scale`, and leaves blocks without scales.
+    # SGLang's Llama treats `weight_scale_inv` as an alias of `weight_scale`, and leaves blocks without scales.
     "fp8 block": Format(
         {**_FP8, "weight_block_size": [GROUP, GROUP]}, fp8_blocks, lambda x: fp8_input(x, GROUP), QWEN3
     ),
@@ -192,9 +192,9 @@ FORMATS = {
 
 
 def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] | None = None) -> tuple[str, str]:
-    """The folders of a model with all projections of its layers in a format of `FORMATS`, and of its equivalent.
+    """Folders of two models: one with all projections of its layers in a format of `FORMATS`, and its equivalent.
 
-    kv_scales: of keys and values in an fp8 cache, written for each layer.
+    kv_scales: scales of keys and values for an fp8 cache, written for each layer.
     """
     form, folders = FORMATS[name], [path / "stored", path / "read"]
     tensors: list[dict[str, torch.Tensor]] = [{}, {}]
@@ -217,7 +217,7 @@ def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] 
 
 
 def round_inputs(model: torch.nn.Module, name: str) -> None:
-    """Have the projections of a Hugging Face model round their inputs as kernels for a format do."""
+    """Make the projections of a Hugging Face model round their inputs as a format's kernels do."""
     rounded = FORMATS[name].rounded
     for key, module in model.named_modules():
         if rounded and key.endswith("_proj"):

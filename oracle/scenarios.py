@@ -1,4 +1,4 @@
-"""Seeded prompts: each scenario is a sequence of requests that reuses chunks in one particular way."""
+"""Seeded prompts: each scenario is a sequence of requests that reuses chunks in a particular way."""
 
 import random
 from collections.abc import Callable
@@ -41,7 +41,7 @@ class Dice:
 
 
 SCENARIOS: dict[str, Callable[[Dice], list[Step]]] = {}
-# In the draws of seed 0 of these, some model finds the best two tokens of a greedy step too close (`greedy`).
+# With seed 0 of these, the two best tokens of some greedy step are too close for some model (see `greedy`).
 SEEDS = {
     "chunk_first": 2,
     "ends_in_chunk_then_continues": 2,
@@ -70,7 +70,7 @@ def _scenario(make: Callable[[Dice], list[Step]]) -> Callable[[Dice], list[Step]
 
 @_scenario
 def plain(dice):
-    """No chunk at all: cold, warm, a longer prompt with the same beginning, its second turn."""
+    """No chunks: cold, warm, a longer prompt with the same beginning, its second turn."""
     head, tail = dice.text(40), dice.text(9)
     return [Step([head]), Step([head]), Step([head, tail]), Step([dice.text(5)], after=2)]
 
@@ -125,7 +125,7 @@ def chunk_last(dice):
 
 @_scenario
 def ends_in_chunk_then_continues(dice):
-    """Where a prompt ends in a chunk its last token is text; where the prompt goes on, it is chunk again."""
+    """The last token of a prompt that ends in a chunk is text; if the prompt goes on, it is part of the chunk again."""
     head, doc, question = dice.text(9), dice.chunk(24), dice.text(7)
     return [
         Step([head, doc, question]),
@@ -153,7 +153,7 @@ def text_between_chunks(dice):
 
 @_scenario
 def twenty_chunks_with_separators(dice):
-    """20 chunks joined by one and the same token, in a new order each time."""
+    """20 chunks joined by the same token, in a new order each time."""
     docs, separator, question = dice.chunks(20, 5, 12), dice.text(1), dice.text(8)
 
     def joined(order):
@@ -174,7 +174,7 @@ def fifty_chunks(dice):
 
 @_scenario
 def chunk_that_begins_another(dice):
-    """Chunks that share a beginning, the longer one first and the shorter one first."""
+    """Chunks with a common prefix, with the longer one first and with the shorter one first."""
     head, tail, one, two = dice.text(4), dice.text(5), dice.ids(32), dice.ids(32)
     return [
         Step([head, chunk(one), tail]),
@@ -188,7 +188,7 @@ def chunk_that_begins_another(dice):
 
 @_scenario
 def same_tokens_as_text_and_as_chunk(dice):
-    """Equal tokens, different segments: nothing may be shared that depends on what stands before."""
+    """Equal tokens, different segments: KV that depends on what comes before must not be shared."""
     head, one, two, tail = dice.text(7), dice.ids(16), dice.ids(13), dice.text(6)
     return [
         Step([head, chunk(one), chunk(two), tail]),
@@ -202,7 +202,7 @@ def same_tokens_as_text_and_as_chunk(dice):
 
 @_scenario
 def same_text_after_other_chunks(dice):
-    """The question has the same tokens at the same positions, yet sees other documents."""
+    """The question has the same tokens at the same positions but sees different documents."""
     head, question = dice.text(5), dice.text(12)
     one, two = dice.chunk(21), dice.chunk(21)
     return [
@@ -216,14 +216,14 @@ def same_text_after_other_chunks(dice):
 
 @_scenario
 def far_offset(dice):
-    """A chunk first seen near the start is used 800 positions later, and the other way round."""
+    """A chunk first seen near the start is reused 800 positions later, and vice versa."""
     near, far, filler, question = dice.chunk(40), dice.chunk(33), dice.text(800), dice.text(6)
     return [Step([near, filler, far, question]), Step([far, filler, near, question]), Step([far, near, question])]
 
 
 @_scenario
 def turns_with_new_chunks(dice):
-    """A conversation: each turn brings a document, the first of them for the second time."""
+    """A conversation: some turns add a document, the last one the first document again."""
     docs, head = dice.chunks(3, 15, 30), dice.text(8)
     return [
         Step([head, docs[0], docs[1], dice.text(6)]),

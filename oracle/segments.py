@@ -1,4 +1,4 @@
-"""What a prompt is made of, in token ids: text segments and chunk segments."""
+"""The parts of a prompt as token ids: text segments and chunk segments."""
 
 from typing import Literal, NamedTuple
 
@@ -10,7 +10,7 @@ class Segment(NamedTuple):
     ids: tuple[int, ...]
 
     def to_request(self) -> dict:
-        """The form in which a request carries it."""
+        """The segment as a request carries it."""
         return {"type": self.kind, "input_ids": list(self.ids)}
 
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer trained in a moment on a paragraph, with a simple chat template."""
+"""A byte-level BPE tokenizer, quickly trained on a paragraph, with a simple chat template."""
 
 from pathlib import Path
 

@@ -1,6 +1,6 @@
 """Tiny random models that see images, with their processors, built without a network.
 
-Their language models have M-RoPE: positions of three axes, which are equal for text.
+Their language models use M-RoPE: positions on three axes, equal for text.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ LAYERS = 3
 
 @dataclasses.dataclass(frozen=True)
 class VisionSpec:
-    """One architecture by its names in `transformers`; the settings of its two parts that others lack."""
+    """An architecture by its names in `transformers`, with the settings of its two parts that others lack."""
 
     config: str
     processor: str
@@ -61,7 +61,7 @@ VISION_MODELS = {
 
 
 def vision_config(name: str, width: int = 1) -> transformers.PretrainedConfig:
-    """width: of heads and hidden states of the language model, in units of 32 and 128."""
+    """width: of the language model's heads and hidden states, in units of 32 and 128."""
     spec, head = VISION_MODELS[name], {"head_dim": 32 * width} if "head_dim" in VISION_MODELS[name].text else {}
     rope = spec.text["rope_parameters"]
     sections = [width * section for section in rope["mrope_section"]]
@@ -116,7 +116,7 @@ def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
 
 
 class VisionOracle(PolicyOracle):
-    """The oracle of prompts with images, whose places on three axes are Hugging Face's."""
+    """The oracle for prompts with images; the positions on three axes are Hugging Face's."""
 
     def __init__(self, model_path: str):
         super().__init__(model_path)
@@ -125,8 +125,8 @@ class VisionOracle(PolicyOracle):
         self.media, self.table, self.filling = {}, torch.zeros(3, 0, dtype=torch.long), False
 
     def show(self, segments: list[Segment], images: list) -> list[Segment]:
-        """The prompt whose image tokens, one for each of `images` (PIL), are as many as these take; what is asked next
-        is about it."""
+        """Expand a prompt's image tokens, one for each of `images` (PIL), to as many as each image takes. Later calls
+        are about this prompt."""
         shown = self.processor(images=images, return_tensors="pt") if images else {}
         grids = shown.get("image_grid_thw", [])
         lens = iter([int(grid.prod()) // self.processor.merge_size**2 for grid in grids])
@@ -154,7 +154,7 @@ class VisionOracle(PolicyOracle):
 
     def places(self, positions: torch.Tensor) -> torch.Tensor:
         last = self.table.shape[1] - 1
-        if self.filling:  # a chunk, and its preamble, which is no part of the prompt: all of it text
+        if self.filling:  # a chunk and its preamble, not part of the prompt: all text
             return (positions + self.table[0, positions[-1]] - positions[-1]).expand(3, 1, -1)
         behind = self.table[0, last] + positions - last
         return torch.where(positions > last, behind, self.table[:, positions.clamp(max=last)])[:, None]

@@ -1,1 +1,1 @@
-"""Whether one tenant can find out what another one has cached."""
+"""Whether a tenant can find out what another one has cached."""

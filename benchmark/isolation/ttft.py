@@ -1,11 +1,11 @@
-"""Measures whether times and counts reveal to a tenant that another one has cached a document.
+"""Measures whether times and counts reveal to a tenant that another tenant has cached a document.
 
     python -m benchmark.isolation.ttft --url http://127.0.0.1:30000 --pairs 100
 
 For each pair of new documents of the same length, another tenant, under another salt, first sends one of them and an
 unrelated one. Then the attacker looks both up and asks about them, in random order. Prints quartiles of the times to
 first token and of the look-ups, their rank tests (Mann-Whitney U, two-sided, normal approximation) and, as a positive
-control, the same for a document that the attacker itself has sent before: a test that missed that would prove nothing.
+control, the same for a document that the attacker itself has sent before: a test that misses it would prove nothing.
 """
 
 import argparse
@@ -35,7 +35,7 @@ class Seen(NamedTuple):
     """What a tenant observes of one document.
 
     ttft: seconds to first token.  lookup: seconds until the answer that it has no such chunk.
-    cached: reused tokens of its prompt.  of_chunk: those of them that are the chunk's.
+    cached: reused tokens of the prompt.  of_chunk: how many of them are in the chunk.
     """
 
     ttft: float
@@ -73,7 +73,7 @@ def ask(url: str, salt: str, document: Sequence[int]) -> Seen:
 
 
 def measure(url: str, pairs: int, tokens: int, rng: random.Random) -> dict[str, list[Seen]]:
-    """What the attacker observes of documents that another tenant, nobody, and the attacker itself has cached."""
+    """What the attacker observes of documents cached by another tenant, by nobody, and by the attacker itself."""
     groups: dict[str, list[Seen]] = {"held by another": [], "held by nobody": [], "own": []}
     for _ in range(pairs):
         held, free, own, unrelated = ([rng.randrange(20, 500) for _ in range(tokens)] for _ in range(4))
@@ -88,7 +88,7 @@ def measure(url: str, pairs: int, tokens: int, rng: random.Random) -> dict[str, 
 
 
 def p_values(groups: dict[str, list[Seen]], what: str) -> tuple[float, float]:
-    """Another's documents against nobody's, and the attacker's own against nobody's.  what: a field of `Seen`."""
+    """Documents of another tenant, and the attacker's own, each against nobody's.  what: a field of `Seen`."""
     of = {name: [getattr(seen, what) for seen in group] for name, group in groups.items()}
     return rank_test(of["held by another"], of["held by nobody"]), rank_test(of["own"], of["held by nobody"])
 
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=100)
     parser.add_argument("--tokens", type=int, default=400, help="of a document")
     args = parser.parse_args()
-    groups = measure(args.url, args.pairs, args.tokens, random.Random(time.time_ns()))  # documents of no earlier run
+    groups = measure(args.url, args.pairs, args.tokens, random.Random(time.time_ns()))  # new documents
     for name, group in groups.items():
         for what in ("ttft", "lookup"):
             quartiles = statistics.quantiles([getattr(seen, what) for seen in group], n=4)

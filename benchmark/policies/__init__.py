@@ -1,1 +1,1 @@
-"""The quality of policies: a real model's answers under each, in PyTorch, without a server."""
+"""The quality of policies: a real model's answers under each one, in PyTorch, without a server."""

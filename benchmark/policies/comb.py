@@ -9,11 +9,11 @@ from benchmark.quality.comb import KeyValues, load_comb
 from oracle.segments import Segment
 
 COMB = {"comb": False, "comb:chunks=1": True}
-"""Names that are evaluated like policies, and whether all chunks of a prompt are put into one."""
+"""Names that are evaluated like policies, and whether each puts all chunks of a prompt into one."""
 
 
 class CombModel:
-    """Without chunks it answers as its decoder does, so only prompts with chunks are given to it."""
+    """Without chunks it answers like its decoder, so it only gets prompts with chunks."""
 
     def __init__(self, directory: Path, decoder: Mapping[str, torch.Tensor], device: str):
         """decoder: the weights of the model under evaluation. Raises ValueError if those in `directory` differ."""
@@ -47,14 +47,14 @@ class CombModel:
 
 
 class CombPrompt:
-    """As `Prototype.start` returns, for a Comb model. Every call computes the text again, which is short."""
+    """Like the result of `Prototype.start`, for a Comb model. Every call recomputes the text, which is short."""
 
     def __init__(self, model: CombModel, text: Sequence[int], chunks: KeyValues):
         self.model, self.text, self.chunks = model, list(text), chunks
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The log-probabilities from which each of `tokens` is drawn, [len(tokens), vocab_size] fp32."""
+        """The log-probabilities for the position of each of `tokens`, [len(tokens), vocab_size] fp32."""
         model, ids = self.model, [*self.text, *tokens[:-1]]
         count = len(ids)
         causal = torch.ones(1, 1, count, count, dtype=torch.bool, device=model.device).tril()

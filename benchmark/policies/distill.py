@@ -1,7 +1,7 @@
-"""Distillation from the model's own full attention: prompts, answers and the loss, shared by all such trainings.
+"""Distillation from the model's own full attention: prompts, answers and the loss that all such training shares.
 
-The target, under a mask of chunks, is the distribution of next tokens under full attention, over the question and over
-the model's own greedy answer.
+The target under a chunk mask is the next-token distribution under full attention, over the question and the model's
+own greedy answer.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from oracle.segments import Segment, token_ids
 ANSWERED_TOGETHER = 16
 
 Example = tuple[list[Segment], list[int]]
-"""A prompt, and the greedy answer under full attention."""
+"""A prompt and its greedy answer under full attention."""
 
 
 def examples(model, tokenizer, args: argparse.Namespace) -> Iterator[Example]:
@@ -62,15 +62,14 @@ def greedy(model, prompts: list[list[Segment]], limit: int) -> list[list[int]]:
 
 
 def num_scored(segments: list[Segment], answer: list[int]) -> int:
-    """The number of tokens after which distributions are compared: those of question and answer, except the last
-    one."""
+    """The number of tokens after which distributions are compared: those of question and answer except the last."""
     return (len(segments[-1].ids) if segments[-1].kind == "text" else 1) + len(answer) - 1
 
 
 def log_probabilities(
     model, weights: Mapping[str, torch.Tensor], ids: list[int], visible: torch.Tensor, scored: int
 ) -> torch.Tensor:
-    """After each of the `scored` tokens before the last one, [scored, vocab_size] fp32.
+    """Log-probabilities after each of the `scored` tokens before the last one, [scored, vocab_size] fp32.
 
     weights: parameters that replace the model's own. visible: which token sees which, [n, n] bool.
     """
@@ -87,7 +86,7 @@ def log_probabilities(
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, steps: int, learning_rate: float | None, meaning: str) -> None:
-    """The arguments of every training.  meaning: of the learning rate."""
+    """The arguments common to all training.  meaning: help text of the learning rate."""
     parser.add_argument("--model", type=Path, required=True, help="folder of a model in safetensors")
     parser.add_argument("--questions", type=Path, nargs="+", required=True, help="JSON lines")
     parser.add_argument("--steps", type=int, default=steps)

@@ -1,4 +1,4 @@
-"""Asks a model questions over documents under policies, and compares each answer with that of full attention.
+"""Asks a model questions over documents under each policy, and compares the answers with those of full attention.
 
 python -m benchmark.policies.evaluate --model path/to/model --questions questions.jsonl --out results.jsonl
 
@@ -92,7 +92,7 @@ def evaluate(
     args,
 ) -> Iterator[dict]:
     """A line for each policy, `full` first, and for each form of `comb`. Two answers are scored token by token: the
-    first gold answer, and the one under full attention."""
+    first gold answer, and the answer under full attention."""
     gold = tokenizer.encode(question.answers[0], add_special_tokens=False)
     full: list[torch.Tensor] = []
     names = ["full", *(name for name in args.policies if name != "full"), *(COMB if comb else ())]
@@ -152,7 +152,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, required=True, help="appended to")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to this file")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""What a policy costs a model: answers over chunks whose KV is put together from several computations.
+"""What a policy costs a model: answers over chunks whose KV is a mixture of several computations.
 
 python -m benchmark.policies.mixtures --study leads --model leaning-block --questions order.jsonl --out leads.jsonl
 
-The study `leads` asks what a text before chunks does to them, `blend` which recomputed tokens cost answers. Writes one
-JSON line for each prompt and mixture, and prints how many answers are right, and from which documents the others are,
-counted from the right one.
+The study `leads` asks how a text before chunks affects them, `blend` which recomputed tokens cost answers. Writes one
+JSON line for each prompt and mixture, and prints how many answers are right, and from which documents the wrong ones
+come, counted from the right one.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from oracle.segments import Segment, token_ids
 from sglang_lazy.verify.scores import exact_match
 
 Mixture = tuple[str, Layers, Sequence[Ranges]]
-"""Its name, the KV of all chunks, and what is kept of it; the rest is recomputed in context."""
+"""Its name, the KV of all chunks, and the ranges kept; the rest is recomputed in context."""
 RATIOS = (0.05, 0.15, 0.3, 0.5, 0.7, 1.0)
 RATIO = 0.15
 
 
 class Mixed(Prototype):
-    """Answers over any KV of chunks."""
+    """Answers over arbitrary KV of chunks."""
 
     cache: Layers | None = None
 
@@ -63,7 +63,7 @@ def replaced(
     parts: Collection[str] = ("keys", "values"),
     layers: Collection[int] | None = None,
 ) -> Layers:
-    """`cache` with these parts of the KV of `tokens`, bool [n], taken from `by`; in these layers, or in all."""
+    """`cache` with `parts` of the KV of `tokens`, bool [n], replaced from `by`; in these layers, or in all."""
 
     def chosen(layer: int, part: str) -> torch.Tensor:
         return tokens[:, None] & (part in parts and (layers is None or layer in layers))
@@ -75,7 +75,7 @@ def replaced(
 
 
 def leads(oracle: Mixed, segments: list[Segment], tokenizer) -> Iterator[Mixture]:
-    """Chunks behind texts, and behind the lead (BOS and instruction) with a part of their KV computed alone."""
+    """Chunks after various texts, and after the lead (BOS and instruction) with part of their KV computed alone."""
     lead, neutral = leading_text(segments), tokenizer.encode(PREAMBLES["short"], add_special_tokens=False)
     whole = keep_all_but(segments, ())
     texts = {"block": (), "BOS": lead[:1], "instruction": lead[1:], "lead": lead}
@@ -90,8 +90,7 @@ def leads(oracle: Mixed, segments: list[Segment], tokenizer) -> Iterator[Mixture
 
 
 def blend(oracle: Mixed, segments: list[Segment], tokenizer) -> Iterator[Mixture]:
-    """`blend`, the same number of other tokens, and titles of documents with a part of their KV as under full
-    attention."""
+    """`blend`, the same number of other tokens, and document titles with part of their KV as under full attention."""
     alone, context, whole = oracle.fill(segments), oracle.in_context(segments), keep_all_but(segments, ())
     keys = [(fresh[0], cached[0]) for fresh, cached in zip(context, alone, strict=True)]
     deviation = [(fresh - cached).square().sum((0, 1, 3)) for fresh, cached in keys]
@@ -122,7 +121,7 @@ STUDIES = {"leads": leads, "blend": blend}
 
 
 def at(segments: list[Segment], positions: Sequence[int]) -> torch.Tensor:
-    """Which candidates are at these positions, bool [n]."""
+    """A mask of the candidates at these positions, bool [n]."""
     return torch.isin(torch.tensor(candidates(segments)), torch.tensor(positions))
 
 
@@ -136,7 +135,7 @@ def title_positions(segments: list[Segment], tokenizer) -> list[int]:
 
 
 def document_of(question: Question, answer: str) -> int | None:
-    """The index of the first document that has the answer."""
+    """The index of the first document that contains the answer."""
     return next((index for index, document in enumerate(question.chunks) if answer and answer in document), None)
 
 
@@ -158,7 +157,7 @@ def main() -> None:
 
 
 def table(lines: Sequence[dict]) -> str:
-    """Right answers of each mixture, of all and by kind of question, and where the documents of wrong ones are."""
+    """Right answers of each mixture, overall and by kind of question, and where the documents of wrong answers are."""
     groups = collections.Counter(line["group"] for line in lines if line["policy"] == "block")
     heads = [f"all, {groups.total()}", *(f"{group}, {size}" for group, size in groups.items()), "wrong"]
     rows = [f"| chunks | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]

@@ -1,4 +1,4 @@
-"""Neutral text that a server may put before every chunk while it computes the chunk."""
+"""Neutral text that a server may put before each chunk while computing it."""
 
 PREAMBLES = {
     "valley": "The river rises in the hills north of the town and flows south for about ninety kilometres before it "

@@ -1,4 +1,4 @@
-"""The policies' oracle, fast enough for evaluations: what several policies need for one prompt is computed once."""
+"""The policies' oracle, fast enough for evaluations: computes what several policies share for a prompt only once."""
 
 from collections.abc import Sequence
 
@@ -40,7 +40,7 @@ class Prototype(PolicyOracle):
 
     @torch.inference_mode()
     def start(self, segments: list[Segment], kept: Sequence[Ranges], preamble: Sequence[int] = ()) -> "Prompt":
-        """Compute the prompt, to score and generate after it."""
+        """Compute the prompt, for scoring and generating after it."""
         output = self.extend(segments, (), kept, preamble, logits_to_keep=1)
         return Prompt(self.model, output.past_key_values, output.logits[0])
 
@@ -54,7 +54,7 @@ class Prototype(PolicyOracle):
 
 
 class Prompt:
-    """A computed prompt. Tokens scored or generated after it are dropped again."""
+    """A computed prompt. Tokens scored or generated after it are dropped afterwards."""
 
     def __init__(self, model, cache, logits: torch.Tensor):
         """logits: [1, vocab_size], after the last token."""
@@ -63,7 +63,7 @@ class Prompt:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The log-probabilities from which each of `tokens` is drawn, [len(tokens), vocab_size] fp32."""
+        """The log-probabilities for the position of each of `tokens`, [len(tokens), vocab_size] fp32."""
         logits = [self.logits, self._forward(tokens[:-1])] if len(tokens) > 1 else [self.logits]
         self.cache.crop(self.length)
         return torch.cat(logits).float().log_softmax(-1)

@@ -1,4 +1,4 @@
-"""Prints an evaluation's table: means over prompts, and how much of the gap from `block` to `full` each policy closes.
+"""Prints an evaluation's table: means over prompts, and how much of the gap from `block` to `full` policies close.
 
 NLL and KL are over the gold answer's tokens; `own` marks those over the answer under full attention.
 
@@ -26,7 +26,7 @@ def load(paths: list[Path]) -> dict[str, dict[str, dict]]:
 
 
 def gap_closed(policy: np.ndarray, block: np.ndarray, full: np.ndarray) -> np.ndarray:
-    """1 - (policy - full) / (block - full) of the means along the last axis: 1 is full attention, 0 is block."""
+    """1 - (policy - full) / (block - full) for means along the last axis: 1 is full attention, 0 is block."""
     return 1 - (policy - full).mean(-1) / (block - full).mean(-1)
 
 
@@ -70,7 +70,7 @@ def paired(
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown, with shares in percent."""
+    """The rows as Markdown, shares in percent."""
     heads = {
         "share": ("recomputed", 100, 0),
         "nll": ("NLL", 1, 3),

@@ -1,4 +1,4 @@
-"""Compares a server's answers under policies with the oracle's, token by token.
+"""Compares a server's answers under each policy with the oracle's, token by token.
 
 python -m benchmark.policies.served --model path/to/model --questions questions.jsonl --out served.jsonl
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def answers(engine: Engine, asked: list[tuple[list[Segment], str]], args: argparse.Namespace) -> list[dict]:
-    """The engine's answers to (prompt, link) pairs, those of one prompt in one batch."""
+    """The engine's answers to (prompt, link) pairs; pairs of one prompt form a batch."""
     params = {"temperature": 0, "max_new_tokens": args.new_tokens, "ignore_eos": True}
     outputs, size = [], len(args.policies)
     for batch in (asked[start : start + size] for start in range(0, len(asked), size)):
@@ -62,8 +62,8 @@ def answers(engine: Engine, asked: list[tuple[list[Segment], str]], args: argpar
 
 
 def compare(exact: Prototype, plain: Prototype, segments: list[Segment], link: str, preambles, output: dict) -> dict:
-    """The number of steps of an answer, how many of its tokens are the oracle's best, and by how much the others
-    miss."""
+    """The number of steps of an answer, how many of its tokens are the oracle's best, and the deficits of the
+    others."""
     spec, tokens = parse(link), output["output_ids"]
     preamble = spec.preamble(segments, preambles)
     best = {}
@@ -97,7 +97,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dtype", default=device_options()["dtype"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--engine", default="{}", help="keywords of the engine, as JSON")
-    parser.add_argument("--out", type=Path, required=True, help="appended to")
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to this file")
     return parser.parse_args()
 
 

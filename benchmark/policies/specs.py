@@ -1,8 +1,8 @@
-"""What a policy's spec keeps of a prompt: `block`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
+"""The KV that a policy's spec keeps of a prompt: `block`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
 
 For studies, `base` takes the name of a preamble (`preamble=list`), `query` takes layers (`layers=0-9`, `layers=3.7.11`)
 and a window (`window=7`: a token gets the best score within three tokens in its chunk), and `static` takes a score of
-`statics.py`. Without these, each chooses as a server does.
+`statics.py`. Without options, each behaves as on a server.
 """
 
 import dataclasses
@@ -31,14 +31,14 @@ from sglang_lazy.serving.trained_tokens import add_trained_tokens, tokens_for
 Preambles = Mapping[str, Sequence[int]]
 """Token ids by name."""
 SERVER = "server"
-"""The name of the preamble that a server would use: that of `base` without options."""
+"""The name of the preamble that a server uses for `base` without options."""
 TRAINED = ("kvlink", "packet")
 """Policies that put trained tokens around chunks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """A policy in parts.  base: None, `lead`, or the name of a preamble."""
+    """A parsed policy.  base: None, `lead`, or the name of a preamble."""
 
     base: str | None
     name: str
@@ -58,7 +58,7 @@ class Spec:
         return around(segments, policy, tokens_for(policy, model_path, vocab_size))
 
     def kept(self, oracle: PolicyOracle, segments: list[Segment], preambles: Preambles) -> list[Ranges]:
-        """For each chunk, the tokens that keep their cached KV."""
+        """The tokens of each chunk that keep their cached KV."""
         preamble = self.preamble(segments, preambles)
         if self.name in ("block", *TRAINED):
             return keep_all_but(segments, ())
@@ -96,13 +96,13 @@ def parse(spec: str) -> Spec:
 
 
 def parse_part(part: str) -> tuple[str, dict[str, str]]:
-    """`query:ratio=0.1,layers=3` as its name and its options."""
+    """Split `query:ratio=0.1,layers=3` into name and options."""
     name, _, options = part.partition(":")
     return name, dict(option.split("=") for option in options.split(",") if option)
 
 
 def parse_layers(layers: str | None, num_layers: int) -> list[int]:
-    """`0-2` and `0.1.2` are the layers 0, 1 and 2; None is the last third, rounded up."""
+    """`0-2` and `0.1.2` mean layers 0, 1 and 2; None means the last third, rounded up."""
     if layers is None:
         return list(range(num_layers - math.ceil(num_layers / 3), num_layers))
     if "-" in layers:
@@ -112,7 +112,7 @@ def parse_layers(layers: str | None, num_layers: int) -> list[int]:
 
 
 def best_nearby(segments: list[Segment], scores: torch.Tensor, window: str | None) -> torch.Tensor:
-    """For each candidate the highest score among the `window` (odd) candidates of its chunk around it, [n]."""
+    """For each candidate, the highest score among the `window` (odd) candidates around it in its chunk, [n]."""
     if window is None:
         return scores
     chunks = scores.split([end - start for start, end in chunk_spans(segments) if start < end])

@@ -1,7 +1,7 @@
-"""Scores that are known once a chunk is filled, for a study of what `static` should recompute.
+"""Scores known as soon as a chunk is filled, for a study of what `static` should recompute.
 
-Each function takes the oracle, a prompt's segments, the policy's preamble, and prose in place of the unknown text
-before a chunk; it returns a score for each candidate, [n].
+Each function takes the oracle, a prompt's segments, the policy's preamble, and prose standing in for the unknown text
+before a chunk, and returns a score for each candidate, [n].
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Score = Callable[[PolicyOracle, list[Segment], Sequence[int], Sequence[int]], to
 
 
 def first(oracle, segments, preamble, prose):
-    """Earlier tokens score higher: EPIC with a share of each chunk."""
+    """Earlier tokens score higher: EPIC, by a share of each chunk."""
     return -torch.cat([torch.arange(end - start).float() for start, end in chunk_spans(segments)])
 
 
@@ -44,7 +44,7 @@ def deviations(oracle, segments, prose):
 
 
 def small_keys(oracle, segments, preamble, prose):
-    """Keys with small norms score higher, as those of attention sinks."""
+    """Keys with small norms, such as attention sinks', score higher."""
     norms = [keys.float().square().sum((0, 1, 3)) for keys, _ in oracle.fill(segments, preamble)]
     return -in_units_of_mean(segments, torch.stack(norms))
 
@@ -72,7 +72,7 @@ def attention(oracle, segments, preamble):
 
 
 def in_units_of_mean(segments: list[Segment], by_layer: torch.Tensor) -> torch.Tensor:
-    """The sum over layers, [n], of [num_layers, n] scores, each layer divided by its mean in a chunk so that none
+    """Sums [num_layers, n] scores over layers, [n]; each layer is divided by its mean in a chunk so that none
     dominates."""
     chunks = by_layer.split([end - start for start, end in chunk_spans(segments)], 1)
     return torch.cat([(chunk / chunk.mean(1, keepdim=True)).sum(0) for chunk in chunks])

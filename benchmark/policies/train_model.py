@@ -60,7 +60,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank, and not the weights")
+    parser.add_argument("--lora", type=int, metavar="RANK", help="train an adapter of this rank instead of the weights")
     meaning = f"of Adam; default: {FULL_RATE}, with --lora {LORA_RATE}"
     distill.add_arguments(parser, steps=500, learning_rate=None, meaning=meaning)
     return parser.parse_args()

@@ -1,11 +1,11 @@
-"""Trains the tokens that the policies `packet` and `kvlink` put around chunks; all weights of the model are frozen.
+"""Trains the tokens that the policies `packet` and `kvlink` put around chunks; all model weights are frozen.
 
 python -m benchmark.policies.train_tokens --model path/to/model --questions mine.jsonl --policy packet --out trained
 
 KV Packet (arXiv 2604.13226) and KVLink (arXiv 2502.16002) teach a model tokens that make chunks fit together. Here the
 model is its own teacher: its next-token distributions under full attention, over the question and its own greedy
 answer, are the target under the policy. `--out` is a copy of the model's folder in which only the trained rows of the
-embedding differ, with the `lazy_tokens.json` that tells servers about them.
+embedding differ, plus a `lazy_tokens.json` that describes them to servers.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def main() -> None:
     if args.out.exists():
         sys.exit(f"error: {args.out} exists")
     if len(ids) < 2 or taken.intersection(ids):
-        sys.exit("error: --ids must name at least two tokens, none of which another policy of this model has")
+        sys.exit("error: --ids must name at least two tokens that no other policy of this model uses")
     trained = TrainedTokens(**fields(policy, ids))
     print(f"{policy}: {' '.join(tokenizer.convert_ids_to_tokens(ids))}")
     model = load_model(str(args.model), getattr(torch, args.dtype), args.device)

@@ -1,1 +1,1 @@
-"""Right answers of served models, and the training of a small one."""
+"""The accuracy of served models, and the training of a small one."""

@@ -1,4 +1,4 @@
-"""A LoRA adapter in training: low-rank products that are added to a model's projections, written as PEFT does."""
+"""A trainable LoRA adapter: low-rank products added to a model's projections, written in PEFT's format."""
 
 import math
 from collections.abc import Iterator
@@ -11,11 +11,11 @@ from torch.nn.utils import parametrize
 from oracle.adapters import MODULES, write_adapter
 
 SCALE = 2
-"""What the product is multiplied by: alpha over the rank."""
+"""The factor of the product: alpha over the rank."""
 
 
 class LowRank(nn.Module):
-    """W + SCALE * B A, of which A, random, and B, zero, are trained (LoRA, arXiv 2106.09685)."""
+    """W + SCALE * B A, where A (initially random) and B (initially zero) are trained (LoRA, arXiv 2106.09685)."""
 
     def __init__(self, weight: torch.Tensor, rank: int):
         super().__init__()
@@ -31,7 +31,7 @@ class LowRank(nn.Module):
 def add_adapter(model: nn.Module, rank: int) -> list[nn.Parameter]:
     """Add an adapter to all projections of `model`, whose own weights are frozen; returns the adapter's parameters.
 
-    Raises ValueError for a rank below 1, and if the model has no layers of these names.
+    Raises ValueError for a rank below 1 and if the model has no such layers.
     """
     if rank < 1:
         raise ValueError(f"the rank of an adapter must be at least 1, got {rank}")

@@ -1,4 +1,4 @@
-"""Greedy answers from a server: how a question becomes a prompt, and how many are sent at a time."""
+"""Greedy answers from a server: turns questions into prompts and sends a few at a time."""
 
 import asyncio
 import dataclasses
@@ -21,7 +21,7 @@ class Prompts:
         self.tokenizer = SegmentTokenizer(tokenizer)
 
     def make(self, question: Question, *, bos: bool = True, opening: bool = True) -> list[Segment]:
-        """bos: begin with the tokenizer's BOS, if it has one. opening: with the question's opening, if it has one."""
+        """bos: begin with the tokenizer's BOS, if any. opening: include the question's opening, if any."""
         texts = [question.opening] if opening and question.opening else []
         documents = [{"type": "chunk", "text": document} for document in question.chunks]
         values = [*texts, *question.history, *documents, question.closing]
@@ -39,7 +39,7 @@ def as_user_message(question: Question, tokenizer) -> Question:
     content = "CONTENT"
     message = [{"role": "user", "content": content}]
     chat = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    # Prompts prepends what the tokenizer puts before a text; if that is nothing, the template's own BOS stays.
+    # `Prompts` prepends what the tokenizer puts before a text; if that is nothing, the template's own BOS stays.
     before, after = chat.removeprefix(tokenizer.decode(tokenizer.encode(""))).split(content)
     return dataclasses.replace(question, opening=before + question.opening, closing=question.closing + after)
 
@@ -69,7 +69,7 @@ class Answered:
 
 
 def ask_all(url: str, asks: Sequence[Ask], concurrency: int) -> list[Answered]:
-    """The answers to `asks`, which are sent in their order. Raises ServerError if a request fails."""
+    """The answers to `asks`, sent in order. Raises ServerError if a request fails."""
     return asyncio.run(_ask_all(url, asks, concurrency))
 
 

@@ -19,10 +19,10 @@ from benchmark.kv_bytes import kv_bytes_per_token
 from benchmark.quality.llama import MLP, Layer, Llama, Mask, Shape, attend, shape_of
 
 SHARD = 16_000_000
-"""The most bytes of weights in a file: with its header, less than 16 MiB."""
+"""The most bytes of weights in a file; with the header, a file stays below 16 MiB."""
 
 KeyValues = list[tuple[torch.Tensor, torch.Tensor]]
-"""Of each cross layer, both [B, num_kv_heads, L, head_dim]; the keys are normalised."""
+"""Keys and values of each cross layer, both [B, num_kv_heads, L, head_dim]; keys are normalised."""
 
 
 class Encoder(nn.Module):
@@ -70,7 +70,7 @@ def split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 class Comb(nn.Module):
-    """What a Comb model adds to its decoder, which is passed to each call and not part of it."""
+    """What a Comb model adds to its decoder. The decoder is not part of it but passed to each call."""
 
     def __init__(self, shape: Shape, places: Sequence[int]):
         """places: the decoder's layers that have a cross layer before them, ascending."""
@@ -85,7 +85,8 @@ class Comb(nn.Module):
     def start_from(self, decoder: Llama) -> None:
         """The encoder starts from the decoder's first layers, a cross layer from the layer after it, with closed gates.
 
-        Keys and values are made of unnormalised states, so the weights of that layer's norm are multiplied into theirs.
+        Keys and values are computed from unnormalised states, so that layer's norm weights are folded into their
+        projections.
         """
         for layer, its in zip(self.chunk_model.layers, decoder.model.layers, strict=False):
             layer.load_state_dict(its.state_dict())
@@ -135,7 +136,7 @@ class Comb(nn.Module):
 def save_comb(decoder: Llama, comb: Comb, directory: Path, dtype: torch.dtype, tokens: dict[str, int]) -> None:
     """Write config.json and weights under the public names, in files of at most SHARD unless one weight is larger.
 
-    tokens: the config's ids of tokens.
+    tokens: the token ids of the config.
     """
     layers = comb.shape.num_hidden_layers + len(comb.places)  # the public config counts both kinds
     text = {"model_type": "llama", **dataclasses.asdict(comb.shape), "attention_bias": False, "hidden_act": "silu"}

@@ -16,17 +16,17 @@ from benchmark.quality.recipe import Recipe, encoder
 from oracle.segments import Segment
 
 CHUNK_FIELDS = ("ids", "positions", "worlds", "chunks")
-"""The arrays of what the encoder reads of a row."""
+"""The arrays that the encoder reads."""
 TEXT_FIELDS = ("ids", "positions", "worlds", "branches", "kinds", "targets", "places")
-"""The arrays of what the decoder reads.  places: its tokens' indices in the row.  kinds: IGNORED outside questions."""
+"""The arrays that the decoder reads.  places: its tokens' indices in the row.  kinds: IGNORED outside questions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CombRecipe(Recipe):
-    """A row has at most `chunk_length` tokens of chunks and `text_length` of text.
+    """A row has at most `chunk_length` chunk tokens and `text_length` text tokens.
 
     cross_layers: the decoder's layers that have a cross layer before them. grouped: the share of worlds with several
-    documents in a chunk. data: files of questions, in place of worlds.
+    documents in a chunk. data: files of questions to use instead of worlds.
     """
 
     cross_layers: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class CombRecipe(Recipe):
 
 
 class Example(NamedTuple):
-    """A prompt, and the answer that full attention gives, with the end of sequence if it came."""
+    """A prompt and its answer under full attention, including the end of sequence if it was generated."""
 
     before: tuple[int, ...]
     chunks: tuple[tuple[int, ...], ...]
@@ -82,7 +82,7 @@ class CombRow(Row):
 
 
 def group(rng: random.Random, row: np.ndarray, share: float) -> None:
-    """In a `share` of the worlds of a row, put runs of documents into one chunk."""
+    """In a `share` of a row's worlds, merge runs of documents into one chunk."""
     world, chunk = row[FIELDS.index("worlds")], row[FIELDS.index("chunks")]
     for number in range(1, int(world.max()) + 1):
         mine = (world == number) & (chunk > 0)
@@ -93,7 +93,7 @@ def group(rng: random.Random, row: np.ndarray, share: float) -> None:
 
 class Rows(NamedTuple):
     """full: [rows, len(FIELDS), length]; chunks: [rows, len(CHUNK_FIELDS), chunk_length]; texts: [rows,
-    len(TEXT_FIELDS), text_length]; all int32. The sizes are those of every step, so that one compiled step does."""
+    len(TEXT_FIELDS), text_length]; all int32. Sizes are the same in every step, so the step is compiled once."""
 
     full: np.ndarray
     chunks: np.ndarray
@@ -150,7 +150,7 @@ def start_worker(examples: Sequence[Example]) -> None:
 
 
 def make_examples(recipe: CombRecipe, step: int) -> Rows:
-    """The rows of a step; the chunks of their prompts are in any order, and some are left out."""
+    """The rows of a step, with the chunks of each prompt in random order and some left out."""
     rows = []
     for number in range(recipe.rows):
         rng, row = random.Random(f"{recipe.seed}/{step}/{number}"), CombRow(recipe)
@@ -161,7 +161,7 @@ def make_examples(recipe: CombRecipe, step: int) -> Rows:
 
 
 def vary(rng: random.Random, example: Example) -> Example:
-    """All chunks half of the time, otherwise some; in any order."""
+    """Half of the time all chunks, otherwise some; in random order."""
     count = len(example.chunks)
     kept = count if rng.random() < 0.5 else rng.randint(1, count)
     return example._replace(chunks=tuple(rng.sample(example.chunks, kept)))

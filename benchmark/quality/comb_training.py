@@ -1,4 +1,4 @@
-"""The training of a Comb model: its losses against the frozen decoder's own answers under full attention."""
+"""Training of a Comb model against the frozen decoder's own answers under full attention."""
 
 import dataclasses
 import functools
@@ -33,11 +33,11 @@ from benchmark.quality.recipe import Feed
 from benchmark.quality.training import Batch, Training, as_mask, by_question, compile_each, make_mask, to_batch
 
 GROUPED = {"comb": 0, "comb, grouped": 1}
-"""The share of an evaluation's worlds in which several documents are a chunk."""
+"""The share of evaluation worlds in which several documents share a chunk."""
 
 
 class Parts(NamedTuple):
-    """A step's rows on the device. full: the teacher's; chunks: CHUNK_FIELDS; texts: TEXT_FIELDS."""
+    """A step's rows on the device. full: the teacher's fields; chunks: CHUNK_FIELDS; texts: TEXT_FIELDS."""
 
     full: Batch
     chunks: Batch
@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 
 class Masks(NamedTuple):
-    """full: the teacher's; cross: which text token sees which chunk token."""
+    """full: the teacher's mask; cross: which text token sees which chunk token."""
 
     full: Mask
     chunks: Mask
@@ -59,9 +59,9 @@ def to_parts(rows: Rows, device: torch.device) -> Parts:
 
 
 def make_masks(parts: Parts, flex: bool) -> Masks:
-    """A chunk's tokens see all of it; text sees the text before it, as in packing.py, and all chunks of its world.
+    """Chunk tokens see their whole chunk; text sees the text before it, as in packing.py, and all chunks of its world.
 
-    Padding is of world 0 in both; there its text sees one token, so that every token sees something.
+    Padding belongs to world 0 in both. Its text sees one token, so that every token sees something.
     """
     chunk_worlds, chunk_numbers = parts.chunks["worlds"], parts.chunks["chunks"]
     text_worlds, branches = parts.texts["worlds"], parts.texts["branches"]
@@ -105,11 +105,11 @@ def distributions(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tup
 
 
 def losses(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torch.Tensor, torch.Tensor]:
-    """The means of KL(teacher || student) with the cross entropy of answers, and of the KL of questions."""
+    """The mean loss over answers, KL(teacher || student) plus cross entropy, and the mean KL over questions."""
     found, target = distributions(comb, decoder, parts, masks)
     kl = kl_divergence(found, target)
     surprise = -found.gather(-1, parts.texts["targets"][..., None]).squeeze(-1)
-    # Sums over all text in place of selections, whose sizes the host would have to wait for.
+    # Sums over all text: the host would have to wait for the size of a selection.
     kinds = parts.texts["kinds"]
     answer, question = (
         (each * (kinds == kind)).sum() / (kinds == kind).sum()
@@ -119,12 +119,12 @@ def losses(comb: Comb, decoder: Llama, parts: Parts, masks: Masks) -> tuple[torc
 
 
 def mean_over_answers(parts: Parts, values: torch.Tensor) -> float:
-    """The mean of `values` [rows, text_length] over the tokens that predict those of answers."""
+    """The mean of `values` [rows, text_length] over the tokens that predict answer tokens."""
     return values[parts.texts["kinds"] == ANSWER].mean().item()
 
 
 class CombTrainer(Training):
-    """Trains encoder and cross layers of the model at `recipe.start`, which stays as it is and is the teacher."""
+    """Trains an encoder and cross layers for the model at `recipe.start`, which is frozen and is the teacher."""
 
     recipe: CombRecipe
     model: Comb
@@ -132,7 +132,7 @@ class CombTrainer(Training):
     def __init__(
         self, recipe: CombRecipe, directory: Path, device: torch.device, flex: bool, examples: Sequence[Example] = ()
     ):
-        """examples: those of `recipe.data`, if it has any; a tenth of them is not trained on."""
+        """examples: those of `recipe.data`, if any; a tenth of them is held out."""
         self.flex = flex
         self.decoder = load_llama(Path(recipe.start)).to(device).requires_grad_(False)
         torch.manual_seed(recipe.seed)
@@ -164,8 +164,8 @@ class CombTrainer(Training):
 
     @torch.inference_mode()
     def evaluate(self, num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
-        """Of test worlds: exact match under full attention and of the Comb model, by family and hops; of held-out
-        examples: how often both have the same best token. Of both, the mean KL over answers."""
+        """For test worlds: exact match of the decoder under full attention and of the Comb model, by family and hops.
+        For held-out examples: how often their best tokens agree. For both, the mean KL over answers."""
         results: dict[str, float] = {"plain prompts are the decoder's": self.is_plain()}
         if self.recipe.data:
             comb_rows.start_worker(self.examples[: self.held_out])
@@ -185,14 +185,14 @@ class CombTrainer(Training):
         return results
 
     def judge(self, seed: str, mix: Mix, grouped: float) -> tuple[list[bool], list[bool], float]:
-        """Which answers of a row are right, of the Comb model and of its teacher, and the KL over answers."""
+        """Which of a row's answers the Comb model and its teacher get right, and the KL over answers."""
         rows = divide(world_row(random.Random(seed), mix, self.recipe, grouped, "test")[None], self.recipe)
         parts, found, target = self.both(rows)
         own, known = (by_question(parts.texts, logs.argmax(-1) == parts.texts["targets"]) for logs in (found, target))
         return own, known, mean_over_answers(parts, kl_divergence(found, target))
 
     def compare(self, rows: Rows) -> tuple[float, float]:
-        """Over answers, the KL and the share of equal best tokens."""
+        """The KL over answers, and the share of equal best tokens."""
         parts, found, target = self.both(rows)
         same = target.argmax(-1) == found.argmax(-1)
         return mean_over_answers(parts, kl_divergence(found, target)), mean_over_answers(parts, same.float())
@@ -204,7 +204,7 @@ class CombTrainer(Training):
 
     @torch.inference_mode()
     def is_plain(self) -> bool:
-        """Whether the weights that were frozen are, bit for bit, those of the model at `recipe.start`."""
+        """Whether the frozen weights are, bit for bit, those of the model at `recipe.start`."""
         start = load_llama(Path(self.recipe.start)).state_dict()
         return all(torch.equal(weight.cpu(), start[name]) for name, weight in self.decoder.state_dict().items())
 

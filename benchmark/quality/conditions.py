@@ -1,4 +1,4 @@
-"""The conditions under which questions are sent, as data, and how a server is put into each."""
+"""The conditions under which questions are sent, as data, and how to bring a server into each."""
 
 import dataclasses
 import itertools
@@ -16,9 +16,9 @@ from oracle.segments import Segment, text, token_ids
 from sglang_lazy.testing import Client
 
 State = Literal["empty", "warm", "shuffled", "evicting"]
-"""empty: nothing is cached. warm: the same prompt came just before. shuffled: the same chunks came just before, in
-another order. evicting: each question is sent again, at most eight questions later, to a server whose pool holds about
-three prompts, and the second answer counts; chance decides whether its chunks were evicted in between."""
+"""empty: nothing is cached. warm: the same prompt was sent just before. shuffled: the same chunks were sent just
+before, in another order. evicting: each question is sent again, at most eight questions later, to a server whose pool
+holds about three prompts, and the second answer counts; chance decides whether its chunks were evicted in between."""
 
 PROMPTS_IN_POOL = 3
 LATER = 8
@@ -26,9 +26,10 @@ LATER = 8
 
 @dataclasses.dataclass(frozen=True)
 class Condition:
-    """as_chunks: otherwise the prompt is one plain text under full attention. concurrency: requests in flight.
+    """as_chunks: send documents as chunks; otherwise the prompt is plain text under full attention.
 
-    bos, opening: whether the prompt begins with them.
+    concurrency: requests in flight.
+    bos, opening: whether the prompt begins with these.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Condition:
 
     @property
     def server(self) -> tuple[str, bool]:
-        """The launcher, and whether its pool is small."""
+        """A launcher, and whether its KV pool is small."""
         return LAZY if self.as_chunks else STOCK, self.state == "evicting"
 
 
@@ -64,7 +65,7 @@ CONDITIONS = {
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """One answer, the prompt it was given to, and under which condition."""
+    """An answer, its prompt and its condition."""
 
     condition: str
     question: Question
@@ -113,7 +114,7 @@ def ask(url: str, condition: Condition, questions: list[Question], prompts: Prom
         moments = [(index + LATER * again * rng.random(), index) for index in range(len(asks)) for again in (0, 1)]
         order = [index for _, index in sorted(moments)]
         answers = ask_all(url, [asks[index] for index in order], condition.concurrency)
-        answered = dict(zip(order, answers, strict=True))  # the later of two answers stays
+        answered = dict(zip(order, answers, strict=True))  # the later of two answers wins
     elif condition.concurrency > 1:
         answered = dict(enumerate(ask_all(url, asks, condition.concurrency)))
     else:
@@ -131,7 +132,7 @@ def ask(url: str, condition: Condition, questions: list[Question], prompts: Prom
 
 
 def shuffled(segments: list[Segment], rng: random.Random) -> list[Segment]:
-    """The texts stay in place, the chunks change order."""
+    """The prompt with its chunks in another order; texts stay in place."""
     chunks = [segment for segment in segments if segment.kind == "chunk"]
     rng.shuffle(chunks)
     return [chunks.pop() if segment.kind == "chunk" else segment for segment in segments]

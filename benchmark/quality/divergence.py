@@ -1,4 +1,4 @@
-"""How far a model's distributions of next tokens are from those of another."""
+"""How far one model's next-token distributions are from another's."""
 
 import torch
 

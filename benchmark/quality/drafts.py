@@ -1,4 +1,4 @@
-"""The parts of worlds with leaning documents: people and things that do not recur, facts, and questions."""
+"""Building blocks of worlds with leaning documents: unique people and things, facts, and questions."""
 
 import functools
 import random
@@ -9,28 +9,28 @@ from benchmark.quality.worlds import Question, Split, World, draw_people, is_hel
 
 TRADES, _, _, INSTRUMENTS, ANIMALS, COLOURS, DISHES = (predicate.values for predicate in ATTRIBUTES)
 VERBS = {"keeps": "keep", "likes": "like", "sells": "sell", "paints": "paint", "hears": "hear", "finds": "find"}
-"""What a person may do with a thing: in a statement and in a question."""
+"""What a person may do with a thing, as in a statement and as in a question."""
 FILLERS = {
     "Many live in {town}.": COLOURS,
     "The house in {town} is painted {value}.": COLOURS,
     "In the yard in {town} lives a {value}.": ANIMALS,
     "In {town} they play the {value}.": INSTRUMENTS,
 }
-"""Sentences about no person, with what {value} may be."""
+"""Sentences about no person, with the choices for {value}."""
 
 Facts = dict[str, tuple[str, list[int]]]
-"""What is known of a person: by verb, the thing, and the documents that it takes to know it."""
+"""What is known about a person: for each verb, the thing and the documents needed to know it."""
 
 
 @functools.cache
 def things(split: Split) -> tuple[str, ...]:
-    """All values of a split, such as `crimson goat`."""
+    """All values in a split, such as `crimson goat`."""
     pairs = (f"{colour} {noun}" for colour in COLOURS for noun in (*ANIMALS, *INSTRUMENTS))
     return tuple(pair for pair in pairs if is_held_out(pair) == (split == "test"))
 
 
 class Draft:
-    """A world in the making, in which no person and no thing occurs twice."""
+    """A world under construction; no person and no thing occurs twice."""
 
     def __init__(self, rng: random.Random, split: Split, num_people: int, similar: float):
         self.rng, self.split = rng, split
@@ -48,7 +48,7 @@ class Draft:
         return self.rng.sample(list(VERBS), count)
 
     def add(self, title: str, *sentences: str) -> int:
-        """Add a document, with up to two unrelated sentences among its own; returns its index."""
+        """Add a document, mixing in up to two unrelated sentences; returns its index."""
         text = list(sentences)
         for _ in range(self.rng.randint(0, 2)):
             text.insert(self.rng.randint(0, len(text)), filler(self.rng))
@@ -60,9 +60,9 @@ class Draft:
         (self.world.single_hop if hops == 1 else self.world.two_hop).append(question)
 
     def ask_about(self, facts: dict[str, Facts], teachers: dict[str, tuple[str, list[int]]]) -> None:
-        """Ask for each fact, and for those of each teacher.
+        """Ask for each fact, and for the facts of each teacher.
 
-        teachers: by person, the teacher, and the documents needed to know who that is.
+        teachers: for each person, the teacher and the documents needed to know who that is.
         """
         for name, known in facts.items():
             for verb, (thing, gold) in known.items():
@@ -78,7 +78,7 @@ def filler(rng: random.Random) -> str:
 
 
 def sizes(rng: random.Random, total: int, low: int, high: int) -> list[int]:
-    """Random sizes between `low` and `high` with a sum of at most `total`, and more than `total - low`."""
+    """Random sizes from `low` to `high` whose sum is at most `total` and more than `total - low`."""
     found = []
     while total >= low:
         found.append(rng.randint(low, min(high, total)))

@@ -1,4 +1,4 @@
-"""Accuracy of a served model: full attention, and chunks in every state of the cache.
+"""Accuracy of a served model under full attention, and with chunks in every state of the cache.
 
 Under every condition a real server answers the same questions over HTTP, greedily. Answers are scored (exact match, F1
 or ROUGE-L, with 95% confidence intervals) and compared, token for token, with those of a Hugging Face model under the
@@ -37,7 +37,7 @@ COLUMNS = ("condition", "n", "exact match", "score", "= reference", "cached")
 
 
 def numerics(server_flags: list[str]) -> dict:
-    """The options of a `Reference` with the numerics of servers with these flags on this machine.
+    """Options for a `Reference` with the numerics of servers with these flags on this machine.
 
     Exits with a message if it cannot.
     """
@@ -55,7 +55,7 @@ def numerics(server_flags: list[str]) -> dict:
 
 
 def compare(served: list[Served], reference: Reference) -> list[dict]:
-    """For each answer, whether it is the reference's and, where it is not, the reference's own."""
+    """For each answer, whether it is the reference's and, if not, the reference's own answer."""
     keys = [(tuple(one.segments), tuple(one.answered.output_ids), one.question.max_new_tokens) for one in served]
     # Most conditions give the same answer to the same prompt: judge it once.
     claims = [Claim(list(segments), list(output_ids), limit) for segments, output_ids, limit in dict.fromkeys(keys)]
@@ -70,7 +70,7 @@ def compare(served: list[Served], reference: Reference) -> list[dict]:
 
 
 def answer_line(one: Served, tokenizer) -> dict:
-    """The record of one answer. Only its first line is scored, since models that were not trained to stop go on."""
+    """The record of one answer. Only the first line is scored: models not trained to stop keep going."""
     question, output_ids = one.question, one.answered.output_ids
     answer = tokenizer.decode(output_ids, skip_special_tokens=True).strip().split("\n")[0]
     return {
@@ -88,7 +88,7 @@ def answer_line(one: Served, tokenizer) -> dict:
 
 
 def summarise(lines: list[dict]) -> dict:
-    """The row of a condition and group: means, and 95% intervals (Wilson's for shares, bootstrap for scores)."""
+    """The row of a condition and group: means with 95% intervals (Wilson for shares, bootstrap for scores)."""
     count = len(lines)
     right, scores = [line["exact_match"] == 1 for line in lines], [line["score"] for line in lines]
     row = {
@@ -115,7 +115,7 @@ def summarise(lines: list[dict]) -> dict:
 
 
 def table(rows: list[dict]) -> str:
-    """The rows as Markdown, a table for each group, in percent."""
+    """The rows as Markdown, one table per group, in percent."""
 
     def percent(row: dict, name: str) -> str:
         if name not in row:
@@ -140,7 +140,7 @@ def table(rows: list[dict]) -> str:
 def ask_servers(
     conditions: list[Condition], questions: list[Question], prompts: Prompts, args: argparse.Namespace
 ) -> list[Served]:
-    """All answers of all conditions, each server started once. Raises ServerError after printing its log."""
+    """All answers under all conditions; starts each server once. Raises ServerError after printing the server's log."""
     served = []
     for server, its_conditions in servers_of(conditions):
         log = args.out / f"{its_conditions[0].name.replace(' ', '-')}.server.log"
@@ -154,7 +154,7 @@ def ask_servers(
 
 
 def within_context(questions: list[Question], prompts: Prompts, context: int) -> list[Question]:
-    """Those questions that fit into `context` tokens; prints how many of each group do not."""
+    """The questions that fit into `context` tokens; prints how many of each group do not."""
     fitting, left_out = [], collections.Counter()
     for question in questions:
         if len(token_ids(prompts.make(question))) + question.max_new_tokens <= context:
@@ -182,7 +182,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--no-reference", action="store_true", help="do not compare with a Hugging Face model")
     parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--start-timeout", type=float, default=600, help="seconds to wait for a server")
     parser.add_argument("server_flags", nargs="*", help="flags for every server, after `--`")
     return parser.parse_args()
@@ -209,7 +209,7 @@ def main() -> None:
     prompts = Prompts(tokenizer)
     questions = within_context(questions, prompts, AutoConfig.from_pretrained(args.model).max_position_embeddings)
     if not questions:
-        sys.exit("no question is left to ask")
+        sys.exit("no questions left to ask")
     conditions = [CONDITIONS[name] for name in args.conditions]
     try:
         served = ask_servers(conditions, questions, prompts, args)

@@ -1,4 +1,4 @@
-"""The parts of generated documents: names of people and towns, values, and sentences that state or ask a fact."""
+"""Building blocks of generated documents: names of people and towns, values, and sentences that state or ask a fact."""
 
 import dataclasses
 import random
@@ -22,7 +22,7 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def _compound_words(rng: random.Random, starts: str, ends: str, count: int, taken: set[str]) -> tuple[str, ...]:
-    """`count` words, each a start and an end, none of them in `taken`; adds them to it."""
+    """`count` words, each a start plus an end, none of them in `taken`, to which they are added."""
     words = []
     while len(words) < count:
         word = (rng.choice(_words(starts)) + rng.choice(_words(ends))).capitalize()

@@ -1,24 +1,24 @@
-"""Worlds whose documents lean on one another: what a sentence means stands in an earlier document, or in their order.
+"""Worlds whose documents lean on one another: a sentence's meaning depends on an earlier document or on their order.
 
 Each family makes a `World` of about `num_documents` documents in the order of a prompt. Facts have one form, so that
-no answer can be told by its kind: a person does something with a thing ("Ada Holt keeps a crimson goat").
+the kind of answer gives nothing away: a person does something with a thing ("Ada Holt keeps a crimson goat").
 
 | family | what a document needs of others |
 |---|---|
 | alone | nothing: each sentence names its person; the control |
-| pronoun | the person that "she" is, named one to three documents earlier |
-| description | the person that "the baker" is: the last one who was introduced as a baker |
-| table | the header, which says what the columns of a row are |
-| amendment | what was changed: a correction is of the document before, an amendment of one long before |
+| pronoun | who "she" is, named one to three documents earlier |
+| description | who "the baker" is: the last person introduced as a baker |
+| table | the header, which names the columns |
+| amendment | what was changed: corrections refer to the previous document, amendments to one long before |
 | import | the file from which a file imports a name, directly or through another file |
-| examples | another example of the same input: each leaves two outputs, all of them together one |
+| examples | other examples of the same input: each allows two outputs, all together only one |
 | conversation | the question that it answers |
 | order | its neighbours: who came after whom |
-| cut | what stands before: one text of people and pronouns, cut between random words |
+| cut | the preceding text: people and pronouns in one text, cut between random words |
 
 Two-hop questions go through a person ("the teacher of ..."), a second import or a neighbour.
 
-Names and things are each divided by a hash: none of a test world occurs in a training world, though their parts do.
+Names and things are split by a hash: those of test worlds do not occur in training worlds, though their parts do.
 
     python -m benchmark.quality.leaning --count 100 --out worlds    # test questions, a file for each kind
 """
@@ -75,7 +75,7 @@ def pronoun(rng: random.Random, split: Split, num_documents: int, similar: float
 def description(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
     lengths = sizes(rng, num_documents, 2, 6)
     draft = Draft(rng, split, num_documents, similar)
-    trades = rng.sample(TRADES, 3)  # few, so that most come again
+    trades = rng.sample(TRADES, 3)  # few, so that most recur
     people = iter(draft.people)
     facts: dict[str, Facts] = {}
     for length in lengths:
@@ -107,7 +107,7 @@ def table(rng: random.Random, split: Split, num_documents: int, similar: float) 
 
 
 def amendment(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
-    """Everybody's first statement, amendments behind them, and corrections behind either."""
+    """Everybody's first statement, then amendments; corrections follow either."""
     changes = rng.randint(1, max(1, num_documents // 4))
     count = max(1, num_documents - 2 * changes)
     draft = Draft(rng, split, count, similar)
@@ -135,7 +135,7 @@ def amendment(rng: random.Random, split: Split, num_documents: int, similar: flo
 
 def imports(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
     draft = Draft(rng, split, num_documents, similar)
-    defined: list[tuple[str, str, str, list[int]]] = []  # file, name in it, value, the files that it takes
+    defined: list[tuple[str, str, str, list[int]]] = []  # file, name in it, value, the files needed to know it
     for index, file in enumerate(draft.people):
         lines, new = [], []
         if index == 0 or rng.random() < 0.4:
@@ -169,7 +169,7 @@ def examples(rng: random.Random, split: Split, num_documents: int, similar: floa
 
 
 def conversation(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
-    lengths = sizes(rng, num_documents // 2, 1, 4)  # in questions with their answers
+    lengths = sizes(rng, num_documents // 2, 1, 4)  # number of questions, each with its answer
     draft = Draft(rng, split, 2 * len(lengths), similar)
     facts: dict[str, Facts] = {}
     for number, length in enumerate(lengths):
@@ -202,7 +202,7 @@ def order(rng: random.Random, split: Split, num_documents: int, similar: float) 
 
 
 def cut(rng: random.Random, split: Split, num_documents: int, similar: float) -> World:
-    """Every question is about a fact that some cut separates from the name."""
+    """Every question is about a fact that a cut separates from the name."""
     draft = Draft(rng, split, num_documents, similar)
     words: list[str] = []
     facts = []  # name, verb, thing, the index of the name's first word and of the thing's last one
@@ -226,9 +226,9 @@ def cut(rng: random.Random, split: Split, num_documents: int, similar: float) ->
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """make(rng, split, num_documents, similar) gives a world with single-hop questions, and two-hop ones if it `hops`
-    twice and has documents enough. num_documents is at least 2; `similar` is the share of people whose name is half
-    another's."""
+    """make(rng, split, num_documents, similar) returns a world with single-hop questions, plus two-hop ones if `hops`
+    has 2 and there are enough documents. num_documents is at least 2; `similar` is the share of people who share a
+    first name or surname with another."""
 
     make: Make
     hops: tuple[int, ...] = (1,)
@@ -250,7 +250,7 @@ FAMILIES = {"people": Family(make_world, (1, 2)), **LEANING}
 
 
 def kinds() -> Iterator[tuple[str, int, Make]]:
-    """Each kind of question: its name, its hops, and what makes its worlds."""
+    """For each kind of question: its name, its hops, and the function that makes its worlds."""
     for name, family in LEANING.items():
         for hops in family.hops:
             yield f"{name}-{hops}-hop" if hops > 1 else name, hops, family.make

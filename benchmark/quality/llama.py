@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 Mask = torch.Tensor | BlockMask
-"""Which token sees which: [B, 1, L, L] bool, or FlexAttention's form of it."""
+"""Which token sees which: [B, 1, L, L] bool, or a BlockMask of FlexAttention."""
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Mask) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Shape:
 
 
 def rotary_table(shape: Shape) -> torch.Tensor:
-    """[2, max_position_embeddings, head_dim]: cosines and sines; a head's first half is paired with its second."""
+    """Cosines and sines, [2, max_position_embeddings, head_dim]; a head's first half is paired with its second."""
     frequencies = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, dtype=torch.float64) / shape.head_dim)
     angles = torch.arange(shape.max_position_embeddings, dtype=torch.float64)[:, None] * frequencies
     return torch.stack([angles.cos(), angles.sin()]).repeat(1, 1, 2).float()
@@ -156,7 +156,7 @@ def save_for_serving(model: Llama, directory: Path, dtype: torch.dtype, *, bos: 
 
 
 def load_llama(directory: Path) -> Llama:
-    """A model as Hugging Face keeps it, in fp32. Raises ValueError where this module has no such model."""
+    """A Hugging Face model in fp32. Raises ValueError if this module does not support it."""
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     if config["model_type"] != "llama" or not config["tie_word_embeddings"]:
         raise ValueError(f"{directory} is not a Llama whose output layer is tied to its embedding")
@@ -167,9 +167,9 @@ def load_llama(directory: Path) -> Llama:
 
 
 def shape_of(config: dict) -> Shape:
-    """The shape that a LlamaConfig names. Raises ValueError for rotary positions that are scaled."""
+    """The shape in a LlamaConfig. Raises ValueError for scaled rotary positions."""
     rotary = config.get("rope_parameters") or {"rope_theta": config["rope_theta"]}
     if rotary.get("rope_type", "default") != "default" or config.get("rope_scaling"):
-        raise ValueError("scaled rotary positions are not trained here")
+        raise ValueError("scaled rotary positions are not supported")
     fields = {field.name: config[field.name] for field in dataclasses.fields(Shape) if field.name != "rope_theta"}
     return Shape(**fields, rope_theta=rotary["rope_theta"])

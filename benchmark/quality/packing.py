@@ -23,17 +23,17 @@ from benchmark.quality.worlds import Split, World
 from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 FIELDS = ("ids", "targets", "kinds", "positions", "worlds", "chunks", "branches")
-"""The arrays of a row. targets: the next token; kinds: which loss its prediction belongs to."""
+"""The arrays of a row. targets: the next token; kinds: the loss that its prediction counts towards."""
 
 IGNORED, CONTEXT, ANSWER = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Mix:
-    """What the worlds of a row are like.
+    """Settings for the worlds of a row.
 
-    families: drawn with equal odds, so a family named twice comes twice as often. block_share: the share of worlds
-    under the block mask; the others are under the full mask. lead_share: of those under the block mask, the share whose
+    families: drawn with equal odds, so a family named twice comes up twice as often. block_share: the share of worlds
+    under the block mask; the others are under the full mask. lead_share: the share of those under the block mask whose
     chunks have leads.
     """
 
@@ -72,7 +72,7 @@ class Row:
                 count = max(2, count // 2)
 
     def add(self, rng: random.Random, encode: Encoder, mix: Mix, world: World) -> bool:
-        """Add `world` with questions drawn from it. False, and nothing is added, if there is no room."""
+        """Add `world` with questions drawn from it. Returns False, adding nothing, if there is no room."""
         share = rng.random()
         block, lead = share < mix.block_share, share < mix.block_share * mix.lead_share
         before = len(self.fields["ids"])
@@ -84,7 +84,7 @@ class Row:
         shared = len(opening)
         for number, (title, text) in enumerate(world.documents, start=1):
             if lead:
-                # A copy, since a token has one position: seen once, the lead would tell each chunk where it stands.
+                # A copy for each chunk, since a token has one position: a shared lead would reveal each chunk's place.
                 self._segment(opening, IGNORED, position=shared - len(opening), chunk=-number)
             tokens = encode(document_text({"title": title, "text": text}))
             self._segment(tokens, CONTEXT, position=shared, chunk=number * block)
@@ -102,7 +102,7 @@ class Row:
         return len(self.fields["ids"]) <= self.length
 
     def _keep(self, before: int) -> bool:
-        """Whether the row fits with the last world, which began at `before` and is dropped if not."""
+        """Whether the row fits with its last world, which began at `before` and is dropped otherwise."""
         if self.fits():
             return True
         self.num_worlds -= 1
@@ -111,7 +111,7 @@ class Row:
         return False
 
     def _segment(self, tokens: list[int], kind: int, *, position: int, chunk: int = 0, branch: int = 0) -> None:
-        """Append tokens that predict one another; the target of the last one is open."""
+        """Append tokens, each predicting the next; the last one's target is left open."""
         count = len(tokens)
         if not count:
             return
@@ -125,5 +125,5 @@ class Row:
         fields["branches"] += [branch] * count
 
     def finish(self) -> np.ndarray:
-        """Padding is a world of its own, so that each of its tokens sees something."""
+        """Padding is a world of its own, so every padding token sees something."""
         return np.array([values + [0] * (self.length - len(values)) for values in self.fields.values()], dtype=np.int32)

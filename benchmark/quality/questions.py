@@ -1,8 +1,8 @@
 """Questions over documents: generated ones, real sets as JSON lines, and files in LongBench's format.
 
 A real set has `docs` (each with `title` and `text`), `question`, `answers` and, in a chat, `history` on each line.
-LongBench (Bai et al., 2023) has `input`, `context`, `answers` and `dataset`; its context is cut into its own passages
-where it has them, and otherwise into pieces of equal length. Nothing of a context is dropped or reordered.
+LongBench (Bai et al., 2023) has `input`, `context`, `answers` and `dataset`; a context is cut into its own passages
+if it has any, and otherwise into pieces of equal length. No part of a context is dropped or reordered.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ WORDS_PER_CHUNK = 300
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """One prompt and its right answers.
+    """A prompt and its correct answers.
 
-    group: what it is averaged with. history: earlier exchanges, which stand between the opening and the chunks. score:
-    f1, or rouge_l for summaries.
+    group: of questions averaged together. history: earlier exchanges, between the opening and the chunks. score: f1, or
+    rouge_l for summaries.
     """
 
     id: str
@@ -43,7 +43,7 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A dataset of LongBench: its score, its limit of new tokens, and whether its context has passages."""
+    """A LongBench dataset: its score, its limit on new tokens, and whether its context has passages."""
 
     score: Score
     max_new_tokens: int
@@ -65,7 +65,7 @@ _PASSAGE = re.compile(r"^(?=Passage \d+:\n)", re.MULTILINE)
 
 
 def generated(count: int, hops: int, seed: int = 0) -> Iterator[Question]:
-    """Held-out questions of the kind that the small model is trained on."""
+    """Held-out questions of the kind the small model is trained on."""
     for record in records(seed, "test", count, hops):
         yield from_documents(record, record["type"])
 
@@ -73,8 +73,8 @@ def generated(count: int, hops: int, seed: int = 0) -> Iterator[Question]:
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
     """The first `limit` questions of a file in either format, named by its name or by LongBench's.
 
-    Raises ValueError that names the file and the line where it has neither format, a dataset that is not in LONGBENCH,
-    no answers, or a document without text.
+    Raises ValueError naming the file and the line if a record has neither format, a dataset not in LONGBENCH, no
+    answers, or a document without text.
     """
     questions = []
     for number, record in islice(read_json_lines(path), limit):
@@ -105,7 +105,7 @@ def from_longbench(record: dict) -> Question:
     dataset = record["dataset"].removesuffix("_e")
     task = LONGBENCH.get(dataset)
     if task is None:
-        raise ValueError(f"no dataset {dataset!r}: there are {', '.join(LONGBENCH)}")
+        raise ValueError(f"unknown dataset {dataset!r}: expected one of {', '.join(LONGBENCH)}")
     chunks = split_passages(record["context"]) if task.passages else split_words(record["context"], WORDS_PER_CHUNK)
     if task.score is rouge_l:
         opening, closing = SUMMARISE, f"{record['input']}\n" * bool(record["input"]) + "Summary:"
@@ -116,16 +116,16 @@ def from_longbench(record: dict) -> Question:
 
 
 def split_passages(context: str) -> list[str]:
-    """The pieces that begin with a line "Passage 3:", each up to the next; what comes before the first is one too.
+    """The pieces that begin with a line like "Passage 3:", each up to the next; text before the first is a piece too.
 
-    The last one is given the line break that separates it from the question.
+    The last piece gets the line break that separates it from the question.
     """
     pieces = [piece for piece in _PASSAGE.split(context) if piece]
     return [*pieces[:-1], pieces[-1].rstrip("\n") + "\n\n"]
 
 
 def split_words(context: str, count: int) -> list[str]:
-    """Pieces of `count` words, white space included; the last one ends like a passage."""
+    """Pieces of `count` words, including white space; the last one ends like a passage."""
     words = re.findall(r"\s*\S+", context)
     pieces = ["".join(words[start : start + count]) for start in range(0, len(words), count)]
     return [*pieces[:-1], pieces[-1] + "\n\n"]

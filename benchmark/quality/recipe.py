@@ -36,27 +36,27 @@ class Recipe:
     learning_rate: float = 5e-4
     warm_up: int = 300
     weight_decay: float = 0.1
-    context_weight: tuple[float, float] = (1.0, 0.1)  # of the loss on documents and questions, next to that on answers
-    similar: tuple[float, float] = (0.3, 0.7)  # the share of people whose name is half another's
+    context_weight: tuple[float, float] = (1.0, 0.1)  # of the loss on documents and questions; that on answers has 1
+    similar: tuple[float, float] = (0.3, 0.7)  # the share of people who share a first name or surname with another
     first_documents: tuple[int, int] = (2, 4)
     documents: tuple[int, int] = (10, 20)
-    grow: float = 0.4  # the share of the steps over which documents and similar names increase
+    grow: float = 0.4  # the share of steps over which documents and similar names increase
     questions: int = 8
     two_hop_share: float = 0.5
     hard_share: float = 0.5
     block_share: float = 0.5
-    lead_share: float = 0.0  # of the worlds under the block mask, those whose chunks have leads
-    start: str = ""  # the folder of the model whose weights training begins with
-    lora: int = 0  # rank of the adapter that is trained in place of these weights
+    lead_share: float = 0.0  # the share of worlds under the block mask whose chunks have leads
+    start: str = ""  # the folder of the model to start from
+    lora: int = 0  # rank of the adapter to train instead of the weights; 0 for none
     seed: int = 0
 
     @property
     def grown(self) -> float:
-        """The step from which worlds have their full size."""
+        """The first step with worlds of full size."""
         return self.grow * self.steps
 
     def mix(self, step: int) -> Mix:
-        """What the worlds of a step are like."""
+        """Settings for the worlds of a step."""
         progress = min(1.0, step / self.grown) if self.grown else 1.0
         low, high = (round(between(pair, progress)) for pair in zip(self.first_documents, self.documents, strict=True))
         similar = between(self.similar, progress)
@@ -72,11 +72,11 @@ class Recipe:
         )
 
     def weight(self, step: int) -> float:
-        """The context's weight in a step's loss: constant while the number of documents grows, then falling."""
+        """The context's weight in a step's loss: constant while worlds grow, then falling."""
         return between(self.context_weight, max(0.0, step - self.grown) / (self.steps - self.grown))
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: a linear warm-up, then half a cosine down to a twentieth."""
+        """The learning rate of a step: linear warm-up, then cosine decay to a twentieth."""
         if step < self.warm_up:
             return self.learning_rate * (step + 1) / self.warm_up
         progress = (step - self.warm_up) / max(1, self.steps - self.warm_up)
@@ -92,7 +92,7 @@ def start_worker(tokenizer: str) -> None:
 
 
 def encoder() -> Encoder:
-    """The one that `start_worker` made."""
+    """The object that `start_worker` made."""
     return _encode
 
 
@@ -107,10 +107,10 @@ class Feed(Generic[Data]):
     """The data of steps in their order; worker processes make them ahead of time."""
 
     def __init__(self, make: Callable[[int], Data], prepare: Callable[[], None], steps: range, workers: int):
-        """prepare: called once in each worker, before make(step). What it refers to is inherited, not copied."""
+        """prepare: called once in each worker, before make(step). What it refers to is inherited, not pickled."""
         self.make, self.steps = make, iter(steps)
-        # The pool ends its workers with SIGTERM. A handler inherited from this process could leave them waiting for
-        # ever: what it raises in the first moments after a fork is ignored.
+        # The pool ends its workers with SIGTERM. A handler inherited from this process could leave them waiting
+        # forever: exceptions that it raises right after a fork are ignored.
         handler = signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.pool = multiprocessing.get_context("fork").Pool(workers, prepare)
         signal.signal(signal.SIGTERM, handler)

@@ -1,4 +1,4 @@
-"""Greedy answers of a Hugging Face model under the block mask, to compare a server with chunk reuse with."""
+"""Greedy answers of a Hugging Face model under the block mask: the reference for servers with chunk reuse."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,14 @@ class Claim:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """gap: between a step's best two log-probabilities, the smallest up to the first token that differs."""
+    """gap: the smallest difference between a step's two best log-probabilities, up to the first token that differs."""
 
     same: bool
     gap: float
 
 
 def in_fp32(layer: torch.nn.Linear) -> torch.nn.Linear:
-    """A copy in fp32, which takes inputs of any dtype; the layer's weight may be another's too."""
+    """A copy in fp32, which takes inputs of any dtype. The layer itself stays, since its weight may be tied."""
     wide = torch.nn.Linear(layer.in_features, layer.out_features, bias=False, device="meta")
     wide.weight = torch.nn.Parameter(layer.weight.detach().float())
     wide.register_forward_pre_hook(lambda _, given: (given[0].float(),))
@@ -56,10 +56,10 @@ class Reference:
         self.eos = set(eos if isinstance(eos, list) else [eos])
 
     def judge(self, claims: Sequence[Claim]) -> Iterator[Verdict]:
-        """A verdict on each claim.
+        """Returns a verdict on each claim.
 
-        The claimed tokens are run in one pass: they are right if each is the best after those before it, and the end of
-        sequence is the best after all of them, unless they reach the limit.
+        The claimed tokens are checked in one pass: they are right if each is the best after the ones before it, and the
+        end of sequence is the best after all of them, unless they reach the limit.
         """
         batch: list[Claim] = []
         for claim in claims:

@@ -1,10 +1,10 @@
-"""ROUGE-L, for summaries: `rouge-score`'s, with stemming."""
+"""ROUGE-L for summaries, from `rouge-score` with stemming."""
 
 import functools
 
 
 def rouge_l(prediction: str, answers: list[str]) -> float:
-    """F-measure of the longest common subsequence of words, for the best of the answers."""
+    """F-measure of the longest common subsequence of words, maximum over the answers."""
     return max(_scorer().score(answer, prediction)["rougeL"].fmeasure for answer in answers)
 
 

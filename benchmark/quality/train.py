@@ -33,15 +33,15 @@ from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder, save_tokenizer,
 from benchmark.quality.worlds import Split
 
 BLOCK_SHARES = {"full": 0.0, "block": 1.0, "mixed": 0.5}
-"""Of the worlds, those under the block mask."""
+"""The share of worlds under the block mask."""
 MASKS = {"full": {"block_share": 0.0}, "block": {"block_share": 1.0}, "lead": {"block_share": 1.0, "lead_share": 1.0}}
-"""What the worlds are like in which each mask is evaluated."""
+"""Settings for the worlds in which each mask is evaluated."""
 WORLDS = {"people": ("people",), "leaning": tuple(LEANING)}
-"""The families of worlds that a model is trained on."""
+"""The families of worlds to train on."""
 
 
 def losses(model: Llama, batch: Batch, mask: Mask) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross entropies: of answers, and of everything else."""
+    """Mean cross entropy of answers, and of everything else."""
     logits = model(batch["ids"], batch["positions"], mask)
     each = functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten(), reduction="none")
     kinds = batch["kinds"].flatten()
@@ -51,13 +51,13 @@ def losses(model: Llama, batch: Batch, mask: Mask) -> tuple[torch.Tensor, torch.
 
 @torch.inference_mode()
 def exact_match(model: Llama, batch: Batch, mask: Mask) -> list[bool]:
-    """For each question of a batch, whether greedy decoding would give the answer: every token of it is the best one
-    after those before it."""
+    """For each question of a batch, whether greedy decoding would give the answer: each of its tokens is the best one
+    after the ones before it."""
     return by_question(batch, model(batch["ids"], batch["positions"], mask).argmax(-1) == batch["targets"])
 
 
 class Trainer(Training):
-    """The small model in training under either mask."""
+    """The small model, trained under either mask."""
 
     def __init__(self, recipe: Recipe, directory: Path, device: torch.device, flex: bool):
         self.flex = flex
@@ -121,8 +121,8 @@ def parse_args() -> argparse.Namespace:
         "--lead-share",
         type=float,
         default=recipe.lead_share,
-        help="of the worlds under the block mask, those with a copy of the text before them in front of each chunk, as "
-        "under base:preamble=lead; default: %(default)s",
+        help="share of worlds under the block mask with a copy of the leading text in front of each chunk, as under "
+        "base:preamble=lead; default: %(default)s",
     )
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families to draw more often")

@@ -1,13 +1,13 @@
-"""Trains a Comb model: an encoder of chunks and cross layers that read it, for a Llama that stays as it is.
+"""Trains a Comb model: a chunk encoder, and cross layers that read its output, for a frozen Llama.
 
     python -m benchmark.quality.train_comb --model examples/models/leaning-stock --out leaning-comb
     python -m benchmark.quality.train_comb --model smollm2 --data 2wiki.jsonl musique.jsonl --out smollm2-comb \
         --steps 2500 --rows 4 --length 8192 --chunk-length 7168 --text-length 1024 --learning-rate 3e-4
 
-The model's own distributions under full attention are the target; the data are worlds or, with --data, questions as
-`read_questions` takes them with the model's own greedy answers. Training stops after `--minutes` and resumes when the
+The target is the model's own distribution under full attention. The data are worlds or, with --data, questions (see
+`read_questions`) with the model's own greedy answers. Training stops after `--minutes` and resumes when the
 command is repeated. `--out` holds the model under the names of the public Comb models, `README.md`, `checkpoint.pt`,
-`log.jsonl` and, of questions, `answers.jsonl`. Needs torch, numpy, tokenizers, safetensors; for --data, transformers.
+`log.jsonl` and, with --data, `answers.jsonl`. Needs torch, numpy, tokenizers, safetensors; for --data, transformers.
 """
 
 import argparse
@@ -28,9 +28,9 @@ NEW_TOKENS = 24
 
 
 def read_examples(model: Path, data: list[Path], answers: Path, longest: tuple[int, int], device: str) -> list[Example]:
-    """Questions as chat messages, with the model's greedy answers, which `answers` keeps from one start to the next.
+    """Questions as chat messages, with the model's greedy answers. The file `answers` keeps these across restarts.
 
-    longest: the most tokens of chunks and of all else; longer prompts are left out.
+    longest: the most chunk tokens and the most other tokens; longer prompts are left out.
     """
     from transformers import AutoTokenizer
 
@@ -62,7 +62,7 @@ def fits(prompt, longest: tuple[int, int]) -> bool:
 
 
 def write_card(trainer: CombTrainer, command: str) -> None:
-    """README.md, from the recipe and the log's last line."""
+    """Write README.md from the recipe and the log's last line."""
     recipe, comb = trainer.recipe, trainer.model
     *_, last = (json.loads(line) for line in (trainer.directory / "log.jsonl").read_text().splitlines())
     gates = [f"{cross.cross_attn_attn_gate.item():.3f}" for cross in comb.cross_layers]
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
     default = CombRecipe()
     parser.add_argument("--model", type=Path, required=True, help="folder of the decoder, a Llama")
     parser.add_argument("--out", type=Path, required=True, help="folder of the model, its checkpoint and the log")
-    parser.add_argument("--data", type=Path, nargs="+", default=[], help="questions, JSON lines, in place of worlds")
+    parser.add_argument("--data", type=Path, nargs="+", default=[], help="questions as JSON lines, instead of worlds")
     parser.add_argument(
         "--families", nargs="+", choices=list(FAMILIES), default=list(LEANING), help="families of worlds"
     )

@@ -1,4 +1,4 @@
-"""Code shared by the trainings: packed rows as batches, updates, checkpoints, and the loop with time limit and log."""
+"""Code shared by all training: packed rows as batches, updates, checkpoints, and the loop with time limit and log."""
 
 import abc
 import dataclasses
@@ -20,15 +20,15 @@ from benchmark.quality.packing import ANSWER, FIELDS
 from benchmark.quality.recipe import Feed, Recipe
 
 Batch = dict[str, torch.Tensor]
-"""FIELDS, or those of a part of the rows, each [rows, length] int64."""
+"""The fields of rows by name, each [rows, length] int64."""
 Sees = Callable[..., torch.Tensor]
 
 
 def to_batch(rows: np.ndarray, device: torch.device, names: Sequence[str] = FIELDS) -> Batch:
-    """rows: [rows, len(names), length]. The copy does not wait for queued work of the device."""
+    """rows: [rows, len(names), length]. The copy does not wait for work queued on the device."""
     tensor = torch.from_numpy(rows)
     if device.type == "cuda":
-        tensor = tensor.pin_memory()  # from pageable memory, the copy would wait
+        tensor = tensor.pin_memory()  # from pageable memory the copy would wait
     return dict(zip(names, tensor.to(device, non_blocking=True).long().unbind(1), strict=True))
 
 
@@ -58,21 +58,21 @@ def as_mask(sees: Sees, sizes: tuple[int, int, int], device: torch.device, flex:
 
 @functools.cache
 def compiled_block_mask() -> Callable[..., BlockMask]:
-    """One graph for each of a step's masks: left to itself, the compiler would make the second one's sizes symbolic."""
+    """One graph for each of a step's masks: by default the compiler would make the second one's sizes symbolic."""
     return torch.compile(create_block_mask, dynamic=False)
 
 
 def compile_each(model: nn.Module, kinds: type | tuple[type, ...], **options: Any) -> None:
-    """Compile each of the model's modules of these kinds by itself. Modules of a kind share a graph for each of the
-    sizes and masks they see; a graph of the whole model would have every layer, and take minutes to compile."""
+    """Compile each of the model's modules of these types separately. Modules of a type share one graph per size and
+    mask; a graph of the whole model would contain every layer and take minutes to compile."""
     for module in model.modules():
         if isinstance(module, kinds):
             module.compile(dynamic=False, **options)
 
 
 def by_question(batch: Batch, right: torch.Tensor) -> list[bool]:
-    """Whether all tokens of each answer of a batch are right; right: [rows, length] bool, at the token before each."""
-    # The first token of an answer is predicted by the last one of its question, which is of the same branch.
+    """Whether each answer of a batch is entirely right.  right: [rows, length] bool, each at the token before."""
+    # The first token of an answer is predicted by the last one of its question, in the same branch.
     rows, positions = (batch["kinds"] == ANSWER).nonzero(as_tuple=True)
     found = [rows, *(values[rows, positions] for values in (batch["worlds"], batch["branches"], right))]
     questions: dict[tuple[int, int, int], bool] = {}
@@ -103,11 +103,11 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, data: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """One update. Returns the losses of answers and of everything else."""
+        """Do one update. Returns the losses of answers and of everything else."""
 
     @abc.abstractmethod
     def evaluate(self, num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
-        """What the log says of the model, on data that it was not trained on."""
+        """Metrics of the model on held-out data, for the log."""
 
     @abc.abstractmethod
     def save_model(self) -> None:
@@ -118,7 +118,7 @@ class Training(abc.ABC):
         return self.directory / "checkpoint.pt"
 
     def resume(self) -> None:
-        """Resume from the checkpoint, if there is one. Raises ValueError if it was made by another recipe."""
+        """Resume from the checkpoint, if any. Raises ValueError if another recipe made it."""
         if not self.checkpoint.exists():
             return
         saved = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
@@ -129,7 +129,7 @@ class Training(abc.ABC):
         self.step = saved["step"]
 
     def save(self) -> None:
-        """Write the checkpoint, complete or not at all, and the model for serving."""
+        """Write the checkpoint, atomically, and the model for serving."""
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         partial = self.checkpoint.with_suffix(".partial")
         torch.save({**state, "step": self.step, "recipe": repr(self.recipe)}, partial)
@@ -140,7 +140,7 @@ class Training(abc.ABC):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
 
     def update(self, answer: torch.Tensor, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a step down the gradient of both losses; returns them."""
+        """Take a gradient step on both losses; returns them."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step)
         (answer + self.recipe.weight(self.step) * context).backward()
@@ -161,9 +161,9 @@ def train(
     save_every: float = 3,
     evaluate_rows: int = 16,
 ) -> None:
-    """Train until the recipe's steps are done or `minutes` have passed; save then, and every `save_every` minutes.
+    """Train until the recipe's steps are done or `minutes` have passed; save at the end and every `save_every` minutes.
 
-    log_every, evaluate_every: in steps. evaluate_rows: of each kind at the end, a quarter of them on the way.
+    log_every, evaluate_every: in steps. evaluate_rows: rows of each kind at the end; a quarter as many before.
     """
     recipe, start = trainer.recipe, time.monotonic()
     feed = trainer.feed(workers)
@@ -176,7 +176,7 @@ def train(
             print(json.dumps(line), flush=True)
 
         def evaluate(num_rows: int, documents: tuple[int, int]) -> dict[str, float]:
-            with torch.compiler.set_stance("force_eager"):  # other sizes, seen only once
+            with torch.compiler.set_stance("force_eager"):  # sizes that occur only once
                 return trainer.evaluate(num_rows, documents)
 
         write(recipe=dataclasses.asdict(recipe), step=trainer.step, torch=torch.__version__, device=str(trainer.device))

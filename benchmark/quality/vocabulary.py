@@ -25,11 +25,11 @@ CHAT_TEMPLATE = (
     "{% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}"
     "{% endfor %}"
 )
-"""The model knows one form of prompt, so messages are concatenated unchanged: a user's message is that prompt."""
+"""The model knows only one form of prompt, so messages are concatenated unchanged: a user's message is the prompt."""
 
 
 def train_tokenizer() -> Tokenizer:
-    """The same tokenizer every time, in about a second."""
+    """Train the tokenizer, which takes about a second; deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -45,7 +45,7 @@ def train_tokenizer() -> Tokenizer:
 
 
 def _corpus() -> Iterator[str]:
-    """Real text, worlds, and every name and value often enough to become a token of its own."""
+    """Real text, worlds, and every name and value often enough to become a token."""
     yield from all_texts(load_sample())
     rng = random.Random("corpus")
     for _ in range(300):
@@ -74,10 +74,9 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_length: int) -> No
 
 
 class Encoder:
-    """Text to token ids without special tokens, word by word from a cache: generated text repeats its words.
+    """Tokenizes text without special tokens, word by word from a cache, since generated text repeats its words.
 
-    Where one space stands between words, as in generated text, the tokenizer splits before it, so the tokens are those
-    of the whole text.
+    The tokenizer splits before the single spaces of generated text, so the tokens are those of the whole text.
     """
 
     _WORD = re.compile(r" ?[^ ]+")

@@ -5,7 +5,7 @@ alone; the value ends its sentence, after the name. A single-hop question asks f
 document. A two-hop question names a person through a relation ("the teacher of ..."): the first document says who that
 is, and the answer is in the document of that other person.
 
-Full names are divided by a hash: no name of a test world occurs in a training world, though its parts do.
+Full names are split by a hash: no name of a test world occurs in a training world, though its parts do.
 
     python -m benchmark.quality.worlds > examples/data/worlds_sample.jsonl    # the questions of the demo
 """
@@ -22,18 +22,18 @@ from benchmark.quality.facts import FIRST_NAMES, PREDICATES, SURNAMES, Predicate
 
 Split = Literal["train", "test"]
 TEST_SHARE = 8  # one full name in this many is held out
-SIMILAR = 0.3  # the share of people whose name is half another's
+SIMILAR = 0.3  # the share of people who share a first name or surname with another
 
 
 @functools.cache
 def people(split: Split) -> tuple[str, ...]:
-    """All full names of a split."""
+    """All full names in a split."""
     names = (f"{first} {surname}" for first in FIRST_NAMES for surname in SURNAMES)
     return tuple(name for name in names if is_held_out(name) == (split == "test"))
 
 
 def is_held_out(name: str) -> bool:
-    """Whether it is of the test split."""
+    """Whether a name or thing belongs to the test split."""
     return hashlib.sha256(name.encode()).digest()[0] % TEST_SHARE == 0
 
 
@@ -41,7 +41,7 @@ def is_held_out(name: str) -> bool:
 class Question:
     """`hops` is 1 or 2, `gold` the documents needed, in the order in which they are needed.
 
-    hard: the world says the same of somebody else with the first name or the surname of one of these people.
+    hard: the world states the same relation for somebody else who shares a name with one of these people.
     """
 
     text: str
@@ -60,7 +60,7 @@ class World:
     two_hop: list[Question]
 
     def draw(self, rng: random.Random, count: int, two_hop_share: float, hard_share: float) -> list[Question]:
-        """`count` questions, with replacement: two-hop with probability `two_hop_share`, hard with `hard_share`, where
+        """Draw `count` questions with replacement: two-hop with probability `two_hop_share`, hard with `hard_share`, if
         there are any."""
         drawn = []
         for _ in range(count):
@@ -90,7 +90,7 @@ def make_world(rng: random.Random, split: Split, num_documents: int, similar: fl
                 other = names.index(value)
                 who = predicate.phrase.format(name=name)
                 for asked, answer in facts[other].items():
-                    if answer != name:  # else the answer stands in the question
+                    if answer != name:  # otherwise the question contains the answer
                         text = rng.choice(asked.questions).format(who=who)
                         two_hop.append(Question(text, answer, 2, (index, other), hard or has_rival(other, asked)))
     return World(documents, single_hop, two_hop)
@@ -111,7 +111,7 @@ def draw_people(rng: random.Random, split: Split, count: int, similar: float) ->
 
 
 def _draw_facts(rng: random.Random, names: list[str], index: int, split: Split) -> dict[Predicate, str]:
-    """One to four facts of a person; of related people, three in four are of this world too."""
+    """One to four facts about a person; three in four related people are also in this world."""
     facts = {}
     for predicate in rng.sample(PREDICATES, rng.randint(1, 4)):
         if predicate.phrase is None:
@@ -134,7 +134,7 @@ def _describe(rng: random.Random, name: str, facts: dict[Predicate, str]) -> str
 
 
 Make = Callable[[random.Random, Split, int, float], World]
-"""make(rng, split, num_documents, similar), as `make_world` does it."""
+"""make(rng, split, num_documents, similar), like `make_world`."""
 
 
 def records(
@@ -160,8 +160,8 @@ def records_of_one_world(
 ) -> Iterator[dict]:
     """`count` different questions over one world, single-hop and two-hop in turn.
 
-    Each has `documents` (least, most) of the world's documents in an order of its own, the necessary ones among them,
-    so documents recur from one question to the next at other positions.
+    Each has `documents` (least, most) of the world's documents in its own order, including the necessary ones, so
+    documents recur across questions at other positions.
     """
     rng = random.Random(f"{split}/one world/{seed}")
     world = make_world(rng, split, world_size)

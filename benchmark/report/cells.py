@@ -36,7 +36,7 @@ def spread(values: list[float]) -> str:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Contenders, each once: ours first."""
+    """Distinct contenders, ours first."""
     return sorted(set(names), key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
 
 

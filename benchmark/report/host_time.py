@@ -1,4 +1,4 @@
-"""Tables of host_time.py: medians, with their range, if a file has several runs."""
+"""Tables of host_time.py: medians, with their range if a file has several runs."""
 
 import collections
 import statistics
@@ -21,7 +21,7 @@ def values(sources: list[Path]) -> Values:
 
 
 def per_chunk(sources: list[Path], columns: dict[str, tuple[str, str, str]]) -> str:
-    """Microseconds per chunk, a row for each length and number of chunks.  columns: contender, mode and value."""
+    """Microseconds per chunk, one row per length and number of chunks.  columns: contender, mode and value."""
     found = values(sources)
     body = []
     for chunk_len, resident in sorted({(key[1], key[3]) for key in found if isinstance(key[1], int)}):
@@ -31,7 +31,7 @@ def per_chunk(sources: list[Path], columns: dict[str, tuple[str, str, str]]) -> 
 
 
 def references(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request."""
+    """Microseconds that each further chunk adds to a request."""
     columns = {
         "hit, nothing evicted": ("lazy", "warm", "us_per_further_chunk"),
         "hit, full pool": ("lazy", "evicting", "us_per_further_chunk"),
@@ -43,7 +43,7 @@ def references(sources: list[Path]) -> str:
 
 
 def loaded(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request with a host tier and without one."""
+    """Microseconds that each further chunk adds to a request, with and without a host tier."""
     columns = {
         "no host tier, full pool": ("lazy", "evicting", "us_on_average"),
         "host tier, resident": ("lazy-tiers", "warm", "us_per_further_chunk"),
@@ -53,7 +53,7 @@ def loaded(sources: list[Path]) -> str:
 
 
 def metered(sources: list[Path]) -> str:
-    """Mean microseconds of a request for each of its chunks, without metrics and with them, and what these take."""
+    """Mean microseconds of a request per chunk, without and with metrics, and the time metrics take."""
     found = {}
     for row in (row for source in sources for row in lines(source) if "requests" in row):
         case = tuple(int(part) for part in row["shape"].split("x"))[::-1], row["resident"], row["mode"]

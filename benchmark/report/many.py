@@ -6,7 +6,7 @@ from benchmark.report.cells import lines, number, table
 
 
 def calls(sources: list[Path]) -> str:
-    """The time of a server's routes, and the pauses between tokens of a request that decodes meanwhile."""
+    """The times of a server's routes, and the pauses between tokens of a request that is decoding."""
     columns = ("ms_p50", "ms_max", "seconds", "pause_ms_p50", "pause_ms_max")
     rows = [row for source in sources for row in lines(source) if "calls" in row]
     body = [

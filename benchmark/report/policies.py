@@ -31,9 +31,9 @@ PAIRS = (
 )
 
 LENGTHS = (0, 1000, 2000, 8192)
-"""Edges of the lengths of prompts that a table has, in tokens."""
+"""The bins of prompt lengths in a table, in tokens."""
 Lines = dict[str, dict]
-"""lines[policy][prompt], as `load` has them."""
+"""lines[policy][prompt], as `load` returns them."""
 
 
 def policies(sources: list[Path], study: str = "") -> str:
@@ -61,8 +61,8 @@ def policies_by_length(sources: list[Path]) -> str:
 
 
 def by(part: Callable[[dict], str], lines: Lines) -> str:
-    """The share of each gap that policies close, for each part of the prompts.  part: names the part of a prompt's
-    line."""
+    """The share of each gap that policies close, for each part of the prompts.  part: maps a prompt's line to the
+    part's name."""
     named = {prompt: part(line) for prompt, line in lines["full"].items()}
     sizes = collections.Counter(named.values())
     parts = {
@@ -113,8 +113,8 @@ def policies_answers(sources: list[Path]) -> str:
 
 
 def policies_matches(sources: list[Path]) -> str:
-    """Exact match of the policies that answered all prompts greedily: of all, against `block` prompt by prompt in
-    percentage points, and by data set."""
+    """Exact match of the policies that answered all prompts greedily: overall, the difference from `block` prompt by
+    prompt in percentage points, and by data set."""
     lines = load(sources)
     sizes = collections.Counter(group for group, _ in lines["full"])
     body = []
@@ -131,8 +131,8 @@ def policies_matches(sources: list[Path]) -> str:
 
 
 def policies_comb(sources: list[Path]) -> str:
-    """Exact match by data set, KL and memory, of a model under policies and of other models, named by prefixes, that
-    answered the same prompts. Each one's KL is to its own full attention."""
+    """Exact match by data set, KL and memory, for a model under policies and for other models (named by prefixes) that
+    answered the same prompts. KL is to each model's own full attention."""
     lines = load(sources)
     sizes = collections.Counter(group for group, _ in lines["full"])
     draws = np.random.default_rng(0).integers(len(lines["full"]), size=(RESAMPLES, len(lines["full"])))
@@ -156,7 +156,7 @@ def policies_comb(sources: list[Path]) -> str:
 
 
 def common(lines: Lines, study: str = "") -> Lines:
-    """The policies of a study, or all that answered the prompts of `block`, over the prompts that all of them
+    """The policies of a study, or all that answered the prompts of `block`, over the prompts that they all
     answered."""
     whole = {name for name in lines if lines[name].keys() >= lines["block"].keys()}
     chosen = {name for name in lines if re.fullmatch(STUDIES[study], name)} if study else whole

@@ -1,4 +1,4 @@
-"""The table of chunk hit rates of several servers behind a router."""
+"""The table of chunk hit rates for several servers behind a router."""
 
 from pathlib import Path
 

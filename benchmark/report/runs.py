@@ -1,4 +1,4 @@
-"""The environments of measurements, from the facts that each benchmark records."""
+"""The environments of measurements, from what each benchmark records."""
 
 import collections
 import json
@@ -9,7 +9,7 @@ from benchmark.report.cells import folders, lines, table
 
 
 def runs(sources: list[Path]) -> str:
-    """A table of the facts in which sources differ, the facts they share, and their commands."""
+    """A table of the facts in which sources differ, a table of those they share, and their commands."""
     found: dict[str, dict[str, list[str]]] = {}
     commands: dict[str, collections.Counter[str]] = {}
     for name, environment in (each for source in sources for each in environments(source)):
@@ -45,7 +45,7 @@ def environments(source: Path) -> list[tuple[str, dict]]:
 
 def facts(environment: dict) -> dict[str, str]:
     """The same facts of any benchmark's environment."""
-    # One line for each GPU of the host, only one of which was used.
+    # One line per GPU of the host, of which only one was used.
     driver, _, power = (environment.get("driver, power limit") or "").partition("\n")[0].partition(", ")
     driver, power = environment.get("driver") or driver, environment.get("power_limit") or power
     gpu = environment.get("gpu")
@@ -63,6 +63,6 @@ def facts(environment: dict) -> dict[str, str]:
 
 
 def shown(command: str) -> str:
-    """A command line without the output paths, each case on a line of its own."""
+    """A command line without the output paths, with each case on its own line."""
     command = re.sub(r" --(commit|out) \S+", "", command)
     return f"python {command.removeprefix('python ')}".replace(" --case", " \\\n    --case")

@@ -11,7 +11,7 @@ from benchmark.serving.contenders import POLICY
 from benchmark.serving.paired import compare, paired_stages
 
 OLD_NAMES = {"materialize": "copy"}
-"""Contenders that older data has under another name."""
+"""Contenders that have another name in older data."""
 PAIR = ("lazy", "stock")
 PHASES = {"new": "cold", "same order": "same order", "new order": "reordered"}
 Columns = dict[str, Callable[[dict], str]]
@@ -53,7 +53,7 @@ def difference(pairs: list[tuple[float, float]]) -> str:
 
 
 def pairs_of(found: list[Path], first: str, second: str, fits: Callable[[dict], bool], measure: str = "ttft_ms"):
-    """Pairs of all stages of the matching cases. None if the data is older than the measure."""
+    """Pairs of all stages of the matching cases; None if the data predate the measure."""
     try:
         by_case = paired_stages(found, first, second, measure)
     except KeyError:
@@ -123,7 +123,7 @@ def load(sources: list[Path]) -> str:
 
 
 def traces(sources: list[Path]) -> str:
-    """What retrievers returned: time to first token and throughput by rate."""
+    """Retriever traces: time to first token and throughput by rate."""
     return steady(sources, ("trace",), "done/s", lambda row: number(row["request_throughput"]))
 
 
@@ -147,7 +147,7 @@ def phases(sources: list[Path]) -> str:
 
 
 def policy_costs(sources: list[Path]) -> str:
-    """One warm request at a time with its chunks in a new order, under every policy that got the same prompts."""
+    """One warm request at a time, with its chunks in a new order, under every policy measured on the same prompts."""
     found = [row for row in serving_rows(sources) if (row["workload"], row["phase"]) == ("latency", "reordered")]
     shape = next(row["parameters"] for row in found if row["contender"].startswith(POLICY))
     same = [row for row in found if row["parameters"] == shape and row["contender"] != "stock"]
@@ -166,7 +166,7 @@ def documents(sources: list[Path]) -> str:
 
 
 def steady(sources: list[Path], workloads: tuple[str, ...], second: str, measure: Callable[[dict], str]) -> str:
-    """TTFT (p50, ms) and a second measure of each contender; a star marks contenders that fell behind the rate."""
+    """TTFT (p50, ms) and a second measure for each contender; a star marks contenders that fell behind the rate."""
     rows = [row for row in serving_rows(sources) if row["workload"] in workloads and row["phase"] == "steady"]
     extra = differing(rows, {"model": model, "KV pool, GB": pool})
     cases = collections.defaultdict(lambda: collections.defaultdict(list))
@@ -190,7 +190,7 @@ def steady(sources: list[Path], workloads: tuple[str, ...], second: str, measure
 
 
 def chat(sources: list[Path]) -> str:
-    """Prompts without chunks: each contender against stock, by folder and, with several folders, over all."""
+    """Prompts without chunks: each contender against stock, by folder and, if there are several, overall."""
     rows = [row for row in serving_rows(sources) if row["workload"] == "chat"]
     extra = differing(rows, {"run": run_name})
     names = [name for name in in_order(row["contender"] for row in rows) if name != "stock"]

@@ -19,7 +19,7 @@ def backups(sources: list[Path]) -> str:
 
 
 def loads(sources: list[Path]) -> str:
-    """Microseconds that one more chunk adds to a request with and without a host tier, by resident chunks."""
+    """Microseconds that each further chunk adds to a request with and without a host tier, by resident chunks."""
     found = values(sources)
     columns = [(name, mode) for mode in ("warm", "evicting") for name in ("lazy", "lazy-tiers")]
     body = []
@@ -46,7 +46,7 @@ def transfers(sources: list[Path]) -> str:
 
 
 def interference(sources: list[Path]) -> str:
-    """Milliseconds that passes lose for each GB copied beside them."""
+    """Milliseconds that passes lose per GB copied concurrently."""
     rows = [row for source in sources for row in lines(source) if "beside" in row]
     of = {(row.get("block_quota"), row["copy"].split()[-1], row["beside"]): row["ms_per_gb"] for row in rows}
     columns = [(way, name) for way in WAYS for name in dict.fromkeys(row["beside"] for row in rows)]

@@ -3,7 +3,7 @@
     python -m benchmark.routing --out docs/results/routing/rows.jsonl
 
 Workers are real servers of a tiny model on this machine. Each has room for an eighth of all documents, so it matters
-which ones. Before each row all caches are flushed; its first prompts, which fill them again, are not counted.
+which ones. All caches are flushed before each row; the first prompts, which refill them, are not counted.
 """
 
 import argparse
@@ -38,13 +38,13 @@ SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
 DOCUMENT_TOKENS = 32
 TEXT = list(range(10, 14))
 SHARE = 8
-"""How many workers would hold all documents."""
+"""The number of workers that would hold all documents."""
 
 
 class Policy(NamedTuple):
-    """flags: for the router.  key: the `X-SMG-Routing-Key` of a prompt.
+    """flags: of the router.  key: the `X-SMG-Routing-Key` of a prompt.
 
-    middlewares: how many of ours precede it; prompts alternate between them.  events: whether they follow KV events.
+    middlewares: how many of ours run in front of it; prompts alternate between them.  events: they follow KV events.
     """
 
     flags: Sequence[str] = ()
@@ -84,7 +84,7 @@ def ask(url: str, policy: Policy, collection: int, documents: Sequence[int], loc
 
 
 def measure(urls: Sequence[str], policy: Policy, traffic: Traffic, args: argparse.Namespace) -> dict:
-    """A row of results: the measured prompts of one traffic under one policy.  urls: asked in turn."""
+    """A row of results: one kind of traffic under one policy.  urls: used in turn."""
     drawn = itertools.islice(traffic.prompts(args.seed), args.warm_up + args.requests)
     prompts = list(zip(itertools.cycle(urls), drawn))
     local = threading.local()
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--warm-up", type=count, default=400, help="requests before these")
     parser.add_argument("--concurrency", type=count, default=16, help="requests in flight")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
     args = parser.parse_args()
     environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=device_flags())

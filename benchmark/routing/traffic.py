@@ -1,4 +1,4 @@
-"""Prompts of several documents, most of which belong to one collection."""
+"""Prompts with several documents each, most of them from one collection."""
 
 import dataclasses
 import random
@@ -13,7 +13,7 @@ DOCUMENTS_A_PROMPT = 5
 class Traffic:
     """Each prompt asks about a collection.
 
-    collections, size: the number of collections, and of documents in each. Both are drawn by a Zipf distribution.
+    collections, size: the number of collections and of documents in each; both are drawn from a Zipf distribution.
     alpha: its exponent.
     others: how many of a prompt's documents come from any collection.
     """
@@ -24,7 +24,7 @@ class Traffic:
     others: int = 0
 
     def prompts(self, seed: int) -> Iterator[tuple[int, list[int]]]:
-        """The collection and the documents of one prompt after another; documents are numbered consecutively."""
+        """Yields each prompt's collection and documents; documents are numbered consecutively."""
         rng = random.Random(seed)
         by_rank = zipf_weights(self.collections, self.alpha)
         inside = zipf_weights(self.size, self.alpha)

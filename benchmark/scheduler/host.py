@@ -1,4 +1,4 @@
-"""One request at a time through the scheduler without a model, from arrival to its end, with the time of each step."""
+"""Runs one request at a time through the scheduler without a model, from arrival to end, timing each step."""
 
 import time
 from array import array
@@ -24,11 +24,11 @@ STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "fini
 VOCAB_SIZE = 128256
 MAX_CHUNKS = 64
 MAX_FILL_TOKENS = 8192
-"""SGLang's default size of a prefill batch on a GPU of the H200's memory: no fill of several chunks has more."""
+"""SGLang's default prefill batch size on a GPU with the H200's memory: the limit of a fill of several chunks."""
 
 
 class Clock:
-    """Nanoseconds of this thread by step; a nested step counts only for itself.
+    """Nanoseconds of this thread by step; a nested step counts only towards itself.
 
     Used as `with clock(step):`. One object serves all steps, because its own time counts towards theirs.
     """
@@ -53,7 +53,7 @@ class Clock:
 
 
 class NoHostMemory(CpuHostPool):
-    """A host pool that only keeps track of its slots: copying would be the work of other streams."""
+    """A host pool that only tracks its slots: copying would be the work of other streams."""
 
     def init_kv_buffer(self) -> torch.Tensor:
         return torch.empty(2, 1, self.layer_num, 1, 1).expand(-1, self.size, -1, -1, -1)
@@ -106,7 +106,7 @@ class Host(Scheduler):
             setattr(self.tree_cache, name, self._counted(getattr(self.tree_cache, name)))
 
     def _counted(self, take_off: Callable) -> Callable:
-        """A method that evicts a leaf from the device, with a counter."""
+        """Wrap a method that evicts a leaf from the device, to count calls."""
 
         def counted(leaf):
             self.evicted += 1
@@ -115,7 +115,7 @@ class Host(Scheduler):
         return counted
 
     def publish_metrics(self) -> None:
-        """From here on."""
+        """Publish metrics from here on."""
         from prometheus_client import REGISTRY  # not before `main` has named the folder
 
         for name in list(REGISTRY._names_to_collectors):  # those of an earlier host
@@ -124,14 +124,14 @@ class Host(Scheduler):
         self.metrics = ChunkMetrics(self.tree_cache.store, {"model_name": "none", "tp_rank": 0})
 
     def insert(self, tokens: array, known: torch.Tensor | None = None) -> torch.Tensor:
-        """Make `tokens` resident, the first of them in the slots `known`; returns all their slots."""
+        """Make `tokens` resident, the first ones in the slots `known`; returns all slots."""
         new = self.pools.slots.alloc(len(tokens) - (0 if known is None else len(known)))
         slots = new if known is None else torch.cat([known, new])
         self.tree_cache.insert(InsertParams(key=RadixKey(tokens), value=slots))
         return slots
 
     def insert_chunk(self, tokens: array) -> None:
-        """Make `tokens` resident as a chunk; with a host tier, an earlier one may leave the device for it."""
+        """Make `tokens` resident as a chunk; with a host tier, this may evict an earlier one from the device."""
         key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         chunk = ChunkSlice(key, 0, tokens, 0, len(tokens), ((0, len(tokens)),))
         if self.pools.slots.available_size() < len(tokens):
@@ -141,7 +141,7 @@ class Host(Scheduler):
         self.tree_cache.back_up([inserted.node])
 
     def serve(self, req: Req) -> dict[str, int]:
-        """Run `req` to its first token and end it there; returns the nanoseconds of each step."""
+        """Run `req` until its first token, then end it; returns the nanoseconds of each step."""
         self.clock.steps.clear()
         with self.clock("arrival"):
             self._add_request_to_queue(req)
@@ -161,7 +161,7 @@ class Host(Scheduler):
         return dict(self.clock.steps)
 
     def publish(self, _running_batch, batch) -> None:
-        """Give what `batch` computed to the tree; admission has already done so for the fills, which have left the
+        """Insert what `batch` computed into the tree; admission has already done so for fills, which have left the
         batch."""
         for req in batch.reqs:
             assert fill_of(req) is None

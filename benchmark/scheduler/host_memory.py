@@ -1,7 +1,7 @@
-"""The memory of Python objects that each chunk on the host takes in the scheduler, beside its KV.
+"""The memory of Python objects in the scheduler for each chunk on the host, besides its KV.
 
-Caches with the same resident chunks, and more and fewer on the host, as in host_time.py; the difference, by tracemalloc.
-Slot numbers, 8 bytes for each token of a chunk, are tensors: tracemalloc does not see them.
+Compares caches with the same resident chunks but more or fewer chunks on the host, as in host_time.py, by tracemalloc.
+Slot numbers, 8 bytes per token of a chunk, are tensors, which tracemalloc does not see.
 
     python -m benchmark.scheduler.host_memory --out host_memory.jsonl
 """
@@ -22,7 +22,7 @@ from fakes.context import published
 
 
 def traced(args: argparse.Namespace, on_host: int) -> int:
-    """Bytes of a cache whose host holds `on_host` chunks for each that is resident."""
+    """Bytes of a cache whose host tier holds `on_host` chunks per resident one."""
     num_tokens = args.resident * args.chunk_len
     options = argparse.Namespace(seed=args.seed, alpha=1.0, separator_len=0)
     gc.collect()
@@ -43,10 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     count = typed(positive)
     parser.add_argument("--resident", type=count, default=1000, help="chunks on the device")
-    parser.add_argument("--on-host", type=count, nargs=2, default=(5, 50), help="as many times more on the host")
+    parser.add_argument("--on-host", type=count, nargs=2, default=(5, 50), help="host chunks per device chunk")
     parser.add_argument("--chunk-len", type=count, default=128, help="tokens")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Host time of the scheduler per chunk reference, by step and number of resident chunks.
 
-SGLang's own classes and our hooks run without a model: each request goes from arrival to its first token and ends
+SGLang's own classes and our hooks run without a model: each request runs from arrival to its first token and ends
 there. Chunks are drawn from a Zipf distribution. `warm`: every chunk is resident. `evicting`: the pool is full and
 there are four times as many chunks as fit, so misses are computed and evict others. `stock` is SGLang's radix cache on
 plain prompts of the same length: all begin with the same tokens, and each ends with one of as many documents as there
@@ -44,7 +44,7 @@ FURTHER = (
 
 
 class Case:
-    """One contender's requests of one shape, and the host that serves them."""
+    """A contender's requests of one shape, and the host that serves them."""
 
     def __init__(self, name: str, shape: tuple[int, int], num_resident: int, evicting: bool, args: argparse.Namespace):
         num_chunks, chunk_len = shape
@@ -118,9 +118,9 @@ def mean(values: list[float]) -> float:
 
 
 def rows(args: argparse.Namespace) -> Iterator[dict]:
-    """Contenders take turns, request by request, so that a machine's slow moments meet all of them.
+    """Contenders take turns, request by request, so that slow moments of the machine affect all of them.
 
-    The largest come last: a process that has returned much memory is slower to allocate.
+    The largest come last: allocation is slower in a process that has returned much memory.
     """
     lengths = sorted({chunk_len for _, chunk_len in args.shapes})
     for chunk_len, num_resident, evicting in itertools.product(lengths, sorted(args.resident), (False, True)):
@@ -132,15 +132,15 @@ def rows(args: argparse.Namespace) -> Iterator[dict]:
             for case in cases:
                 case.ask()
         yield from [case.row() for case in cases]
-        del cases  # hosts are reference cycles: free their memory before the next ones allocate
+        del cases  # hosts are in reference cycles: free their memory before the next ones allocate
         gc.collect()
 
 
 def further_chunks(rows: list[dict]) -> Iterator[dict]:
-    """What one more resident chunk adds to a request: the slope between the fewest and the most chunks of a length.
+    """What each further resident chunk adds to a request: the slope from the fewest to the most chunks of a length.
 
-    Besides, what a computed chunk adds to requests with the most, and the slope of the means, over resident and
-    computed chunks.
+    Also what a computed chunk adds to requests with the most, and the slope of the means over resident and computed
+    chunks.
     """
     requests, fills, means = (collections.defaultdict(dict) for _ in range(3))
     for row in rows:
@@ -174,7 +174,7 @@ def print_row(row: dict) -> None:
 
 
 def parse_shape(value: str) -> tuple[int, int]:
-    """Chunks per request and tokens per chunk, as in `5x2048`."""
+    """Parse chunks per request and tokens per chunk, such as `5x2048`."""
     num_chunks, chunk_len = map(positive, value.split("x"))
     if num_chunks > MAX_CHUNKS:
         raise ValueError(f"at most {MAX_CHUNKS} chunks per request, got {num_chunks}")
@@ -201,7 +201,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--alpha", type=typed(positive_float), default=0.8, help="of the Zipf distribution")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="device of the slot numbers")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are added to this file")
     return parser.parse_args(argv)
 
@@ -211,7 +211,7 @@ def main() -> None:
     torch.set_num_threads(1)
     print(TABLE.format("", "", "", "resident", "ms/req", "us/chunk", "p99", "mean", "us/evict", *STEPS))
     with published(args.device), tempfile.TemporaryDirectory() as folder, open(args.out, "a", encoding="utf-8") as out:
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # metrics go to files, as those of a server's processes do
+        os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder  # metrics go to files, as in a server's processes
         environment = describe_environment(commit=args.commit, seed=args.seed, server_flags=[])
         print(json.dumps({"environment": environment}), file=out, flush=True)
         measured = []

@@ -3,7 +3,7 @@
     python -m benchmark.scheduler.many --chunks 50000 --out many.jsonl
 
 The chunks are random tokens, registered 1,000 at a time. Then each route is called repeatedly while one request
-decodes: the longest pause between two of its tokens shows for how long a route holds up answers, in whichever process.
+decodes: the longest pause between two of its tokens shows how long a route holds up answers, in any process.
 Memory is a process's growth per chunk since before the registrations; the KV pool is allocated at the start and does
 not count. With `--screenshots FOLDER` a headless Chromium opens the page meanwhile and saves it there as PNG files.
 """
@@ -35,11 +35,11 @@ BATCH = 1000
 """The most chunks that one call registers, lists or deletes."""
 TEXT = [11, 12, 13]
 IDLE = 3.0
-"""Seconds without any call, for comparison."""
+"""Seconds without calls, for comparison."""
 
 
 class Stream(threading.Thread):
-    """Decodes one request at a time until `stop`.  pauses: when each ended, and how many seconds it took."""
+    """Decodes one request at a time until `stop`.  pauses: the end of each pause, and its length in seconds."""
 
     def __init__(self, url: str, num_tokens: int):
         super().__init__(daemon=True)
@@ -72,7 +72,7 @@ class Stream(threading.Thread):
 
 
 class Server:
-    """Calls of one server, over one connection."""
+    """Calls to one server over one connection."""
 
     def __init__(self, url: str):
         self.url, self.session = url, requests.Session()
@@ -93,7 +93,7 @@ class Server:
 
 
 def measured(what: str, calls: Iterable[Callable[[], Any]], stream: Stream | None) -> dict:
-    """Make the calls; a row of results."""
+    """Make the calls; returns a row of results."""
     times, begin = [], time.perf_counter()
     for call in calls:
         start = time.perf_counter()
@@ -154,7 +154,7 @@ def all_ids(server: Server) -> list[str]:
 
 
 def pins(server: Server, ids: Iterable[str], ttl: float) -> Iterator[Callable[[], Any]]:
-    """One pin after another, until all are set or the budget is full."""
+    """Pin one chunk after another, until all are pinned or the budget is spent."""
     full = False
 
     def pin(name: str) -> None:
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--screenshots", type=Path, help="folder")
     parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--log", type=Path, default=Path("/dev/null"), help="of the server")
     parser.add_argument("--out", type=Path, required=True, help="JSON lines are written to this file")
     args = parser.parse_args()

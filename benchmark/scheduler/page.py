@@ -1,7 +1,7 @@
 """Measures the scheduler's time for surveys, lists, gauges, deletions and garbage; takes screenshots of `/lazy`.
 
 SGLang's own classes and our hooks run without a model. Half of the chunks fit on the device, and all fit into host
-memory; the prompts of the last hour draw theirs by a Zipf distribution from a set that has a tenth more. Prints the
+memory; prompts of the last hour draw chunks by a Zipf distribution from a set a tenth larger. Prints the
 thread's CPU time in milliseconds: the 99th percentile and the maximum of the work between two batches, and the sum for
 one complete survey, page or set of gauges. With `--out` they also go to a file, after a line with the environment. With
 `--screenshots FOLDER` it serves the page, and a headless Chromium saves it there as PNG files.
@@ -51,7 +51,7 @@ from sglang_lazy.serving.usage import usage_of
 from sglang_lazy.testing.server import free_ports, wait_for
 
 TEXT_LEN = 40_000
-"""Tokens of the pool for text."""
+"""Tokens of the pool reserved for text."""
 SHOTS = {
     "page": {"viewport": (1200, 900), "color_scheme": "light"},
     "dark": {"viewport": (1200, 900), "color_scheme": "dark"},
@@ -61,7 +61,7 @@ SHOTS = {
 
 
 class Served:
-    """A scheduler with `num_chunks` chunks, and what the HTTP process remembers of its prompts."""
+    """A scheduler with `num_chunks` chunks, and the HTTP process's record of its prompts."""
 
     def __init__(self, num_chunks: int, num_prompts: int, seed: int = 0):
         self.rng = random.Random(seed)
@@ -88,7 +88,7 @@ class Served:
         return array("q", tokens.tobytes())
 
     def prompt(self, answered: float) -> None:
-        """Serve one more prompt, answered at this time."""
+        """Serve another prompt, answered at the given time."""
         chunks, ids = [], array("q")
         for number in draw_distinct(self.rng, self.weights, min(len(self.lengths), self.rng.choice((2, 3, 4, 5, 8)))):
             chunks.append((len(ids), len(ids) + self.lengths[number]))
@@ -123,7 +123,7 @@ class Served:
         return times
 
     def collection(self, set_aside: bool) -> list[float]:
-        """One full garbage collection.  set_aside: without the objects that servers exclude from it."""
+        """One full garbage collection.  set_aside: first freeze the objects that servers exclude from collection."""
         if set_aside:
             collector.set_aside(None, self.host)
         start = time.thread_time_ns()
@@ -158,7 +158,7 @@ WORK: dict[str, Callable[[Served], list[float]]] = {
 
 @contextlib.contextmanager
 def page_of(served: Served) -> Iterator[str]:
-    """The URL of the page while it is served."""
+    """Serve the page for the length of a `with` block; yields its URL."""
     app, (port,) = fastapi.FastAPI(), free_ports(1)
     chunk_routes.add_routes(app)
     page.add_route(app)
@@ -204,7 +204,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=count, default=1000)
     parser.add_argument("--times", type=count, default=20, help="repetitions of each measurement")
     parser.add_argument("--screenshots", type=Path, help="folder")
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, help="JSON lines are written to this file")
     parser.add_argument("--browser", default="/usr/bin/chromium-headless-shell")
     return parser.parse_args(argv)

@@ -1,4 +1,4 @@
-"""The requests of host_time.py: over chunks, in several forms, and over plain prompts of the same length."""
+"""The requests of host_time.py: several forms with chunks, and plain prompts of the same length."""
 
 import argparse
 import itertools
@@ -22,8 +22,8 @@ SEPARATOR = 11
 class Traffic:
     """Requests over `num_documents` numbered documents of random tokens, drawn by popularity.
 
-    on_host: how many chunks the host holds for each that is resident; without a host tier if 0.
-    metrics: whether they are published, as with `--enable-metrics`.
+    on_host: how many chunks the host holds per resident one; 0 for no host tier.
+    metrics: publish metrics, as with `--enable-metrics`.
     """
 
     on_host = 0
@@ -71,7 +71,7 @@ class Linked(Traffic):
 
 
 class Tiered(Linked):
-    """The same over a host tier."""
+    """The same with a host tier."""
 
     on_host = 10
 
@@ -83,7 +83,7 @@ class Metered(Linked):
 
 
 class Plain(Traffic):
-    """Each request has the same tokens first, then one document: a prefix as long, over as many leaves."""
+    """Each request has the same tokens, then one document: an equally long prefix with equally many leaves."""
 
     cache_class = RadixCache
 

@@ -1,1 +1,1 @@
-"""Serving under load, over HTTP, against other servers."""
+"""Serving under load over HTTP, compared with other servers."""

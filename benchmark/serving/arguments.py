@@ -7,7 +7,7 @@ from benchmark.serving.models import SHAPES, TINY, model_name
 
 
 def typed(parse):
-    """`parse` for argparse, which shows the user the message of its ValueError."""
+    """Wrap `parse` for argparse, so that users see the message of its ValueError."""
 
     def convert(value: str):
         try:
@@ -19,7 +19,7 @@ def typed(parse):
 
 
 def positive(value: str) -> int:
-    """A number of at least 1."""
+    """An integer of at least 1."""
     number = int(value)
     if number < 1:
         raise ValueError(f"expected at least 1, got {number}")
@@ -48,6 +48,6 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{' and '.join(SHAPES)} have random weights; or {TINY}, a path or a hub name; default: %(default)s",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--start-timeout", type=float, default=600, help="seconds to wait for a server")
     parser.add_argument("server_flags", nargs="*", help="flags for every server, after `--`")

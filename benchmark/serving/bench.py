@@ -2,7 +2,7 @@
 
 A case is a workload with its flags and the rates at which its conversations arrive; each rate starts from an empty
 cache. One start of a server serves all cases. Cases come from `--case`, which can be repeated, and from the lines of
-`--plan`. With `--together` all servers are up at once and take turns, so only one is under load at a time. Flags after
+`--plan`. With `--together` all servers are up at once and take turns: only one is under load at a time. Flags after
 `--` go to every server.
 
     python -m benchmark.serving.bench --contenders stock,lazy --kv-pool-gb 10 --out results/core \\
@@ -10,7 +10,7 @@ cache. One start of a server serves all cases. Cases come from `--case`, which c
 
 `--case "synthetic --help"` lists a workload's flags; docs/benchmarks.md says what the results mean. The results folder
 gets `rows.jsonl` (a line for each contender, case, rate and phase), `environment.json` and the servers' logs; plots.py
-makes figures of it, paired.py computes confidence intervals of differences.
+draws figures from it, paired.py computes confidence intervals of differences.
 """
 
 import argparse
@@ -102,7 +102,7 @@ def parse_args() -> argparse.Namespace:
 
 
 class Results:
-    """The results folder, written as results come in."""
+    """The results folder, written as results arrive."""
 
     def __init__(self, folder: Path, environment: dict):
         folder.mkdir(parents=True, exist_ok=True)
@@ -122,9 +122,9 @@ class Results:
 
 
 class Runner:
-    """A server of the comparison, and the facts recorded about it. If it fails it is stopped, and the others go on.
+    """A server in the comparison, and the facts recorded about it. If it fails it is stopped, and the others continue.
 
-    measure: measures a contender's run at a URL, stage by stage; yields the rows that each stage completes.
+    measure: measures a contender's run at a URL, stage by stage; yields the rows completed by each stage.
     """
 
     def __init__(
@@ -182,8 +182,8 @@ class Runner:
 def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = False) -> None:
     """Start all servers at once and measure each run with all of them, one stage at a time.
 
-    They take turns from the first to the last and back, so that none always follows the same other.
-    pin: keep processes on cores of their own once the servers are up. Exits if there are too few cores.
+    They take turns from first to last and back, so that none always follows the same other.
+    pin: pin processes to cores of their own once the servers are up. Exits if there are too few cores.
     """
     with contextlib.ExitStack() as stack:
         for runner in runners:
@@ -207,7 +207,7 @@ def compare(runners: list[Runner], runs: list[Run], timeout: float, pin: bool = 
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the servers on the way out
     args = parse_args()
-    # Imports SGLang, which takes seconds: only once the arguments are valid.
+    # Imports SGLang, which takes seconds, only once the arguments are valid.
     from benchmark.serving.measure import measure
 
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""What copies between host and device cost the passes beside them, in time for each byte."""
+"""Slowdown of forward passes by concurrent host-device copies, per byte."""
 
 import math
 import statistics
@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 
 NUM_TOKENS = {"prefill": 2048, "decoding": 8}
-"""Of a pass, by what it does."""
+"""New tokens of a pass, by kind."""
 NUM_WEIGHTS = 4
-"""Layers that have weights of their own: more than the L2 cache holds."""
+"""Layers with distinct weights: more than the L2 cache holds."""
 MIN_MS = 30
 QUEUEING_CYCLES = 30_000_000
-"""For about 16 ms the GPU does nothing, so that all work is queued when the first of it starts."""
+"""The GPU idles for about 16 ms, so that all work is queued before any of it starts."""
 REPETITIONS = 5
 
 
 class Copy(NamedTuple):
-    """A part of a copy, which can be made again and again."""
+    """Part of a copy, which can be repeated."""
 
-    make: Callable[[int], object]  # gets the number of the repetition
+    make: Callable[[int], object]  # takes the number of the repetition
     num_bytes: int
 
 
@@ -29,7 +29,7 @@ def event() -> torch.cuda.Event:
 
 
 def passes(shape: dict, num_tokens: int) -> Callable[[], object]:
-    """The matrix products of as many forward passes as take MIN_MS, in a CUDA graph."""
+    """The matrix products of as many forward passes as take MIN_MS, as a CUDA graph."""
     hidden, inner, head_dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     num_heads, num_kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
     sizes = [
@@ -67,15 +67,15 @@ def passes(shape: dict, num_tokens: int) -> Callable[[], object]:
         for _ in range(count):
             graph.replay()
 
-    run.uses = graph, inputs, layers  # as long as the graph
+    run.uses = graph, inputs, layers  # kept alive with the graph
     return run
 
 
 def beside(run: Callable[[], object], copy: Copy, alone_gb_per_s: float) -> tuple[float, float]:
-    """Milliseconds that `run` loses for each GB copied beside it, and at how many GB/s that is: medians."""
+    """Milliseconds that `run` loses per GB copied concurrently, and the GB/s of these copies; medians."""
     streams = torch.cuda.Stream(), torch.cuda.Stream()
     alone = _time(run, copy, 0, *streams)[0]
-    count = math.ceil(1.4 * alone * alone_gb_per_s * 1e6 / copy.num_bytes)  # until after its end
+    count = math.ceil(1.4 * alone * alone_gb_per_s * 1e6 / copy.num_bytes)  # enough to outlast it
     costs, rates = [], []
     for repetition in range(REPETITIONS + 1):  # the first one warms up
         without, _ = _time(run, copy, 0, *streams)
@@ -90,7 +90,7 @@ def beside(run: Callable[[], object], copy: Copy, alone_gb_per_s: float) -> tupl
 def _time(
     run: Callable[[], object], copy: Copy, count: int, run_stream: torch.cuda.Stream, copy_stream: torch.cuda.Stream
 ) -> tuple[float, float]:
-    """Milliseconds of `run`, and how many of `count` copies were complete at its end, in part as well."""
+    """Milliseconds of `run`, and how many of `count` copies were complete at its end, including fractions."""
     start, end, copied = event(), event(), [event() for _ in range(count)]
     with torch.cuda.stream(run_stream):
         torch.cuda._sleep(QUEUEING_CYCLES)
@@ -107,7 +107,7 @@ def _time(
 
 
 def progress(moment: float, ends: list[float]) -> float:
-    """How many of the things that ended at `ends`, one after the other, were done at `moment`: the last one in part."""
+    """How many of the consecutive tasks that ended at `ends` were done at `moment`, including a fraction."""
     num_done = sum(end <= moment for end in ends)
     if num_done == len(ends):
         return num_done

@@ -13,9 +13,9 @@ from benchmark.serving.workloads import WORKLOADS, Encode, Stage, Workload
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """Rates are conversations per second; infinity is all at once. contenders: those it is for; None: all.
+    """Rates are conversations per second; infinity is all at once. contenders: those to measure; None for all.
 
-    Equality is identity: a case that is given twice is measured twice.
+    Equality is identity: a case given twice is measured twice.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Case:
     contenders: list[str] | None
 
     def runs(self, seed: int, encode: Encode) -> list["Run"]:
-        """One for each rate, slowest first. Raises ValueError if the data are malformed."""
+        """One run per rate, slowest first. Raises ValueError if the data are malformed."""
         return [self._run(rate, seed, encode) for rate in sorted(self.request_rates)]
 
     def _run(self, rate: float, seed: int, encode: Encode) -> "Run":
@@ -39,7 +39,7 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A case at one rate: the traffic of every contender."""
+    """A case at one rate: the traffic for every contender."""
 
     case: Case
     workload: Workload
@@ -104,7 +104,7 @@ def _add_flag(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None
 
 
 def read_plan(path: str) -> list[str]:
-    """The cases of a plan: one on each line, `#` begins a comment. Raises ValueError if it cannot be read."""
+    """The cases of a plan, one per line; `#` begins a comment. Raises ValueError if it cannot be read."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:

@@ -1,7 +1,7 @@
 """Streams `/generate` requests and records when every token arrived.
 
-SGLang's own client takes the first non-empty text for the first token, and misses tokens without text or that end
-within a character. Here the server's own count of generated tokens decides.
+SGLang's own client takes the first non-empty text as the first token, and misses tokens without text or that end
+within a character. This one uses the server's count of generated tokens.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from sglang_lazy.testing import ServerError
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """One finished request as the client saw it; times in seconds of `time.perf_counter`."""
+    """A finished request as the client saw it; times are `time.perf_counter` seconds."""
 
     sent: float
     arrivals: list[tuple[float, int]]  # arrival of an event, output tokens so far: both strictly increasing
@@ -30,9 +30,9 @@ class Timeline:
 
 
 def new_session() -> aiohttp.ClientSession:
-    """For any number of concurrent requests, without a limit on the time of each."""
+    """A session for any number of concurrent requests, without timeouts."""
     return aiohttp.ClientSession(
-        # SGLang closes connections after 5 s of idling: drop them before it may.
+        # SGLang closes idle connections after 5 s: drop them earlier.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2),
         timeout=aiohttp.ClientTimeout(total=None, sock_read=600),
         read_bufsize=1 << 22,  # an event is one line and repeats the answer so far
@@ -71,6 +71,6 @@ async def stream(session: aiohttp.ClientSession, url: str, body: bytes) -> Timel
         raise ServerError(f"the connection failed: {error!r}") from error
     meta = event["meta_info"]
     if not arrivals or (meta["finish_reason"] or {}).get("type") != "length":
-        raise ServerError(f"the server broke off: {meta.get('finish_reason')}")
+        raise ServerError(f"the server aborted: {meta.get('finish_reason')}")
     chunk_tokens = (meta.get("cached_tokens_details") or {}).get("chunk", 0)
     return Timeline(sent, arrivals, event["output_ids"], meta["prompt_tokens"], meta["cached_tokens"], chunk_tokens)

@@ -1,4 +1,4 @@
-"""The servers under comparison, as data, and how to start one."""
+"""The servers to compare, as data, and how to start one."""
 
 import contextlib
 import dataclasses
@@ -22,14 +22,14 @@ COMB = {
 }
 """Turns a Llama with random weights and 32 layers into a Comb model, which reads chunks through an encoder of 8."""
 HOST_TIER = ("--enable-hierarchical-cache",)
-"""Its size, `--hicache-size` in GB, is given with the flags for every server: those without the tier ignore it."""
+"""Its size, `--hicache-size` in GB, is among the flags for every server; servers without the tier ignore it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A launcher and its flags beyond those that all servers get.
+    """A launcher, and its flags beyond those of all servers.
 
-    number: distinguishes servers that are started alike.
+    number: distinguishes servers with the same command.
     """
 
     module: str
@@ -61,16 +61,16 @@ CONTENDERS = {
 
 
 POLICY = "lazy@"
-"""Begins the names of contenders that are sent what `lazy` is, under the policy that follows."""
+"""Prefix of contenders that get the same prompts as `lazy`, under the policy named after it."""
 
 
 def contender(name: str) -> Contender:
-    """The contender of this name. Raises ValueError for a name that is neither in CONTENDERS nor of a policy."""
+    """The contender with this name. Raises ValueError if it is neither in CONTENDERS nor names a policy."""
     if name.startswith(POLICY):
         link = str(get_policy(name.removeprefix(POLICY)))
         return Contender(Server(LAZY), lambda segments: {**as_chunks(segments), "link": link})
     if name not in CONTENDERS:
-        raise ValueError(f"no contender {name!r}: there are {', '.join(CONTENDERS)}, and {POLICY}POLICY")
+        raise ValueError(f"unknown contender {name!r}: expected one of {', '.join(CONTENDERS)}, or {POLICY}POLICY")
     return CONTENDERS[name]
 
 
@@ -79,7 +79,7 @@ def server_of(name: str) -> Server:
 
 
 def parse_contenders(names: str) -> list[str]:
-    """The names in a comma-separated list, those of one server adjacent so that it is started once.
+    """The names in a comma-separated list, grouped by server so that each is started once.
 
     Raises ValueError for a name that `contender` does not know.
     """
@@ -101,7 +101,7 @@ def running(server: Server, flags: list[str], log: Path, timeout: float) -> Iter
 
 
 def _with_rotary_stand_in(folder: Path) -> dict[str, str]:
-    """Off CUDA, stock SGLang imports a vLLM kernel that it never calls: variables that let it find a stub."""
+    """Environment variables with a stub for a vLLM kernel that stock SGLang imports off CUDA but never calls."""
     package = folder / "vllm"
     package.mkdir()
     (package / "__init__.py").touch()

@@ -1,8 +1,8 @@
 """Decode speed over cached context: output tokens per second of batches that decode together, over HTTP.
 
 Each request has chunks of random tokens and a new question; all context is cached before the measurement.
-`unshared`: no two requests of a batch have a chunk in common. `shared`: the requests of a group of 8 have the same
-chunks, each in an order of its own. Plain contenders get the same tokens as an exact prefix. Prefill is left out: the
+`unshared`: no two requests of a batch share a chunk. `shared`: the requests of a group of 8 have the same chunks, each
+in its own order. Plain contenders get the same tokens as an exact prefix. Prefill is left out: the
 window begins when every request of the batch has its first token and ends when the first of them is done. Rows go to
 `--out` as JSON lines, after a line with the environment for each server. Flags after `--` go to every server.
 
@@ -42,7 +42,7 @@ TABLE = "{:16} {:9} {:>5} {:>8} {:>10} {:>9} {:>9}   {}"
 
 
 class Contexts:
-    """Chunks of random tokens, and batches of prompts made of them."""
+    """Chunks of random tokens, and batches of prompts made from them."""
 
     def __init__(self, args: argparse.Namespace):
         self.rng = random.Random(args.seed)
@@ -54,7 +54,7 @@ class Contexts:
     def batch(self, size: int, *, shared: bool, shuffled: bool) -> list[list[list[int]]]:
         """The contexts of a batch, each a list of chunks; a larger batch contains those of smaller ones.
 
-        shuffled: whether each member of a group has an order of its own; a plain prefix must not.
+        shuffled: whether each member of a group has its own order; not for plain prefixes.
         """
         if not shared:
             return self.requests[:size]
@@ -62,15 +62,15 @@ class Contexts:
         return [self.rng.sample(chunks, len(chunks)) for chunks in contexts] if shuffled else contexts
 
     def prompts(self, contexts: list[list[list[int]]]) -> list[list[dict]]:
-        """The same contexts, each with a new question."""
+        """The same contexts, each followed by a new question."""
         return [[*map(chunk, chunks), text(random_tokens(self.rng, self.question_len))] for chunks in contexts]
 
 
 def decode_rate(timelines: list[Timeline]) -> tuple[float, float]:
-    """Output tokens per second of the batch while all of it decodes, and for how many seconds it does.
+    """Output tokens per second while the whole batch decodes, and for how many seconds it does.
 
-    Each request counts the tokens between its first and its last arrival in the window, over the time between the two,
-    so that no step is cut at the window's ends.
+    For each request, the tokens between its first and last arrival in the window, over the time between the two, so
+    that the window's ends cut no step.
     """
     begin = max(timeline.arrivals[0][0] for timeline in timelines)
     end = min(timeline.arrivals[-1][0] for timeline in timelines)
@@ -92,7 +92,7 @@ async def stream_all(url: str, bodies: list[bytes]) -> list[Timeline]:
 
 
 def measure(url: str, name: str, contexts: Contexts, *, batch: int, shared: bool, args: argparse.Namespace) -> dict:
-    """One row: the batch decoded several times, from a cache that holds all its context."""
+    """One row: the batch decoded several times, with all its context cached."""
     form = contender(name).form
     context_tokens = args.num_chunks * args.chunk_len
     chosen = contexts.batch(batch, shared=shared, shuffled=form is as_chunks)
@@ -127,7 +127,7 @@ def measure(url: str, name: str, contexts: Contexts, *, batch: int, shared: bool
 
 
 def measure_all(url: str, name: str, contexts: Contexts, args: argparse.Namespace):
-    """The rows of one contender; a batch that the KV pool cannot hold gets a row that says so."""
+    """The rows of one contender; a batch that does not fit into the KV pool gets a row that says so."""
     pool = requests.get(f"{url}/server_info", timeout=60).json()["max_total_num_tokens"]
     tail = args.question_len + args.output_len
     for shared in (False, True):

@@ -15,7 +15,7 @@ import torch
 def describe_environment(*, commit: str | None, seed: int, server_flags: list[str]) -> dict:
     """commit: recorded instead of git's, for a machine whose copy of the tree has no git."""
     gpu = torch.cuda.is_available()
-    power = ["nvidia-smi", "--id=0", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]  # all are alike
+    power = ["nvidia-smi", "--id=0", "--query-gpu=driver_version,power.limit", "--format=csv,noheader"]  # all alike
     return {
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",

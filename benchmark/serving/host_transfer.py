@@ -4,7 +4,7 @@
 
 Rows are GB/s for one prompt's KV: layer by layer to the GPU, as the server loads it, and all layers at once to the
 host, with consecutive or scattered slots. `block_quota` limits the thread blocks of SGLang's copy kernels; `plain` is a
-single copy of as many bytes. Rows with `beside` say what forward passes lose beside scattered copies, in ms for each
+single copy of as many bytes. Rows with `beside` have what forward passes lose to concurrent scattered copies, in ms per
 GB. Needs a GPU.
 """
 
@@ -28,7 +28,7 @@ from benchmark.serving.models import SHAPES
 POOL_TOKENS = 40_000
 REPETITIONS = 20
 BACK_UP_TOKENS = 1024
-"""Copied to the host at once, beside passes."""
+"""Tokens copied to the host at once, concurrently with passes."""
 
 
 def milliseconds(copy: Callable[[], object]) -> float:
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--tokens", type=int, default=10_240, help="of the prompt")
     parser.add_argument("--block-quotas", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--commit", help="recorded in the results; where git is absent it has to be given")
+    parser.add_argument("--commit", help="recorded in the results; required without git")
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     shape = SHAPES[args.model]
@@ -74,7 +74,7 @@ def main() -> None:
         host_pool.backup_from_device_all_layer(device_pool, host, device, "kernel")
 
     def part(copy: Callable, host: torch.Tensor, device: torch.Tensor) -> Copy:
-        """A layer of a load, or all layers of some tokens of a back-up."""
+        """One layer of a load, or all layers of some tokens of a back-up."""
         if copy is load:
             return Copy(
                 lambda i: host_pool.load_to_device_per_layer(device_pool, host, device, i % num_layers, "kernel"),

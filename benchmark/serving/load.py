@@ -1,4 +1,4 @@
-"""Sends the conversations of a stage as a Poisson process and collects what the client saw."""
+"""Sends the conversations of a stage as a Poisson process and collects the client's timelines."""
 
 import asyncio
 import contextlib
@@ -21,11 +21,11 @@ def send(
     max_concurrency: int | None,
     seed: int,
 ) -> list[Timeline]:
-    """One timeline for each turn. Raises ServerError if any request fails, and cancels the others.
+    """Returns a timeline for each turn. If a request fails, cancels the others and raises ServerError.
 
-    form: makes the prompt fields of `/generate` from segments.
+    form: turns segments into the prompt fields of `/generate`.
     request_rate: conversations that arrive per second, exponentially spaced; infinity sends all of them at once.
-    max_concurrency: most requests in flight. A request that waits for a place is not sent yet: its clock does not run.
+    max_concurrency: the most requests in flight. The clock of a request starts when it is sent, not while it waits.
     """
     np.random.seed(seed)  # SGLang's arrivals draw from NumPy's global generator
     return asyncio.run(_send(url, conversations, form, request_rate, max_concurrency))

@@ -17,22 +17,22 @@ WARM_UP_CONVERSATIONS = 2
 
 
 def freeze_objects(url: str) -> None:
-    """Exclude the present objects of the server and of this process from garbage collection.
+    """Exclude existing objects of the server and of this process from garbage collection.
 
-    Every few minutes a full collection stops a process of SGLang's for half a second; which contender it would hit is
-    chance. SGLang recommends this after warm-up.
+    Every few minutes a full collection stops an SGLang process for half a second, and which contender it hits is
+    chance. SGLang recommends freezing after warm-up.
     """
     requests.post(f"{url}/freeze_gc", timeout=60).raise_for_status()
     gc.freeze()
 
 
 def measure(url: str, name: str, run: Run, seed: int, kv_bytes: int) -> Iterator[list[dict]]:
-    """Measure a run from an empty cache, stage by stage; yields the rows of the phases that each stage completes.
+    """Measure a run from an empty cache, stage by stage; yields the rows of phases as stages complete them.
 
-    kv_bytes: bytes of KV of one token.
+    kv_bytes: bytes of KV per token.
     """
     how = dict(form=contender(name).form, max_concurrency=run.case.max_concurrency)
-    # The first requests of a kind are slower: kernels are compiled, buffers are allocated.
+    # The first requests of a kind are slower: they compile kernels and allocate buffers.
     send(url, run.stages[0].conversations[:WARM_UP_CONVERSATIONS], request_rate=math.inf, seed=seed, **how)
     freeze_objects(url)
     Client(url).flush_cache()

@@ -80,15 +80,15 @@ def last_arrival(timelines: list[Timeline]) -> float:
 
 
 def is_saturated(timelines: list[Timeline]) -> bool:
-    """Whether the server fell behind: after the last request was sent, it needed more than a quarter of the sending
-    time, beyond the duration of its fastest request."""
+    """Whether the server fell behind: it finished more than a quarter of the sending time after the last request was
+    sent, not counting the duration of its fastest request."""
     sends = [timeline.sent for timeline in timelines]
     fastest = min(timeline.arrivals[-1][0] - timeline.sent for timeline in timelines)
     return last_arrival(timelines) - max(sends) > fastest + (max(sends) - min(sends)) / 4
 
 
 class ServerGauges:
-    """Counters and gauges of a server that was started with --enable-metrics."""
+    """Counters and gauges of a server started with --enable-metrics."""
 
     def __init__(self, url: str):
         self.url = url
@@ -96,7 +96,7 @@ class ServerGauges:
         self._seen = self._samples()
 
     def new_tokens(self) -> collections.Counter:
-        """`cached` and `prompt`: tokens of the requests that have finished since the last call."""
+        """`cached` and `prompt` tokens of requests that finished since the last call."""
         before, self._seen = self._seen, self._samples()
         totals = {"cached": "sglang:cached_tokens_total", "prompt": "sglang:prompt_tokens_total"}
         return collections.Counter({name: self._seen[total] - before[total] for name, total in totals.items()})
@@ -106,7 +106,7 @@ class ServerGauges:
         return self.pool_tokens - round(self._samples()["sglang:kv_available_tokens"])
 
     def _samples(self) -> dict[str, float]:
-        """Every sample's value, summed over its labels."""
+        """The value of each sample, summed over labels."""
         totals: dict[str, float] = collections.defaultdict(float)
         for line in requests.get(f"{self.url}/metrics", timeout=60).text.splitlines():
             if match := re.match(r"([a-zA-Z_:]+)(?:\{.*\})? ([^ ]+)", line):

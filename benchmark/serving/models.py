@@ -66,9 +66,9 @@ QWEN3_8B = {
 SHAPES = {"llama-3.1-8b": LLAMA_3_1_8B, "qwen3-8b": QWEN3_8B}
 TINY = "tiny"
 TRAINED_TOKENS = {"kvlink": {"link": [16, 17, 18, 19, 20]}, "packet": {"before": [21, 22], "behind": [23, 24]}}
-"""Arbitrary: their number decides how long they take."""
+"""Arbitrary ids: only their number affects the time."""
 ORDINARY_TOKENS = range(16, TOKENIZER_VOCAB)
-"""Token ids that every model here has, without the special ones."""
+"""Token ids that every model here has, excluding special ones."""
 
 
 def build_model(directory: Path, shape: dict) -> Path:
@@ -80,14 +80,14 @@ def build_model(directory: Path, shape: dict) -> Path:
 
 
 def model_name(name: str) -> str:
-    """`name`, if it can be one. Raises ValueError for a misspelt shape."""
+    """`name`, if it can be a model. Raises ValueError for a misspelt shape."""
     if name not in (*SHAPES, TINY) and "/" not in name:
-        raise ValueError(f"no model {name!r}: give one of {', '.join([*SHAPES, TINY])}, a path or a hub name")
+        raise ValueError(f"unknown model {name!r}: expected one of {', '.join([*SHAPES, TINY])}, a path or a hub name")
     return name
 
 
 def model_path(model: str, scratch: Path) -> str:
-    """Where SGLang finds `model`: a name of SHAPES (built in `scratch`), "tiny", or a path or hub name as it is."""
+    """Where SGLang finds `model`: a name in SHAPES (built in `scratch`), "tiny", or a path or hub name, unchanged."""
     if model == TINY:
         return str(tiny_model(all_texts(load_sample())))
     return str(build_model(scratch, SHAPES[model])) if model in SHAPES else model
@@ -106,7 +106,7 @@ def served_kv_bytes(path: str) -> int:
 
 
 def load_tokenizer(path: str) -> Callable[[str], list[int]]:
-    """The tokenizer of the model at `path`: from a text to its token ids, no special ones added."""
+    """The tokenizer of the model at `path`, a function from text to token ids without special tokens."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(path)

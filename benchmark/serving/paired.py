@@ -1,10 +1,10 @@
 """Confidence in a difference: two contenders that took turns in a run of bench.py, stage by stage.
 
-With `--together` the same stage of both was sent within seconds, so other changes on the machine met both. For
+With `--together` the same stage was sent to both within seconds, so other changes on the machine affected both. For
 each case and phase this prints the mean of both, of a stage's mean TTFT or of the seconds that it took (`--of`), the
 mean of the differences between the two of a pair, relative to the second contender's mean, half the width of its 95%
-interval by Student's t, and the median of the differences, which a stall does not move. Folders are pooled: a case may
-have more or fewer stages in each, of the same size. A stage is one of a case's `--rounds`, or one
+interval by Student's t, and the median of the differences, which is robust to a stall. Folders are pooled: a case may
+have more or fewer stages in each, but of the same size. A stage is one of a case's `--rounds`, or one
 request of `latency`.
 
     python -m benchmark.serving.paired results/chat --contenders lazy,stock
@@ -32,8 +32,8 @@ def paired_stages(
 ) -> dict[str, list[tuple[float, float]]]:
     """For each case and phase, `measure` of both contenders in each stage.
 
-    Repeated measurements of a case are matched in order; a case of only one contender is left out. Raises ValueError if
-    the contenders did not take turns, if their stages of a case differ, and if there is nothing to pair.
+    Repeated measurements of a case are matched in order; a case with only one contender is left out. Raises ValueError
+    if the contenders did not take turns, if their stages of a case differ, or if there is nothing to pair.
     """
     pairs = collections.defaultdict(list)
     for folder in folders:
@@ -47,7 +47,7 @@ def paired_stages(
                 case = {column: row[column] for column in SAME}
                 case["parameters"] = {name: row["parameters"][name] for name in row["parameters"].keys() - {*COUNTS}}
                 values = row[f"{measure}_stages"]
-                case["requests"] = round(row["requests"] / len(values))  # of a stage
+                case["requests"] = round(row["requests"] / len(values))  # per stage
                 found[json.dumps(case, sort_keys=True)][row["contender"]] += values
         for key, stages in found.items():
             if not all(stages.values()):
@@ -56,12 +56,12 @@ def paired_stages(
                 raise ValueError(f"{folder}: {first} and {second} have different stages of {key}")
             pairs[key] += zip(stages[first], stages[second], strict=True)
     if not pairs:
-        raise ValueError(f"there is no case that both {first} and {second} were sent")
+        raise ValueError(f"no case was sent to both {first} and {second}")
     return pairs
 
 
 def compare(pairs: list[tuple[float, float]]) -> dict[str, float]:
-    """Means of both; mean and median difference and the half width of the mean's interval, in percent.
+    """Means of both; the mean and median difference and the half width of the mean's interval, in percent.
 
     The interval of a single pair is infinite.
     """

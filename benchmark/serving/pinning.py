@@ -1,4 +1,4 @@
-"""Keeps the processes of a comparison on cores of their own, so that none is slowed by where another happens to run.
+"""Pins the processes of a comparison to cores of their own, so that none is slowed by where another happens to run.
 
 SGLang's schedulers spin while they wait, and two threads on one core slow each other down: otherwise chance decides
 which process shares a core with an idle server's scheduler, for seconds or for a whole run.
@@ -18,7 +18,7 @@ SCHEDULER, DETOKENIZER = "sglang::scheduler", "sglang::detokenizer"
 
 
 def physical_cores() -> list[set[int]]:
-    """The CPUs that this process may use, by the core that they share."""
+    """The CPUs that this process may use, grouped by core."""
     allowed = os.sched_getaffinity(0)
     cores = {_siblings(cpu) for cpu in allowed}
     return [set(core) & allowed for core in sorted(cores, key=min)]
@@ -32,16 +32,16 @@ def _siblings(cpu: int) -> frozenset[int]:
 
 @contextlib.contextmanager
 def pinned(urls: list[str]) -> Iterator[None]:
-    """Keep this process and its child servers at `urls` on cores of their own for the length of a `with` block.
+    """Pin this process and its child servers at `urls` to cores of their own for the length of a `with` block.
 
-    Each scheduler has a core of its own. The HTTP processes, which sleep while they wait, have one core between them,
-    the detokenizers have another, and this process has a third. Raises ValueError if there are too few cores.
+    Each scheduler gets a core of its own. The HTTP processes, which sleep while they wait, share one core, the
+    detokenizers share another, and this process gets a third. Raises ValueError if there are too few cores.
     """
     allowed, cores = os.sched_getaffinity(0), physical_cores()
     processes = [process for url in urls for process in server_processes(url)]
     needed = 3 + sum(_title(process).startswith(SCHEDULER) for process in processes)
     if len(cores) < needed:
-        raise ValueError(f"to pin these processes takes {needed} cores, there are {len(cores)}")
+        raise ValueError(f"pinning these processes takes {needed} cores, but there are {len(cores)}")
     client, http, detokenizer, *schedulers = cores
     for process in processes:
         title = _title(process)
@@ -64,7 +64,7 @@ def server_processes(url: str) -> list[psutil.Process]:
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """Its command line; empty if it has ended."""
+    """The command line of a process; empty if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.cmdline()
     return []

@@ -2,7 +2,7 @@
 
     python -m benchmark.serving.plots results/core results/pools --out results/plots
 
-A figure is drawn for each set of rows that differ only in what is on its x axis, if that takes two values or more.
+A figure is drawn for each set of rows that differ only in its x axis, if there are at least two values.
 Published numbers come from published.json and are drawn as separate, marked curves.
 """
 
@@ -24,12 +24,12 @@ import matplotlib.pyplot as plt
 PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 OURS = "lazy"
 SAMPLE_SIZES = {"num_prompts", "cold_prompts", "warm", "rounds"}
-"""Parameters of how much was measured, not of what."""
+"""Parameters that say how much was measured, not what."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One column of the rows of one phase, against the figure's x."""
+    """A column of the rows of one phase, against the figure's x."""
 
     label: str
     column: str
@@ -39,7 +39,7 @@ class Panel:
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """Its rows: those with these columns, equal except for `varies` (columns or parameters)."""
+    """Rows with these columns, equal except for `varies` (columns or parameters)."""
 
     name: str
     x_label: str
@@ -108,7 +108,7 @@ def where_measured(folder: Path) -> str:
 
 
 def what_was_measured(row: dict, varies: frozenset[str] = frozenset()) -> str:
-    """Equal for comparable rows: those of one case, except for `varies`."""
+    """A key that is equal for comparable rows: rows of one case, except for `varies`."""
     parameters = {key: value for key, value in row["parameters"].items() if key not in SAMPLE_SIZES | varies}
     columns = ("kv_pool_gb", "request_rate", "max_concurrency")
     parameters |= {column: row[column] for column in columns if column not in varies and row[column] is not None}
@@ -118,7 +118,7 @@ def what_was_measured(row: dict, varies: frozenset[str] = frozenset()) -> str:
 
 
 def with_ratios(rows: list[dict]) -> list[dict]:
-    """The rows, each with the factors by which our TTFT and throughput are better, where ours were measured too."""
+    """The rows, each with the factors by which our TTFT and throughput are better, if ours were measured as well."""
     ours = {(what_was_measured(row), row["phase"]): row for row in rows if row["contender"] == OURS}
     found = []
     for row in rows:
@@ -141,7 +141,7 @@ def groups(rows: list[dict], figure: Figure) -> dict[str, list[dict]]:
 
 
 def draw(figure: Figure, title: str, rows: list[dict], colors: dict[str, str]) -> matplotlib.figure.Figure:
-    """colors: of each contender, in the order of the legend."""
+    """colors: of each contender, in legend order."""
     drawing, axes = plt.subplots(1, len(figure.panels), figsize=(4.4 * len(figure.panels), 4), layout="constrained")
     for axis, panel in zip(axes, figure.panels, strict=True):
         for name, color in colors.items():
@@ -200,7 +200,7 @@ def main() -> None:
         parser.error(str(error))
     print(*written, sep="\n")
     if not written:
-        sys.exit("no figure: nothing was measured at two values of anything")
+        sys.exit("no figure: no parameter was measured at two values")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The parts of SGLang's serving benchmark in use: its arrivals, its record of a request and its metrics."""
+"""The parts of SGLang's serving benchmark that we use: arrivals, the record of a request, and metrics."""
 
 import warnings
 

@@ -1,6 +1,6 @@
 """The workloads: each turns its parameters and a seed into stages of conversations, the same for every contender.
 
-Lengths are in tokens. Synthetic text is random tokens, so nothing is reused by accident.
+Lengths are in tokens. Synthetic text consists of random tokens, so nothing is reused by accident.
 """
 
 import dataclasses
@@ -18,26 +18,26 @@ Encode = Callable[[str], list[int]]
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a conversation adds to its prompt before the next answer, and the length of that answer."""
+    """What a conversation adds to its prompt before an answer, and the length of that answer."""
 
     segments: list[dict]
     output_len: int
 
 
 Conversation = list[Turn]
-"""One turn is an ordinary request. Later turns follow the answer of the one before, and repeat everything so far."""
+"""A single turn is an ordinary request. Each later turn follows the previous answer and repeats everything so far."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """Conversations that are sent together and reported under the name of a phase."""
+    """Conversations sent together and reported under a phase's name."""
 
     phase: str
     conversations: list[Conversation]
 
 
 def option(help: str, default=dataclasses.MISSING, *, least=None):
-    """A field with a command-line flag of its name, no smaller than `least`. Without a default the flag is required."""
+    """A field with a command-line flag of the same name, at least `least`. Without a default the flag is required."""
     return dataclasses.field(default=default, metadata={"help": help, "least": least})
 
 
@@ -47,9 +47,9 @@ def zipf_weights(count: int, alpha: float) -> list[float]:
 
 
 def draw_distinct(rng: random.Random, cumulative: list[float], count: int) -> list[int]:
-    """`count` distinct indices, drawn one after another by weight without replacement, then shuffled.
+    """`count` distinct indices, drawn by weight without replacement, then shuffled.
 
-    Rejecting repetitions is the same as renormalising the remaining weights.
+    Rejecting repetitions is equivalent to renormalising the remaining weights.
     """
     drawn: dict[int, None] = {}
     while len(drawn) < count:
@@ -131,8 +131,8 @@ class Synthetic(Traffic):
 class Retrieval(Traffic):
     """Real questions with their documents as chunks, in the order of the file.
 
-    In a chat (`history`), earlier turns are text ahead of the documents, with the file's answers, as chat applications
-    send them. Each line is a conversation of one turn: the files do not say which documents earlier turns had.
+    In a chat (`history`), earlier turns are text before the documents, with the file's answers, as chat applications
+    send them. Each line is a conversation of one turn: the files do not record the documents of earlier turns.
     """
 
     data: Path = option("JSON lines, each with `docs` (`title` and `text`), `question` and, in a chat, `history`")
@@ -150,7 +150,7 @@ class Retrieval(Traffic):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trace(Traffic):
-    """What a retriever returned for the questions of a corpus: the documents' identities and lengths, random text."""
+    """What a retriever returned for a corpus's questions: the documents' identities and lengths, with random text."""
 
     data: Path = option("JSON lines, each with `dataset`, `requests` (lists of document numbers) and `doc_words`")
     dataset: str = option("which of the file's traces")
@@ -177,7 +177,7 @@ class Trace(Traffic):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agent(Traffic):
-    """Growing conversations: each turn adds a message and tool outputs, which recur within and across conversations."""
+    """Growing conversations: each turn adds a message and tool outputs that recur within and across conversations."""
 
     turns: int = option("answers of a conversation", 6, least=1)
     pool: int = option("different tool outputs", 200, least=1)
@@ -211,7 +211,7 @@ class Agent(Traffic):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chat(Traffic):
-    """Plain prompts without chunks, log-normal in length: about what ShareGPT's first turns look like."""
+    """Plain prompts without chunks, with log-normal lengths similar to ShareGPT's first turns."""
 
     input_median: int = option("tokens", 90, least=1)
     input_sigma: float = option("standard deviation of the logarithm", 1.4, least=0)
@@ -251,7 +251,7 @@ class Latency(Workload):
         stages = []
         for _ in range(self.num_prompts):
             first = [chunk(random_tokens(rng, self.chunk_len)) for _ in range(self.chunks)]
-            # Another first chunk leaves no common prefix.
+            # With another first chunk there is no common prefix.
             start = rng.randrange(1, self.chunks)
             rest = first[:start] + first[start + 1 :]
             other = [first[start], *rng.sample(rest, len(rest))]

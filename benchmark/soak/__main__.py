@@ -3,7 +3,7 @@
     python -m benchmark.soak --minutes 15
 
 Clients send prompts with chunks, without chunks, as plain text and by chunk ids, under several policies and tenants.
-They leave in mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send malformed requests.
+They disconnect mid-stream, abort, register, pin, delete and list chunks, flush the cache, and send malformed requests.
 The KV pool holds only a few prompts. Each variant of the server gets its share of the time, in rounds. After a round
 the server must become idle within seconds; it then checks its accounting, and a leaked slot or lock ends it. Then its
 cache is flushed and must be empty, and the next answer must be right without it.
@@ -44,13 +44,13 @@ STORAGE = ("--hicache-storage-backend", "file", "--hicache-storage-prefetch-poli
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """Flags of the server beyond COMMON, and variables of its environment."""
+    """Server flags beyond COMMON, and environment variables."""
 
     flags: tuple[str, ...] = ()
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-# SGLang retracts running requests every third step, whether memory is short or not.
+# SGLang retracts running requests every third step, even if memory suffices.
 RETRACT = {"SGLANG_TEST_RETRACT": "true", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
 VARIANTS = {
     "device": Variant(),
@@ -63,7 +63,7 @@ VARIANTS = {
 
 
 async def soak(url: str, prompts: list[Prompt], args: argparse.Namespace, seconds: float) -> dict[str, int]:
-    """Run rounds of traffic for this long; returns how often clients did what. Raises Wrong."""
+    """Run rounds of traffic for this long; returns the count of each action. Raises Wrong."""
     counts: dict[str, int] = {}
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -85,7 +85,7 @@ async def _until(end: float, client: Client) -> None:
 
 
 async def _settled(url: str, session: aiohttp.ClientSession, client: Client, prompt: Prompt) -> None:
-    """Check that the server becomes idle, can be emptied, has all its memory back, and still serves. Raises Wrong."""
+    """Check that the server becomes idle, empties its cache, has all memory back, and still serves. Raises Wrong."""
     async with session.post(f"{url}/flush_cache", params={"timeout": 30}) as response:
         if response.status != 200:
             raise Wrong(f"the server does not become idle: {response.status} {await response.text()}")
@@ -94,11 +94,11 @@ async def _settled(url: str, session: aiohttp.ClientSession, client: Client, pro
         async with session.get(f"{url}/chunks", headers=headers) as response:
             page = await response.json()
         if response.status != 200 or page["total"]:
-            raise Wrong(f"after a flush there are chunks left: {page}")
+            raise Wrong(f"chunks left after a flush: {page}")
     async with session.get(f"{url}/lazy/survey") as response:
         memory = (await response.json())["memory"]
     if any(tier is not None and tier["free"] != tier["size"] for tier in memory.values()):
-        raise Wrong(f"after a flush slots are taken: {memory}")
+        raise Wrong(f"slots in use after a flush: {memory}")
     body = {"segments": [segment.to_request() for segment in prompt.segments], "link": prompt.link}
     async with session.post(f"{url}/generate", json={**body, "sampling_params": SAMPLING}) as response:
         answer = await response.json()
@@ -106,12 +106,12 @@ async def _settled(url: str, session: aiohttp.ClientSession, client: Client, pro
         raise Wrong(f"after a flush: {answer} to {prompt}")
     meta = answer["meta_info"]
     if meta["cached_tokens"] != (meta.get("cached_tokens_details") or {}).get("storage", 0):
-        raise Wrong(f"after a flush something was cached that storage does not have: {meta}")
+        raise Wrong(f"cached tokens after a flush that are not in storage: {meta}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15, help="of all variants together, starts not counted")
+    parser.add_argument("--minutes", type=float, default=15, help="for all variants together, not counting start-up")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--prompts", type=int, default=40)

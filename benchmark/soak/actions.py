@@ -61,7 +61,7 @@ class Client:
     _numbers: Any = dataclasses.field(default_factory=itertools.count)
 
     async def act(self) -> None:
-        """Do one thing. Raises Wrong."""
+        """Do one random action. Raises Wrong."""
         actions, weights = zip(*ACTIONS, strict=True)
         action = self.rng.choices(actions, weights)[0]
         await action(self)
@@ -83,7 +83,7 @@ class Client:
         self._check_answer(prompt, answer["output_ids"])
 
     async def ask_by_id(self) -> None:
-        """Name chunks by their ids, which the server may not know, or no longer know."""
+        """Refer to chunks by ids, which the server may not know (any more)."""
         prompt, tenant = self.draw(), self.rng.choice(TENANTS)
         segments = [{"type": "chunk", "id": _id(s)} if s.kind == "chunk" else s.to_request() for s in prompt.segments]
         status, body = await self._generate(prompt, segments, tenant)
@@ -92,7 +92,7 @@ class Client:
             self._check_answer(prompt, body["output_ids"])
 
     async def leave(self) -> None:
-        """Disconnect from a stream, before the first token or after it."""
+        """Disconnect from a stream before or after the first token."""
         prompt = self.draw()
         body = self._body(prompt, self._segments(prompt), self.rng.choice(TENANTS)) | {"stream": True}
         timeout = aiohttp.ClientTimeout(total=self.rng.uniform(0.01, 1))
@@ -155,7 +155,7 @@ class Client:
                 break
 
     async def misuse(self) -> None:
-        """Send a request that must be refused and harm nobody."""
+        """Send a request that must be refused and must not affect others."""
         method, path, body = self.rng.choice(MALFORMED)
         status, answer = await self._call(method, path, body)
         if not 400 <= status < 500:
@@ -181,7 +181,7 @@ class Client:
         return await self._call("POST", "/generate", self._body(prompt, segments, tenant))
 
     async def _call(self, method: str, path: str, body: Any = None, tenant: str | None = None) -> tuple[int, Any]:
-        """Status and body of one request."""
+        """The status and body of a response."""
         headers = {} if tenant is None else {"X-Cache-Salt": tenant}
         timeout = aiohttp.ClientTimeout(total=PATIENCE)
         try:
@@ -202,7 +202,7 @@ class Client:
             raise Wrong(f"{status} where {sorted(allowed)} may be: {str(answer)[:500]}")
 
     def _check_answer(self, prompt: Prompt, tokens: list[int], whole: bool = True) -> None:
-        """Raises Wrong unless the answer is right.  whole: nothing of it may be missing."""
+        """Raise Wrong unless the answer is right.  whole: it must be complete."""
         expected = prompt.answer if whole else prompt.answer[: len(tokens)]
         if tuple(tokens) != expected:
             raise Wrong(f"{tokens} instead of {expected}, to {prompt}")
@@ -221,7 +221,7 @@ ACTIONS: tuple[tuple[Callable[[Client], Awaitable[None]], int], ...] = (
     (Client.misuse, 6),
     (Client.flush, 2),
 )
-"""What clients do, and how often in proportion."""
+"""The actions of clients, with their relative frequencies."""
 
 
 def _id(chunk: Segment) -> str:

@@ -11,11 +11,11 @@ from oracle.scenarios import Dice
 from oracle.segments import Segment, text, token_ids
 
 NUM_TOKENS = 5
-"""Of an answer."""
+"""In an answer."""
 LINKS = (None, "full", "epic:tokens=2")
-"""None is the server's default, whose answers are those of `block`."""
+"""None is the server's default, which answers like `block`."""
 ALPHA = 1.1
-"""Exponent of the Zipf distribution by which prompts recur."""
+"""Exponent of the Zipf distribution of prompts."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Prompt:
 
 
 def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
-    """`count` prompts with up to five of a dozen chunks, some without any, most popular first."""
+    """`count` prompts, most popular first, with up to five of a dozen chunks each; some have none."""
     dice = Dice(f"soak/{seed}")
     chunks = [*dice.chunks(10, 1, 90), *dice.chunks(1, 150, 150)]
     chunks.append(Segment("chunk", chunks[0].ids + dice.ids(5)))  # shares a prefix with another chunk
@@ -48,7 +48,7 @@ def make_prompts(model_path: str, seed: int, count: int) -> list[Prompt]:
         link = LINKS[number % len(LINKS)] if picked else None
         try:
             prompts.append(Prompt(tuple(segments), link, _answer(oracle, segments, link)))
-        except ValueError:  # two tokens are too close to tell apart
+        except ValueError:  # the two best tokens are too close
             continue
     raise AssertionError
 

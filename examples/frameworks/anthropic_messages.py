@@ -1,4 +1,4 @@
-"""Anthropic's client: documents as its own blocks of type search_result, which are chunks."""
+"""Anthropic's client: documents as its blocks of type search_result, which become chunks."""
 
 import anthropic
 from documents import QUESTION, orders, server_url

@@ -1,4 +1,4 @@
-"""What the programs here share: documents, a question, and the server's address."""
+"""Shared by the programs here: documents, a question, and the server's address."""
 
 import argparse
 
@@ -18,5 +18,5 @@ def server_url(description: str) -> str:
 
 
 def orders() -> list[list[str]]:
-    """The documents in two orders: a prefix cache reuses nothing of the second."""
+    """The documents in two orders: a prefix cache reuses nothing in the second."""
     return [DOCUMENTS, DOCUMENTS[::-1]]

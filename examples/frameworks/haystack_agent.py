@@ -1,4 +1,4 @@
-"""Haystack: what tools have returned is a chunk, as their role says."""
+"""Haystack: tool results are chunks, recognised by their role."""
 
 from documents import QUESTION, orders, server_url
 from haystack.components.generators.chat import OpenAIChatGenerator
@@ -17,5 +17,5 @@ for order in orders():
     question = ChatMessage.from_user(QUESTION)
     (reply,) = generator.run([question, ChatMessage.from_assistant(tool_calls=calls), *results])["replies"]
     print(repr(reply.text))
-    details = reply.meta["usage"]["prompt_tokens_details"]  # None where nothing was cached
+    details = reply.meta["usage"]["prompt_tokens_details"]  # None if nothing was cached
     print("cached tokens:", details["cached_tokens"] if details else 0)

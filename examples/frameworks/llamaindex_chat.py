@@ -1,4 +1,4 @@
-"""LlamaIndex: its messages know no chunks, so a separator in plain text says where the documents are."""
+"""LlamaIndex: its messages have no chunks, so a separator in plain text marks the documents."""
 
 from documents import QUESTION, orders, server_url
 from llama_index.core.llms import ChatMessage
@@ -23,5 +23,5 @@ for order in orders():
         ]
     )
     print(repr(response.message.content))
-    details = response.raw.usage.prompt_tokens_details  # None where nothing was cached
+    details = response.raw.usage.prompt_tokens_details  # None if nothing was cached
     print("cached tokens:", details.cached_tokens if details else 0)

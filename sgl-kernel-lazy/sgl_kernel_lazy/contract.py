@@ -151,6 +151,6 @@ def _first_outside(values: torch.Tensor, size: int) -> int | None:
 
 
 def _refuse(wrong: torch.Tensor, expectation: str) -> None:
-    """Raise ValueError with the first row of a batch of which anything is wrong, if any."""
+    """Raise ValueError naming the first invalid row of a batch, if any."""
     if wrong.any():
         raise ValueError(f"{expectation}, got others in row {int(wrong.nonzero()[0, 0])}")

@@ -7,7 +7,7 @@ import torch
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """The number of streaming multiprocessors; 1 without a GPU, for Triton's interpreter."""
+    """The number of SMs; 1 without a GPU, for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 

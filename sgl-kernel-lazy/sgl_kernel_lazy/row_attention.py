@@ -1,4 +1,4 @@
-"""Attention over the row of one request in plain PyTorch, of which `torch_impl` is made.
+"""Attention over the row of one request in plain PyTorch: the building block of `torch_impl`.
 
 Since < R(-p) q, k > = < q, R(p) k >, cached keys are rotated on to their places in the prompt, which leaves ordinary
 attention: cheaper here than rotating all queries back for each segment, as PyTorch has to copy the row's keys anyway.

@@ -39,7 +39,7 @@ def unsupported(
     sinks: bool,
     capped: bool,
 ) -> str | None:
-    """Why this implementation cannot serve such a layer here, or None if it can, as this one always can.
+    """Why this implementation cannot serve such a layer here, or None; always None here.
 
     kv_dtype: dtype, or fp8.
     max_segments: of a request, the width of the segment tables.

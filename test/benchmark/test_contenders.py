@@ -16,9 +16,9 @@ def test_a_second_server_of_one_kind():
 
 
 def test_unknown_names():
-    with pytest.raises(ValueError, match="no contender 'vllm': there are stock"):
+    with pytest.raises(ValueError, match="unknown contender 'vllm': expected one of stock"):
         parse_contenders("stock,vllm")
-    with pytest.raises(ValueError, match="no model 'llama': give one of llama-3.1-8b"):
+    with pytest.raises(ValueError, match="unknown model 'llama': expected one of llama-3.1-8b"):
         model_name("llama")
     assert model_name("./here") == "./here"
 

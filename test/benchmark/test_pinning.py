@@ -70,7 +70,7 @@ def test_each_scheduler_has_a_core_of_its_own(servers, monkeypatch):
 def test_too_few_cores_are_reported(servers, monkeypatch):
     monkeypatch.setattr(pinning, "physical_cores", lambda: [{CPUS[0]}] * 4)
     before = [affinities(url) for url in servers]
-    with pytest.raises(ValueError, match="takes 5 cores, there are 4"), pinning.pinned(servers):
+    with pytest.raises(ValueError, match="takes 5 cores, but there are 4"), pinning.pinned(servers):
         pass
     assert [affinities(url) for url in servers] == before
 

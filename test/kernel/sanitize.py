@@ -2,11 +2,11 @@
 
     python test/kernel/sanitize.py [--sanitizer PATH] [--tools racecheck] [--batches large]
 
-racecheck must first tell a correct ring of mbarriers from a broken one, see sanitizer_control.cu. If one lane arrives
-for its warp, as in the kernels, version 2026.4.0 reports hazards in correct rings too. So racecheck checks a build in
-which every lane arrives (LAZY_EVERY_LANE_ARRIVES, in a workspace of its own), and its result counts only if it tells
-such rings apart. That build cannot show whether a warp's other lanes have finished when one lane arrives for them. The
-other tools check the ordinary build.
+racecheck must first find the race in a broken ring of mbarriers and none in a correct one, see sanitizer_control.cu. If
+one lane arrives for its warp, as in the kernels, version 2026.4.0 reports hazards in correct rings too. So racecheck
+checks a build in which every lane arrives (LAZY_EVERY_LANE_ARRIVES, in a workspace of its own), and its result counts
+only if it distinguishes such rings. That build cannot show whether a warp's other lanes have finished when one lane
+arrives for them. The other tools check the ordinary build.
 
 racecheck counts the mbarriers in the source, an array as one, and reports false hazards if a block has more:
 --num-cuda-barriers gives the number. The tool comes with the CUDA toolkit and as nvidia-cuda-sanitizer-api on PyPI;
@@ -85,21 +85,21 @@ def print_report(done: Done) -> None:
     print((done.stderr + done.stdout)[-4000:])
 
 
-def tells_rings_apart(sanitizer: str, folder: str) -> bool:
+def distinguishes_rings(sanitizer: str, folder: str) -> bool:
     """Whether racecheck finds the race in the broken ring and none in the correct one, with every lane arriving."""
-    told = dict.fromkeys(("one lane arrives", "every lane arrives"), True)
-    for arrival, ring in itertools.product(told, ("right", "broken")):
+    distinguished = dict.fromkeys(("one lane arrives", "every lane arrives"), True)
+    for arrival, ring in itertools.product(distinguished, ("right", "broken")):
         flags = [EVERY_LANE] * (arrival == "every lane arrives") + ["-DBROKEN"] * (ring == "broken")
         source, program = str(HERE / "sanitizer_control.cu"), f"{folder}/control"
         nvcc = ["nvcc", "-std=c++17", "-O3", "-lineinfo", "-arch=sm_90a", f"-I{CSRC}", source, *flags]
         subprocess.run([*nvcc, "-o", program], check=True)
         done = sanitized(sanitizer, "racecheck", program)
-        said = {0: "nothing reported", FOUND: "reported"}.get(done.returncode, f"exit status {done.returncode}")
-        print(f"control, {arrival}, {ring} ring: {said}")
+        outcome = {0: "nothing reported", FOUND: "reported"}.get(done.returncode, f"exit status {done.returncode}")
+        print(f"control, {arrival}, {ring} ring: {outcome}")
         if done.returncode != (FOUND if ring == "broken" else 0):
-            told[arrival] = False
+            distinguished[arrival] = False
             print_report(done)
-    return told["every lane arrives"]
+    return distinguished["every lane arrives"]
 
 
 def passes(sanitizer: str, tool: str, names: list[str], folder: str) -> bool:
@@ -107,9 +107,9 @@ def passes(sanitizer: str, tool: str, names: list[str], folder: str) -> bool:
     env = os.environ | {"FLASHINFER_JIT_LINEINFO": "1"}
     passed = True
     if tool == "racecheck":
-        passed = tells_rings_apart(sanitizer, folder)
+        passed = distinguishes_rings(sanitizer, folder)
         if not passed:
-            print("racecheck cannot tell the rings apart: what it says of the kernels means nothing")
+            print("racecheck does not distinguish the rings: its reports on the kernels mean nothing")
         flags = os.environ.get("FLASHINFER_EXTRA_CUDAFLAGS", "")
         env |= {"FLASHINFER_WORKSPACE_BASE": folder, "FLASHINFER_EXTRA_CUDAFLAGS": f"{flags} {EVERY_LANE}"}
     program = [sys.executable, __file__, "--run", "--batches"]

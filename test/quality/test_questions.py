@@ -73,7 +73,7 @@ def test_split():
     ("record", "message"),
     [
         ({"question": "?"}, "line 1: in neither format: KeyError\\('dataset'\\)"),
-        (longbench(dataset="trec"), "line 1: no dataset 'trec': there are narrativeqa"),
+        (longbench(dataset="trec"), "line 1: unknown dataset 'trec': expected one of narrativeqa"),
         (longbench(answers=[]), "line 1: there must be answers"),
         (
             {"docs": [{"title": "x"}], "question": "?", "answers": ["x"]},

@@ -96,4 +96,4 @@ def test_without_the_package_the_exact_demo_runs(demo, monkeypatch, capsys):
     monkeypatch.setattr(demo, "smollm2", unavailable)
     monkeypatch.setattr(demo.demo_exact, "main", lambda: ran.append(True))
     demo.main()
-    assert ran and "exact demo runs in its place" in capsys.readouterr().out
+    assert ran and "Running the exact demo instead" in capsys.readouterr().out

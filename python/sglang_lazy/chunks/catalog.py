@@ -55,7 +55,10 @@ class CachedChunk:
 
 
 def tenant_of(namespace: Namespace) -> Hashable:
-    """The tenant of a namespace: its salt, None if shared. With a different `extra_key`, a tenant that no client is."""
+    """The tenant of a namespace: its salt, or None if shared.
+
+    A different `extra_key` gives a tenant that matches no client.
+    """
     salt = namespace.cache_salt
     return salt if namespace.own_key == salt else (namespace.own_key, salt)
 

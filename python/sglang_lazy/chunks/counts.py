@@ -107,13 +107,13 @@ class Occupancy(NamedTuple):
 
 
 class Census:
-    """Counts all chunks of a `ChunkStore` again and again, some at a time."""
+    """Counts all chunks of a `ChunkStore` repeatedly, a batch at a time."""
 
     def __init__(self, store: Any):
         self._store, self._start, self._found = store, 0, Occupancy.of(())
 
     def step(self) -> Occupancy | None:
-        """Count the next piece. Returns the totals after the last one and starts over, None before that."""
+        """Count the next batch. Returns the totals after the last one, then starts over; None before that."""
         chunks, following = self._store.catalog.piece(None, True, self._start, PIECE)
         found, self._start = self._found + Occupancy.of(chunks), following or 0
         self._found = found if following else Occupancy.of(())

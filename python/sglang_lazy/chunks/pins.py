@@ -106,7 +106,7 @@ class Pins:
         """End the pin of a chunk, if it has one."""
         if self._chunks.pop(chunk.key, None) is not None:
             chunk.pin = None
-            self.num_tokens -= Counter({chunk.tenant: chunk.num_tokens})  # who has none left is dropped
+            self.num_tokens -= Counter({chunk.tenant: chunk.num_tokens})  # drops tenants without pins
             self.tree.unlock(chunk.node)
 
     def expire(self, now: float) -> float | None:

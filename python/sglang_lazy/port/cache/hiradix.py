@@ -275,7 +275,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         """Start the queued loads, with the batch that SGLang forms."""
         if self.has_queued_loads:
             self._after_passes(self.cache_controller.load_stream)
-            # SGLang has a few events in turn, and takes it that passes have waited for those of the oldest load.
+            # SGLang reuses a few events, assuming that passes have waited for the oldest load.
             counter = self.cache_controller.layer_done_counter
             counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event.synchronize()
         self._queued.clear()

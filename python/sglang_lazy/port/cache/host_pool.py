@@ -10,8 +10,8 @@ from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang_lazy.port.hooks import Hook
 
 LOAD_BLOCKS, BACK_UP_BLOCKS = 4, 1
-"""Thread blocks of the transfer kernels. Each keeps a streaming multiprocessor from the passes beside it. Requests wait
-for loads; only eviction may wait for copies to the host, and with one block running requests do not notice them
+"""Thread blocks of the transfer kernels. Each occupies an SM that concurrent passes could use. Requests wait for loads;
+only eviction may wait for copies to the host, and with one block running requests do not notice them
 (docs/results/tiers)."""
 
 

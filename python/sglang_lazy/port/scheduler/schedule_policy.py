@@ -46,8 +46,8 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
 
 
 def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
-    """Around `PrefillAdder.add_one_req`: add nothing after a request of which only a part fits, since that may be a
-    fill. SGLang would continue if the pool of window KV has cut it and the batch has room."""
+    """Around `PrefillAdder.add_one_req`: stop after a request that fits only in part, since it may be a fill. SGLang
+    would continue if the pool of window KV has cut it and the batch has room."""
     if has_chunked_req or adder.new_chunked_req is not None:
         return AddReqResult.OTHER
     return original(adder, req, has_chunked_req, *args, **kwargs)
