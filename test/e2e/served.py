@@ -12,6 +12,7 @@ from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 TOLERANCE = 1e-4  # of a log-probability
 NUM_TOKENS = 6
 PREAMBLE = "These lines stand alone."
+RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
 
 
 class Served:
@@ -27,12 +28,15 @@ class Served:
         self.engine = EngineProcess(model_path=str(path), **options)
 
     def kept(self, prompt: list[Segment], link: str):
-        """What the oracle keeps of each chunk under `link`, and the preamble after which it computes chunks."""
+        """What the oracle keeps of each chunk under `link`, and the preamble after which it computes chunks.
+
+        prompt: with the tokens that a model was trained to see around chunks.
+        """
         base, _, policy = link.rpartition("+")
         preamble = {"": (), "base": self.preamble, "base:preamble=lead": leading_text(prompt)}[base]
         name, _, parameter = policy.partition(":")
         value = parameter.partition("=")[2]
-        if name == "block":
+        if name in ("block", "kvlink", "packet"):
             return keep_all_but(prompt, ()), preamble
         if name == "epic":
             return epic(prompt, int(value)), preamble

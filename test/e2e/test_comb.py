@@ -8,6 +8,7 @@ import pytest
 import requests
 import torch
 from safetensors.torch import load_file, save_file
+from served import RANKS_ON_CPU
 
 from fakes import streams
 from oracle.adapters import merged, random_adapter
@@ -92,7 +93,6 @@ def storage_hits(output):
 MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
 TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-storage-backend", "file"]
 WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS, "two ranks": [*TIERS, "--tp-size", "2"]}
-RANKS_ON_CPU = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_NCCL_SO_PATH": "none"}  # NCCL needs GPUs
 SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as usual"]
 
 

@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from served import NUM_TOKENS, Served
+from served import NUM_TOKENS, RANKS_ON_CPU, Served
 
 from fakes.passes import counted
 from oracle.models import MODELS, build
@@ -15,22 +15,25 @@ from oracle.scenarios import Dice
 from oracle.segments import Segment, chunk, text
 
 TRAINED = {"kvlink": {"link": [7, 8, 9, 10, 11]}, "packet": {"before": [12, 13], "behind": [14]}}
+TRAINED_LINKS = ["kvlink:tokens=2", "packet"]
 LINKS = ["block", "epic:tokens=3", "query:ratio=0.3", "blend:ratio=0.3", "static:ratio=0.3"]
 BASES = ["", "base+", "base:preamble=lead+"]
 
 
-OPTIONS = {
-    "llama": {},
-    "glm4": {"chunked_prefill_size": 48, "disable_overlap_schedule": True},
-    "gpt-oss": {**MODELS["gpt-oss"].cpu_options, "disable_hybrid_swa_memory": True},
+WAYS = {
+    "llama": ("llama", {}),
+    "llama on two ranks": ("llama", {"tp_size": 2}),
+    "glm4": ("glm4", {"chunked_prefill_size": 48, "disable_overlap_schedule": True}),
+    "gpt-oss": ("gpt-oss", {**MODELS["gpt-oss"].cpu_options, "disable_hybrid_swa_memory": True}),
 }
+"""The models, and how they are served."""
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "llama"]
 
 
-@pytest.fixture(
-    scope="module", params=["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("glm4", "gpt-oss"))]
-)
+@pytest.fixture(scope="module", params=["llama", *SLOW])
 def served(request, model_dir, tmp_path_factory):
-    path = shutil.copytree(build(request.param, model_dir), tmp_path_factory.mktemp("model") / request.param)
+    model, options = WAYS[request.param]
+    path = shutil.copytree(build(model, model_dir), tmp_path_factory.mktemp("model") / model)
     (path / "lazy_tokens.json").write_text(json.dumps(TRAINED))
     hooks = [
         {
@@ -41,8 +44,11 @@ def served(request, model_dir, tmp_path_factory):
         }
         for name in "01"
     ]
-    served = Served(path, max_total_tokens=2048, forward_hooks=hooks, **OPTIONS[request.param])
-    served.path = path
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in RANKS_ON_CPU.items() if "tp_size" in options else ():
+            environment.setenv(name, value)
+        served = Served(path, max_total_tokens=2048, forward_hooks=hooks, **options)
+    served.path, served.num_ranks = path, options.get("tp_size", 1)
     yield served
     served.engine.shutdown()
     gc.collect()
@@ -72,17 +78,19 @@ def test_batches_of_mixed_policies(served):
         served.answer(prompts, links)
 
 
-@pytest.mark.parametrize("link", ["epic:tokens=3", "query:ratio=0.3", "base+query:ratio=0.3", "blend:ratio=0.3"])
+@pytest.mark.parametrize("link", [*LINKS[1:], "base+query:ratio=0.3", *TRAINED_LINKS])
 def test_the_next_turn_finds_text_and_choices(served, link):
     """The second question is answered over the tokens chosen for the first, so that nothing is computed again."""
     dice = Dice(f"turns {link}")
     prompt = [dice.text(6), *dice.chunks(3, 10, 20), dice.text(5)]
-    (first,) = served.answer([prompt], [link])
-    kept, preamble = served.kept(prompt, link)
-    following = [*prompt, text(first["output_ids"]), dice.text(4)]
-    (second,) = served.ask([following], [link])
-    served.check(following, second, kept, preamble)
-    length = sum(len(segment.ids) for segment in prompt)
+    (first,) = served.ask([prompt], [link])
+    seen = with_tokens(prompt, link)
+    kept, preamble = served.kept(seen, link)
+    served.check(seen, first, kept, preamble)
+    following = [text(first["output_ids"]), dice.text(4)]
+    (second,) = served.ask([[*prompt, *following]], [link])
+    served.check([*seen, *following], second, kept, preamble)
+    length = sum(len(segment.ids) for segment in seen)
     assert second["meta_info"]["cached_tokens"] >= length + NUM_TOKENS - 1
 
 
@@ -105,13 +113,16 @@ def test_blends_probe_ends_at_the_second_layers_keys(served):
         counted(file)
     (output,) = served.answer([prompt], ["blend:ratio=0.3"])
     prompt_len, num_cached = (output["meta_info"][name] for name in ("prompt_tokens", "cached_tokens"))
-    first, second = (sum(n for n in counted(file) if n > 1) for file in files)  # a single token is decode
+    # A single token is decode; each rank counts all tokens.
+    first, second = (sum(n for n in counted(file) if n > 1) / served.num_ranks for file in files)
     assert second == prompt_len - num_cached
     assert first == prompt_len + second
 
 
 def with_tokens(prompt: list[Segment], link: str) -> list[Segment]:
     """What the model sees of `prompt`."""
+    if link not in TRAINED_LINKS:
+        return prompt
     segments, link_ids = [], itertools.cycle(TRAINED["kvlink"]["link"])
     for segment in prompt:
         if segment.kind == "text":
@@ -124,7 +135,7 @@ def with_tokens(prompt: list[Segment], link: str) -> list[Segment]:
 
 
 @pytest.mark.parametrize("base", ["", "base+"])
-@pytest.mark.parametrize("link", ["kvlink:tokens=2", "packet"])
+@pytest.mark.parametrize("link", TRAINED_LINKS)
 def test_trained_tokens_surround_chunks(served, link, base):
     dice = Dice(f"trained {base}{link}")
     docs = dice.chunks(4, 5, 15)

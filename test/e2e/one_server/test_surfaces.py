@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from http_prompts import LIBRARY, RAILWAY, RIVER, chunk, text
+from served import TOLERANCE
 from transformers import AutoTokenizer
 
 import sglang_lazy as sgl
@@ -228,6 +229,31 @@ def test_completions_answer_what_generate_does(post, generate):
         assert stream[-1]["usage"] == complete(post, segments, link=link).json()["usage"]
     details = complete(post, segments).json()["usage"]["prompt_tokens_details"]
     assert 0 < details["chunk_tokens"] < details["cached_tokens"]
+
+
+STREAMED = ["copy", "epic:tokens=3", "query:ratio=0.3", "blend:ratio=0.3", "static:ratio=0.3"]
+STREAMED += ["base", "base:preamble=lead", "base+epic:tokens=3", "base+query:ratio=0.3"]
+
+
+@pytest.mark.parametrize("link", STREAMED)
+def test_streams_under_every_policy(post, generate, link):
+    """Cold and warm, the pieces add up to the whole answer. That of `copy` is the answer under `block`, all others are
+    not."""
+
+    def logprobs(answer):
+        return [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+
+    body = dict(segments=prompt(RIVER, RAILWAY, LIBRARY), link=link)
+    block, whole = (
+        generate(**{**body, "link": name}, cache_salt="whole", return_logprob=True) for name in ("block", link)
+    )
+    expected = pytest.approx(logprobs(whole), abs=TOLERANCE)
+    assert (logprobs(block) == expected) == (link == "copy")
+    for _ in range(2):
+        stream = events(complete(post, **body, cache_salt=f"streamed {link}", stream=True, logprobs=1))
+        choices = [choice for event in stream for choice in event["choices"]]
+        assert len(choices) > 1 and "".join(choice["text"] for choice in choices) == whole["text"]
+        assert sum((choice["logprobs"]["token_logprobs"] for choice in choices), []) == expected
 
 
 def test_completions_of_a_batch_with_samples_and_echo(post, generate):
