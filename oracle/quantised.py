@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .models import ModelSpec
+from .models.spec import ModelSpec
 
 # The smallest sizes that all formats have kernels for
 SIZES = dict(
