@@ -1,5 +1,6 @@
 """What describes a model, and the settings that many share."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 
@@ -32,7 +33,7 @@ class ModelSpec:
     core: bool = True  # False: its attention resembles that of a core model, so tests may try less
 
     def config(self):
-        """The Hugging Face configuration."""
+        """The Hugging Face configuration, which shares nothing with the spec."""
         common = dict(
             vocab_size=VOCAB_SIZE,
             bos_token_id=BOS,
@@ -42,7 +43,7 @@ class ModelSpec:
             tie_word_embeddings=False,
             dtype="float32",
         )
-        return getattr(transformers, self.config_class)(**{**common, **self.settings})
+        return getattr(transformers, self.config_class)(**{**common, **copy.deepcopy(self.settings)})
 
 
 def shape(hidden: int, layers: int, heads: int, kv_heads: int, **more) -> dict:
