@@ -1,87 +1,24 @@
 """Pools that remember what was computed into each slot, and find what the cache and running requests get wrong."""
 
-import collections
 import itertools
 import zlib
-from array import array
 from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
-from fakes import windows
+from fakes import invariants, windows
 from fakes.attention import attend
-from fakes.pools import NUM_ROTATIONS, Pools
+from fakes.pools import Pools
 from fakes.requests import ADAPTERS, contents_of, contents_of_fill, kept_in, positions_of
-from fakes.slots import NOT_COMPUTED, HybridSlots, Slots
-from fakes.streams import LatePool, current_stream
-from sglang_lazy.chunks.store import PRIVATE_SEGMENT
-from sglang_lazy.core.keys import Namespace, tokens_digest
-from sglang_lazy.core.state import RowNodes, fill_of, linked
+from fakes.slots import HybridSlots, Slots
+from fakes.tiers import HostSlots, RecordingObjects
+from sglang_lazy.core.keys import Namespace
+from sglang_lazy.core.state import fill_of, linked
 from sglang_lazy.policies import get_policy
-from sglang_lazy.port.cache.chunk_objects import ChunkObjects
-
-
-class HostSlots(LatePool):
-    """The host's memory, with what was copied into each slot."""
-
-    def clear(self) -> None:
-        super().clear()
-        self.contents: dict[int, Any] = {}
-
-    def alloc(self, need_size: int) -> torch.Tensor | None:
-        slots = super().alloc(need_size)
-        if slots is not None:
-            self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
-        return slots
-
-    def free(self, indices: torch.Tensor) -> int:
-        for slot in indices.tolist():
-            del self.contents[slot]
-        return super().free(indices)
-
-    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
-        pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
-        copied = [device_pool.slots.contents[slot] for _, slot in pairs]
-        assert NOT_COMPUTED not in copied, "copied to the host before it is computed"
-        current_stream().do(lambda: self._back_up(device_pool, pairs, copied))
-        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
-
-    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
-        if layer_id == self.layer_num - 1:
-            pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
-            current_stream().do(lambda: self._load(device_pool, pairs))
-        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
-
-    def _back_up(self, device_pool, pairs, copied) -> None:
-        assert [device_pool.slots.contents[slot] for _, slot in pairs] == copied, "changed while it is copied"
-        self.contents.update((host_slot, content) for (host_slot, _), content in zip(pairs, copied, strict=True))
-
-    def _load(self, device_pool, pairs) -> None:
-        for host_slot, slot in pairs:
-            assert self.contents[host_slot] != NOT_COMPUTED, "loaded before it is on the host"
-            device_pool.slots.compute(slot, self.contents[host_slot])
-
-
-class RecordingObjects(ChunkObjects):
-    """Stored chunks, with what was computed into them."""
-
-    contents: ClassVar[dict[tuple[bytes, int], list]] = {}
-
-    def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        if not self._given_up:
-            self.contents[name, index] = [self.pool.contents[slot] for slot in slots.tolist()]
-            assert NOT_COMPUTED not in self.contents[name, index], "stored before it is computed"
-        return super()._write(name, index, slots)
-
-    def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        found = super()._read(name, index, slots)
-        if found:
-            self.pool.contents.update(zip(slots.tolist(), self.contents[name, index], strict=True))
-        return found
 
 
 class RecordingPools(Pools):
@@ -134,7 +71,7 @@ class RecordingPools(Pools):
                 self.keys[slot, 0, 0] = 1 + zlib.crc32(repr(req.contents[position]).encode()) % 97
         if batch.forward_mode.is_extend():
             attend(batch, self.rows.segment_table)
-        self.check_row_contents()
+        invariants.check_row_contents(self)
         if self.window:
             windows.check_seen(self, batch)
 
@@ -179,7 +116,11 @@ class RecordingPools(Pools):
                 assert all(more[i][: len(less[i])] == less[i] for i in (2, 3))
                 self.paths[span.namespace] = more
 
-    # What must hold after every step
+    # What must hold after every step, and what it is held against
+
+    def check(self, holders: Iterable[Req] = ()) -> None:
+        """holders: waiting requests that have chunks locked."""
+        invariants.check(self, holders)
 
     def nodes(self) -> Iterator[tuple[TreeNode, Any, tuple[int, ...]]]:
         """All tree nodes with their namespace and the tokens before them in it."""
@@ -189,116 +130,8 @@ class RecordingPools(Pools):
             yield node, node.key.extra_key, before
             stack += [(child, before + tuple(node.key.token_ids)) for child in node.children.values()]
 
-    def check(self, holders: Iterable[Req] = ()) -> None:
-        """holders: waiting requests that have chunks locked."""
-        self.check_slots()
-        held = self.check_locks(holders)
-        if self.window:
-            windows.check_slots(self)
-            windows.check_locks(self, held)
-        self.check_tree_contents()
-        self.check_row_contents()
-        self.check_segments()
-
-    def check_slots(self) -> None:
-        """Every slot is free, in exactly one tree node, or owned by one running request."""
-        whole = self.slots.full_attn_allocator if self.window else self.slots
-        places = [*whole.free_pages.tolist(), *whole.release_pages.tolist()]
-        for node, _, _ in self.nodes():
-            assert node.evicted or len(node.value) == len(node.key)
-            places += [] if node.evicted else node.value.tolist()
-        for req in self.running:
-            row = self.rows.req_to_token[req.req_pool_idx]
-            places += row[req.cache_protected_len : req.kv_committed_len].tolist()
-            if (fill := fill_of(req)) is not None and fill.published:
-                places += fill.duplicates.tolist()
-            if (state := linked(req)) is not None and state.own is not None:
-                places += state.own.slots.tolist()
-        assert sorted(places) == list(range(1, whole.size + 1))
-        if self.has_tiers:
-            self.check_host_slots()
-
-    def check_host_slots(self) -> None:
-        """Every slot of the host is free or in one tree node; what is above a copy has one, and the same of slots."""
-        pool, root = self.cache.token_to_kv_pool_host, self.cache.root_node
-        places = torch.cat([pool.free_slots, *pool.release_slots]).tolist()
-        places += [slot for fetch in self.cache.fetches for slot in fetch.slots.tolist()]
-        leaves = set()
-        for node, _, _ in self.nodes():
-            assert not (node.evicted and not node.backuped), "a node without KV is in the tree"
-            assert node.parent is root or node.evicted or not node.parent.evicted
-            assert node.parent is root or node.parent.backuped or not node.backuped
-            if node.backuped:
-                assert len(node.host_value) == len(node.key)
-                places += node.host_value.tolist()
-            if node.evicted and not node.children:
-                leaves.add(node)
-        assert sorted(places) == list(range(pool.size))
-        assert self.cache.evictable_host_leaves == leaves
-
-    def check_locks(self, holders: Iterable[Req]) -> list[tuple[TreeNode, int]]:
-        """A node is locked once by each user at or below it; the sizes and the leaves say what the locks say. Returns
-        the nodes that are held, each with its spread.
-
-        The chunks of a request are one user, whether it is admitted, runs, or both.
-        """
-        users = collections.Counter()
-        rows = [req.last_node for req in self.running if isinstance(req.last_node, RowNodes)]
-        held = [(req.last_node, 0) for req in self.running if not isinstance(req.last_node, RowNodes)]
-        held += [pair for row in rows for pair in zip(row.spans, row.spreads or itertools.repeat(0), strict=False)]
-        for chunks, num_locks in collections.Counter(
-            [row.chunks for row in rows] + [linked(req).chunks for req in holders]
-        ).items():
-            assert chunks.num_locks == num_locks
-            pairs = zip(chunks.nodes, chunks.spreads, strict=True)
-            held += [(node, spread) for node, spread in pairs if node is not None]
-        if self.has_tiers:
-            held += [(node, 0) for node in self.cache.ongoing_load_back.values()]
-            held += [(node, 0) for node, _, _ in self.cache.ongoing_write_through.values()]
-        if self.cache.admission is not None:
-            held += [(chunk.node, 0) for chunk in self.cache.admission.pins._chunks.values()]
-        held += [(node, 0) for node in self.waiting_locks]
-        assert self.cache.num_locks == sum(node is not self.cache.root_node for node, _ in held)
-        for node, _ in held:
-            while node is not self.cache.root_node:
-                users[node] += 1
-                node = node.parent
-        evictable = protected = 0
-        leaves = set()
-        for node, _, _ in self.nodes():
-            assert node.lock_ref == users.pop(node, 0)
-            if node.lock_ref:
-                protected += len(node.key)
-            elif not node.evicted:
-                evictable += len(node.key)
-                if all(child.evicted for child in node.children.values()):
-                    leaves.add(node)
-        assert not users, "a request holds nodes that left the tree"
-        assert (self.cache.evictable_size(), self.cache.protected_size()) == (evictable, protected)
-        assert self.cache.evictable_leaves == leaves
-        return held
-
-    def check_tree_contents(self) -> None:
-        """The slots of a node hold what its key and namespace promise to whoever matches it; chunks are found there."""
-        ends = {}
-        for node, namespace, before in self.nodes():
-            tokens = before + tuple(node.key.token_ids)
-            ends[namespace, tokens_digest(array("q", tokens))] = node
-            promises = [self._promise(namespace, tokens[: i + 1]) for i in range(len(before), len(tokens))]
-            if not node.evicted:
-                contents = [self.slots.contents[slot] for slot in node.value.tolist()]
-                assert all(pair[0] == pair[1] for pair in zip(contents, promises, strict=True)) or (
-                    set(contents) == {NOT_COMPUTED} and self.cache.loading(node)
-                )
-            if node.backuped:
-                copies = [self.cache.token_to_kv_pool_host.contents[slot] for slot in node.host_value.tolist()]
-                assert copies == promises or (
-                    set(copies) == {NOT_COMPUTED} and node.write_through_pending_id is not None
-                )
-        for key, chunk in self.cache.store._cached.items():
-            assert ends[key.namespace, key.tokens] is chunk.node
-
-    def _promise(self, namespace: Any, tokens: tuple[int, ...]) -> tuple:
+    def promise(self, namespace: Any, tokens: tuple[int, ...]) -> tuple:
+        """What is in the slot of the last of `tokens`, all that `namespace` has up to there."""
         if not isinstance(namespace, Namespace):
             adapter = next((one for one in ADAPTERS if (namespace or "").endswith(one)), None)
             return ("text", (namespace, adapter), None, tokens)
@@ -312,33 +145,3 @@ class RecordingPools(Pools):
                 path += fixed + tokens[:count]
                 tokens = tokens[count:]
         return ("text", place, salt, path)
-
-    def check_row_contents(self) -> None:
-        """Every entry of a running request's row holds what its position demands."""
-        for req in self.running:
-            row = self.rows.req_to_token[req.req_pool_idx, : req.kv_committed_len].tolist()
-            positions = positions_of(req, 0, req.kv_committed_len)
-            assert [self.slots.contents.get(slot) for slot in row] == [req.contents[p] for p in positions]
-
-    def check_segments(self) -> None:
-        """Segments say where the keys of the row's beginning were rotated to; those of one id list the same slots."""
-        table, slots_by_id = self.rows.segment_table, {}
-        for req in self.running:
-            state, index = linked(req), req.req_pool_idx
-            count = int(table.num_segments[index])
-            if state is None or not state.policy.in_place or state.recomputes:
-                assert count == 0
-                continue
-            columns = (table.ends, table.offsets, table.ids)
-            segments = list(zip(*(column[index, :count].tolist() for column in columns), strict=True))
-            start, row = 0, self.rows.req_to_token[index].tolist()
-            for (end, offset, segment_id), chunk in zip(segments, state.prompt.chunks, strict=True):
-                kept = [i for first, last in chunk.kept for i in range(first, last)]
-                positions = positions_of(req, start, end)
-                assert positions == [chunk.start + i for i in kept]
-                rotated_to = [sum(map(len, req.contents[position][3])) - 1 for position in positions]
-                assert [(offset + i) % NUM_ROTATIONS for i in rotated_to] == positions, "where each key was rotated to"
-                if segment_id != PRIVATE_SEGMENT:
-                    assert slots_by_id.setdefault(segment_id, row[start:end]) == row[start:end]
-                start = end
-            assert start == state.prompt.num_chunk_tokens

@@ -25,7 +25,7 @@ def check_slots(pools: Any) -> None:
             continue
         places += of_node
         tokens = before + tuple(node.key.token_ids)
-        promises = [pools._promise(namespace, tokens[: i + 1]) for i in range(len(before), len(tokens))]
+        promises = [pools.promise(namespace, tokens[: i + 1]) for i in range(len(before), len(tokens))]
         assert [slots.window_contents[slot] for slot in of_node] == promises
     for req in pools.running:
         row = pools.rows.req_to_token[req.req_pool_idx].tolist()

@@ -4,7 +4,7 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .models import model_class
+from .models.build import model_class
 from .segments import Segment, token_ids
 
 MIN_GAP = 1e-3  # between the two best log-probabilities: ten times the tolerated error

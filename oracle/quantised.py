@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from .models import ModelSpec
+from .models.spec import ModelSpec
 
 # The smallest sizes for which all formats have kernels
 SIZES = dict(

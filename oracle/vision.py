@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from .models import _init
+from .models.build import init_weight
 from .policies import Layers, PolicyOracle
 from .segments import Segment, token_ids
 from .tokenizer import VOCAB_SIZE, build_tokenizer
@@ -94,7 +94,7 @@ def build_vision_model(name: str, path: Path, width: int = 1) -> Path:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter, weight in sorted(model.named_parameters()):
-            _init(parameter, weight, generator, tied=False)
+            init_weight(parameter, weight, generator, tied=False)
     model.save_pretrained(path)
     build_tokenizer(path, add_bos=False, chat_parts=True, max_length=MAX_POSITION)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)

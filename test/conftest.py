@@ -23,6 +23,6 @@ def model_dir(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_model(model_dir) -> str:
     """Path of a random-weight Llama whose tokenizer adds BOS."""
-    from oracle.models import build
+    from oracle.models.build import build
 
     return build("llama", model_dir)

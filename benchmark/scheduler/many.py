@@ -27,7 +27,7 @@ from benchmark.scheduler.page import shoot
 from benchmark.serving.arguments import positive, typed
 from benchmark.serving.environment import describe_environment
 from benchmark.serving.workloads import draw_distinct, zipf_weights
-from oracle.models import build
+from oracle.models.build import build
 from oracle.tokenizer import VOCAB_SIZE
 from sglang_lazy.testing import device_flags, running_server
 

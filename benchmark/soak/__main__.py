@@ -26,7 +26,7 @@ import aiohttp
 
 from benchmark.soak.actions import SAMPLING, TENANTS, Client, Wrong
 from benchmark.soak.prompts import Draw, Prompt, make_prompts
-from oracle.models import build
+from oracle.models.build import build
 from sglang_lazy.testing import ServerError, device_flags, log_tail, running_server
 
 COMMON = (

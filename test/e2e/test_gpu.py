@@ -16,7 +16,8 @@ from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.comb import CombOracle
 from oracle.comb import build as build_comb
-from oracle.models import MODELS, build_model
+from oracle.models import MODELS
+from oracle.models.build import build_model
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best_of_each
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids

@@ -12,7 +12,7 @@ from test_gpu import ENGINE, NUM_TOKENS
 
 from oracle.adapters import merged, random_adapter
 from oracle.block_mask import Oracle, RoundingOracle
-from oracle.models import build_model
+from oracle.models.build import build_model
 from oracle.quantised import FORMATS, FP8, quantised, round_inputs
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from oracle.block_mask import Oracle, greedy
-from oracle.models import MODELS, build
+from oracle.models import MODELS
+from oracle.models.build import build
 from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from oracle.segments import Segment, chunk, text, token_ids
 from oracle.tokenizer import BOS, CORPUS

@@ -8,7 +8,7 @@ import torch
 from rounding import Errors
 
 from oracle.block_mask import Oracle
-from oracle.models import build
+from oracle.models.build import build
 from oracle.scenarios import Dice
 from oracle.segments import text, token_ids
 

@@ -9,7 +9,8 @@ import pytest
 from served import NUM_TOKENS, RANKS_ON_CPU, Served
 
 from fakes.passes import counted
-from oracle.models import MODELS, build
+from oracle.models import MODELS
+from oracle.models.build import build
 from oracle.policies import keep_all_but
 from oracle.scenarios import Dice
 from oracle.segments import Segment, chunk, text

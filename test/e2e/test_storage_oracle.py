@@ -5,7 +5,7 @@ import gc
 import pytest
 from test_oracle_matrix import SERVER, Served, hits
 
-from oracle.models import build
+from oracle.models.build import build
 from oracle.scenarios import build_scenario
 from sglang_lazy import Engine
 from sglang_lazy.precompute import precompute

@@ -6,7 +6,8 @@ import pytest
 from http_prompts import generate
 
 from oracle.block_mask import Oracle, greedy
-from oracle.models import MODELS, build
+from oracle.models import MODELS
+from oracle.models.build import build
 from oracle.scenarios import build_scenario
 from sglang_lazy.testing import ServerError, device_flags, running_server
 

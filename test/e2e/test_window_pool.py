@@ -5,7 +5,8 @@ import pytest
 from served import Served
 
 from fakes import kv_watch
-from oracle.models import MODELS, build
+from oracle.models import MODELS
+from oracle.models.build import build
 from oracle.scenarios import Dice
 from oracle.segments import Segment
 

@@ -17,7 +17,7 @@ from benchmark.quality.evaluate import summarise, table
 from benchmark.quality.questions import Question, generated
 from benchmark.quality.reference import Claim, Reference
 from benchmark.quality.worlds import records
-from oracle.models import build
+from oracle.models.build import build
 from oracle.segments import chunk, text, token_ids
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

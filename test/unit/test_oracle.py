@@ -8,7 +8,9 @@ from transformers import AutoTokenizer
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from oracle.block_mask import Oracle, RoundingOracle, attention_mask, visibility
-from oracle.models import MAX_POSITION, MODELS, build, model_class, random_model
+from oracle.models import MODELS
+from oracle.models.build import build, model_class, random_model
+from oracle.models.spec import MAX_POSITION
 from oracle.scenarios import SCENARIOS, Dice, build_scenario
 from oracle.segments import chunk, text, token_ids
 from oracle.tokenizer import BOS, FIRST_ORDINARY_ID, VOCAB_SIZE

@@ -7,7 +7,8 @@ import torch
 from transformers import DynamicCache
 
 from oracle.block_mask import Oracle, attention_mask, visibility
-from oracle.models import MODELS, build
+from oracle.models import MODELS
+from oracle.models.build import build
 from oracle.policies import (
     PolicyOracle,
     candidates,

@@ -15,7 +15,7 @@ from sglang.srt.layers.quantization.fp8 import Fp8Config
 from sglang.srt.layers.quantization.utils import pack_rows
 
 from oracle.block_mask import load_model
-from oracle.models import build_model
+from oracle.models.build import build_model
 from oracle.quantised import FORMATS, GROUP, awq, fp8_blocks, gptq, int4_groups, quantised
 
 WEIGHT = torch.randn(2 * GROUP, 3 * GROUP, generator=torch.Generator().manual_seed(0))

@@ -8,7 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import smollm2
-from oracle.models import MODELS, ModelSpec, build, random_model
+from oracle.models import MODELS
+from oracle.models.build import build, random_model
+from oracle.models.spec import ModelSpec
 from oracle.tokenizer import BOS, EOS, PAD
 
 SETTINGS = {**MODELS["llama-linear"].settings, "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}

@@ -21,7 +21,9 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
-_STYLE, _SCRIPT = _read("page.css"), _read("page.js")
+# One script, so that one hash allows it; its parts share one scope, and use each other once all are read.
+_PARTS = ("elements.js", "format.js", "server.js", "overview.js", "chunk.js", "list.js", "events.js")
+_STYLE, _SCRIPT = _read("page.css"), "\n".join(['"use strict";', *map(_read, _PARTS)])
 _PAGE = (
     _read("page.html")
     .replace("<style></style>", f"<style>{_STYLE}</style>")

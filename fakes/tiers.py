@@ -1,0 +1,69 @@
+"""Host memory and storage that remember what was copied into them."""
+
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from fakes.slots import NOT_COMPUTED
+from fakes.streams import LatePool, current_stream
+from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+
+
+class HostSlots(LatePool):
+    """The host's memory, with what was copied into each slot."""
+
+    def clear(self) -> None:
+        super().clear()
+        self.contents: dict[int, Any] = {}
+
+    def alloc(self, need_size: int) -> torch.Tensor | None:
+        slots = super().alloc(need_size)
+        if slots is not None:
+            self.contents.update((slot, NOT_COMPUTED) for slot in slots.tolist())
+        return slots
+
+    def free(self, indices: torch.Tensor) -> int:
+        for slot in indices.tolist():
+            del self.contents[slot]
+        return super().free(indices)
+
+    def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
+        pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
+        copied = [device_pool.slots.contents[slot] for _, slot in pairs]
+        assert NOT_COMPUTED not in copied, "copied to the host before it is computed"
+        current_stream().do(lambda: self._back_up(device_pool, pairs, copied))
+        super().backup_from_device_all_layer(device_pool, host_indices, device_indices, io_backend)
+
+    def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
+        if layer_id == self.layer_num - 1:
+            pairs = list(zip(host_indices.tolist(), device_indices.tolist(), strict=True))
+            current_stream().do(lambda: self._load(device_pool, pairs))
+        super().load_to_device_per_layer(device_pool, host_indices, device_indices, layer_id, io_backend)
+
+    def _back_up(self, device_pool, pairs, copied) -> None:
+        assert [device_pool.slots.contents[slot] for _, slot in pairs] == copied, "changed while it is copied"
+        self.contents.update((host_slot, content) for (host_slot, _), content in zip(pairs, copied, strict=True))
+
+    def _load(self, device_pool, pairs) -> None:
+        for host_slot, slot in pairs:
+            assert self.contents[host_slot] != NOT_COMPUTED, "loaded before it is on the host"
+            device_pool.slots.compute(slot, self.contents[host_slot])
+
+
+class RecordingObjects(ChunkObjects):
+    """Stored chunks, with what was computed into them."""
+
+    contents: ClassVar[dict[tuple[bytes, int], list]] = {}
+
+    def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+        if not self._given_up:
+            self.contents[name, index] = [self.pool.contents[slot] for slot in slots.tolist()]
+            assert NOT_COMPUTED not in self.contents[name, index], "stored before it is computed"
+        return super()._write(name, index, slots)
+
+    def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
+        found = super()._read(name, index, slots)
+        if found:
+            self.pool.contents.update(zip(slots.tolist(), self.contents[name, index], strict=True))
+        return found

@@ -1,0 +1,56 @@
+// What people do, and the start
+
+document.addEventListener("click", event => {
+  const target = event.target.closest("[data-chunk]");
+  if (!target) return;
+  event.preventDefault();
+  open(target.dataset.chunk, target.dataset.salt);
+});
+for (const [kind, on] of [["pointerover", 1], ["focusin", 1], ["pointerout", 0], ["focusout", 0]]) {
+  $("prompts").addEventListener(kind, ({target}) => {
+    for (const block of $("prompts").querySelectorAll("[data-chunk]")) {
+      block.classList.toggle("same", Boolean(on) && block.dataset.chunk === target.dataset.chunk);
+    }
+  });
+}
+$("prompts").addEventListener("keydown", event => {
+  const side = {ArrowLeft: "previousElementSibling", ArrowRight: "nextElementSibling"}[event.key];
+  const next = side && event.target[side];
+  if (!next || !next.dataset.chunk) return;
+  event.preventDefault();
+  next.focus();
+});
+$("close").addEventListener("click", () => $("chunk").close());
+$("chunk").addEventListener("close", () => { opened = null; });
+$("chunk").addEventListener("click", ({target}) => { if (target === $("chunk")) $("chunk").close(); });
+$("more").addEventListener("click", () => list(true));
+$("pause").addEventListener("click", () => {
+  paused = !paused;
+  $("pause").setAttribute("aria-pressed", paused);
+  $("pause").textContent = paused ? "Go on" : "Pause";
+  if (survey) show();
+});
+for (const [form, act] of Object.entries({
+  find: () => open($("wanted").value, $("salt").value),
+  list: () => list(false),
+  key: () => {
+    sessionStorage.setItem("key", $("secret").value);
+    $("secret").value = "";
+    poll();
+  },
+})) {
+  $(form).addEventListener("submit", event => {
+    event.preventDefault();
+    act();
+  });
+}
+for (const id of ["salt", "all"]) {
+  $(id).addEventListener("change", () => {
+    survey = null;
+    $("numbers").hidden = $("listed").hidden = $("more").hidden = true;
+    $("status").textContent = "connecting …";
+    poll();
+  });
+}
+document.addEventListener("visibilitychange", () => document.hidden || poll());
+poll();

@@ -1,0 +1,168 @@
+// What is seen all the time
+
+const PERIOD = 20; // seconds, of the history
+
+function show() {
+  const {chunks, memory, history, prompts} = survey;
+  const cached = chunks.resident.chunks + chunks.host.chunks;
+  const [, asked, references, hits] = sums(history, 300), [, , , , tokens, reused] = sums(history, 3600);
+  for (const [id, text] of Object.entries({
+    status: paused ? "paused" : "live",
+    "n-chunks": whole.format(cached),
+    "n-tokens": plural(chunks.resident.tokens + chunks.host.tokens, "token"),
+    "n-rate": percent(hits, references),
+    "n-references": `${whole.format(hits)} of ${plural(references, "chunk")} in ${plural(asked, "prompt")}`,
+    "n-reused": compact.format(reused),
+    "n-share": `${percent(reused, tokens)} of chunk tokens`,
+    "n-coming": whole.format(chunks.pending + chunks.fetching),
+    "n-fetching": `${whole.format(chunks.pending)} computed, ${whole.format(chunks.fetching)} fetched`,
+    total: `${whole.format(cached)} cached`,
+  })) $(id).textContent = text;
+  showMemory(chunks, memory);
+  showHistory(history);
+  fill($("prompts"), prompts, makePrompt, showPrompt);
+  if (!prompts.length) $("prompts").append(element("li", {class: "dim"}, "No prompt has used chunks yet."));
+  for (const [list, field] of [["hottest", "hits"], ["largest", "tokens"], ["pinned", "tokens"]]) showList(list, field);
+}
+
+// Of the columns of the history, over the last so many seconds.
+function sums(history, seconds) {
+  const rows = history.filter(([began]) => began > survey.time - seconds - PERIOD);
+  return [0, 1, 2, 3, 4, 5].map(column => rows.reduce((total, row) => total + row[column], 0));
+}
+
+function showMemory({resident, pinned, evictable, host}, memory) {
+  const rest = part => resident[part] - pinned[part] - evictable[part];
+  const locked = {chunks: rest("chunks"), tokens: rest("tokens")};
+  const others = $("all").checked ? "" : ", other tenants";
+  const tiers = [{
+    name: "Device", ...memory.device, other: `text${others}`,
+    shares: [["pinned", "pinned", pinned], ["locked", "in use", locked], ["evictable", "evictable", evictable]],
+  }];
+  if (memory.host) {
+    tiers.push({name: "Host", ...memory.host, other: `copies, text${others}`, shares: [["host", "here alone", host]]});
+  }
+  document.body.classList.toggle("tiers", tiers.length > 1);
+  fill($("memory"), tiers, makeTier, showTier);
+}
+
+function makeTier() {
+  const heads = ["", "chunks", "tokens", "share"].map(unit => element("th", {scope: "col"}, unit));
+  const table = element("table", {}, element("thead", {}, element("tr", {}, ...heads)), element("tbody"));
+  return element("div", {}, element("div"), element("div", {class: "bar", role: "img"}), table);
+}
+
+function showTier(shown, {name, size, free, other, shares}) {
+  const unknown = size - free - shares.reduce((total, [, , {tokens}]) => total + tokens, 0);
+  const all = [...shares, ["other", other, {tokens: Math.max(0, unknown)}], ["free", "free", {tokens: free}]];
+  const [title, bar, table] = shown.children;
+  title.textContent = `${name}: ${whole.format(size)} tokens, ${percent(size - free, size)} taken`;
+  bar.setAttribute("aria-label", all.map(([, label, {tokens}]) => `${label} ${percent(tokens, size)}`).join(", "));
+  fill(bar, all, () => element("i"), (segment, [kind, , {tokens}]) => {
+    segment.className = kind;
+    segment.style.width = `${100 * tokens / size}%`;
+  });
+  const make = () => {
+    const head = element("th", {scope: "row"}, element("span"), "");
+    return element("tr", {}, head, element("td"), element("td"), element("td"));
+  };
+  fill(table.tBodies[0], all, make, (row, [kind, label, {chunks, tokens}]) => {
+    const [head, ...cells] = row.children;
+    head.firstChild.className = `swatch ${kind}`;
+    head.lastChild.data = label;
+    const texts = [chunks === undefined ? "" : whole.format(chunks), whole.format(tokens), percent(tokens, size)];
+    cells.forEach((cell, i) => { cell.textContent = texts[i]; });
+  });
+}
+
+// A line of rates over bars of numbers.
+function showHistory(history) {
+  const width = Math.max(280, $("history").clientWidth), left = 38, top = 8, base = 118, foot = 172, tallest = 40;
+  const end = (Math.floor(survey.time / PERIOD) + 1) * PERIOD;
+  const span = Math.min(3600, Math.max(600, history.length ? end - history[0][0] : 0));
+  const x = time => Math.max(left, left + (width - left) * (1 - (end - time) / span));
+  const y = rate => base - (base - top) * rate;
+  const most = Math.max(1, ...history.map(([, , references]) => references));
+  const bar = Math.max(1.5, (width - left) * PERIOD / span - 1), radius = history.length > 60 ? 1.2 : 2.5;
+  const label = (text, x, y, anchor) => element("text", {x, y, "text-anchor": anchor}, text);
+  const drawn = [0, .5, 1].flatMap(rate => [
+    element("line", {class: "axis", x1: left, x2: width, y1: y(rate), y2: y(rate)}),
+    label(`${100 * rate}%`, left - 6, y(rate) + 4, "end"),
+  ]);
+  let line = "", last = -Infinity;
+  for (const [began, prompts, references, hits] of history) {
+    const middle = x(began + PERIOD / 2), rate = y(hits / references);
+    const found = tallest * hits / most, missed = tallest * (references - hits) / most;
+    line += `${began - last > 3 * PERIOD ? "M" : "L"}${middle.toFixed(1)} ${rate.toFixed(1)}`;
+    last = began;
+    const words = `${ago(began)}: ${hits} of ${plural(references, "chunk")} cached, ${plural(prompts, "prompt")}`;
+    const column = {x: middle - bar / 2, width: bar};
+    drawn.push(element("g", {},
+      element("title", {}, words),
+      element("rect", {class: "misses", ...column, y: foot - found - missed, height: missed}),
+      element("rect", {class: "hits", ...column, y: foot - found, height: found}),
+      element("circle", {class: "dot", cx: middle, cy: rate, r: radius})));
+  }
+  drawn.push(element("path", {class: "rate", d: line}), label(compact.format(most), left - 6, foot - 30, "end"),
+    label(`${Math.round(span / 60)} min ago`, left, foot + 16, "start"), label("now", width, foot + 16, "end"));
+  const size = {viewBox: `0 0 ${width} ${foot + 20}`, height: foot + 20};
+  $("history").replaceChildren(element("svg", {...size, role: "img", "aria-label": inWords(history)}, ...drawn));
+}
+
+function inWords(history) {
+  if (!history.length) return "No prompts with chunks in the last hour.";
+  const [, , references, hits] = sums(history, 3600), [, , lastReferences, lastHits] = history[history.length - 1];
+  const latest = `${percent(lastHits, lastReferences)} in the last ${PERIOD} seconds with prompts`;
+  return `Hit rate: ${percent(hits, references)} in the last hour, ${latest}.`;
+}
+
+function makePrompt() {
+  const strip = element("div", {class: "strip", role: "group"});
+  return element("li", {class: "prompt"}, element("span", {class: "dim"}), element("span"), strip);
+}
+
+function showPrompt(row, {time, link, cache_salt, num_chunks, chunks}) {
+  if (row.className !== "prompt") row.replaceWith(row = makePrompt());
+  const [when, found, strip] = row.children, hits = chunks.filter(({hit}) => hit).length;
+  when.textContent = when.title = `${ago(time)} · ${link}`;
+  found.textContent = `${hits} of ${chunks.length}`;
+  strip.setAttribute("aria-label", `${hits} of ${chunks.length} chunks were cached`);
+  const more = num_chunks > chunks.length ? [null] : [];
+  fill(strip, [...chunks, ...more], () => element("small"), (block, chunk) => {
+    if (chunk === null) return block.replaceWith(element("small", {}, `+ ${num_chunks - chunks.length}`));
+    if (block.tagName !== "BUTTON") block.replaceWith(block = element("button"));
+    const {id, tokens, hit} = chunk;
+    leadTo(block, id, cache_salt);
+    block.className = hit ? "hit" : "miss";
+    block.style.cssText = `flex-grow: ${tokens}; background: ${colour(id)}; border-color: ${colour(id)}`;
+    block.title = `${id}, ${plural(tokens, "token")}, ${hit ? "cached" : "not cached"}`;
+    block.setAttribute("aria-label", block.title);
+    block.tabIndex = block === strip.firstElementChild ? 0 : -1; // arrows lead to the others
+  });
+}
+
+function showList(list, field) {
+  const most = Math.max(...survey[list].map(chunk => chunk[field]));
+  fill($(list), survey[list], makeItem, (item, chunk) => {
+    if (!item.firstElementChild) item.replaceWith(item = makeItem());
+    const button = item.firstElementChild, [block, id, tag, value] = button.children;
+    leadTo(button, chunk.id, chunk.cache_salt).title = chunk.id;
+    button.style.background = `linear-gradient(to right, var(--bar) ${100 * chunk[field] / most}%, transparent 0)`;
+    block.style.background = colour(chunk.id);
+    id.textContent = brief(chunk.id);
+    tag.textContent = [
+      chunk.pinned && list !== "pinned" && "pinned",
+      chunk.state !== "resident" && chunk.state,
+      chunk.users && `${chunk.users} now`,
+      $("all").checked && chunk.cache_salt,
+    ].filter(Boolean).join(" · ");
+    tag.hidden = !tag.textContent;
+    value.textContent = whole.format(chunk[field]);
+  });
+  if (!survey[list].length) $(list).append(element("li", {class: "dim"}, "None."));
+}
+
+function makeItem() {
+  const parts = ["swatch", "id", "tag", "number"].map(part => element("span", {class: part}));
+  return element("li", {}, element("button", {class: "row"}, ...parts));
+}
