@@ -1,5 +1,6 @@
 """`sglang_lazy.verify`: prompts in; comparisons over a tiny table model; thresholds and a verdict out."""
 
+import collections
 import json
 import math
 import random
@@ -7,7 +8,7 @@ import random
 import pytest
 
 from sglang_lazy import chunk
-from sglang_lazy.policies import get_policy
+from sglang_lazy.policies import POLICIES, get_policy
 from sglang_lazy.verify import ALL, Report, Thresholds, __main__, cost, verify
 from sglang_lazy.verify.cases import Prompt, parse_prompt, read_prompts
 from sglang_lazy.verify.compare import TOP_TOKENS, Answer, Comparison, LinkedAnswer, kl_divergence
@@ -165,6 +166,8 @@ class TableModel:
         return normalized({token: math.exp(rng.gauss(0, 3)) for token in range(self.vocab_size)})
 
     def __call__(self, segments, link, sampling_params, **wanted):
+        if isinstance(segments[0], dict):
+            return self([segments], link, sampling_params, **wanted)[0]
         self.calls.append((segments, link, sampling_params["max_new_tokens"], wanted))
         link = link or "block"
         self.now += self.ms.get(link, 0) / 1000 * len(segments)
@@ -335,15 +338,42 @@ def test_the_cheapest_policy_that_passes_is_recommended(monkeypatch, ms, recompu
     assert last in str(report).splitlines()[-1]
 
 
-def test_a_budget_allows_parameters_between_those_measured(monkeypatch):
-    """With a budget the report names the parameter that is expected to use it up."""
+BETWEEN = "query:ratio=0.185"  # 5.7 ms on the line through 4 ms at 0.1 and 8 ms at 0.3
+
+
+@pytest.mark.parametrize(
+    "differs, ms, recommended",
+    [
+        ({"query:ratio=0.1": {"1?"}}, 5.7, BETWEEN),
+        ({}, 5.7, "query:ratio=0.1"),  # less is good enough
+        ({"query:ratio=0.1": {"1?"}}, 6.2, None),  # slower than expected
+        ({"query:ratio=0.1": {"1?"}, BETWEEN: {"1?"}}, 5.7, None),  # not good enough
+    ],
+)
+def test_the_value_chosen_for_a_budget_is_measured_like_the_others(monkeypatch, differs, ms, recommended):
+    """Between the measured values, 5% below the budget; recommended only if it meets every threshold itself."""
     links = ["query:ratio=0.1", "query:ratio=0.3"]
-    model = TableModel({}, {}, dict(zip(links, (4, 8), strict=True)))
+    model = TableModel(differs, {}, {"query:ratio=0.1": 4, "query:ratio=0.3": 8, BETWEEN: ms})
+    monkeypatch.setattr(cost, "time", model)
+    report = verify(model, questions(20), Thresholds(min_agreement=1, budget_ms=6), policies=links)
+    assert report.within_budget == {BETWEEN: pytest.approx(5.7)}
+    assert f"  {BETWEEN}  5.7 ms" in str(report).splitlines()
+    assert list(report.policies) == list(report.comparisons[0].linked) == [*links, BETWEEN]
+    assert report.policies[BETWEEN].metrics["ttft_ms"].value == pytest.approx(ms)
+    assert report.recommended == recommended and report.passed is (recommended is not None)
+    full = [len(segments) for segments, link, new, _ in model.calls if link == "full" and new == 32]
+    assert full == [16, 4]  # not answered again
+    without = verify(model, questions(3), Thresholds(min_agreement=1), policies=links)
+    assert without.within_budget == {} and list(without.policies) == links
+
+
+def test_a_budget_that_allows_the_largest_value_needs_no_other(monkeypatch):
+    links = ["query:ratio=0.5", "query:ratio=1.0", "epic:tokens=1", "epic:tokens=9"]
+    model = TableModel({}, {}, dict(zip(links, (2, 3, 4, 8), strict=True)))
     monkeypatch.setattr(cost, "time", model)
     report = verify(model, questions(3), Thresholds(budget_ms=6), policies=links)
-    assert report.within_budget == {"query:ratio=0.2": pytest.approx(6)}
-    assert "  query:ratio=0.2  6.0 ms" in str(report).splitlines()
-    assert verify(model, questions(3), Thresholds(), policies=links).within_budget == {}
+    assert list(report.within_budget) == ["query:ratio=1.0", "epic:tokens=4"]
+    assert list(report.policies) == [*links, "epic:tokens=4"]
 
 
 def test_full_cannot_be_compared():
@@ -352,24 +382,74 @@ def test_full_cannot_be_compared():
 
 
 def test_lists_of_policies():
-    assert parse_policies("all") == ALL
+    assert parse_policies("all") == "all"
     assert parse_policies("block,base+query:ratio=0.15") == ["block", "base+query:ratio=0.15"]
     two = "base:preamble=lead,more=1+x:ratio=0.1,tokens=3"
     assert parse_policies(f"base,{two},epic:tokens=16") == ["base", two, "epic:tokens=16"]
+
+
+def test_all_policies():
+    """Every policy with answers of its own: `copy` answers as `block` does. Those that recompute have two values or
+    more, with a preamble and without; trained tokens are for chunks without one."""
+    values = collections.defaultdict(set)
     for link in ALL:
-        assert str(get_policy(link)) == link
-    assert len(set(ALL)) == len(ALL)
+        policy = get_policy(link)
+        assert str(policy) == link
+        values[policy.preamble, policy.name].add(getattr(policy, "ratio", getattr(policy, "tokens", None)))
+    assert sum(map(len, values.values())) == len(ALL)
+    assert {name for _, name in values} == POLICIES.keys() - {"full", "copy"}
+    for (preamble, name), of_policy in values.items():
+        alone = name in ("block", "kvlink", "packet")
+        assert len(of_policy) == 1 if alone else len(of_policy) >= 2, name
+        assert POLICIES[name].trained or ("none" if preamble == "neutral" else "neutral", name) in values
+
+
+class Picky(TableModel):
+    """refuses: parts of links that it refuses, with the reason."""
+
+    def __init__(self, refuses):
+        super().__init__()
+        self.refuses = refuses
+
+    def __call__(self, segments, link, *arguments, **wanted):
+        for name, reason in self.refuses.items():
+            if name in link:
+                raise ValueError(reason)
+        return super().__call__(segments, link, *arguments, **wanted)
+
+
+def test_all_policies_that_the_server_does_not_refuse(capsys, monkeypatch, prompts_file):
+    reasons = {"kvlink": "not trained for it", "blend": "mixed chunks"}
+    report = verify(Picky(reasons), questions(2), policies="all")
+    refused = [link for link in ALL if "kvlink" in link or "blend" in link]
+    assert list(report.policies) == [link for link in ALL if link not in refused]
+    assert list(report.left_out) == refused and report.left_out["kvlink:tokens=5"] == "not trained for it"
+    assert "  base+blend:ratio=0.15  mixed chunks" in str(report).splitlines()
+    assert report.to_dict()["left_out"] == report.left_out
+    monkeypatch.setattr(__main__, "connect", lambda url, api_key: Picky(reasons))
+    argv = ["--url", "http://host", "--prompts", prompts_file, "--policies"]
+    status, shown = command(capsys, *argv, "all")
+    assert status == 0 and "  kvlink:tokens=5  not trained for it" in shown.splitlines()
+    status, shown = command(capsys, *argv, "block,kvlink")  # asked for by name
+    assert status == 2 and "error: not trained for it" in shown
+
+
+def test_a_server_that_runs_no_policy():
+    with pytest.raises(ValueError, match="refuses every policy, .* with: no chunks here"):
+        verify(Picky(dict.fromkeys((":", "block", "base", "packet"), "no chunks here")), questions(1), policies="all")
+    with pytest.raises(ValueError, match="^too long$"):
+        verify(Picky({"": "too long"}), questions(1), policies="all")
 
 
 def test_a_refused_batch_is_named():
     class Refusing(TableModel):
         def __call__(self, segments, link, *arguments, **wanted):
-            if len(segments) == 3 and link == "base":
+            if len(segments) == 4 and link == "base":
                 raise ValueError("too long")
             return super().__call__(segments, link, *arguments, **wanted)
 
-    with pytest.raises(ValueError, match="prompts 16 to 18: too long"):
-        verify(Refusing(), questions(19), policies=["block", "base"])
+    with pytest.raises(ValueError, match="prompts 16 to 19: too long"):
+        verify(Refusing(), questions(20), policies=["block", "base"])
 
 
 # Reports

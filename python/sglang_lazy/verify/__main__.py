@@ -39,7 +39,8 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--policies",
         type=parse_policies,
         metavar="LINK,...",
-        help=f"policies to compare (default: the server's default link); all: {','.join(ALL)}",
+        help="policies to compare (default: the server's default link); all: those that the server does not refuse of "
+        + ", ".join(ALL),
     )
     parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to answer with, which the server has loaded")
     parser.add_argument("--max-new-tokens", type=int, default=32, help="maximum tokens of an answer (default: 32)")
@@ -74,7 +75,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Thresholds)})
     prompts = list(read_prompts(args.prompts))
     thresholds.check([parse_prompt(prompt) for prompt in prompts])  # before a model is started
-    source = started(args.model_path, flags, args.policies or ()) if args.model_path else contextlib.nullcontext(None)
+    named = () if args.policies in (None, "all") else args.policies
+    source = started(args.model_path, flags, named) if args.model_path else contextlib.nullcontext(None)
     with source as engine:
         generate = connect(args.url, args.api_key) if engine is None else engine.generate
         if args.lora_path is not None:

@@ -1,4 +1,4 @@
-"""The most that a policy may recompute within a time budget, by a line fitted to measured times."""
+"""The cost model: the most that a policy may recompute within a time budget, by a line fitted to measured times."""
 
 import math
 import re
@@ -30,8 +30,8 @@ def within_budget(ttft_ms: Mapping[str, float], budget_ms: float) -> dict[str, f
         largest = values.max()
         if start + slope * largest > budget_ms:
             largest = (budget_ms - start) / slope if slope > 0 else -1.0
-        steps = 1 if name == "tokens" else 1000  # rounded down to 1/steps
-        value = math.floor(largest * steps + 1e-6) / steps
+        # Rounded down, and written as the server does.
+        value = math.floor(largest + 1e-6) if name == "tokens" else math.floor(largest * 1000 + 1e-3) / 1000
         if value >= values.min():
-            chosen[f"{family}{name}={value:g}"] = float(start + slope * value)
+            chosen[f"{family}{name}={value}"] = float(start + slope * value)
     return chosen

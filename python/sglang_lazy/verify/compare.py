@@ -2,10 +2,11 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -41,11 +42,28 @@ class LinkedAnswer(Answer):
 
 
 @dataclasses.dataclass(frozen=True)
+class Reference:
+    """A prompt and its answer with link full.
+
+    top: for each position of the answer, the log probabilities of the compared tokens.
+    """
+
+    prompt: Prompt
+    answer: Answer
+    top: list[dict[int, float]]
+
+    @property
+    def mass(self) -> float:
+        """The probability of the compared tokens at the first position."""
+        return sum(map(math.exp, self.top[0].values()))
+
+
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """One prompt's greedy answers.
 
     full: with link full. linked: by link, in the order of the policies.
-    mass: the probability of the compared tokens under link full, at the first position.
+    mass: see `Reference`.
     """
 
     prompt: Prompt
@@ -61,34 +79,62 @@ def common_beginning(left: Sequence[int], right: Sequence[int]) -> float:
     return same / max(len(left), len(right), 1)
 
 
-def compare(
-    generate: Generate,
-    prompts: Sequence[Prompt],
-    links: Sequence[str],
-    *,
-    max_new_tokens: int,
-    stop: list[str] | None = None,
-) -> list[Comparison]:
-    """Compare the answers to `prompts` with link full and with each of `links`.
+def answer_in_full(generate: Generate, prompts: Sequence[Prompt], greedy: Mapping[str, Any]) -> list[list[Reference]]:
+    """The answers with link full, in batches.  greedy: sampling parameters.  Raises as `compare` does."""
+    full = _ways(generate, ["full"])["full"]
 
-    Each policy has its own cache salt, so that it does not find KV computed by another one or by an earlier run. A
-    ValueError from `generate` is raised again with the indices of the prompts that were sent.
+    def answer(batch: Sequence[Prompt]) -> list[Reference]:
+        segments = [prompt.segments for prompt in batch]
+        results = full(segments=segments, sampling_params=greedy, return_logprob=True, top_logprobs_num=TOP_TOKENS)
+        times = [measure_cost(full, one).ttft_ms for one in segments]
+        return [
+            Reference(prompt, Answer(result["output_ids"], result["text"], time), _top_logprobs(result))
+            for prompt, result, time in zip(batch, results, times, strict=True)
+        ]
+
+    return _by_batch(answer, list(_batches(prompts)), "full")
+
+
+def compare(
+    generate: Generate, references: Sequence[Sequence[Reference]], links: Sequence[str], greedy: Mapping[str, Any]
+) -> list[Comparison]:
+    """Compare the answers with link full to those under each of `links`.
+
+    references, greedy: the result of `answer_in_full`, and the parameters that it got. Each policy has its own cache
+    salt, so that it does not find KV computed by another one or by an earlier run. A ValueError from `generate` is
+    raised again with the indices of the prompts that were sent.
     """
-    comparisons: list[Comparison] = []
-    greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": stop or []}
+    ways = _ways(generate, links)
+
+    def answer(batch: Sequence[Reference]) -> list[Comparison]:
+        linked = {link: _linked_answers(way, batch, greedy) for link, way in ways.items()}
+        return [
+            Comparison(one.prompt, one.answer, {link: of_link[index] for link, of_link in linked.items()}, one.mass)
+            for index, one in enumerate(batch)
+        ]
+
+    return list(itertools.chain.from_iterable(_by_batch(answer, references, "policies")))
+
+
+def _ways(generate: Generate, links: Sequence[str]) -> dict[str, Generate]:
+    """By link, `generate` with that link and a cache salt of its own."""
     run = uuid.uuid4().hex
-    ways = {
-        link: functools.partial(generate, link=link, cache_salt=f"verify-{run}-{link}") for link in ("full", *links)
-    }
-    with tqdm(total=len(prompts), desc="comparing", unit="prompt", leave=False, disable=None) as bar:
-        for batch in _batches(prompts):
-            start = len(comparisons)
+    return {link: functools.partial(generate, link=link, cache_salt=f"verify-{run}-{link}") for link in links}
+
+
+def _by_batch(answer: Callable[[Any], list[Any]], batches: Sequence[Sequence[Any]], name: str) -> list[list[Any]]:
+    """The result of `answer` for each batch, behind a bar of progress with this name."""
+    results: list[list[Any]] = []
+    start = 0
+    with tqdm(total=sum(map(len, batches)), desc=name, unit="prompt", leave=False, disable=None) as bar:
+        for batch in batches:
             try:
-                comparisons += _compare_batch(ways, batch, greedy)
+                results.append(answer(batch))
             except ValueError as error:
                 raise ValueError(f"prompts {start} to {start + len(batch) - 1}: {error}") from None
+            start += len(batch)
             bar.update(len(batch))
-    return comparisons
+    return results
 
 
 def _batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
@@ -111,51 +157,31 @@ def _batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
         yield batch
 
 
-def _compare_batch(ways: Mapping[str, Generate], batch: Sequence[Prompt], greedy: dict[str, Any]) -> list[Comparison]:
-    segments = [prompt.segments for prompt in batch]
-    answers = ways["full"](segments=segments, sampling_params=greedy, return_logprob=True, top_logprobs_num=TOP_TOKENS)
-    costs = [measure_cost(ways["full"], prompt) for prompt in segments]
-    full = [
-        Answer(answer["output_ids"], answer["text"], cost.ttft_ms) for answer, cost in zip(answers, costs, strict=True)
-    ]
-    linked = {
-        link: _linked_answers(generate, segments, answers, greedy) for link, generate in ways.items() if link != "full"
-    }
-    return [
-        Comparison(
-            prompt,
-            full[index],
-            {link: of_link[index] for link, of_link in linked.items()},
-            mass=sum(map(math.exp, _logprobs(answers[index]["meta_info"]["output_top_logprobs"][0]).values())),
-        )
-        for index, prompt in enumerate(batch)
-    ]
-
-
 def _linked_answers(
-    generate: Generate, segments: list[list[dict[str, Any]]], full: Sequence[dict[str, Any]], greedy: dict[str, Any]
+    generate: Generate, references: Sequence[Reference], greedy: Mapping[str, Any]
 ) -> list[LinkedAnswer]:
-    """The answers under one policy, with its scores of the full answers.  full: results with link full."""
+    """The answers to a batch under one policy, with its scores of the full answers."""
+    segments = [one.prompt.segments for one in references]
     answers = generate(segments=segments, sampling_params=greedy)
-    top = [[_logprobs(row) for row in answer["meta_info"]["output_top_logprobs"]] for answer in full]
     scored = generate(
-        segments=[
-            [*one, {"type": "text", "input_ids": answer["output_ids"]}]
-            for one, answer in zip(segments, full, strict=True)
-        ],
+        segments=[[*one.prompt.segments, {"type": "text", "input_ids": one.answer.tokens}] for one in references],
         sampling_params={"temperature": 0, "max_new_tokens": 0},
         return_logprob=True,
         # The first row returned, for the token at this position, is empty. Policies may add tokens to the prompt.
         logprob_start_len=[answer["meta_info"]["prompt_tokens"] - 1 for answer in answers],
-        token_ids_logprob=[sorted(set().union(*rows)) for rows in top],
+        token_ids_logprob=[sorted(set().union(*one.top)) for one in references],
     )
     linked = []
-    for prompt, answer, rows, score in zip(segments, answers, top, scored, strict=True):
+    for one, answer, score in zip(references, answers, scored, strict=True):
         scores = [_logprobs(row) for row in score["meta_info"]["input_token_ids_logprobs"][1:]]
-        kl = [kl_divergence(p, q) for p, q in zip(rows, scores, strict=True)]
-        cost = measure_cost(generate, prompt)
+        kl = [kl_divergence(p, q) for p, q in zip(one.top, scores, strict=True)]
+        cost = measure_cost(generate, one.prompt.segments)
         linked.append(LinkedAnswer(answer["output_ids"], answer["text"], cost.ttft_ms, kl, cost.recomputed))
     return linked
+
+
+def _top_logprobs(result: Mapping[str, Any]) -> list[dict[int, float]]:
+    return [_logprobs(row) for row in result["meta_info"]["output_top_logprobs"]]
 
 
 def _logprobs(row: Sequence[Sequence[Any]]) -> dict[int, float]:

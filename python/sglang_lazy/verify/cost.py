@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 Generate = Callable[..., Any]
-"""`Engine.generate`, or the result of `connect`: takes the fields of `/generate`, returns one result per prompt."""
+"""`Engine.generate`, or the result of `connect`: takes the fields of `/generate`, returns the result, or one per prompt
+of a batch."""
 
 
 class Cost(NamedTuple):

@@ -10,6 +10,9 @@ from sglang_lazy.verify.compare import Comparison, common_beginning
 from sglang_lazy.verify.cost import rotate_chunks
 from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
 
+NOISE = 0.05
+"""Times that differ by less than this fraction count as equal: medians of few prompts are noisy."""
+
 _LIMITS = {
     "agreement": ("min_agreement", ">="),
     "first_token_agreement": ("min_first_token_agreement", ">="),
@@ -64,6 +67,11 @@ class Metric:
     passed: bool | None = None
 
 
+def times(comparisons: Sequence[Comparison], link: str) -> list[float]:
+    """Milliseconds to the first token under a policy, of the prompts that were timed."""
+    return [time for one in comparisons if (time := one.linked[link].ttft_ms) is not None]
+
+
 def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds) -> dict[str, Metric]:
     """The metrics of one policy by name; scores and times only if there are gold answers and measured times."""
     pairs = [(one.full, one.linked[link]) for one in comparisons]
@@ -83,9 +91,8 @@ def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds
             samples[f"{name}_full"], samples[f"{name}_linked"] = before, after
             samples[f"{name}_drop"] = [left - right for left, right in zip(before, after, strict=True)]
     samples["recomputed"] = [linked.recomputed for _, linked in pairs]
-    times = [linked.ttft_ms for _, linked in pairs if linked.ttft_ms is not None]
-    if times:
-        samples["ttft_ms"] = times
+    if measured := times(comparisons, link):
+        samples["ttft_ms"] = measured
     return {name: _metric(name, values, thresholds) for name, values in samples.items()}
 
 

@@ -2,22 +2,29 @@
 
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 ALL = (
     "block",
     "base",
-    "epic:tokens=16",
-    "base+epic:tokens=16",
-    "query:ratio=0.05",
-    "base+query:ratio=0.05",
-    "base+query:ratio=0.15",
+    "packet",
+    "kvlink:tokens=5",
+    *(f"{base}epic:tokens={tokens}" for tokens in (16, 64) for base in ("", "base+")),
+    *(
+        f"{base}{name}:ratio={ratio}"
+        for ratio in (0.05, 0.15)
+        for name in ("static", "query", "blend")
+        for base in ("", "base+")
+    ),
     "base+query:ratio=0.3",
 )
-"""The policies of `--policies all`, from no recomputation to much."""
+"""The policies of `--policies all`, from no recomputation to much: every policy that has answers of its own, and two
+values of `tokens` or `ratio`, so that a line can be fitted to the times. Trained tokens belong around chunks without a
+preamble, as many as were trained."""
 
 _NEXT_POLICY = re.compile(r",(?!\w+=)")  # other commas separate parameters of one policy
 
 
-def parse_policies(text: str) -> Sequence[str]:
-    """The links in a comma-separated list, or `ALL` for "all". The server checks whether they exist."""
-    return ALL if text == "all" else _NEXT_POLICY.split(text)
+def parse_policies(text: str) -> Sequence[str] | Literal["all"]:
+    """The links in a comma-separated list, or "all". The server checks whether they exist."""
+    return "all" if text == "all" else _NEXT_POLICY.split(text)

@@ -26,6 +26,8 @@ def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Gener
 
     def generate(**fields: Any) -> Any:
         response = call("POST", "/generate", fields)
+        if response.status_code == 400:  # an engine would raise the same
+            raise ValueError(_reason(response))
         if not response.ok:
             raise ValueError(f"{url} answered {response.status_code}: {response.text[:500]}")
         return response.json()
@@ -34,3 +36,11 @@ def connect(url: str, api_key: str | None = None, timeout: float = 600) -> Gener
     if not info.ok:
         raise ValueError(f"{url}{INFO_ROUTE} answered {info.status_code}: is it a server of sglang_lazy.launch_server?")
     return generate
+
+
+def _reason(response: requests.Response) -> str:
+    """The message in a refusal of the server; the beginning of any other text."""
+    try:
+        return str(response.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:500]

@@ -5,9 +5,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from sglang_lazy.verify.budget import within_budget
 from sglang_lazy.verify.compare import Comparison
-from sglang_lazy.verify.metrics import Metric, Thresholds, measure
+from sglang_lazy.verify.metrics import NOISE, Metric, Thresholds, measure
 
 _LABELS = {
     "agreement": "identical answers",
@@ -35,8 +34,6 @@ _COLUMNS = {
     "recomputed": "recomputed",
     "ttft_ms": "TTFT, ms",
 }
-_TIE = 0.05
-"""Policies whose times differ by less than this fraction count as equally fast: medians of few prompts are noisy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +62,9 @@ class Report:
     recommended: the cheapest policy that passed: the fastest with the documents cached and, of those equally fast, the
         one that recomputes least. None if none passed, or without thresholds.
     passed: whether any policy passed; None without thresholds.
-    within_budget: see the function of that name; empty without a budget.
+    within_budget: the links chosen by the cost model, each among `policies`, and the times it expects in milliseconds;
+        empty without a budget.
+    left_out: the policies that the server cannot run, with its reason.
     """
 
     policies: dict[str, PolicyReport]
@@ -73,10 +72,17 @@ class Report:
     recommended: str | None
     passed: bool | None
     within_budget: dict[str, float]
+    left_out: dict[str, str]
     comparisons: list[Comparison]
 
     @classmethod
-    def of(cls, comparisons: Sequence[Comparison], thresholds: Thresholds) -> "Report":
+    def of(
+        cls,
+        comparisons: Sequence[Comparison],
+        thresholds: Thresholds,
+        within_budget: dict[str, float] | None = None,
+        left_out: dict[str, str] | None = None,
+    ) -> "Report":
         """The report on all policies in `comparisons`."""
         policies = {link: PolicyReport.of(measure(comparisons, link, thresholds)) for link in comparisons[0].linked}
         times = [one.full.ttft_ms for one in comparisons if one.full.ttft_ms is not None]
@@ -87,7 +93,8 @@ class Report:
             statistics.median(times) if times else None,
             recommended,
             recommended is not None if judged else None,
-            {} if thresholds.budget_ms is None else within_budget(_times(policies), thresholds.budget_ms),
+            within_budget or {},
+            left_out or {},
             list(comparisons),
         )
 
@@ -102,8 +109,11 @@ class Report:
             (policy,) = self.policies.values()
             lines += ["", *_details(policy.metrics)]
         if self.within_budget:
-            lines += ["", "Most that the budget allows, by a line through the times above:"]
+            lines += ["", "Largest values for the budget, by a line through the times of other values; expected:"]
             lines += [f"  {link}  {ms:.1f} ms" for link, ms in self.within_budget.items()]
+        if self.left_out:
+            lines += ["", "Left out, because the server refuses them:"]
+            lines += [f"  {link}  {reason}" for link, reason in self.left_out.items()]
         return "\n".join([*lines, "", self._verdict()])
 
     def _verdict(self) -> str:
@@ -120,7 +130,7 @@ def recommend(policies: dict[str, PolicyReport]) -> str | None:
     times = {link: measured.get(link, 0.0) for link, policy in policies.items() if policy.passed}
     if not times:
         return None
-    fastest = [link for link, time in times.items() if time <= (1 + _TIE) * min(times.values())]
+    fastest = [link for link, time in times.items() if time <= (1 + NOISE) * min(times.values())]
     return min(fastest, key=lambda link: policies[link].metrics["recomputed"].value)
 
 

@@ -12,13 +12,17 @@ from http_prompts import GREEDY, LIBRARY, RIVER, SEGMENTS, call, chunk, generate
 import sglang_lazy as sgl
 from oracle.tokenizer import VOCAB_SIZE
 from sglang_lazy.testing import Client
-from sglang_lazy.verify import Thresholds, connect, verify
+from sglang_lazy.verify import ALL, Thresholds, connect, verify
 
 
 def refusal(url, path="/generate", **body):
     response = requests.post(url + path, json=body, timeout=120)
     assert response.status_code == 400, response.text
     return response.text
+
+
+def refusal_message(url, **body):
+    return json.loads(refusal(url, **body))["error"]["message"]
 
 
 # Link by request
@@ -199,6 +203,27 @@ def test_verify_compares_policies(server):
         answer = generate(server, segments=prompt["segments"], link="query:ratio=0.25", sampling_params=FOUR)
         assert one.linked["query:ratio=0.25"].tokens == answer["output_ids"]
     assert all(one["ttft_ms"].value > 0 for one in metrics.values()) and report.full_ttft_ms > 0
+
+
+def test_verify_compares_all_policies(server):
+    """This model has no trained tokens. A budget that allows everything chooses the largest value of each policy."""
+    prompts = [{"segments": random_prompt(seed)[0]} for seed in range(30, 32)]
+    report = verify(connect(server), prompts, Thresholds(budget_ms=1e6), policies="all", max_new_tokens=4)
+    assert list(report.left_out) == ["packet", "kvlink:tokens=5"]
+    for link, reason in report.left_out.items():
+        name = link.partition(":")[0]
+        assert reason == refusal_message(server, segments=SEGMENTS, link=name)
+        assert reason.startswith(f"link {name}: this model was not trained for it")
+    assert list(report.policies) == [link for link in ALL if link not in report.left_out]
+    assert set(report.within_budget) == {
+        f"{base}{largest}"
+        for base in ("", "base+")
+        for largest in ("epic:tokens=64", "static:ratio=0.15", "query:ratio=0.15", "blend:ratio=0.15")
+    } - {"base+query:ratio=0.15"} | {"base+query:ratio=0.3"}
+    for prompt, one in zip(prompts, report.comparisons, strict=True):
+        for link, linked in one.linked.items():
+            answer = generate(server, segments=prompt["segments"], link=link, sampling_params=FOUR)
+            assert answer["meta_info"]["link"] == link and linked.tokens == answer["output_ids"]
 
 
 def test_verify_where_answers_end_early(server):
