@@ -3,15 +3,20 @@
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import requests
 from stored import prompt_of, started
 
 from oracle.scenarios import Dice
+from sglang_lazy.port.cache.in_order import NUM_THREADS
 from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
@@ -60,12 +65,19 @@ class Store(NamedTuple):
     lender: subprocess.Popen
     metrics_url: str
 
+    def num_found(self):
+        """How many reads the master has answered; they go on with the lender."""
+        name = "master_batch_get_replica_list_requests_total"
+        (count,) = re.findall(rf"^{name} (\d+)$", requests.get(self.metrics_url, timeout=10).text, re.M)
+        return int(count)
+
 
 @pytest.fixture
 def store(mooncake, tmp_path):
     port, metrics_port = free_ports(2)
     address = f"127.0.0.1:{port}"
     command = [str(mooncake / "mooncake_master"), f"--rpc_port={port}", f"--metrics_port={metrics_port}"]
+    command += ["--default_kv_lease_ttl=600000"]  # ms; a read that takes longer is in vain
     config = {
         "master_server_address": address,
         "metadata_server": "P2PHANDSHAKE",
@@ -105,3 +117,29 @@ def test_two_servers_share_what_they_store(store, tiny_model, tmp_path):
         survivor.flush()
         assert survivor.hits(prompt_of(dice, second)) == [False] * len(LENS)
         assert survivor.hits(prompt_of(dice, second[::-1])) == [True] * len(LENS)
+
+
+@pytest.mark.parametrize("killed, num_read", [("master", NUM_THREADS), ("lender", 0)])
+def test_the_store_is_killed_while_chunks_are_read(store, tiny_model, tmp_path, killed, num_read):
+    """Without the master, the reads that it has answered succeed. What cannot be read is computed; prompts wait for as
+    long as reads take, so none may hang."""
+    dice = Dice(f"the {killed} is killed")
+    chunks = dice.chunks(NUM_THREADS + 4, 24, 40)
+    prompts = [prompt_of(dice, chunks[first::4]) for first in range(4)]
+    wait = ["--hicache-storage-prefetch-policy", "wait_complete"]
+    with started(tiny_model, tmp_path, tmp_path, *store.flags, *wait) as server:
+        server.answer(prompt_of(dice, chunks))
+        assert wait_for(lambda: server.state()["stored"] == len(chunks))
+        server.flush()
+        num_found = store.num_found() + NUM_THREADS
+        store.lender.send_signal(signal.SIGSTOP)  # so that reads begin and do not end
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            hits = pool.map(server.hits, prompts)
+            assert wait_for(lambda: store.num_found() == num_found)
+            getattr(store, killed).kill()
+            store.lender.send_signal(signal.SIGCONT)
+            assert sum(map(sum, hits)) == num_read
+        assert server.hits(prompt_of(dice, chunks)) == [True] * len(chunks)
+        server.flush()
+        assert server.hits(prompts[0]) == [False] * len(chunks[::4])
+        assert server.hits(prompts[0]) == [True] * len(chunks[::4])
