@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 KEY := $(shell { $(PYTHON) --version; sed -s '/^\[tool/,$$d' pyproject.toml sgl-kernel-lazy/pyproject.toml; } | sha256sum | cut -c1-12)
 READY := $(VENV)/.ready-$(KEY)
 
-.PHONY: demo demo-exact test test-all lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke setup key
+.PHONY: demo demo-exact test test-all lint format soak fuzz bench-smoke examples-smoke wheels wheels-smoke setup mooncake key
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -30,7 +30,19 @@ $(SMG_READY): $(READY)
 	$(SMG)/bin/python -m pip install --quiet -r benchmark/routing/requirements.txt
 	@touch $@
 
-test-all: $(READY) $(SMG_READY)
+# The storage of test/e2e/test_mooncake.py, which servers import: beside their environment, as nothing else should.
+MOONCAKE := $(VENV)/mooncake
+MOONCAKE_READY := $(MOONCAKE)/.ready-$(shell sha256sum test/e2e/mooncake-requirements.txt | cut -c1-12)
+
+mooncake: $(MOONCAKE_READY)
+
+$(MOONCAKE_READY): $(READY)
+	rm -rf $(MOONCAKE)
+	@# SGLang needs its dependencies, too.
+	$(BIN)/python -m pip install --quiet --no-deps --target $(MOONCAKE) -r test/e2e/mooncake-requirements.txt
+	@touch $@
+
+test-all: $(READY) $(SMG_READY) $(MOONCAKE_READY)
 	$(PYTEST)
 
 lint: $(READY)
