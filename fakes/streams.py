@@ -95,7 +95,7 @@ class LatePool(CpuHostPool):
 
 def _poison(layers: tuple[torch.Tensor, ...], slots: torch.Tensor) -> None:
     for layer in layers:
-        layer[slots] = float("nan")
+        layer[slots] = float("nan") if layer.is_floating_point() else 0x7F  # a NaN in both fp8 formats, kept as bytes
 
 
 def late_transfers() -> contextlib.AbstractContextManager:

@@ -52,18 +52,31 @@ class HostSlots(LatePool):
 
 
 class RecordingObjects(ChunkObjects):
-    """Stored chunks, with what was computed into them."""
+    """Stored chunks, with what was computed into them. Other KV than was written by a name counts as not computed."""
 
-    contents: ClassVar[dict[tuple[bytes, int], list]] = {}
+    written_as: ClassVar[dict[tuple[bytes, int], tuple[bytes, list]]] = {}
+
+    def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
+        assert NOT_COMPUTED not in self._contents(slots.numpy()), "stored before it is computed"
+        super().start_write(name, slots, what)
 
     def _write(self, name: bytes, index: int, slots: np.ndarray) -> bool:
-        if not self._given_up:
-            self.contents[name, index] = [self.pool.contents[slot] for slot in slots.tolist()]
-            assert NOT_COMPUTED not in self.contents[name, index], "stored before it is computed"
+        with self._memory() as allowed:
+            if allowed:
+                self.written_as[name, index] = self._kv(slots), self._contents(slots)
         return super()._write(name, index, slots)
 
     def _read(self, name: bytes, index: int, slots: np.ndarray) -> bool:
         found = super()._read(name, index, slots)
-        if found:
-            self.pool.contents.update(zip(slots.tolist(), self.contents[name, index], strict=True))
+        with self._memory() as allowed:
+            if found and allowed:
+                kv, contents = self.written_as[name, index]
+                if kv == self._kv(slots):
+                    self.pool.contents.update(zip(slots.tolist(), contents, strict=True))
         return found
+
+    def _kv(self, slots: np.ndarray) -> bytes:
+        return self._rows[self._starts + slots].tobytes()
+
+    def _contents(self, slots: np.ndarray) -> list:
+        return [self.pool.contents[slot] for slot in slots.tolist()]

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from test_oracle_matrix import hits
 
+from fakes import streams
 from oracle.block_mask import Oracle, RoundingOracle
 from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
@@ -16,20 +18,41 @@ NUM_TOKENS = 6
 TOLERANCE = 2e-2
 
 
+class Served:
+    """An engine with a cache of this dtype, and what its answers are compared with."""
+
+    def __init__(self, model, dtype, **options):
+        self.engine = EngineProcess(model_path=model, kv_cache_dtype=dtype, **{**SERVER, **options})
+        rounded = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[dtype]
+        self.rounding, self.exact = RoundingOracle(model, rounded), Oracle(model)
+
+    def answer(self, *prompts):
+        """Serve one prompt after the other. Answers match the oracle that rounds keys and values, not the exact one."""
+        params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+        outputs, errors, differences = [], [], []
+        for prompt in prompts:
+            segments = [segment.to_request() for segment in prompt]
+            output = self.engine.generate(segments=segments, sampling_params=params, return_logprob=True)
+            tokens = output["output_ids"]
+            reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
+            chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
+            rounded = self.rounding.logprobs(prompt, tokens[:-1])[chosen]
+            errors.append((reported - rounded).abs().max().item())
+            differences.append((self.exact.logprobs(prompt, tokens[:-1])[chosen] - rounded).abs().max().item())
+            outputs.append(output)
+        assert max(errors) <= TOLERANCE < min(differences), (errors, differences)
+        return outputs
+
+
 @pytest.fixture(scope="module", params=["fp8_e4m3", "fp8_e5m2"])
 def served(request, tiny_model):
-    """An engine, and the dtype of its cache."""
-    engine = EngineProcess(model_path=tiny_model, kv_cache_dtype=request.param, **SERVER)
-    try:
-        yield engine, {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[request.param]
-    finally:
-        engine.shutdown()
+    served = Served(tiny_model, request.param)
+    yield served
+    served.engine.shutdown()
 
 
-def test_chunks_in_an_fp8_cache(served, tiny_model):
-    """Cold, reordered, warm and plain: answers match the oracle with rounded keys and values, not the exact one."""
-    engine, dtype = served
-    rounding, exact = RoundingOracle(tiny_model, dtype), Oracle(tiny_model)
+def test_chunks_in_an_fp8_cache(served):
+    """Cold, reordered, warm and plain."""
     dice = Dice(3)
     a, b, question = chunk(dice.ids(60)), chunk(dice.ids(45)), text(dice.ids(9))
     prompts = [
@@ -38,15 +61,26 @@ def test_chunks_in_an_fp8_cache(served, tiny_model):
         [a, b],
         [text(dice.ids(80))],
     ]
-    params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
-    errors, differences = [], []
-    for prompt in (*prompts, prompts[0]):
-        output = engine.generate(segments=[s.to_request() for s in prompt], sampling_params=params, return_logprob=True)
-        tokens = output["output_ids"]
-        reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
-        chosen = (torch.arange(NUM_TOKENS), torch.tensor(tokens))
-        rounded = rounding.logprobs(prompt, tokens[:-1])[chosen]
-        errors.append((reported - rounded).abs().max().item())
-        differences.append((exact.logprobs(prompt, tokens[:-1])[chosen] - rounded).abs().max().item())
+    *_, output = served.answer(*prompts, prompts[0])
     assert output["meta_info"]["cached_tokens"] == len(token_ids(prompts[0])) - 1
-    assert max(errors) <= TOLERANCE < min(differences), (errors, differences)
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_fp8_chunks_from_the_host(dtype, tiny_model, with_plugin):
+    """The device evicts the chunks, then a prompt has them in another order. Transfers are late, as in
+    test_tiers_oracle.py."""
+    with with_plugin(streams.load):
+        tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+        served = Served(tiny_model, dtype, max_total_tokens=256, **tiers)
+    try:
+        dice = Dice(3)
+        a, b, question = chunk(dice.ids(60)), chunk(dice.ids(45)), text(dice.ids(9))
+        *_, output = served.answer(
+            [text(dice.ids(5)), a, text(dice.ids(2)), b, question],
+            [text(dice.ids(240))],
+            [b, text(dice.ids(1)), a, question],
+        )
+        assert hits(output) == [True, True]
+        assert output["meta_info"]["cached_tokens_details"]["host"] == len(a.ids) + len(b.ids)
+    finally:
+        served.engine.shutdown()

@@ -1,6 +1,8 @@
 """Real servers over storage that fails them: every answer is the oracle's, and nothing stays held."""
 
+import errno
 import json
+import os
 import subprocess
 
 import pytest
@@ -164,8 +166,16 @@ def test_a_real_disk_that_is_full_then_read_only(tiny_model, tmp_path):
             assert stored["stored"] > 0 and stored["unstored"] > 0 and stored["stored"] + stored["unstored"] == 12
             hits = [server.hits(prompt_of(dice, [each]))[0] for each in chunks]
             assert sum(hits) == stored["stored"]
-            assert mounted(folder, "remount,ro")
             server.flush()
+            before, objects = server.state(), sorted(folder.iterdir())
+            assert mounted(folder, "remount,ro,size=4m")  # with room: only what it is now keeps writes out
             assert [server.hits(prompt_of(dice, [each]))[0] for each in chunks] == hits
+            server.flush()
+            after = server.state()
+            assert after["stored"] == before["stored"]
+            assert after["unstored"] - before["unstored"] == hits.count(False)
+            assert sorted(folder.iterdir()) == objects
+            log = (tmp_path / "server-0.log").read_text()
+            assert log.count(os.strerror(errno.EROFS)) == hits.count(False)
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)

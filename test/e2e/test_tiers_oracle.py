@@ -6,19 +6,21 @@ Transfers are as late as a GPU allows, and KV in transfer is NaN, on the device 
 import gc
 
 import pytest
-from test_oracle_matrix import SHORT, Served, chunk_tokens_reused, hits
+from test_oracle_matrix import Served, chunk_tokens_reused, hits
 
 from fakes import streams
-from oracle.scenarios import Dice
+from oracle.scenarios import SCENARIOS, Dice
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
 POOL = 1024
+NAMES = list(SCENARIOS)
 
 
 @pytest.fixture(scope="module")
 def served(model_dir, with_plugin):
     with with_plugin(streams.load):
-        served = Served("llama", model_dir, max_total_tokens=POOL, enable_hierarchical_cache=True, hicache_ratio=20.0)
+        tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 32.0}  # room for all that the device evicts
+        served = Served("llama", model_dir, max_total_tokens=POOL, **tiers)
     yield served
     served.engine.shutdown()
     gc.collect()
@@ -31,9 +33,9 @@ def displace(served, number):
 
 def test_every_request_loads(served):
     """Each scenario twice: the second time all its chunks come from the host, those of later steps possibly too."""
-    for name in SHORT:
+    for name in NAMES:
         served.play([name])
-    for number, name in enumerate(SHORT):
+    for number, name in enumerate(NAMES):
         displace(served, number)
         (prompt, output), *_ = (answer for wave in served.play([name]) for answer in wave)
         if any(segment.kind == "chunk" for segment in prompt):
@@ -46,7 +48,7 @@ def test_loads_within_batches(served):
     """All scenarios side by side, in turns that load what the previous turn displaced."""
     loaded = 0
     for _ in range(2):
-        for names in (SHORT[::3], SHORT[1::3], SHORT[2::3]):
+        for names in (NAMES[::3], NAMES[1::3], NAMES[2::3]):
             for wave in served.play(names):
                 loaded += sum((out["meta_info"].get("cached_tokens_details") or {}).get("host", 0) for _, out in wave)
     assert loaded > POOL

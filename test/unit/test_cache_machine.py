@@ -1,5 +1,6 @@
 """The cache against a model that records what the KV in every slot depends on, over random histories of requests."""
 
+import functools
 import random
 from array import array
 
@@ -14,6 +15,7 @@ from fakes.attention import most_attended
 from fakes.requests import CHUNK, TEXT, kept_in, new_request
 from fakes.steps import ALL, Steps
 from fakes.storage import Storage
+from fakes.stored import storage_with
 from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.core.prompt import ChunkSlice
@@ -56,7 +58,7 @@ def policies_with_holes():
         del POLICIES[policy.name]
 
 
-CHUNKS = [(1, 2, 3), (1, 2, 3, 4, 1), (1, 2), (4,), (3, 1, 2, 4)]
+CHUNKS = [(1, 2, 3), (1, 2, 3, 4, 1), (1, 2), (4,), (3, 1, 2, 4), (2, 1, 3)]
 TEXTS = [(1,), (1, 2, 3), (4, 1), (2, 2), (1, 2, 3, 4, 1)]
 parts_of_prompts = st.lists(
     st.one_of(
@@ -239,13 +241,6 @@ class CacheHistories(RuleBasedStateMachine):
         self.pools.take_acknowledgements()
         self.pools.cache.evict(EvictParams(num_tokens=self.pools.cache.evictable_size()))
 
-    @precondition(lambda self: self.has_storage)
-    @rule(hangs=st.booleans())
-    def hang_storage(self, hangs):
-        """Storage stops answering, or answers everything asked in the meantime."""
-        self.pools.slow = hangs
-        (self.storage.open.clear if hangs else self.storage.open.set)()
-
     @precondition(lambda self: self.pools.has_tiers and self.pools.cache.evictable_host_leaves)
     @rule(num_tokens=st.integers(1, 6))
     def evict_host(self, num_tokens):
@@ -338,6 +333,13 @@ class CacheHistories(RuleBasedStateMachine):
         for chunk in self.pools.cache.admission.pins._chunks.values():
             assert not chunk.node.evicted and self.pools.store._cached[chunk.key] is chunk
 
+    def end_all(self):
+        for req in list(self.pools.running):
+            self.pools.release(req, is_insert=False)
+        while self.pools.revoke():
+            pass
+        self.settle()
+
     def settle(self):
         """All copies under way arrive; then what is on the host is stored."""
         self.pools.cache.finish_loads()
@@ -347,13 +349,7 @@ class CacheHistories(RuleBasedStateMachine):
 
     def teardown(self):
         """Everything can be released and evicted: nothing has leaked."""
-        if self.has_storage:
-            self.hang_storage(False)
-        for req in list(self.pools.running):
-            self.pools.release(req, is_insert=False)
-        while self.pools.revoke():
-            pass
-        self.settle()
+        self.end_all()
         self.check()
         while len(self.pools.cache.admission.pins):
             self.pools.cache.admission.pins.give_up()
@@ -411,10 +407,69 @@ class TierHistories(CacheHistories):
     options = {"host_size": 40}
 
 
+@functools.cache
+def stored_before():
+    """What an earlier server has left in storage."""
+    return storage_with(*((CHUNK, tokens) for tokens in CHUNKS)).objects
+
+
 class StoredHistories(TierHistories):
-    """The same with storage behind the host, which hangs at times."""
+    """The same with storage behind the host, which at times hangs, fails, or has damaged objects."""
 
     has_storage = True
+
+    def __init__(self):
+        super().__init__()
+        self.storage.objects.update((name, data.clone()) for name, data in stored_before().items())
+
+    @rule(hangs=st.booleans())
+    def hang_storage(self, hangs):
+        """Storage stops answering, or answers everything asked in the meantime."""
+        self.pools.take_acknowledgements()  # otherwise chance would decide which earlier calls hang
+        self.pools.slow = hangs
+        (self.storage.open.clear if hangs else self.storage.open.set)()
+
+    @rule(call=st.sampled_from([None, None, "exists", "batch_get", "batch_set"]))
+    def break_storage(self, call):
+        """This call fails from now on; all others succeed."""
+        self.pools.take_acknowledgements()
+        self.storage.broken = call
+
+    @rule(
+        pick=picks,
+        damage=st.sampled_from(["truncated", "flipped", "another", "lost"]),
+        place=st.floats(0, 1, exclude_max=True),
+    )
+    def damage_object(self, pick, damage, place):
+        """Storage loses an object or its end, changes a bit of it, or has another of its size in its place."""
+        self.pools.take_acknowledgements()
+        objects = self.storage.objects
+        if not objects:
+            return
+        name = pick_from(sorted(objects), pick)
+        byte = int(place * len(objects[name]))
+        if damage == "truncated":
+            objects[name] = objects[name][:byte]
+        elif damage == "flipped":
+            objects[name][byte : byte + 1] ^= 1
+        elif damage == "another":
+            same_size = [other for other in sorted(objects) if len(objects[other]) == len(objects[name])]
+            objects[name] = objects[pick_from(same_size, same_size.index(name) + 1)].clone()
+        else:
+            del objects[name]
+
+    @rule(parts=parts_of_prompts, num_tokens=pieces)
+    def begin_after_restart(self, parts, num_tokens):
+        """Everything but storage is lost before a prompt arrives."""
+        self.end_all()
+        self.flush()
+        self.begin(num_tokens, parts)
+
+    def teardown(self):
+        self.hang_storage(False)
+        super().teardown()
+        assert not self.pools.cache.fetches
+        assert self.pools.cache._num_fetching == self.pools.cache._num_writing == 0
 
 
 class HybridHistories(CacheHistories):
@@ -458,12 +513,12 @@ for few in (
     HoleHistories,
     PolicyHistories,
     TierHistories,
-    StoredHistories,
     SelectiveTierHistories,
     HybridHistories,
     WiderHybridHistories,
 ):
     few.TestCase.settings = settings(CacheHistories.TestCase.settings, max_examples=40)
+StoredHistories.TestCase.settings = CacheHistories.TestCase.settings
 TestCacheHistories = CacheHistories.TestCase
 TestFrequencyHistories = FrequencyHistories.TestCase
 TestCopyHistories = CopyHistories.TestCase
