@@ -8,8 +8,8 @@ import torch
 class Storage:
     """Stores objects in this process, by key.
 
-    open: calls hang until this event is set.  broken: the name of the call that raises an error after moving half of the
-    data.
+    open: calls hang until this event is set.
+    broken: the name of the call that raises an error, after moving half of the data.
     """
 
     def __init__(self):
