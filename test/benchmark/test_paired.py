@@ -77,7 +77,7 @@ def test_what_cannot_be_paired(tmp_path):
     folder = write_rows(tmp_path / "one", ("lazy", "cold", [1, 2]), ("stock", "cold", [3]))
     with pytest.raises(ValueError, match="different stages"):
         paired_stages([folder], "lazy", "stock")
-    with pytest.raises(ValueError, match="no case that both"):
+    with pytest.raises(ValueError, match="no case was sent to both"):
         paired_stages([folder], "lazy", "copy")
     (folder / "environment.json").write_text(json.dumps({"command": "bench.py"}))
     with pytest.raises(ValueError, match="did not take turns"):

@@ -101,7 +101,7 @@ def test_training(tiny_model, tmp_path, monkeypatch, capsys, link):
 @pytest.mark.parametrize(
     "link, ids, message",
     [
-        ("packet", ["50", "51"], "another policy"),
+        ("packet", ["50", "51"], "no other policy"),
         ("packet", ["55"], "at least two"),
         ("block", ["55", "56"], "--policy must be"),
         ("kvlink", ["50", "51"], "exists"),
