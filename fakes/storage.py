@@ -32,8 +32,11 @@ class Storage:
     def batch_set(self, keys, values):
         self.open.wait()
         for key, value in zip(keys, values, strict=True):
-            self.objects[key] = torch.zeros_like(value)
-            self._move("batch_set", value, self.objects[key])
+            stored = torch.zeros_like(value)
+            try:
+                self._move("batch_set", value, stored)
+            finally:
+                self.objects[key] = stored  # at once: readers never see an object that is still being written
         return True
 
     def _move(self, call, source, target):
