@@ -9,6 +9,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 
 from fakes.recorder import RecordingPools
 from fakes.requests import NEUTRAL_PREAMBLE
+from fakes.tiers import ObjectsOnDemand
 from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.prompt import ChunkSlice
@@ -20,6 +21,8 @@ ALL = 1 << 20
 
 class Steps(RecordingPools):
     """Prefills, decodes and releases one request at a time. Each method returns False if memory does not suffice."""
+
+    objects_class = ObjectsOnDemand
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -1,13 +1,17 @@
 """Host memory and storage that remember what was copied into them."""
 
+import collections
+import queue
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from fakes.slots import NOT_COMPUTED
+from fakes.storage import Storage
 from fakes.streams import LatePool, current_stream
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
+from sglang_lazy.port.cache.in_order import InOrder
 
 
 class HostSlots(LatePool):
@@ -80,3 +84,32 @@ class RecordingObjects(ChunkObjects):
 
     def _contents(self, slots: np.ndarray) -> list:
         return [self.pool.contents[slot] for slot in slots.tolist()]
+
+
+class OnDemand(InOrder):
+    """Without threads: calls are made when somebody asks for results, unless storage hangs."""
+
+    def __init__(self, storage: Storage):
+        self._asked, self._calls, self._storage = collections.deque(), queue.SimpleQueue(), storage
+
+    def num_ended(self) -> int:
+        self._make_calls()
+        return super().num_ended()
+
+    def settle(self, patience: float) -> bool:
+        self._make_calls()
+        return super().settle(patience)
+
+    def stop(self) -> None:
+        """No call is made from now on."""
+
+    def _make_calls(self) -> None:
+        while self._storage.open.is_set() and not self._calls.empty():
+            self._answer(*self._calls.get())
+
+
+class ObjectsOnDemand(RecordingObjects):
+    """Chunks stored by no thread, so that a history can be repeated."""
+
+    def _new_calls(self) -> OnDemand:
+        return OnDemand(self.backend.backend)

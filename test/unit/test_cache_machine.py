@@ -425,29 +425,27 @@ class StoredHistories(TierHistories):
     @rule(hangs=st.booleans())
     def hang_storage(self, hangs):
         """Storage stops answering, or answers everything asked in the meantime."""
-        self.pools.take_acknowledgements()  # otherwise chance would decide which earlier calls hang
         self.pools.slow = hangs
         (self.storage.open.clear if hangs else self.storage.open.set)()
 
     @rule(call=st.sampled_from([None, None, "exists", "batch_get", "batch_set"]))
     def break_storage(self, call):
         """This call fails from now on; all others succeed."""
-        self.pools.take_acknowledgements()
         self.storage.broken = call
 
     @rule(
         pick=picks,
         damage=st.sampled_from(["truncated", "flipped", "another", "lost"]),
-        place=st.floats(0, 1, exclude_max=True),
+        from_end=st.integers(1, 96),
     )
-    def damage_object(self, pick, damage, place):
+    def damage_object(self, pick, damage, from_end):
         """Storage loses an object or its end, changes a bit of it, or has another of its size in its place."""
         self.pools.take_acknowledgements()
         objects = self.storage.objects
         if not objects:
             return
         name = pick_from(sorted(objects), pick)
-        byte = int(place * len(objects[name]))
+        byte = max(0, len(objects[name]) - from_end)
         if damage == "truncated":
             objects[name] = objects[name][:byte]
         elif damage == "flipped":

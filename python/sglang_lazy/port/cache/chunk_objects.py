@@ -36,11 +36,14 @@ class ChunkObjects:
 
     def __init__(self, backend: TensorBackend, pool: Any):
         self.backend, self.pool = backend, pool
-        self.written, self.read = InOrder(), InOrder()
+        self.written, self.read = self._new_calls(), self._new_calls()
         self._given_up, self._num_touching, self._touched = False, 0, threading.Condition()
         self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
         self._rows, self._starts = _rows(pool.kv_buffer)
         self._buffers = threading.local()
+
+    def _new_calls(self) -> InOrder:
+        return InOrder()
 
     def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
         """Store the KV in these slots of the host, int64, which must not change before the write has ended."""

@@ -75,11 +75,13 @@ class InOrder:
 
     def _work(self) -> None:
         while (asked := self._calls.get()) is not None:
-            call, future = asked
-            begun = time.perf_counter()
-            try:
-                succeeded = call()
-            except Exception:  # the server must survive any error of the backend
-                logger.exception("sglang-lazy: the storage backend failed")
-                succeeded = False
-            future.set_result((succeeded, begun, time.perf_counter()))
+            self._answer(*asked)
+
+    def _answer(self, call: Callable[[], bool], future: Future) -> None:
+        begun = time.perf_counter()
+        try:
+            succeeded = call()
+        except Exception:  # the server must survive any error of the backend
+            logger.exception("sglang-lazy: the storage backend failed")
+            succeeded = False
+        future.set_result((succeeded, begun, time.perf_counter()))
