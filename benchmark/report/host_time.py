@@ -8,6 +8,9 @@ from benchmark.report.cells import in_order, lines, number, spread, table
 
 Values = dict[tuple, dict[str, list[float]]]
 
+STEPS = "arrival", "admission", "layout", "batch", "segments", "publish", "finish"
+"""Of a warm request."""
+
 
 def values(sources: list[Path]) -> Values:
     """Each column's values in all runs, by contender, shape or chunk length, mode and resident chunks."""
@@ -65,6 +68,35 @@ def metered(sources: list[Path]) -> str:
         pool = "full" if mode == "evicting" else "all resident"
         body.append([f"{chunks}x{chunk_len}", f"{resident:,}", pool, *map(number, (without, with_them, own))])
     return table(["request", "resident", "pool", "without metrics", "with metrics", "of these, publishing"], body)
+
+
+def steps(sources: list[Path]) -> str:
+    """Microseconds that each further chunk adds to a warm request, by step, one column for each file; then those of a
+    full pool, of a missing chunk, and of a request of one chunk."""
+    columns = {source.stem: _by_step(source) for source in sources}
+    names = next(iter(columns.values()))
+    body = [[name, *(spread(column[name]) for column in columns.values())] for name in names]
+    return table(["", *columns], body)
+
+
+def _by_step(source: Path) -> dict[str, list[float]]:
+    """The values of all runs in a file. Each run has one contender, chunk length and number of resident chunks, and
+    requests for one chunk and for several."""
+    rows = [row for row in lines(source) if "environment" not in row]
+    sums = [row for row in rows if "shape" not in row]
+    warm = [row for row in rows if "shape" in row and row["mode"] == "warm"]
+    ones = [row for row in warm if row["shape"].startswith("1x")]
+    found: dict[str, list[float]] = collections.defaultdict(list)
+    for one, more in zip(ones, [row for row in warm if row not in ones], strict=True):
+        chunks = int(more["shape"].partition("x")[0])
+        for step in STEPS:
+            first, each = one["steps_us_per_chunk"][step]["p50"], more["steps_us_per_chunk"][step]["p50"]
+            found[step].append((chunks * each - first) / (chunks - 1))
+    found["all"] = [row["us_per_further_chunk"] for row in sums if row["mode"] == "warm"]
+    found["all, in a full pool"] = [row["us_per_further_chunk"] for row in sums if row["mode"] == "evicting"]
+    found["computing one that is missing"] = [row["us_per_fill"] for row in sums if row["mode"] == "evicting"]
+    found["a request of one chunk, warm"] = [row["us_per_chunk"]["p50"] for row in ones]
+    return found
 
 
 def requests(sources: list[Path]) -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
-from benchmark.report.host_time import references
+from benchmark.report.host_time import STEPS, references, steps
 from benchmark.report.policies import policies, policies_by_group, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
 from benchmark.report.tiers import interference, transfers
@@ -52,6 +52,23 @@ def test_pages_link_to_all_data():
         named |= {(page.parent / name).resolve() for name in sources + links}
     data = [path for path in PAGES.rglob("*") if path.is_file() and path.suffix != ".md"]
     assert [path for path in data if not named & {path, *path.parents}] == []
+
+
+def test_steps(tmp_path):
+    """20 chunks take 40 us of a step and one takes 2: 2 us for each further chunk, in one of two runs."""
+    rows = []
+    for arrival in (2, 3):
+        for shape, each in ("1x128", 2), ("20x128", arrival):
+            times = {step: {"p50": each if step == "arrival" else 0} for step in STEPS}
+            rows.append({"shape": shape, "mode": "warm", "steps_us_per_chunk": times, "us_per_chunk": {"p50": 500}})
+        rows += [{"mode": mode, "us_per_further_chunk": 7, "us_per_fill": 9} for mode in ("warm", "evicting")]
+    source = tmp_path / "now.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in [{"environment": {}}, *rows]))
+    found = dict(cells(steps([source])))
+    assert found["arrival"] == "2.53 (2.00 to 3.05)"
+    assert (found["admission"], found["all"]) == ("0.00 (0.00 to 0.00)", "7.00 (7.00 to 7.00)")
+    assert found["computing one that is missing"] == "9.00 (9.00 to 9.00)"
+    assert found["a request of one chunk, warm"].startswith("500 ")
 
 
 def test_latency(tmp_path):

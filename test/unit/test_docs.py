@@ -29,7 +29,7 @@ PAGES = sorted(
         *(page for folder in ("docs", "examples", "sgl-kernel-lazy") for page in (ROOT / folder).rglob("*.md")),
     ]
 )
-MAX_WORDS = {"README.md": 1000, "docs/design.md": 2500, "docs/operations.md": 1500}
+MAX_WORDS = {"README.md": 1000, "docs/design.md": 2500, "docs/operations.md": 1750}
 
 FENCED = re.compile(r"^( *)(```|~~~).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?<=\n\n)(?:(?: {4}.*)?\n)+")
@@ -81,9 +81,8 @@ def test_links_resolve(page):
 
 @pytest.mark.parametrize("page", MAX_WORDS)
 def test_pages_are_short(page):
-    """Code and diagrams count; table borders do not."""
-    words = [word for word in (ROOT / page).read_text(encoding="utf-8").split() if re.search(r"\w", word)]
-    assert len(words) < MAX_WORDS[page]
+    """As `wc -w` counts: code, diagrams and table borders, too."""
+    assert len((ROOT / page).read_text(encoding="utf-8").split()) < MAX_WORDS[page]
 
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -107,24 +106,31 @@ def section(page: Path, anchor: str) -> str:
     return text[starts[anchor].start() : min(ends, default=len(text))]
 
 
-def rows_of_figures(page: Path) -> list[list[str]]:
-    """The claims, figures and pages of a summary's tables."""
-    lines = (line.strip("|").split("|") for line in page.read_text(encoding="utf-8").splitlines())
-    return [cells[-3:] for cells in lines if len(cells) >= 3 and LINK.search(cells[-1]) and NUMBER.search(cells[-2])]
+def rows_of_figures(page: Path) -> list[tuple[str, str]]:
+    """The figures of a summary's tables, each with the page it is from: the link in the cell before or after it."""
+    found = []
+    for line in page.read_text(encoding="utf-8").splitlines():
+        cells = line.strip("|").split("|")
+        linked = [index for index, cell in enumerate(cells) if "results/" in cell or "README.md" in cell]
+        if len(cells) > 1 and linked and (link := LINK.search(cells[linked[0]])):
+            figures = cells[linked[0] + 1] if linked[0] + 1 < len(cells) else cells[linked[0] - 1]
+            if NUMBER.search(figures):
+                found.append((figures.strip(), link.group(1)))
+    return found
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/results/README.md"])
 def test_summaries_repeat_what_results_have(page):
     """Each number of a summary is one on the page that it names, or one there rounds to it."""
-    rows = [row for row in rows_of_figures(ROOT / page) if "results/" in row[-1] or "results/" in page]
+    rows = rows_of_figures(ROOT / page)
     assert len(rows) > 5
     stale = []
-    for _, figures, link in rows:
-        path, _, anchor = LINK.search(link).group(1).partition("#")
+    for figures, link in rows:
+        path, _, anchor = link.partition("#")
         known = [number for number, _ in numbers(section((ROOT / page).parent / path, anchor))]
         for number, decimals in numbers(figures):
             if not any(round(other, decimals) == number for other in known):
-                stale.append((figures.strip(), number))
+                stale.append((figures, number))
     assert stale == []
 
 
