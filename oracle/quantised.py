@@ -3,6 +3,7 @@ where kernels for the format round them."""
 
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from .models import MODELS
 from .models.spec import ModelSpec
 
 # The smallest sizes for which all formats have kernels
@@ -20,32 +22,49 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     head_dim=128,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
-LLAMA = ModelSpec("llama-quantisable", "LlamaConfig", SIZES)
-QWEN3 = ModelSpec("qwen3-quantisable", "Qwen3Config", SIZES)
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _of_size(name: str, **sizes) -> ModelSpec:
+    """A model of the tables in another size."""
+    spec = MODELS[name]
+    return dataclasses.replace(spec, name=f"{name}-quantisable", settings={**spec.settings, **sizes})
+
+
+LLAMA = ModelSpec("llama-quantisable", "LlamaConfig", {**SIZES, "rope_parameters": ROPE})
+QWEN3 = ModelSpec("qwen3-quantisable", "Qwen3Config", {**SIZES, "rope_parameters": ROPE})
+QWEN3_MOE = _of_size("qwen3-moe", **SIZES, moe_intermediate_size=256)
+GLM4_MOE = _of_size("glm4-moe", **SIZES, moe_intermediate_size=256)
+MINIMAX_M2 = _of_size("minimax-m2", **{**SIZES, "intermediate_size": 256})
+# Like the released models' 2880, these are multiples of 64, but not of 128.
+GPT_OSS = _of_size("gpt-oss", hidden_size=320, intermediate_size=320, head_dim=64)
 
 GROUP = 128  # weights, or elements of a layer's input, that share a scale
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # by code; eight more codes are their negatives
+FP4_BLOCK = 32
 
 Stored = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""A layer's weight as tensors of a checkpoint, by suffix, and dequantised, [out, in]."""
+"""A weight, [out, in] unless other axes are named, as tensors of a checkpoint, by suffix; and dequantised."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
     """config: `quantization_config` of the model.
-    store: writes a weight, fp32 [out, in].
+    store: writes a weight, fp32.
     rounded: rounds a layer's input, [..., in], like its kernel; None if kernels do not round it.
     model: the quantised model.
+    weights: the names of its quantised weights end like this.
     """
 
     config: dict
     store: Callable[[torch.Tensor], Stored]
     rounded: Callable[[torch.Tensor], torch.Tensor] | None = None
     model: ModelSpec = LLAMA
+    weights: str = r"(_proj|\.w[123])\.weight"
 
 
 def to_fp8(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -145,6 +164,21 @@ def bitsandbytes(weight: torch.Tensor) -> Stored:
     return {"weight": weight, **parts}, dequantize_4bit(weight, state)
 
 
+def mxfp4(weight: torch.Tensor) -> Stored:
+    """The experts of gpt-oss, [experts, in, out]: each 32 elements of the input share a power of two."""
+    blocks = weight.mT.contiguous().unflatten(-1, (-1, FP4_BLOCK))
+    exponent = blocks.abs().amax(-1, keepdim=True).log2().floor() - 2  # the largest number is 1.5 * 2 ** 2
+    scaled = blocks / 2**exponent
+    code = torch.bucketize(scaled.abs(), (FP4[1:] + FP4[:-1]) / 2)
+    read = FP4[code].copysign(scaled) * 2**exponent
+    code += 8 * (scaled < 0)
+    tensors = {
+        "_blocks": (code[..., ::2] + 16 * code[..., 1::2]).to(torch.uint8),
+        "_scales": (exponent[..., 0] + 127).to(torch.uint8),
+    }
+    return tensors, read.flatten(-2).mT
+
+
 def _compressed(kind: str, bits: int, weights: dict, inputs: dict | None) -> dict:
     """A configuration of `compressed-tensors`."""
     common = {"num_bits": bits, "type": "float" if kind == "float-quantized" else "int", "symmetric": True}
@@ -189,10 +223,24 @@ FORMATS = {
     ),
     "gptq": Format({"quant_method": "gptq", **_INT4, "desc_act": False, "sym": True, "lm_head": False}, gptq),
 }
+_MODELS_WITH_EXPERTS = {
+    "fp8 block": [QWEN3_MOE, MINIMAX_M2],
+    "compressed fp8": [GLM4_MOE],
+    "compressed int4": [QWEN3_MOE],
+}
+WITH_EXPERTS = {
+    "mxfp4 gpt-oss": Format({"quant_method": "mxfp4"}, mxfp4, model=GPT_OSS, weights=r"experts\.\w+_proj"),
+    **{
+        f"{name} {model.name.removesuffix('-quantisable')}": dataclasses.replace(FORMATS[name], model=model)
+        for name, models in _MODELS_WITH_EXPERTS.items()
+        for model in models
+    },
+}
+FORMATS |= WITH_EXPERTS
 
 
 def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] | None = None) -> tuple[str, str]:
-    """Folders of two models: one with all projections of its layers in a format of `FORMATS`, and its equivalent.
+    """Folders of two models: one with weights in a format of `FORMATS`, and its equivalent.
 
     kv_scales: scales of keys and values for an fp8 cache, written for each layer.
     """
@@ -200,7 +248,7 @@ def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] 
     tensors: list[dict[str, torch.Tensor]] = [{}, {}]
     for key, weight in load_file(Path(model) / "model.safetensors").items():
         stored, read = {key: weight}, weight
-        if key.endswith("_proj.weight"):
+        if re.search(f"{form.weights}$", key):
             by_suffix, read = form.store(weight.float())
             stored = {key.removesuffix("weight") + suffix: one.contiguous() for suffix, one in by_suffix.items()}
             if kv_scales and key.endswith("k_proj.weight"):
@@ -212,13 +260,21 @@ def quantised(model: str, name: str, path: Path, kv_scales: tuple[float, float] 
         shutil.copytree(model, folder)
         save_file(content, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((folders[0] / "config.json").read_text())
-    (folders[0] / "config.json").write_text(json.dumps({**config, "quantization_config": form.config}))
+    # SGLang computes gpt-oss in the dtype that is named here, whatever --dtype says.
+    (folders[0] / "config.json").write_text(
+        json.dumps({**config, "dtype": "bfloat16", "quantization_config": form.config})
+    )
     return str(folders[0]), str(folders[1])
 
 
 def round_inputs(model: torch.nn.Module, name: str) -> None:
     """Make the projections of a Hugging Face model round their inputs as a format's kernels do."""
     rounded = FORMATS[name].rounded
+    if rounded is None:
+        return
     for key, module in model.named_modules():
-        if rounded and key.endswith("_proj"):
+        experts = hasattr(module, "_apply_gate")
+        if experts or key.endswith("_proj"):
             module.register_forward_pre_hook(lambda _module, inputs: (rounded(inputs[0]), *inputs[1:]))
+        if experts:  # what they compute between their projections
+            module._apply_gate = lambda x, gated=module._apply_gate: rounded(gated(x))

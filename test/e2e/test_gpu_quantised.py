@@ -22,11 +22,13 @@ pytestmark = [
     pytest.mark.usefixtures("freed_gpu"),
 ]
 
+# By the beginning of a format's name
 OPTIONS = {
     "fp8 block": {"fp8_gemm_runner_backend": "triton"},  # DeepGEMM compiles for minutes
     "bitsandbytes": {"quantization": "bitsandbytes", "load_format": "bitsandbytes"},
 }
 KV_SCALES = 0.07, 0.03
+LENGTHS = 300, 7, 180
 
 
 @pytest.fixture
@@ -40,7 +42,8 @@ def serve(model_dir, tmp_path):
         if name == "bitsandbytes":
             pytest.importorskip("bitsandbytes")
         stored, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path, kv_scales)
-        more = {"attention_backend": "triton", "max_total_tokens": 20000, **OPTIONS.get(name, {}), **options}
+        of_format = next((some for prefix, some in OPTIONS.items() if name.startswith(prefix)), {})
+        more = {"attention_backend": "triton", "max_total_tokens": 20000, **of_format, **options}
         engines.append(Engine(model_path=stored, **ENGINE, **more))
         return engines[0], read
 
@@ -68,9 +71,10 @@ def check(engine, prompts, oracles, **arguments) -> None:
     errors.check()
 
 
-def prompts_of(name: str) -> list:
+def prompts_of(name: str, *lengths: int) -> list:
+    """lengths: of three chunks."""
     dice = Dice(name)
-    a, b, c = (chunk(dice.ids(length)) for length in (300, 7, 180))
+    a, b, c = (chunk(dice.ids(length)) for length in lengths)
     question = dice.text(9)
     return [[dice.text(5), a, dice.text(1), b, question], [c, dice.text(2), b, a, question], [b, c, question]]
 
@@ -84,7 +88,7 @@ def oracle(path: str, name: str, dtype: torch.dtype) -> Oracle:
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantised_weights(serve, name):
     engine, read = serve(name)
-    check(engine, prompts_of(name), [oracle(read, name, dtype) for dtype in (torch.float32, torch.bfloat16)])
+    check(engine, prompts_of(name, *LENGTHS), [oracle(read, name, dtype) for dtype in (torch.float32, torch.bfloat16)])
 
 
 def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
@@ -93,7 +97,7 @@ def test_scales_of_a_checkpoint_for_an_fp8_cache(serve):
     oracles = [RoundingOracle(read, FP8, KV_SCALES, dtype, "cuda") for dtype in (torch.float32, torch.bfloat16)]
     for one in oracles:
         round_inputs(one.model, name)
-    check(engine, prompts_of(name), oracles)
+    check(engine, prompts_of(name, *LENGTHS), oracles)
 
 
 def test_adapters_on_quantised_weights(serve, model_dir, tmp_path):
@@ -104,4 +108,4 @@ def test_adapters_on_quantised_weights(serve, model_dir, tmp_path):
     models = {None: read, "a": str(merged(read, adapter, Path(tmp_path) / "merged"))}
     for adapter_name, path in models.items():
         oracles = [oracle(path, name, dtype) for dtype in (torch.float32, torch.bfloat16)]
-        check(engine, prompts_of(name), oracles, lora_path=[adapter_name] * 3)
+        check(engine, prompts_of(name, *LENGTHS), oracles, lora_path=[adapter_name] * 3)

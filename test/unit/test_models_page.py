@@ -9,7 +9,7 @@ import pytest
 from sglang.srt.server_args import ServerArgs
 
 from oracle.models import MODELS
-from oracle.quantised import FORMATS
+from oracle.quantised import FORMATS, WITH_EXPERTS
 from oracle.vision import VISION_MODELS
 from sglang_lazy.port.model import compat
 
@@ -53,11 +53,16 @@ def test_gpu_column():
     assert {architecture for architecture, cells in ROWS.items() if cells[4]} == on_several | {COMB}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in WITH_EXPERTS])
 def test_formats_are_listed(name):
     table = re.search(r"^\| format \|.*?\n\n", PAGE, re.MULTILINE | re.DOTALL)[0]
     method, _, kind = name.partition(" ")
     assert method in table and kind.removesuffix("tensor") in table
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_formats_of_experts_are_listed(name):
+    assert f"`{name}`" in PAGE
 
 
 def test_every_refused_flag_is_listed():

@@ -1,5 +1,6 @@
 """The checkpoints that GPU tests serve, read back by other libraries."""
 
+import copy
 import importlib
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,22 @@ from safetensors.torch import load_file
 from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.quantization.fp8 import Fp8Config
+from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, mxfp4
 from sglang.srt.layers.quantization.utils import pack_rows
+from triton_kernels.numerics_details.mxfp import upcast_from_mxfp_torch
+from triton_kernels.tensor_details import layout
 
 from oracle.block_mask import load_model
 from oracle.models.build import build_model
-from oracle.quantised import FORMATS, GROUP, awq, fp8_blocks, gptq, int4_groups, quantised
+from oracle.quantised import FORMATS, GROUP, WITH_EXPERTS, awq, fp8_blocks, gptq, int4_groups, quantised, round_inputs
+from sglang_lazy.port.model.identity import model_identity
 
+PROJECTIONS = ("gate_up_proj", "down_proj")
+METHODS = {**BASE_QUANTIZATION_METHODS, "mxfp4": mxfp4.Mxfp4Config}  # which SGLang lists only where it runs
 WEIGHT = torch.randn(2 * GROUP, 3 * GROUP, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("compressed")])
+@pytest.mark.parametrize("name", ["compressed fp8", "compressed int8", "compressed int4"])
 def test_transformers_reads_compressed_tensors(model_dir, tmp_path, name):
     stored, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
@@ -62,24 +68,120 @@ def test_blocks_have_their_own_scales():
     assert (read[GROUP:, :GROUP] - scaled[GROUP:, :GROUP]).norm() < 0.1 * scaled[GROUP:, :GROUP].norm()
 
 
-def test_block_scales_reach_sglangs_layers(sglang_context, model_dir, tmp_path, monkeypatch):
+@pytest.fixture
+def load(sglang_context, model_dir, tmp_path, monkeypatch):
+    """load(format): the tensors of a checkpoint; SGLang's model with them, before they are laid out for kernels; and
+    the weights of the equivalent model."""
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
+    for name in ("_PP", "_TP", "_MOE_DP", "_MOE_EP", "_MOE_TP"):
+        monkeypatch.setattr(parallel_state, name, group)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+
+    def load(name):
+        form = FORMATS[name]
+        stored, read = quantised(build_model(form.model, model_dir), name, tmp_path)
+        tensors, config = load_file(Path(stored) / "model.safetensors"), transformers.AutoConfig.from_pretrained(stored)
+        module = importlib.import_module(f"sglang.srt.models.{config.model_type}")
+        one_rank = dict(tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_dp_size=1)
+        one_rank |= dict(moe_ep_rank=0, moe_ep_size=1, moe_tp_rank=0, moe_tp_size=1)
+        with runtime_context.get_parallel().override(**one_rank):
+            method = METHODS[form.config["quant_method"]].from_config(form.config)
+            model = getattr(module, config.architectures[0])(config, method)
+            model.load_weights(tensors.items())
+        return tensors, model, dict(load_model(read, torch.float32, "cpu").named_parameters())
+
+    return load
+
+
+def test_block_scales_reach_sglangs_layers(load):
     """Otherwise outputs are NaN: SGLang presets scales to the lowest float and merely warns of names it does not
     know."""
-    form = FORMATS["fp8 block"]
-    stored, _ = quantised(build_model(form.model, model_dir), "fp8 block", tmp_path)
-    weights, config = load_file(Path(stored) / "model.safetensors"), transformers.AutoConfig.from_pretrained(stored)
-    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
-    for name in ("_PP", "_MOE_DP"):
-        monkeypatch.setattr(parallel_state, name, group)
-    one_rank = dict(tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_dp_size=1)
-    module = importlib.import_module(f"sglang.srt.models.{config.model_type}")
-    with runtime_context.get_parallel().override(**one_rank):
-        model = getattr(module, config.architectures[0])(config, Fp8Config.from_config(form.config))
-    model.load_weights(weights.items())
+    tensors, model, _ = load("fp8 block")
     parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
     scales = {name: scale for name, scale in model.named_parameters() if name.endswith("weight_scale_inv")}
-    assert len(scales) == 4 * config.num_hidden_layers
+    assert len(scales) == 4 * FORMATS["fp8 block"].model.settings["num_hidden_layers"]
     for name, scale in scales.items():
         layer = name.split(".")[-2]
-        stored_scales = [weights[name.replace(layer, part)] for part in parts.get(layer, (layer,))]
+        stored_scales = [tensors[name.replace(layer, part)] for part in parts.get(layer, (layer,))]
         assert torch.equal(scale, torch.cat(stored_scales)), name
+
+
+def dequantised(experts: dict[str, torch.Tensor], part: str) -> torch.Tensor:
+    """The weights of SGLang's experts, [experts, out, in].  part: `w13` or `w2`."""
+    if f"{part}_weight_packed" in experts:
+        packed = experts[f"{part}_weight_packed"]  # [experts, in / 8, out]
+        numbers = (packed[:, :, None] >> 4 * torch.arange(8)[:, None]) & 15
+        return ((numbers.flatten(1, 2) - 8) * experts[f"{part}_weight_scale"].repeat_interleave(GROUP, 1)).mT
+    weight, scale = experts[f"{part}_weight"], experts.get(f"{part}_weight_scale")
+    if weight.dtype == torch.uint8:
+        return upcast_from_mxfp_torch(weight, scale, torch.float32, -1)
+    if scale is None:
+        scale = experts[f"{part}_weight_scale_inv"].repeat_interleave(GROUP, 1).repeat_interleave(GROUP, 2)
+    return weight.float() * scale
+
+
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_reach_sglangs_layers(load, name):
+    _, model, theirs = load(name)
+    layers = [module for key, module in model.named_modules() if key.endswith(".experts")]
+    assert layers
+    pairs = [[weight for key, weight in theirs.items() if key.endswith(f"experts.{part}")] for part in PROJECTIONS]
+    for layer, *weights in zip(layers, *pairs, strict=True):
+        experts = dict(layer.named_parameters())
+        for part, expected in zip(("w13", "w2"), weights, strict=True):
+            expected = expected.mT if name == "mxfp4 gpt-oss" else expected
+            torch.testing.assert_close(dequantised(experts, part), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_transformers_reads_mxfp4(model_dir, tmp_path):
+    name = "mxfp4 gpt-oss"
+    stored, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path)
+    config = transformers.Mxfp4Config(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32, quantization_config=config)
+    theirs = dict(model.named_parameters())
+    for key, weight in load_model(read, torch.float32, "cpu").named_parameters():
+        assert torch.equal(theirs[key].float(), weight), key
+
+
+@pytest.mark.parametrize("capability", [8, 9])
+def test_mxfp4_experts_are_part_of_the_identity(load, monkeypatch, capability):
+    """As `triton_kernels` lays them out for a GPU, where they are no parameters."""
+    monkeypatch.setattr(layout, "cuda_capability_geq", lambda major, minor=0: capability >= major)
+    _, loaded, _ = load("mxfp4 gpt-oss")
+
+    def identity(changed=None):
+        mlp = copy.deepcopy(loaded.model.layers[1].mlp)
+        if changed:
+            mlp.experts.get_parameter(changed)[2, 5, 3] ^= 1
+        mlp.experts.quant_method.use_triton_kernels = True
+        mlp.experts.quant_method.process_weights_after_loading(mlp.experts)
+        assert "experts.w13_weight" not in dict(mlp.named_parameters())
+        return model_identity(
+            SimpleNamespace(
+                model=mlp,
+                model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict)),
+                kv_cache_dtype="bf16",
+                ps=SimpleNamespace(tp_rank=0, tp_size=1),
+            )
+        )
+
+    parts = [f"{part}_weight{kind}" for part in ("w13", "w2") for kind in ("", "_scale")]
+    assert identity() == identity()
+    assert len({identity(), *map(identity, parts)}) == 1 + len(parts)
+
+
+@pytest.mark.parametrize("name", [name for name, form in WITH_EXPERTS.items() if form.rounded])
+def test_inputs_of_experts_are_rounded(model_dir, tmp_path, name):
+    """Before both of their projections."""
+    _, read = quantised(build_model(FORMATS[name].model, model_dir), name, tmp_path)
+    model = load_model(read, torch.float32, "cpu")
+    experts = [module for key, module in model.named_modules() if key.endswith(".experts")][-1]
+    x = torch.randn(7, experts.gate_up_proj.shape[-1], generator=torch.Generator().manual_seed(0))
+    chosen, shares = torch.tensor([[1, 3]]).expand(7, 2), torch.tensor([[0.25, 0.75]]).expand(7, 2)
+    rounded, expected = FORMATS[name].rounded, 0
+    for expert, share in ((1, 0.25), (3, 0.75)):
+        gate, up = torch.nn.functional.linear(rounded(x), experts.gate_up_proj[expert]).chunk(2, -1)
+        gated = torch.nn.functional.silu(gate) * up
+        expected += share * torch.nn.functional.linear(rounded(gated), experts.down_proj[expert])
+    round_inputs(model, name)
+    torch.testing.assert_close(experts(x, chosen, shares), expected)

@@ -244,7 +244,7 @@ def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
             bits[place * dtype.itemsize] ^= 1
         return model_identity(
             SimpleNamespace(
-                model=SimpleNamespace(named_parameters=lambda: tensors.items()),
+                model=SimpleNamespace(named_parameters=tensors.items, named_modules=tuple),
                 model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"_name_or_path": path})),
                 kv_cache_dtype=cache,
                 ps=SimpleNamespace(tp_rank=rank, tp_size=2),
@@ -267,7 +267,7 @@ def test_scales_of_bitsandbytes_are_part_of_the_identity():
         weight.bnb_quant_state = {0: SimpleNamespace(as_dict=lambda: state), 1: changed.get("int8", torch.ones(3))}
         return model_identity(
             SimpleNamespace(
-                model=SimpleNamespace(named_parameters=lambda: [("proj", weight)]),
+                model=SimpleNamespace(named_parameters=lambda: [("proj", weight)], named_modules=tuple),
                 model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict)),
                 kv_cache_dtype="bf16",
                 ps=SimpleNamespace(tp_rank=0, tp_size=1),

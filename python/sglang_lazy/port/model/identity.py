@@ -1,6 +1,7 @@
 """A hash of everything but tokens that the KV of a served model depends on, to name stored chunks."""
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -42,7 +43,7 @@ def adapter_identity(loaded: Any) -> bytes:
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors that a model's layers compute with, by name."""
-    for name, weight in model.named_parameters():
+    for name, weight in itertools.chain(model.named_parameters(), _experts_of_methods(model)):
         name = name.replace(".base_layer.", ".")  # layers that take adapters have their parameters one module deeper
         yield name, weight
         # The quantization state of bitsandbytes is an attribute of the weight, in parts if several weights are fused.
@@ -51,6 +52,16 @@ def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor | float):
                     yield f"{name}.{part}.{key}", torch.as_tensor(value)
+
+
+def _experts_of_methods(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights of experts that are not parameters: those in MXFP4 belong to the method that computes with them, as
+    tensors of `triton_kernels`."""
+    for name, module in model.named_modules():
+        for attribute in ("w13_weight_triton_tensor", "w2_weight_triton_tensor"):
+            tensor = getattr(getattr(module, "quant_method", None), attribute, None)
+            if tensor is not None:
+                yield f"{name}.{attribute}", tensor.storage.data
 
 
 def _add_weights(digest: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
