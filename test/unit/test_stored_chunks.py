@@ -230,28 +230,36 @@ def test_what_is_fetched_for_nobody_makes_nothing_recent_by_the_clock():
     assert all(isinstance(node.last_access_time, int) for node, _, _ in server.pools.nodes())
 
 
+def runner_of(model, rank=0, cache="bf16", path="here"):
+    return SimpleNamespace(
+        model=model,
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"_name_or_path": path})),
+        kv_cache_dtype=cache,
+        ps=SimpleNamespace(tp_rank=rank, tp_size=2),
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.int32])
 def test_any_change_of_what_kv_depends_on_is_another_model(dtype):
-    """Down to one bit of one weight: trained tokens, for one, change a few embedding rows and nothing else."""
+    """Down to one bit of one weight: trained tokens, for one, change a few embedding rows and nothing else. Gemma 4
+    has weights that are buffers. Others are tables, computed from the config and the server's flags."""
     torch.manual_seed(0)
     shapes = {"embedding": (500, 16), "norm": (16,), "experts": (2, 8, 16), "scale": ()}
     weights = {name: (30 * torch.randn(shape)).to(dtype) for name, shape in shapes.items()}
 
-    def identity(changed=None, place=None, rank=0, cache="bf16", path="here"):
+    def identity(changed=None, place=None, table_size=4, **more):
         tensors = {name: weight.clone() for name, weight in weights.items()}
         if changed is not None:
             bits = tensors[changed].view(-1).view(torch.uint8)
             bits[place * dtype.itemsize] ^= 1
-        return model_identity(
-            SimpleNamespace(
-                model=SimpleNamespace(named_parameters=tensors.items, named_modules=tuple),
-                model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: {"_name_or_path": path})),
-                kv_cache_dtype=cache,
-                ps=SimpleNamespace(tp_rank=rank, tp_size=2),
-            )
-        )
+        model = torch.nn.Module()
+        model.register_buffer("scale", tensors.pop("scale"))
+        model.register_buffer("table", torch.zeros(table_size), persistent=False)
+        for name, weight in tensors.items():
+            model.register_parameter(name, torch.nn.Parameter(weight, requires_grad=False))
+        return model_identity(runner_of(model, **more))
 
-    assert identity() == identity(path="elsewhere")
+    assert identity() == identity(path="elsewhere") == identity(table_size=8)
     places = [(name, place) for name, weight in weights.items() for place in range(0, weight.numel(), 7)]
     others = [identity(*changed) for changed in places] + [identity(rank=1), identity(cache="fp8")]
     assert len({identity(), *others}) == 1 + len(others)
@@ -262,17 +270,12 @@ def test_scales_of_bitsandbytes_are_part_of_the_identity():
 
     def identity(**changed):
         state = {"absmax": torch.ones(4), "nested_absmax": torch.ones(2), "nested_offset": 0.5, "quant_type": "nf4"}
-        weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
         state = {**state, **changed}
-        weight.bnb_quant_state = {0: SimpleNamespace(as_dict=lambda: state), 1: changed.get("int8", torch.ones(3))}
-        return model_identity(
-            SimpleNamespace(
-                model=SimpleNamespace(named_parameters=lambda: [("proj", weight)], named_modules=tuple),
-                model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=dict)),
-                kv_cache_dtype="bf16",
-                ps=SimpleNamespace(tp_rank=0, tp_size=1),
-            )
-        )
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.zeros(8, 1, dtype=torch.uint8), requires_grad=False)
+        quantised = SimpleNamespace(as_dict=lambda: state)
+        model.weight.bnb_quant_state = {0: quantised, 1: changed.get("int8", torch.ones(3))}
+        return model_identity(runner_of(model))
 
     others = [
         {"absmax": torch.tensor([1.0, 1, 1, 2])},

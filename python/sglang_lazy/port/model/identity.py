@@ -43,7 +43,9 @@ def adapter_identity(loaded: Any) -> bytes:
 
 def _weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors that a model's layers compute with, by name."""
-    for name, weight in itertools.chain(model.named_parameters(), _experts_of_methods(model)):
+    stored = model.state_dict().keys()  # other buffers are tables, computed from the config and the server's flags
+    buffers = ((name, buffer) for name, buffer in model.named_buffers() if name in stored)
+    for name, weight in itertools.chain(model.named_parameters(), buffers, _experts_of_methods(model)):
         name = name.replace(".base_layer.", ".")  # layers that take adapters have their parameters one module deeper
         yield name, weight
         # The quantization state of bitsandbytes is an attribute of the weight, in parts if several weights are fused.
