@@ -10,7 +10,8 @@ from ragged import DEVICE
 from sgl_kernel_lazy import torch_impl
 from sgl_kernel_lazy.bench import copies, report, verify
 from sgl_kernel_lazy.bench.__main__ import main, parse
-from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, Dims, build, shapes
+from sgl_kernel_lazy.bench.problem import Dims, build
+from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, shapes
 
 without_gpu = pytest.mark.skipif(DEVICE != "cpu", reason="tiny shapes are for machines without a GPU")
 

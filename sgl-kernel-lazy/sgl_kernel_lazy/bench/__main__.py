@@ -23,7 +23,8 @@ from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
 from sgl_kernel_lazy.bench import report, timing
 from sgl_kernel_lazy.bench.baseline import Baseline, backends
 from sgl_kernel_lazy.bench.candidates import Link, takes
-from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, Shape, build, shapes
+from sgl_kernel_lazy.bench.problem import Dims, Shape, build
+from sgl_kernel_lazy.bench.shapes import FAMILIES, shapes
 from sgl_kernel_lazy.bench.verify import Reference, check
 
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)

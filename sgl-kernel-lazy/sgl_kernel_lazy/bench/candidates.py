@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from sgl_kernel_lazy import get_implementation
-from sgl_kernel_lazy.bench.shapes import Problem
+from sgl_kernel_lazy.bench.problem import Problem
 
 # These synchronize with the device or copy from it in every call, which CUDA graphs cannot capture.
 NOT_CAPTURABLE = ("torch",)
