@@ -10,7 +10,7 @@ from sgl_kernel_lazy.rope import rope_cos_sin
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """Heads, dtype and device of one run; by default the attention of an 8B Llama."""
+    """Heads, rope, dtype and device of one run; by default the attention of an 8B Llama."""
 
     dtype: torch.dtype
     device: torch.device
@@ -18,6 +18,8 @@ class Dims:
     num_kv_heads: int = 8
     head_dim: int = 128
     kv_dtype: torch.dtype | None = None  # of the caches, if it differs from dtype
+    rotary_dim: int | None = None  # if not head_dim
+    is_neox: bool = True
 
     @property
     def token_bytes(self) -> int:
@@ -32,6 +34,7 @@ class Shape:
     Chunks with the same id share slots. New text is computed by `link_extend`; a decode has none.
     window: of a prefill's rows; the rows of a decode contain only the tokens within it.
     sinks: whether heads have sinks.
+    layers: how many of a model's layers share this decode's rows, which `window_rows` lists: it is timed, too.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Shape:
     heads: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of Dims that differ from the run's
     window: int | None = None
     sinks: bool = False
+    logit_cap: float | None = None
+    layers: int | None = None
 
 
 @dataclasses.dataclass
@@ -50,7 +55,7 @@ class Problem:
     shape: Shape
     dims: Dims
     tables: dict[str, torch.Tensor]
-    segment_ids: torch.Tensor
+    segment_ids: torch.Tensor | None
     q: torch.Tensor
     caches: list[tuple[torch.Tensor, torch.Tensor]]
     tokens: int
@@ -128,18 +133,22 @@ def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
         host["qo_indptr"] = torch.tensor([0, *qo_lens]).cumsum(0)
         host["q_positions"] = torch.cat(new_positions)
         host["kv_positions"] = torch.cat(positions)
-    inv_freq = 500000.0 ** -(torch.arange(0, dims.head_dim, 2).double() / dims.head_dim)
+    rotary_dim = dims.rotary_dim or dims.head_dim
+    inv_freq = 500000.0 ** -(torch.arange(0, rotary_dim, 2).double() / rotary_dim)
     device_gen = torch.Generator(dims.device).manual_seed(seed)
 
     def randn(*size: int) -> torch.Tensor:
         return torch.randn(*size, dims.head_dim, generator=device_gen, dtype=dims.dtype, device=dims.device)
 
+    q = randn(sum(qo_lens) if shape.op == "extend" else len(kv_lens), dims.num_qo_heads)
+    if shape.logit_cap is not None:
+        q *= shape.logit_cap / 8  # the scores' standard deviation: without the cap, results would be others
     sets = max(1, -(-cold_bytes // (num_slots * dims.token_bytes)))
     return Problem(
         shape, dims,
         {name: tensor.to(torch.int32).to(dims.device) for name, tensor in host.items()},
         torch.tensor(pad[2::3], dtype=torch.int32, device=dims.device),
-        randn(sum(qo_lens) if shape.op == "extend" else len(kv_lens), dims.num_qo_heads),
+        q,
         [(randn(num_slots, dims.num_kv_heads), randn(num_slots, dims.num_kv_heads)) for _ in range(sets)],
         num_slots,
         rope_cos_sin(inv_freq, longest + 1).to(dims.device),

@@ -2,12 +2,13 @@
 
 import random
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from sgl_kernel_lazy.bench.problem import Shape
 
-FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads", "windows")
+FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads", "windows", "gemma", "ropes", "rows")
 # (chunks, tokens of each, pool, alpha, batch); alpha None: groups of 8 requests use the same chunks.
 SHARED = (
     (5, 2048, 10000, 0.0, 64),
@@ -20,14 +21,23 @@ SHARED = (
     (20, 128, 2000, 0.67, 64),
     (20, 128, 2000, 0.67, 128),
 )  # fmt: skip
+GPT_OSS = dict(num_qo_heads=64, num_kv_heads=8, head_dim=64)
+GEMMA_2 = GEMMA_3 = dict(num_qo_heads=16, num_kv_heads=8, head_dim=256)
+GEMMA_4 = dict(num_qo_heads=32, num_kv_heads=4, head_dim=512)  # of layers without a window
+ROPES = {
+    "GLM-4.5": dict(num_qo_heads=96, num_kv_heads=8, head_dim=128, rotary_dim=64),
+    "GLM-4 9B": dict(num_qo_heads=32, num_kv_heads=2, head_dim=128, rotary_dim=64, is_neox=False),
+    "Command R": dict(num_qo_heads=64, num_kv_heads=8, head_dim=128, is_neox=False),
+}
 
 
 def shapes(families: Iterable[str], *, tiny: bool = False, seed: int = 0) -> list[Shape]:
     """The shapes of these families; tiny ones of the same kinds for a machine without a GPU."""
     rng = random.Random(seed)
     of = dict(
-        decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads, windows=_windows
-    )
+        decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads, windows=_windows,
+        gemma=_gemma, ropes=_ropes, rows=_rows,
+    )  # fmt: skip
     return [shape for family in families for shape in of[family](rng, tiny)]
 
 
@@ -107,7 +117,7 @@ def _heads(rng: random.Random, tiny: bool) -> Iterator[Shape]:
 def _windows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     """The layers of gpt-oss, with a window and without."""
     window, count, length = (8, 2, 16) if tiny else (128, 5, 2048)
-    heads = dict(num_qo_heads=4, num_kv_heads=2) if tiny else dict(num_qo_heads=64, num_kv_heads=8, head_dim=64)
+    heads = dict(num_qo_heads=4, num_kv_heads=2) if tiny else GPT_OSS
     for bs in (2,) if tiny else (1, 8, 32, 128):
         seen = [[("chunk", (b, 0), window // 2), ("text", window // 2)] for b in range(bs)]
         yield Shape(f"window {window}, batch {bs}", "windows", "decode", seen, heads, sinks=True)
@@ -118,6 +128,56 @@ def _windows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
         for each in (window, None):
             name = f"{count}x{length}, batch {bs}, {tail} new, " + (f"window {each}" if each else "with sinks")
             yield Shape(name, "windows", "extend", requests, heads, each, sinks=True)
+
+
+def _gemma(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Logit caps, and heads of 256 and 512."""
+    yield from _model("Gemma 2 9B", "gemma", GEMMA_2, tiny, count=3, logit_cap=50.0)
+    for window in (None, 8 if tiny else 1024):
+        yield from _model("Gemma 3 12B", "gemma", GEMMA_3, tiny, window=window)
+    yield from _model("Gemma 4 31B", "gemma", GEMMA_4, tiny)
+
+
+def _ropes(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Rotations of half a head, and of neighbouring dimensions."""
+    for model, heads in ROPES.items():
+        yield from _model(model, "ropes", heads, tiny)
+
+
+def _rows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Rows that a model's layers with a window share in a decode step."""
+    models = [("gpt-oss 20B", GPT_OSS, 128, True, 12), ("Gemma 3 12B", GEMMA_3, 1024, False, 40)]
+    for model, heads, window, sinks, layers in models:
+        heads, window = (_tiny(heads), 8) if tiny else (heads, window)
+        for bs in (2,) if tiny else (1, 32, 128):
+            requests = [_seen(b, window) for b in range(bs)]
+            name = f"{model}, window {window}, batch {bs}"
+            yield Shape(name, "rows", "decode", requests, heads, window, sinks=sinks, layers=layers)
+
+
+def _model(
+    model: str, family: str, heads: dict[str, Any], tiny: bool, *, count: int = 5, window: int | None = None, **of: Any
+) -> Iterator[Shape]:
+    """Decode and prefill in one kind of a model's layers.  of: other fields of `Shape`."""
+    heads, length = (_tiny(heads), 16) if tiny else (heads, 2048)
+    for bs in (2,) if tiny else (1, 32):
+        requests = [_seen(b, window) if window else [*_chunks(b, count, length), ("text", 64)] for b in range(bs)]
+        name = f"{model}, window {window}" if window else f"{model}, {count}x{length}+64"
+        yield Shape(f"{name}, batch {bs}", family, "decode", requests, heads, **of)
+    for bs, tail in [(2, 4)] if tiny else [(1, 32), (16, 128)]:
+        requests = [[*_chunks(b, count, length), ("new", tail)] for b in range(bs)]
+        name = f"{model}, {count}x{length}, batch {bs}, {tail} new" + (f", window {window}" if window else "")
+        yield Shape(name, family, "extend", requests, heads, window, **of)
+
+
+def _tiny(heads: dict[str, Any]) -> dict[str, Any]:
+    """The same with one KV head."""
+    return heads | dict(num_qo_heads=heads["num_qo_heads"] // heads["num_kv_heads"], num_kv_heads=1)
+
+
+def _seen(b: int, window: int) -> list[tuple]:
+    """What a request sees within a window: of two chunks and of text."""
+    return [("chunk", (b, 0), window // 2), ("chunk", (b, 1), window // 4), ("text", window // 4)]
 
 
 def _chunks(b, count, length):
