@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmark.report.answers import answers
 from benchmark.report.host_time import loaded, metered, references, requests, steps
-from benchmark.report.kernels import kernels
+from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.many import calls, memory, pieces
 from benchmark.report.policies import (
     STUDIES,
@@ -35,7 +35,7 @@ from benchmark.report.tiers import backups, interference, loads, transfers
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows")
+FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows", "gemma", "ropes")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
@@ -55,6 +55,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
     },
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
+    "kernels-rows": window_rows,
 }
 
 

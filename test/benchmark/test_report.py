@@ -8,6 +8,7 @@ import pytest
 from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
 from benchmark.report.host_time import STEPS, references, steps
+from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.policies import policies, policies_by_group, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
 from benchmark.report.tiers import interference, transfers
@@ -69,6 +70,42 @@ def test_steps(tmp_path):
     assert (found["admission"], found["all"]) == ("0.00 (0.00 to 0.00)", "7.00 (7.00 to 7.00)")
     assert found["computing one that is missing"] == "9.00 (9.00 to 9.00)"
     assert found["a request of one chunk, warm"].startswith("500 ")
+
+
+def kernel_rows(path, shape, *rows):
+    common = {"family": "gemma", "op": "decode", "baseline": False, "layers": None}
+    given = [{**common, "shape": shape, **row} for row in rows]
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    path.write_text(json.dumps({"rows": [*old, *given]}))
+
+
+def test_kernels(tmp_path):
+    """Ratios to the faster baseline; blank where an implementation refuses a shape, unlike where it fails."""
+    path = tmp_path / "bench.json"
+    fa2, fa3 = ({"implementation": name, "baseline": True} for name in ("fa2", "fa3"))
+    cuda, triton, other = ({"implementation": name} for name in ("cuda", "triton", "other"))
+    kernel_rows(
+        path, "a", {**fa2, "p50": 2}, {**fa3, "p50": 1}, {**cuda, "p50": 3, "ratio": 3}, {**other, "refused": ""}
+    )
+    kernel_rows(path, "b", {**fa2, "p50": 2}, {**fa3, "refused": ""}, {**cuda, "refused": ""}, {**triton, "failed": ""})
+    text = kernels([path], family="gemma")
+    assert text.splitlines()[0] == "| batch | FlashInfer, ms | its kernel | cuda | triton |"
+    assert cells(text) == [["a", "1.0000", "fa3", "3.00", ""], ["b", "2.0000", "fa2", "", "failed"]]
+
+
+def test_window_rows(tmp_path):
+    """One call per step, beside twelve layers of 0.02 ms; a refusal and an fp8 cache do not count."""
+    path = tmp_path / "bench.json"
+    common = {"family": "rows", "layers": 12}
+    kernel_rows(
+        path,
+        "a",
+        {**common, "op": "window_rows", "implementation": "window_rows, cuda", "refused": ""},
+        {**common, "op": "window_rows", "implementation": "window_rows, triton", "p50": 0.006},
+        {**common, "implementation": "triton", "p50": 0.02},
+        {**common, "implementation": "triton, e4m3", "p50": 0.01},
+    )
+    assert cells(window_rows([path])) == [["a", "0.0060", "12", "0.2400", "2.5%"]]
 
 
 def test_latency(tmp_path):

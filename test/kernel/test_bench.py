@@ -1,5 +1,6 @@
 """The benchmark command: every family on tiny shapes, the check before any timing, and its output."""
 
+import functools
 import json
 import re
 
@@ -8,15 +9,21 @@ import torch
 from ragged import DEVICE
 
 from sgl_kernel_lazy import torch_impl
-from sgl_kernel_lazy.bench import copies, report, verify
+from sgl_kernel_lazy.bench import copies, report, timing, verify
 from sgl_kernel_lazy.bench.__main__ import main, parse
-from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, Dims, build, shapes
+from sgl_kernel_lazy.bench.baseline import Baseline
+from sgl_kernel_lazy.bench.candidates import Link
+from sgl_kernel_lazy.bench.problem import Dims, build
+from sgl_kernel_lazy.bench.shapes import FAMILIES, SHARED, shapes
+from sgl_kernel_lazy.bench.window_rows import WindowRows
 
+CPU = torch.device("cpu")
 without_gpu = pytest.mark.skipif(DEVICE != "cpu", reason="tiny shapes are for machines without a GPU")
 
 
 @without_gpu
-def test_every_family_is_checked_and_timed(tmp_path, capsys):
+def test_every_family_is_checked_and_timed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(timing, "LAYERS", 2)
     command = ["--quick", "--implementations", "torch", "--fp8", "--commit", "abc", "--out", str(tmp_path)]
     assert main(command) == 0
     result = json.loads((tmp_path / "bench.json").read_text())
@@ -48,6 +55,90 @@ def test_a_wrong_result_is_not_timed(tmp_path, monkeypatch):
     assert main(command) == 1
     for row in json.loads((tmp_path / "bench.json").read_text())["rows"]:
         assert "p50" not in row and row["failed"].startswith("ValueError: error ")
+
+
+def fails(kind, name, shape, dtype=torch.bfloat16):
+    """Whether the result of an implementation on a shape is wrong."""
+    problem = build(shape, Dims(dtype, CPU, 4, 2, 64), 0, 0)
+    candidate, out = kind(name, problem), torch.full_like(problem.q, float("nan"))
+    lse = torch.full(out.shape[:2], float("nan"))
+    candidate.plan()
+    candidate.call(0, out, lse)
+    try:
+        verify.check(out, lse, verify.Reference(problem), candidate.rotated)
+    except ValueError:
+        return True
+    return False
+
+
+def without_cap(right, *args, logit_cap, **given):
+    return right(*args, logit_cap=None, **given)
+
+
+def in_halves(right, *args, is_neox, **given):
+    return right(*args, is_neox=True, **given)
+
+
+def whole_heads(right, *args, cos_sin_cache, **given):
+    if cos_sin_cache.shape[1] < 128:
+        cos_sin_cache = cos_sin_cache.repeat_interleave(128 // cos_sin_cache.shape[1], dim=1)
+    return right(*args, cos_sin_cache=cos_sin_cache, **given)
+
+
+def a_token_too_many(right, *args, window=None, **given):
+    return right(*args, window=window and window + 1, **given)
+
+
+def a_token_early(right, *, seq_lens, **given):
+    right(seq_lens=seq_lens - 1, **given)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "op", "wrong", "found"),
+    [
+        ("gemma", Link, "link_extend", without_cap, ["Gemma 2 9B, decode", "Gemma 2 9B, extend"]),
+        ("gemma", Link, "link_extend", a_token_too_many, ["Gemma 3 12B, extend"]),
+        ("ropes", Link, "link_decode", in_halves, ["GLM-4 9B, decode", "Command R, decode"]),
+        ("ropes", Link, "link_decode", whole_heads, ["GLM-4.5, decode", "GLM-4 9B, decode"]),
+        ("rows", WindowRows, "window_rows", a_token_early, ["gpt-oss 20B, decode", "Gemma 3 12B, decode"]),
+    ],
+)
+def test_what_is_special_about_a_shape_is_checked(family, kind, op, wrong, found, monkeypatch):
+    """An implementation that ignores it fails on these shapes, and on no others."""
+    monkeypatch.setattr(torch_impl, op, functools.partial(wrong, getattr(torch_impl, op)))
+    failed = [shape for shape in shapes([family], tiny=True) if fails(kind, "torch", shape)]
+    assert [f"{shape.name.split(',')[0]}, {shape.op}" for shape in failed] == found
+
+
+@without_gpu
+@pytest.mark.parametrize("family", ["gemma", "ropes", "rows"])
+def test_triton_is_right_on_models(family):
+    """Under the interpreter, which takes fp16 but not bf16."""
+    kind = WindowRows if family == "rows" else Link
+    assert not any(fails(kind, "triton", shape, torch.float16) for shape in shapes([family], tiny=True))
+
+
+@pytest.mark.parametrize("family", ["gemma", "ropes", "rows"])
+def test_models_have_the_kernels_of_a_server(family, monkeypatch):
+    """With --first and cuda,triton on Hopper: Gemma 4's heads of 512 are the only ones that CUDA refuses."""
+    monkeypatch.setattr("sgl_kernel_lazy.cuda.missing", lambda device: None)
+    for shape in shapes([family], tiny=True):
+        problem = build(shape, Dims(torch.bfloat16, CPU, 4, 2, 64), 0, 0)
+        refused = [name for name in ("cuda", "triton") if Link.refusal(name, problem)]
+        assert refused == (["cuda"] if shape.name.startswith("Gemma 4") else []), shape.name
+        assert [name for name in ("fa2", "fa3") if Baseline.refusal(name, problem)] == ["fa3"] * len(refused)
+
+
+@without_gpu
+def test_first_measures_what_takes_a_shape(tmp_path):
+    command = ["--quick", "--shapes", "rows", "--out", str(tmp_path)]
+    for first, names in ([], ["torch", "torch"]), (["--first"], ["torch"]):
+        assert main([*command, *first, "--implementations", "cuda,torch,torch"]) == 0
+        rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+        for op, prefix in dict(decode="", window_rows="window_rows, ").items():
+            of = [row for row in rows if row["op"] == op and row["shape"].startswith("gpt-oss")]
+            assert [row["implementation"] for row in of if "p50" in row] == [prefix + name for name in names]
+            assert [row["refused"] for row in of if "p50" not in row] == ["the kernels need a Hopper GPU"]
 
 
 def test_an_unknown_name_is_an_error(capsys):

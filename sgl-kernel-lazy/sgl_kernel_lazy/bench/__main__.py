@@ -7,7 +7,8 @@ Columns: p20, p50 and p80 are milliseconds of one layer, from CUDA-graph replays
 gb_per_s counts the keys and values that must be read, in 1e9 bytes; of_read and of_copy are its share of the bandwidth
 that a kernel which only reads, and a copy, reach on this GPU. ratio is the p50 relative to that of the faster of fa2
 and fa3, FlashInfer's own kernels without rotation, on caches of the queries' type. plan_ms is the host time of planning
-a batch, step_ms the wall time of a decode step: planning and 32 layers.
+a batch, step_ms the wall time of a decode step: planning and 32 layers. Rows named window_rows time that op, which
+runs once per step: as part of a graph and, in plan_ms, by itself.
 """
 
 import argparse
@@ -22,9 +23,11 @@ import torch
 from sgl_kernel_lazy import IMPLEMENTATIONS, get_implementation
 from sgl_kernel_lazy.bench import report, timing
 from sgl_kernel_lazy.bench.baseline import Baseline, backends
-from sgl_kernel_lazy.bench.candidates import Link, takes
-from sgl_kernel_lazy.bench.shapes import FAMILIES, Dims, Shape, build, shapes
+from sgl_kernel_lazy.bench.candidates import Link
+from sgl_kernel_lazy.bench.problem import Dims, Problem, Shape, build
+from sgl_kernel_lazy.bench.shapes import FAMILIES, shapes
 from sgl_kernel_lazy.bench.verify import Reference, check
+from sgl_kernel_lazy.bench.window_rows import WindowRows
 
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 FP8 = torch.float8_e4m3fn
@@ -47,6 +50,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--shapes", type=names(FAMILIES), default=list(FAMILIES), help="families, comma-separated")
     parser.add_argument("--implementations", type=names(IMPLEMENTATIONS), help="all that run here when not given")
+    parser.add_argument(
+        "--first", action="store_true", help="of --implementations, only the first that takes a shape, as servers do"
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--fp8", action="store_true", help="also on e4m3 caches, where an implementation takes them")
     parser.add_argument("--out", type=pathlib.Path, help="folder for bench.json and bench.png")
@@ -60,15 +66,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parsed
 
 
+def repetitions(given: argparse.Namespace) -> int:
+    return 3 if given.quick else 30
+
+
 def checked(kind: type[Baseline] | type[Link], name: str, reference: Reference) -> tuple:
-    """(row, launch, step): a row, and the functions to time if the result is right; else `failed` has the reason."""
+    """(row, launch, step): a row, and the functions to time if the result is right; else `refused` or `failed` has the
+    reason, and there are none."""
     problem = reference.problem
     caches = len(problem.caches)
     row = dict(
         family=problem.shape.family, shape=problem.shape.name, op=problem.shape.op, bs=problem.bs,
         implementation=f"{name}, e4m3" if problem.dims.kv_dtype else name, baseline=kind is Baseline,
-        bytes=problem.bytes, caches=caches,
+        bytes=problem.bytes, caches=caches, layers=problem.shape.layers,
     )  # fmt: skip
+    if kind is WindowRows:
+        row |= dict(op="window_rows", implementation=f"window_rows, {name}", bytes=None)
+    if reason := kind.refusal(name, problem):
+        return row | dict(refused=reason), None, None
     out = torch.full_like(problem.q, float("nan"))
     lse = torch.full(out.shape[:2], float("nan"), dtype=torch.float32, device=out.device)
     try:
@@ -88,34 +103,43 @@ def checked(kind: type[Baseline] | type[Link], name: str, reference: Reference) 
         return row | dict(failed=f"{type(error).__name__}: {error}"[:300]), None, None
 
 
-def measure(shape: Shape, dims: Dims, seed: int, kinds: list, repetitions: int, fp8: bool) -> list[dict]:
-    """The rows of one shape, timed in turns."""
-    problem = build(shape, dims, seed, timing.cold_bytes(dims.device))
+def prepared(kinds: Iterable[tuple[type, str]], problem: Problem, first: bool) -> list[tuple]:
+    """What `checked` returns for each of these kinds and names; first: up to the first name that takes the problem."""
     reference = Reference(problem)
-    if shape.window is not None or shape.sinks:
-        kinds = [(kind, name) for kind, name in kinds if kind is Baseline or takes(name, problem)]
-    prepared = [checked(kind, name, reference) for kind, name in kinds]
-    if fp8:
-        problem = problem.quantised(FP8)
-        reference = Reference(problem)
-        prepared += [checked(kind, name, reference) for kind, name in kinds if kind is Link and takes(name, problem)]
-    right = [each for each in prepared if "failed" not in each[0]]
-    times = timing.in_turns([launch for _, launch, _ in right], repetitions)
-    steps = timing.in_turns([step for _, _, step in right], repetitions)
+    results, taken = [], set()
+    for kind, name in kinds:
+        if first and kind in taken and kind is not Baseline:
+            continue
+        results.append(checked(kind, name, reference))
+        if "refused" not in results[-1][0]:
+            taken.add(kind)
+    return results
+
+
+def measure(shape: Shape, dims: Dims, baselines: list[str], names: list[str], given: argparse.Namespace) -> list[dict]:
+    """The rows of one shape, timed in turns."""
+    problem = build(shape, dims, given.seed, timing.cold_bytes(dims.device))
+    beside = [(WindowRows, name) for name in names] if shape.layers else [(Baseline, name) for name in baselines]
+    links = [(Link, name) for name in names]
+    results = prepared([*beside, *links], problem, given.first)
+    if given.fp8:
+        results += prepared(links, problem.quantised(FP8), given.first)
+    right = [each for each in results if each[1]]
+    times = timing.in_turns([launch for _, launch, _ in right], repetitions(given))
+    steps = timing.in_turns([step for _, _, step in right], repetitions(given))
     for (row, _, _), launch_ms, step_ms in zip(right, times, steps, strict=True):
         row |= timing.quantiles(launch_ms)
         for name, values in zip(("plan_ms", "step_ms"), zip(*step_ms, strict=True), strict=True):
             if values[0] is not None:
                 row[name] = timing.quantiles(list(values))["p50"]
-    return [row for row, _, _ in prepared]
+    return [row for row, _, _ in results]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = parse(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    repetitions = 3 if given.quick else 30
     result: dict[str, Any] = dict(
-        header=report.header(given, device), bandwidth=timing.bandwidth(repetitions), skipped={}, rows=[]
+        header=report.header(given, device), bandwidth=timing.bandwidth(repetitions(given)), skipped={}, rows=[]
     )
     print("\n".join(f"{key}: {value}" for key, value in (result["header"] | result["bandwidth"]).items()))
 
@@ -132,13 +156,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, reason in result["skipped"].items():
         print(f"skipped: {name}: {reason}")
 
-    kinds: list[tuple[type, str]] = [(Baseline, name) for name in baselines.get("names", [])]
-    kinds += [(Link, name) for name in implementations]
     dims = Dims(DTYPES[given.dtype], device)
     if device.type != "cuda":
         dims = dataclasses.replace(dims, num_qo_heads=4, num_kv_heads=2, head_dim=64)
     for shape in shapes(given.shapes, tiny=device.type == "cpu", seed=given.seed):
-        rows = measure(shape, dims, given.seed, kinds, repetitions, given.fp8)
+        rows = measure(shape, dims, baselines.get("names", []), implementations, given)
         report.finish_rows(rows, result["bandwidth"])
         report.print_rows(rows)
         result["rows"] += rows
@@ -148,8 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
     if given.plot:
         report.plot(given.out / "bench.png", result)
-    failed = sum("failed" in row for row in result["rows"])
-    print(f"\n{len(result['rows']) - failed} measured, {failed} failed")
+    measured, failed = (sum(name in row for row in result["rows"]) for name in ("p50", "failed"))
+    print(f"\n{measured} measured, {failed} failed")
     return 1 if failed else 0
 
 

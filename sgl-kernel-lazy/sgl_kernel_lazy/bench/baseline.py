@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.bench.shapes import Problem
+from sgl_kernel_lazy.bench.problem import Problem
 
 PAGE_SIZE = 1
 WORKSPACE_BYTES = 512 << 20
@@ -18,6 +18,12 @@ class Baseline:
 
     rotated, graph, stepped = False, True, True
 
+    @staticmethod
+    def refusal(backend: str, problem: Problem) -> str | None:
+        """Why a backend does not take a problem, or None."""
+        most = 256 if backend == "fa3" else 512
+        return f"{backend} has heads of at most {most}" if problem.dims.head_dim > most else None
+
     def __init__(self, backend: str, problem: Problem):
         import flashinfer
 
@@ -28,7 +34,10 @@ class Baseline:
         self.indptr_host = tables["kv_indptr"].cpu()
         self.last_page_len = torch.ones(problem.bs, dtype=torch.int32, device=dims.device)
         self.caches = [tuple(cache.unsqueeze(1) for cache in pair) for pair in problem.caches]
-        types = dict(q_data_type=dims.dtype, kv_data_type=dims.dtype, sm_scale=dims.head_dim**-0.5)
+        types = dict(
+            q_data_type=dims.dtype, kv_data_type=dims.dtype, sm_scale=dims.head_dim**-0.5,
+            logits_soft_cap=problem.shape.logit_cap,
+        )  # fmt: skip
         heads = (dims.num_qo_heads, dims.num_kv_heads, dims.head_dim, PAGE_SIZE)
         kv = (self.indptr_host, tables["kv_indices"], self.last_page_len.cpu())
         self.wrapper: Any

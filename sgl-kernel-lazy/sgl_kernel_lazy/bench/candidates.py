@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from sgl_kernel_lazy import get_implementation
-from sgl_kernel_lazy.bench.shapes import Problem
+from sgl_kernel_lazy.bench.problem import Problem
 
 # These synchronize with the device or copy from it in every call, which CUDA graphs cannot capture.
 NOT_CAPTURABLE = ("torch",)
@@ -13,31 +13,28 @@ NOT_CAPTURABLE = ("torch",)
 PLANNED_EXTEND = ("flashinfer",)
 
 
-def takes(name: str, problem: Problem) -> bool:
-    """Whether an implementation supports the windows and sinks, or the fp8 caches, of a problem."""
-    dims, shape = problem.dims, problem.shape
-    return (
-        get_implementation(name).unsupported(
+class Link:
+    """An implementation of this package on one problem."""
+
+    rotated = True
+
+    @staticmethod
+    def refusal(name: str, problem: Problem) -> str | None:
+        """Why an implementation does not take a problem, or None."""
+        dims, shape = problem.dims, problem.shape
+        return get_implementation(name).unsupported(
             dims.device,
             dims.dtype,
             dims.kv_dtype or dims.dtype,
             dims.num_qo_heads,
             dims.num_kv_heads,
             dims.head_dim,
-            rotary_dim=dims.head_dim,
+            rotary_dim=problem.cos_sin_cache.shape[1],
             max_segments=problem.tables["segment_ends"].shape[1],
             windowed=shape.window is not None,
             sinks=shape.sinks,
-            capped=False,
+            capped=shape.logit_cap is not None,
         )
-        is None
-    )
-
-
-class Link:
-    """An implementation of this package on one problem."""
-
-    rotated = True
 
     def __init__(self, name: str, problem: Problem):
         self.name, self.problem = name, problem
@@ -46,7 +43,9 @@ class Link:
         # A step of the reference takes minutes on a GPU's shapes and tells nothing.
         self.stepped = self.graph or problem.dims.device.type == "cpu"
         dims = problem.dims
-        self.options: dict[str, Any] = dict(is_neox=True, sm_scale=dims.head_dim**-0.5, sinks=problem.sinks)
+        self.options: dict[str, Any] = dict(
+            is_neox=dims.is_neox, sm_scale=dims.head_dim**-0.5, sinks=problem.sinks, logit_cap=problem.shape.logit_cap
+        )
         if problem.shape.op == "decode":
             self.sizes = dict(num_qo_heads=dims.num_qo_heads, num_kv_heads=dims.num_kv_heads, head_dim=dims.head_dim)
             max_segments = problem.tables["segment_ends"].shape[1]

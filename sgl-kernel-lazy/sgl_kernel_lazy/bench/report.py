@@ -47,7 +47,7 @@ def finish_rows(rows: list[dict], bandwidth: dict) -> None:
     """Add bandwidths, and ratios to the better baseline, to the rows of one shape."""
     floor = min((row["p50"] for row in rows if row["baseline"] and "p50" in row), default=None)
     for row in rows:
-        if "p50" in row:
+        if "p50" in row and row["bytes"]:
             row["gb_per_s"] = row["bytes"] / row["p50"] / 1e6
             row.update({f"of_{name}": row["gb_per_s"] / rate for name, rate in bandwidth.items()})
             if floor:
@@ -56,10 +56,10 @@ def finish_rows(rows: list[dict], bandwidth: dict) -> None:
 
 def print_rows(rows: list[dict]) -> None:
     """The rows of one shape below its name; columns that do not apply are blank."""
-    print(f"\n{rows[0]['shape']}\n{'':14}" + " ".join(f"{name:>{width(form)}}" for name, form in COLUMNS.items()))
+    print(f"\n{rows[0]['shape']}\n{'':20}" + " ".join(f"{name:>{width(form)}}" for name, form in COLUMNS.items()))
     for row in rows:
         cells = (f"{row[c]:{form}}" if c in row else " " * width(form) for c, form in COLUMNS.items())
-        print(f"{row['implementation']:<14}" + (row.get("failed") or " ".join(cells)), flush=True)
+        print(f"{row['implementation']:<20}" + (row.get("failed") or row.get("refused") or " ".join(cells)), flush=True)
 
 
 def width(form: str) -> int:

@@ -1,15 +1,14 @@
-"""The measured batches: prompts by family, and their tensors over shuffled slots."""
+"""The prompts of the measured batches, by family."""
 
-import dataclasses
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from sgl_kernel_lazy.rope import rope_cos_sin
+from sgl_kernel_lazy.bench.problem import Shape
 
-FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads", "windows")
+FAMILIES = ("decode", "extend", "spans", "shared", "ragged", "heads", "windows", "gemma", "ropes", "rows")
 # (chunks, tokens of each, pool, alpha, batch); alpha None: groups of 8 requests use the same chunks.
 SHARED = (
     (5, 2048, 10000, 0.0, 64),
@@ -22,84 +21,23 @@ SHARED = (
     (20, 128, 2000, 0.67, 64),
     (20, 128, 2000, 0.67, 128),
 )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Dims:
-    """Heads, dtype and device of one run; by default the attention of an 8B Llama."""
-
-    dtype: torch.dtype
-    device: torch.device
-    num_qo_heads: int = 32
-    num_kv_heads: int = 8
-    head_dim: int = 128
-    kv_dtype: torch.dtype | None = None  # of the caches, if it differs from dtype
-
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of one token's key and value in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * (self.kv_dtype or self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class Shape:
-    """One batch: per request its parts in prompt order, ("chunk", id, n), ("text", n) or ("new", n).
-
-    Chunks with the same id share slots. New text is computed by `link_extend`; a decode has none.
-    window: of a prefill's rows; the rows of a decode contain only the tokens within it.
-    sinks: whether heads have sinks.
-    """
-
-    name: str
-    family: str
-    op: str
-    requests: list
-    heads: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of Dims that differ from the run's
-    window: int | None = None
-    sinks: bool = False
-
-
-@dataclasses.dataclass
-class Problem:
-    """The tensors of a shape. Several caches of one layout are used in turns, so that L2 is cold for each."""
-
-    shape: Shape
-    dims: Dims
-    tables: dict[str, torch.Tensor]
-    segment_ids: torch.Tensor
-    q: torch.Tensor
-    caches: list[tuple[torch.Tensor, torch.Tensor]]
-    tokens: int
-    cos_sin_cache: torch.Tensor
-    sinks: torch.Tensor | None = None
-
-    @property
-    def bytes(self) -> int:
-        """Of keys and values that one launch has to read, each slot once."""
-        return self.tokens * self.dims.token_bytes
-
-    @property
-    def bs(self) -> int:
-        return len(self.shape.requests)
-
-    @property
-    def rows(self) -> dict[str, torch.Tensor]:
-        """The arguments of `plan_decode`."""
-        names = ("kv_indptr", "kv_indices", "num_segments", "segment_ends", "segment_offsets")
-        return {name: self.tables[name] for name in names} | dict(segment_ids=self.segment_ids)
-
-    def quantised(self, kv_dtype: torch.dtype) -> "Problem":
-        """The same with keys and values rounded to kv_dtype."""
-        caches = [(k_cache.to(kv_dtype), v_cache.to(kv_dtype)) for k_cache, v_cache in self.caches]
-        return dataclasses.replace(self, caches=caches, dims=dataclasses.replace(self.dims, kv_dtype=kv_dtype))
+GPT_OSS = dict(num_qo_heads=64, num_kv_heads=8, head_dim=64)
+GEMMA_2 = GEMMA_3 = dict(num_qo_heads=16, num_kv_heads=8, head_dim=256)
+GEMMA_4 = dict(num_qo_heads=32, num_kv_heads=4, head_dim=512)  # of layers without a window
+ROPES = {
+    "GLM-4.5": dict(num_qo_heads=96, num_kv_heads=8, head_dim=128, rotary_dim=64),
+    "GLM-4 9B": dict(num_qo_heads=32, num_kv_heads=2, head_dim=128, rotary_dim=64, is_neox=False),
+    "Command R": dict(num_qo_heads=64, num_kv_heads=8, head_dim=128, is_neox=False),
+}
 
 
 def shapes(families: Iterable[str], *, tiny: bool = False, seed: int = 0) -> list[Shape]:
     """The shapes of these families; tiny ones of the same kinds for a machine without a GPU."""
     rng = random.Random(seed)
     of = dict(
-        decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads, windows=_windows
-    )
+        decode=_decode, extend=_extend, spans=_spans, shared=_shared, ragged=_ragged, heads=_heads, windows=_windows,
+        gemma=_gemma, ropes=_ropes, rows=_rows,
+    )  # fmt: skip
     return [shape for family in families for shape in of[family](rng, tiny)]
 
 
@@ -179,7 +117,7 @@ def _heads(rng: random.Random, tiny: bool) -> Iterator[Shape]:
 def _windows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
     """The layers of gpt-oss, with a window and without."""
     window, count, length = (8, 2, 16) if tiny else (128, 5, 2048)
-    heads = dict(num_qo_heads=4, num_kv_heads=2) if tiny else dict(num_qo_heads=64, num_kv_heads=8, head_dim=64)
+    heads = dict(num_qo_heads=4, num_kv_heads=2) if tiny else GPT_OSS
     for bs in (2,) if tiny else (1, 8, 32, 128):
         seen = [[("chunk", (b, 0), window // 2), ("text", window // 2)] for b in range(bs)]
         yield Shape(f"window {window}, batch {bs}", "windows", "decode", seen, heads, sinks=True)
@@ -192,74 +130,55 @@ def _windows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
             yield Shape(name, "windows", "extend", requests, heads, each, sinks=True)
 
 
+def _gemma(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Logit caps, and heads of 256 and 512."""
+    yield from _model("Gemma 2 9B", "gemma", GEMMA_2, tiny, count=3, logit_cap=50.0)
+    for window in (None, 8 if tiny else 1024):
+        yield from _model("Gemma 3 12B", "gemma", GEMMA_3, tiny, window=window)
+    yield from _model("Gemma 4 31B", "gemma", GEMMA_4, tiny)
+
+
+def _ropes(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Rotations of half a head, and of neighbouring dimensions."""
+    for model, heads in ROPES.items():
+        yield from _model(model, "ropes", heads, tiny)
+
+
+def _rows(rng: random.Random, tiny: bool) -> Iterator[Shape]:
+    """Rows that a model's layers with a window share in a decode step."""
+    models = [("gpt-oss 20B", GPT_OSS, 128, True, 12), ("Gemma 3 12B", GEMMA_3, 1024, False, 40)]
+    for model, heads, window, sinks, layers in models:
+        heads, window = (_tiny(heads), 8) if tiny else (heads, window)
+        for bs in (2,) if tiny else (1, 32, 128):
+            requests = [_seen(b, window) for b in range(bs)]
+            name = f"{model}, window {window}, batch {bs}"
+            yield Shape(name, "rows", "decode", requests, heads, window, sinks=sinks, layers=layers)
+
+
+def _model(
+    model: str, family: str, heads: dict[str, Any], tiny: bool, *, count: int = 5, window: int | None = None, **of: Any
+) -> Iterator[Shape]:
+    """Decode and prefill in one kind of a model's layers.  of: other fields of `Shape`."""
+    heads, length = (_tiny(heads), 16) if tiny else (heads, 2048)
+    for bs in (2,) if tiny else (1, 32):
+        requests = [_seen(b, window) if window else [*_chunks(b, count, length), ("text", 64)] for b in range(bs)]
+        name = f"{model}, window {window}" if window else f"{model}, {count}x{length}+64"
+        yield Shape(f"{name}, batch {bs}", family, "decode", requests, heads, **of)
+    for bs, tail in [(2, 4)] if tiny else [(1, 32), (16, 128)]:
+        requests = [[*_chunks(b, count, length), ("new", tail)] for b in range(bs)]
+        name = f"{model}, {count}x{length}, batch {bs}, {tail} new" + (f", window {window}" if window else "")
+        yield Shape(name, family, "extend", requests, heads, window, **of)
+
+
+def _tiny(heads: dict[str, Any]) -> dict[str, Any]:
+    """The same with one KV head."""
+    return heads | dict(num_qo_heads=heads["num_qo_heads"] // heads["num_kv_heads"], num_kv_heads=1)
+
+
+def _seen(b: int, window: int) -> list[tuple]:
+    """What a request sees within a window: of two chunks and of text."""
+    return [("chunk", (b, 0), window // 2), ("chunk", (b, 1), window // 4), ("text", window // 4)]
+
+
 def _chunks(b, count, length):
     return [("chunk", (b, i), length) for i in range(count)]
-
-
-def build(shape: Shape, dims: Dims, seed: int, cold_bytes: int) -> Problem:
-    """The tensors of a shape, with as many caches as it takes to read cold_bytes before one is read again."""
-    dims = dataclasses.replace(dims, **shape.heads)
-    gen = torch.Generator().manual_seed(seed)
-    chunk_slots: dict[object, torch.Tensor] = {}
-    chunk_ids: dict[object, int] = {}
-    num_slots, longest = 0, 0
-    slots: list[torch.Tensor] = []
-    positions: list[torch.Tensor] = []
-    new_positions: list[torch.Tensor] = []
-    tables: list[tuple[list[int], ...]] = []
-    kv_lens, qo_lens = [], []
-    for request in shape.requests:
-        at = 0
-        ends: list[int] = []
-        offsets: list[int] = []
-        ids: list[int] = []
-        rows: dict[str, list] = dict(chunk=[], text=[], new=[])
-        for kind, *which, n in request:
-            if kind != "chunk" or which[0] not in chunk_slots:
-                fresh = torch.arange(num_slots, num_slots + n)
-                num_slots += n
-            if kind == "chunk":
-                fresh = chunk_slots.setdefault(which[0], fresh)
-                ends.append((ends or [0])[-1] + n)
-                offsets.append(at)
-                ids.append(chunk_ids.setdefault(which[0], len(chunk_ids)))
-            rows[kind].append((fresh, torch.arange(at, at + n)))
-            at += n
-        longest = max(longest, at)
-        parts = rows["chunk"] + rows["text"] + rows["new"]
-        slots += [s for s, _ in parts]
-        positions += [p for _, p in parts]
-        new_positions += [p for _, p in rows["new"]]
-        kv_lens.append(sum(len(s) for s, _ in parts))
-        qo_lens.append(sum(len(p) for _, p in rows["new"]))
-        tables.append((ends, offsets, ids))
-    width = max(1, *(len(ends) for ends, *_ in tables))
-    pad = [row + [0] * (width - len(row)) for lists in tables for row in lists]
-    host = dict(
-        kv_indptr=torch.tensor([0, *kv_lens]).cumsum(0),
-        kv_indices=torch.randperm(num_slots, generator=gen)[torch.cat(slots)],
-        num_segments=torch.tensor([len(ends) for ends, *_ in tables]),
-        segment_ends=torch.tensor(pad[0::3]),
-        segment_offsets=torch.tensor(pad[1::3]),
-    )
-    if shape.op == "extend":
-        host["qo_indptr"] = torch.tensor([0, *qo_lens]).cumsum(0)
-        host["q_positions"] = torch.cat(new_positions)
-        host["kv_positions"] = torch.cat(positions)
-    inv_freq = 500000.0 ** -(torch.arange(0, dims.head_dim, 2).double() / dims.head_dim)
-    device_gen = torch.Generator(dims.device).manual_seed(seed)
-
-    def randn(*size: int) -> torch.Tensor:
-        return torch.randn(*size, dims.head_dim, generator=device_gen, dtype=dims.dtype, device=dims.device)
-
-    sets = max(1, -(-cold_bytes // (num_slots * dims.token_bytes)))
-    return Problem(
-        shape, dims,
-        {name: tensor.to(torch.int32).to(dims.device) for name, tensor in host.items()},
-        torch.tensor(pad[2::3], dtype=torch.int32, device=dims.device),
-        randn(sum(qo_lens) if shape.op == "extend" else len(kv_lens), dims.num_qo_heads),
-        [(randn(num_slots, dims.num_kv_heads), randn(num_slots, dims.num_kv_heads)) for _ in range(sets)],
-        num_slots,
-        rope_cos_sin(inv_freq, longest + 1).to(dims.device),
-        torch.linspace(-2, 4, dims.num_qo_heads, device=dims.device).to(dims.dtype) if shape.sinks else None,
-    )  # fmt: skip

@@ -4,7 +4,7 @@ import random
 
 import torch
 
-from sgl_kernel_lazy.bench.shapes import Problem
+from sgl_kernel_lazy.bench.problem import Problem
 from sgl_kernel_lazy.naive import naive_link_extend
 
 Results = dict[torch.dtype, tuple[torch.Tensor, torch.Tensor]]
@@ -47,8 +47,9 @@ class Reference:
                 torch.tensor([0, end - begin]), tables["kv_indices"][begin:end], positions,
                 tables["num_segments"][b : b + 1] * int(rotated),
                 tables["segment_ends"][b : b + 1], tables["segment_offsets"][b : b + 1],
-                problem.cos_sin_cache, is_neox=True, sm_scale=problem.dims.head_dim**-0.5, dtype=dtype,
+                problem.cos_sin_cache, is_neox=problem.dims.is_neox, sm_scale=problem.dims.head_dim**-0.5, dtype=dtype,
                 window=problem.shape.window, sinks=problem.sinks if rotated else None,
+                logit_cap=problem.shape.logit_cap,
             )  # fmt: skip
             outs.append(out)
             lses.append(lse)
