@@ -69,6 +69,12 @@ def paired(
     return differences.mean(), *interval(differences[draws].mean(-1))
 
 
+def carriers(gaps: list[float], share: float) -> int:
+    """The fewest prompts whose gaps add up to `share` (of 1) of the sum of all, which negative ones reduce."""
+    reached = np.cumsum(sorted(gaps, reverse=True)) >= share * sum(gaps)
+    return int(reached.argmax()) + 1
+
+
 def table(rows: list[dict]) -> str:
     """The rows as Markdown, shares in percent."""
     heads = {

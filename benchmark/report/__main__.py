@@ -19,6 +19,7 @@ from benchmark.report.host_time import loaded, metered, references, requests
 from benchmark.report.kernels import kernels
 from benchmark.report.many import calls, memory, pieces
 from benchmark.report.policies import (
+    MEANS,
     STUDIES,
     policies,
     policies_answers,
@@ -26,10 +27,13 @@ from benchmark.report.policies import (
     policies_by_length,
     policies_comb,
     policies_matches,
+    policies_means,
     policies_paired,
 )
+from benchmark.report.remaining import policies_remaining
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
+from benchmark.report.served import policies_margins, policies_served
 from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
 from benchmark.report.tiers import backups, interference, loads, transfers
 
@@ -48,11 +52,15 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
             policies_by_length,
             policies_answers,
             policies_comb,
+            policies_margins,
             policies_matches,
             policies_paired,
+            policies_remaining,
+            policies_served,
             policy_costs,
         )
     },
+    **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
 }

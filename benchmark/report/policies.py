@@ -3,7 +3,7 @@
 import bisect
 import collections
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,8 @@ PAIRS = (
 
 LENGTHS = (0, 1000, 2000, 8192)
 """The bins of prompt lengths in a table, in tokens."""
+MEANS = {"nll": "nll", "kl": "own_kl"}
+"""The measures of `policies_means`: the table's name, and the key of an evaluation's line."""
 Lines = dict[str, dict]
 """lines[policy][prompt], as `load` returns them."""
 
@@ -52,12 +54,14 @@ def policies_by_group(sources: list[Path]) -> str:
 
 def policies_by_length(sources: list[Path]) -> str:
     """The same by prompt length."""
+    return by(lambda line: f"{bin_of(line['prompt_tokens'], LENGTHS)} tokens", common(load(sources)))
 
-    def length(line: dict) -> str:
-        edge = bisect.bisect_left(LENGTHS, line["prompt_tokens"])
-        return f"{LENGTHS[edge - 1] + 1:,} to {LENGTHS[edge]:,} tokens"
 
-    return by(length, common(load(sources)))
+def bin_of(value: int, edges: Sequence[int]) -> str:
+    """The bin that has `value`, by its bounds: those above one of the sorted edges, up to the next."""
+    edge = bisect.bisect_left(edges, value)
+    low, high = edges[edge - 1] + 1, edges[edge]
+    return f"{low:,} to {high:,}" if low < high else f"{low:,}"
 
 
 def by(part: Callable[[dict], str], lines: Lines) -> str:
@@ -128,6 +132,25 @@ def policies_matches(sources: list[Path]) -> str:
             body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), change, *shares])
     heads = [f"{group}, {size}" for group, size in sizes.items()]
     return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", "against `block`", *heads], body)
+
+
+def policies_means(sources: list[Path], measure: str) -> str:
+    """A measure's mean over all prompts, and by data set, of the policies that answered all prompts. KL is over the
+    answer under `full`, whose own is left out."""
+    lines = common(load(sources))
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    draws = np.random.default_rng(0).integers(len(lines["full"]), size=(RESAMPLES, len(lines["full"])))
+    body = []
+    for name, answered in lines.items():
+        if (name, measure) == ("full", "kl"):
+            continue
+        values = {prompt: line[MEANS[measure]] for prompt, line in answered.items()}
+        low, high = interval(np.array(list(values.values()))[draws].mean(-1))
+        of_groups = (np.mean([value for (each, _), value in values.items() if each == group]) for group in sizes)
+        whole = f"{np.mean(list(values.values())):.3f} ({low:.3f} to {high:.3f})"
+        body.append([f"`{name}`", whole, *(f"{mean:.3f}" for mean in of_groups)])
+    heads = [f"{group}, {size}" for group, size in sizes.items()]
+    return table(["policy", f"all {len(lines['full'])} prompts", *heads], body)
 
 
 def policies_comb(sources: list[Path]) -> str:
