@@ -23,8 +23,7 @@ from benchmark.report.policies import (
     STUDIES,
     policies,
     policies_answers,
-    policies_by_group,
-    policies_by_length,
+    policies_by,
     policies_comb,
     policies_matches,
     policies_means,
@@ -48,8 +47,6 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
         kind.__name__.replace("_", "-"): kind
         for kind in (
             policies,
-            policies_by_group,
-            policies_by_length,
             policies_answers,
             policies_comb,
             policies_margins,
@@ -59,6 +56,10 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
             policies_served,
             policy_costs,
         )
+    },
+    **{
+        f"policies-by-{name}": functools.partial(policies_by, kind=kind)
+        for name, kind in (("group", "set"), ("length", "prompt"), ("answer", "gold answer"))
     },
     **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},

@@ -30,11 +30,17 @@ PAIRS = (
     ("base", "epic:tokens=16"),
 )
 
-LENGTHS = (0, 1000, 2000, 8192)
-"""The bins of prompt lengths in a table, in tokens."""
+PARTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "set": ("group", ()),
+    "prompt": ("prompt_tokens", (0, 1000, 2000, 8192)),
+    "gold answer": ("answer_tokens", (0, 1, 4, 10, 512)),
+}
+"""What prompts are divided by: a key of an evaluation's line, and the edges of its bins, in tokens."""
 MEANS = {"nll": "nll", "kl": "own_kl"}
 """The measures of `policies_means`: the table's name, and the key of an evaluation's line."""
-Lines = dict[str, dict]
+Prompt = tuple[str, str]
+"""Data set and id."""
+Lines = dict[str, dict[Prompt, dict]]
 """lines[policy][prompt], as `load` returns them."""
 
 
@@ -47,42 +53,39 @@ def policies(sources: list[Path], study: str = "") -> str:
     return table([f"policy, {len(lines['full'])} prompts", "recomputed", "NLL gap closed", "own KL closed"], body)
 
 
-def policies_by_group(sources: list[Path]) -> str:
-    """The same for the main run by data set."""
-    return by(lambda line: line["group"], common(load(sources)))
-
-
-def policies_by_length(sources: list[Path]) -> str:
-    """The same by prompt length."""
-    return by(lambda line: f"{bin_of(line['prompt_tokens'], LENGTHS)} tokens", common(load(sources)))
-
-
-def bin_of(value: int, edges: Sequence[int]) -> str:
-    """The bin that has `value`, by its bounds: those above one of the sorted edges, up to the next."""
-    edge = bisect.bisect_left(edges, value)
-    low, high = edges[edge - 1] + 1, edges[edge]
-    return f"{low:,} to {high:,}" if low < high else f"{low:,}"
-
-
-def by(part: Callable[[dict], str], lines: Lines) -> str:
-    """The share of each gap that policies close, for each part of the prompts.  part: maps a prompt's line to the
-    part's name."""
-    named = {prompt: part(line) for prompt, line in lines["full"].items()}
-    sizes = collections.Counter(named.values())
-    parts = {
-        each: {
-            name: {prompt: line for prompt, line in of.items() if named[prompt] == each} for name, of in lines.items()
-        }
-        for each in sorted(sizes)
-    }
+def policies_by(sources: list[Path], kind: str) -> str:
+    """The same for the main run by data set, or by length."""
+    lines = common(load(sources))
+    parts = divided(lines["full"], kind)
     body = []
     for policy in between(lines):
-        rows = [row(policy, part) for part in parts.values()]
+        rows = [
+            row(policy, {name: {prompt: of[prompt] for prompt in prompts} for name, of in lines.items()})
+            for prompts in parts.values()
+        ]
         body.append(
             [f"`{policy}`", *(share(each)(measure) for measure in ("closed", "own_kl_closed") for each in rows)]
         )
-    heads = [f"{measure}: {each}, {sizes[each]} prompts" for measure in ("NLL", "own KL") for each in parts]
+    heads = [
+        f"{measure}: {part}, {len(prompts)} prompts" for measure in ("NLL", "own KL") for part, prompts in parts.items()
+    ]
     return table(["policy", *heads], body)
+
+
+def divided(full: dict[Prompt, dict], kind: str) -> dict[str, list[Prompt]]:
+    """The prompts of each part, in order.  full: their lines under `full`."""
+    key, edges = PARTS[kind]
+    parts = collections.defaultdict(list)
+    for prompt in sorted(full, key=lambda prompt: full[prompt][key]):
+        parts[bin_of(full[prompt][key], edges) if edges else full[prompt][key]].append(prompt)
+    return parts
+
+
+def bin_of(tokens: int, edges: Sequence[int]) -> str:
+    """The bounds of the bin that has this many tokens: more than one of the sorted edges, and at most the next."""
+    edge = bisect.bisect_left(edges, tokens)
+    low, high = edges[edge - 1] + 1, edges[edge]
+    return f"{low:,} to {high:,} tokens" if low < high else f"{low:,} token{'s' * (low > 1)}"
 
 
 def policies_paired(sources: list[Path]) -> str:

@@ -1,19 +1,12 @@
 """Which prompts have the gap in NLL that policies leave to full attention."""
 
-import collections
 from pathlib import Path
 
 from benchmark.policies.report import carriers, load
 from benchmark.report.cells import table
-from benchmark.report.policies import LENGTHS, bin_of, common
+from benchmark.report.policies import PARTS, common, divided
 
 POLICIES = ("block", "base", "base+query:ratio=0.15", "base+query:ratio=0.2", "base+static:ratio=0.15")
-PARTS = {
-    "set": ("group", None),
-    "prompt tokens": ("prompt_tokens", LENGTHS),
-    "answer tokens": ("answer_tokens", (0, 1, 4, 10, 512)),
-}
-"""What prompts are divided by: a key of an evaluation's line, and the edges of its bins."""
 
 
 def policies_remaining(sources: list[Path]) -> str:
@@ -33,11 +26,8 @@ def policies_remaining(sources: list[Path]) -> str:
         ["prompts that have 80% of it", "", *(few(carriers(list(of.values()), 0.8)) for of in gaps.values())],
         ["prompts without a gap", "", *(few(sum(gap <= 0 for gap in of.values())) for of in gaps.values())],
     ]
-    for kind, (key, edges) in PARTS.items():
-        parts = collections.defaultdict(list)
-        for prompt in sorted(full, key=lambda prompt: full[prompt][key]):
-            parts[bin_of(full[prompt][key], edges) if edges else full[prompt][key]].append(prompt)
-        for part, prompts in parts.items():
+    for kind in PARTS:
+        for part, prompts in divided(full, kind).items():
             shares = (sum(of[prompt] for prompt in prompts) / sum(of.values()) for of in gaps.values())
             body.append([f"{kind}: {part}", few(len(prompts)), *(f"{share:.0%}" for share in shares)])
     return table(["", "prompts", *(f"`{name}`" for name in gaps)], body)

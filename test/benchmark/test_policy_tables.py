@@ -63,11 +63,11 @@ def test_remaining_gap(tmp_path):
         ["prompts without a gap", "", "1 (25%)"],
         ["set: a", "3 (75%)", "20%"],
         ["set: b", "1 (25%)", "80%"],
-        ["prompt tokens: 1 to 1,000", "2 (50%)", "80%"],
-        ["prompt tokens: 1,001 to 2,000", "2 (50%)", "20%"],
-        ["answer tokens: 1", "1 (25%)", "80%"],
-        ["answer tokens: 2 to 4", "2 (50%)", "10%"],
-        ["answer tokens: 11 to 512", "1 (25%)", "10%"],
+        ["prompt: 1 to 1,000 tokens", "2 (50%)", "80%"],
+        ["prompt: 1,001 to 2,000 tokens", "2 (50%)", "20%"],
+        ["gold answer: 1 token", "1 (25%)", "80%"],
+        ["gold answer: 2 to 4 tokens", "2 (50%)", "10%"],
+        ["gold answer: 11 to 512 tokens", "1 (25%)", "10%"],
     ]
 
 
