@@ -18,6 +18,7 @@ from benchmark.report.answers import answers
 from benchmark.report.host_time import loaded, metered, references, requests
 from benchmark.report.kernels import kernels
 from benchmark.report.many import calls, memory, pieces
+from benchmark.report.mixtures import mixtures
 from benchmark.report.policies import (
     MEANS,
     STUDIES,
@@ -42,7 +43,7 @@ FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows")
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
-    **{kind.__name__: kind for kind in (metered, interference, traces)},
+    **{kind.__name__: kind for kind in (metered, interference, traces, mixtures)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

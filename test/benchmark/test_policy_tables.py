@@ -5,6 +5,7 @@ import json
 import pytest
 
 from benchmark.policies.report import carriers
+from benchmark.report.mixtures import mixtures
 from benchmark.report.policies import policies_means
 from benchmark.report.remaining import POLICIES, policies_remaining
 from benchmark.report.served import policies_margins, policies_served
@@ -89,4 +90,27 @@ def test_served_tokens(tmp_path):
         ["0.03 to 0.1", "0", "", "", "0", "0"],
         ["0.1 to 0.3", "0", "", "", "0", "0"],
         ["over 0.3", "2", "0.0%", "0.0%", "0", "0"],
+    ]
+
+
+def test_mixtures(tmp_path):
+    """A wrong answer is named by its document's distance from the right one; sums leave out questions of `table`."""
+    rows = [
+        {"policy": "block", "group": "order", "em": 1.0, "right": 1, "document": 1},
+        {"policy": "block", "group": "cut", "em": 0.0, "right": 1, "document": None},
+        {"policy": "lead", "group": "order", "em": 0.0, "right": 1, "document": 3},
+        {"policy": "lead", "group": "cut", "em": 0.0, "right": 1, "document": 0},
+    ]
+    text = mixtures([write(tmp_path / "leads.jsonl", rows)])
+    assert text.splitlines()[0] == "| chunks | all, 2 | order, 1 | cut, 1 | wrong |"
+    assert cells(text) == [
+        ["nothing: `block`", "1", "1", "0", "in none: 1"],
+        ["BOS and instruction: `base:preamble=lead`", "0", "0", "0", "+2: 1, -1: 1"],
+    ]
+    rows += [{**row, "group": "table"} for row in rows[::2]]
+    text = mixtures([write(tmp_path / "more.jsonl", rows)])
+    assert text.splitlines()[0] == "| chunks | all but table, 2 | order, 1 | cut, 1 | table, 1 | wrong |"
+    assert [row[1:] for row in cells(text)] == [
+        ["1", "1", "0", "1", "in none: 1"],
+        ["0", "0", "0", "0", "+2: 1, -1: 1"],
     ]
