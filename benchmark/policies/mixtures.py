@@ -153,7 +153,7 @@ def main() -> None:
                 line = {"group": question.group, "id": question.id, "policy": name, "answer": answer, "em": em}
                 lines.append(line | {"right": right, "document": document})
                 print(json.dumps(lines[-1]), file=out, flush=True)
-    print(mixtures_of(lines))
+    print(mixtures_of(lines), end="")
 
 
 def parse_args() -> argparse.Namespace:
