@@ -15,7 +15,7 @@ import numpy as np
 RESAMPLES = 2000
 
 
-def load(paths: list[Path]) -> dict[str, dict[str, dict]]:
+def load(paths: list[Path]) -> dict[str, dict[tuple[str, str], dict]]:
     """lines[policy][prompt]: the record. Repeated records count once."""
     lines = collections.defaultdict(dict)
     for path in paths:
