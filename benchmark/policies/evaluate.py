@@ -93,7 +93,8 @@ def evaluate(
 ) -> Iterator[dict]:
     """A line for each policy, `full` first, and for each form of `comb`. Two answers are scored token by token: the
     first gold answer, and the answer under full attention."""
-    gold = tokenizer.encode(question.answers[0], add_special_tokens=False)
+    space = "" if question.closing[-1].isspace() else " "  # as the model itself would begin, after "Answer:"
+    gold = tokenizer.encode(space + question.answers[0], add_special_tokens=False)
     full: list[torch.Tensor] = []
     names = ["full", *(name for name in args.policies if name != "full"), *(COMB if comb else ())]
     for name in names:

@@ -8,7 +8,6 @@ come, counted from the right one.
 """
 
 import argparse
-import collections
 import json
 import random
 import sys
@@ -23,6 +22,7 @@ from benchmark.policies.preambles import PREAMBLES
 from benchmark.policies.prototype import Prompt, Prototype
 from benchmark.quality.asking import Prompts
 from benchmark.quality.questions import Question
+from benchmark.report.mixtures import mixtures_of
 from oracle.policies import Layers, Ranges, candidates, chunk_spans, keep_all_but, leading_text, without_best
 from oracle.segments import Segment, token_ids
 from sglang_lazy.verify.scores import exact_match
@@ -153,23 +153,7 @@ def main() -> None:
                 line = {"group": question.group, "id": question.id, "policy": name, "answer": answer, "em": em}
                 lines.append(line | {"right": right, "document": document})
                 print(json.dumps(lines[-1]), file=out, flush=True)
-    print(table(lines))
-
-
-def table(lines: Sequence[dict]) -> str:
-    """Right answers of each mixture, overall and by kind of question, and where the documents of wrong answers are."""
-    groups = collections.Counter(line["group"] for line in lines if line["policy"] == "block")
-    heads = [f"all, {groups.total()}", *(f"{group}, {size}" for group, size in groups.items()), "wrong"]
-    rows = [f"| chunks | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
-    for name in dict.fromkeys(line["policy"] for line in lines):
-        mine = [line for line in lines if line["policy"] == name]
-        right = collections.Counter(line["group"] for line in mine if line["em"])
-        places = ((line["right"], line["document"]) for line in mine if not line["em"])
-        away = collections.Counter("in none" if None in both else f"{both[1] - both[0]:+}" for both in places)
-        wrong = ", ".join(f"{distance}: {count}" for distance, count in away.most_common())
-        cells = [name, right.total(), *(right[group] for group in groups), wrong]
-        rows.append(f"| {' | '.join(map(str, cells))} |")
-    return "\n".join(rows)
+    print(mixtures_of(lines), end="")
 
 
 def parse_args() -> argparse.Namespace:

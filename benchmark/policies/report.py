@@ -15,7 +15,7 @@ import numpy as np
 RESAMPLES = 2000
 
 
-def load(paths: list[Path]) -> dict[str, dict[str, dict]]:
+def load(paths: list[Path]) -> dict[str, dict[tuple[str, str], dict]]:
     """lines[policy][prompt]: the record. Repeated records count once."""
     lines = collections.defaultdict(dict)
     for path in paths:
@@ -67,6 +67,12 @@ def paired(
     differences = np.array([lines[name][prompt][measure] - lines[other][prompt][measure] for prompt in prompts])
     draws = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
     return differences.mean(), *interval(differences[draws].mean(-1))
+
+
+def carriers(gaps: list[float], share: float) -> int:
+    """The fewest prompts whose gaps add up to `share` (of 1) of the sum of all, which negative ones reduce."""
+    reached = np.cumsum(sorted(gaps, reverse=True)) >= share * sum(gaps)
+    return int(reached.argmax()) + 1
 
 
 def table(rows: list[dict]) -> str:

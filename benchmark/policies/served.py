@@ -2,10 +2,10 @@
 
 python -m benchmark.policies.served --model path/to/model --questions questions.jsonl --out served.jsonl
 
-Every prompt is served cold and then warm, in batches of all policies. Writes a line for each answer: at each step the
-oracle, a Hugging Face model in fp32, gets the tokens served so far. `same` counts the steps whose token is the oracle's
-best; `plain_same` counts those where plain PyTorch in the server's dtype agrees with the oracle, which shows what
-rounding alone costs.
+Every prompt is served cold and then warm, in batches of all policies. Writes a line for each answer. At each step the
+oracle, a Hugging Face model in fp32, gets the tokens served so far. Differences in log-probability, one per step:
+`margins` from the oracle's best token to its second, `deficits` from its best to the served one (0: the same token),
+`plain_deficits` from its best to that of plain PyTorch in the server's dtype, which shows what rounding alone costs.
 """
 
 import argparse
@@ -62,26 +62,31 @@ def answers(engine: Engine, asked: list[tuple[list[Segment], str]], args: argpar
 
 
 def compare(exact: Prototype, plain: Prototype, segments: list[Segment], link: str, preambles, output: dict) -> dict:
-    """The number of steps of an answer, how many of its tokens are the oracle's best, and the deficits of the
-    others."""
-    spec, tokens = parse(link), output["output_ids"]
+    """The margins and deficits of an answer's steps, to three digits, and how far off its log-probabilities are."""
+    spec, tokens = parse(link), torch.tensor(output["output_ids"])
     preamble = spec.preamble(segments, preambles)
-    best = {}
-    for name, oracle in (("exact", exact), ("plain", plain)):
-        scores = oracle.start(segments, spec.kept(oracle, segments, preambles), preamble).score(tokens).cpu()
-        best[name] = scores.argmax(-1)
-        if name == "exact":
-            chosen = scores.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-            missed = scores.amax(-1) - chosen
+
+    def score(oracle: Prototype) -> torch.Tensor:
+        return oracle.start(segments, spec.kept(oracle, segments, preambles), preamble).score(tokens.tolist()).cpu()
+
+    scores, its_best = score(exact), score(plain).argmax(-1)
+    best, second = scores.topk(2).values.T
+
+    def below(chosen: torch.Tensor) -> torch.Tensor:
+        return best - scores.gather(1, chosen[:, None])[:, 0]
+
     reported = torch.tensor([entry[0] for entry in output["meta_info"]["output_token_logprobs"]])
     return {
-        "steps": len(tokens),
-        "same": int((best["exact"] == torch.tensor(tokens)).sum()),
-        "plain_same": int((best["exact"] == best["plain"]).sum()),
-        "worst_miss": missed.max().item(),
-        "logprob_error": (reported - chosen).abs().mean().item(),
+        "margins": digits(best - second),
+        "deficits": digits(below(tokens)),
+        "plain_deficits": digits(below(its_best)),
+        "logprob_error": (reported - best + below(tokens)).abs().mean().item(),
         "cached_tokens": output["meta_info"]["cached_tokens"],
     }
+
+
+def digits(values: torch.Tensor) -> list[float]:
+    return [float(f"{value:.3g}") for value in values.tolist()]
 
 
 def parse_args() -> argparse.Namespace:

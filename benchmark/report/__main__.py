@@ -18,18 +18,22 @@ from benchmark.report.answers import answers
 from benchmark.report.host_time import loaded, metered, references, requests, steps
 from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.many import calls, memory, pieces
+from benchmark.report.mixtures import mixtures
 from benchmark.report.policies import (
+    MEANS,
     STUDIES,
     policies,
     policies_answers,
-    policies_by_group,
-    policies_by_length,
+    policies_by,
     policies_comb,
     policies_matches,
+    policies_means,
     policies_paired,
 )
+from benchmark.report.remaining import policies_remaining
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
+from benchmark.report.served import policies_margins, policies_served
 from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
 from benchmark.report.tiers import backups, interference, loads, transfers
 
@@ -39,20 +43,26 @@ FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows",
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
-    **{kind.__name__: kind for kind in (metered, interference, traces, steps)},
+    **{kind.__name__: kind for kind in (metered, interference, traces, steps, mixtures)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (
             policies,
-            policies_by_group,
-            policies_by_length,
             policies_answers,
             policies_comb,
+            policies_margins,
             policies_matches,
             policies_paired,
+            policies_remaining,
+            policies_served,
             policy_costs,
         )
     },
+    **{
+        f"policies-by-{name}": functools.partial(policies_by, kind=kind)
+        for name, kind in (("group", "set"), ("length", "prompt"), ("answer", "gold answer"))
+    },
+    **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
     "kernels-rows": window_rows,

@@ -3,7 +3,7 @@
 import bisect
 import collections
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +30,17 @@ PAIRS = (
     ("base", "epic:tokens=16"),
 )
 
-LENGTHS = (0, 1000, 2000, 8192)
-"""The bins of prompt lengths in a table, in tokens."""
-Lines = dict[str, dict]
+PARTS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "set": ("group", ()),
+    "prompt": ("prompt_tokens", (0, 1000, 2000, 8192)),
+    "gold answer": ("answer_tokens", (0, 1, 4, 10, 512)),
+}
+"""What prompts are divided by: a key of an evaluation's line, and the edges of its bins, in tokens."""
+MEANS = {"nll": "nll", "kl": "own_kl"}
+"""The measures of `policies_means`: the table's name, and the key of an evaluation's line."""
+Prompt = tuple[str, str]
+"""Data set and id."""
+Lines = dict[str, dict[Prompt, dict]]
 """lines[policy][prompt], as `load` returns them."""
 
 
@@ -45,40 +53,39 @@ def policies(sources: list[Path], study: str = "") -> str:
     return table([f"policy, {len(lines['full'])} prompts", "recomputed", "NLL gap closed", "own KL closed"], body)
 
 
-def policies_by_group(sources: list[Path]) -> str:
-    """The same for the main run by data set."""
-    return by(lambda line: line["group"], common(load(sources)))
-
-
-def policies_by_length(sources: list[Path]) -> str:
-    """The same by prompt length."""
-
-    def length(line: dict) -> str:
-        edge = bisect.bisect_left(LENGTHS, line["prompt_tokens"])
-        return f"{LENGTHS[edge - 1] + 1:,} to {LENGTHS[edge]:,} tokens"
-
-    return by(length, common(load(sources)))
-
-
-def by(part: Callable[[dict], str], lines: Lines) -> str:
-    """The share of each gap that policies close, for each part of the prompts.  part: maps a prompt's line to the
-    part's name."""
-    named = {prompt: part(line) for prompt, line in lines["full"].items()}
-    sizes = collections.Counter(named.values())
-    parts = {
-        each: {
-            name: {prompt: line for prompt, line in of.items() if named[prompt] == each} for name, of in lines.items()
-        }
-        for each in sorted(sizes)
-    }
+def policies_by(sources: list[Path], kind: str) -> str:
+    """The same for the main run by data set, or by length."""
+    lines = common(load(sources))
+    parts = divided(lines["full"], kind)
     body = []
     for policy in between(lines):
-        rows = [row(policy, part) for part in parts.values()]
+        rows = [
+            row(policy, {name: {prompt: of[prompt] for prompt in prompts} for name, of in lines.items()})
+            for prompts in parts.values()
+        ]
         body.append(
             [f"`{policy}`", *(share(each)(measure) for measure in ("closed", "own_kl_closed") for each in rows)]
         )
-    heads = [f"{measure}: {each}, {sizes[each]} prompts" for measure in ("NLL", "own KL") for each in parts]
+    heads = [
+        f"{measure}: {part}, {len(prompts)} prompts" for measure in ("NLL", "own KL") for part, prompts in parts.items()
+    ]
     return table(["policy", *heads], body)
+
+
+def divided(full: dict[Prompt, dict], kind: str) -> dict[str, list[Prompt]]:
+    """The prompts of each part, in order.  full: their lines under `full`."""
+    key, edges = PARTS[kind]
+    parts = collections.defaultdict(list)
+    for prompt in sorted(full, key=lambda prompt: full[prompt][key]):
+        parts[bin_of(full[prompt][key], edges) if edges else full[prompt][key]].append(prompt)
+    return parts
+
+
+def bin_of(tokens: int, edges: Sequence[int]) -> str:
+    """The bounds of the bin that has this many tokens: more than one of the sorted edges, and at most the next."""
+    edge = bisect.bisect_left(edges, tokens)
+    low, high = edges[edge - 1] + 1, edges[edge]
+    return f"{low:,} to {high:,} tokens" if low < high else f"{low:,} token{'s' * (low > 1)}"
 
 
 def policies_paired(sources: list[Path]) -> str:
@@ -128,6 +135,25 @@ def policies_matches(sources: list[Path]) -> str:
             body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), change, *shares])
     heads = [f"{group}, {size}" for group, size in sizes.items()]
     return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", "against `block`", *heads], body)
+
+
+def policies_means(sources: list[Path], measure: str) -> str:
+    """A measure's mean over all prompts, and by data set, of the policies that answered all prompts. KL is over the
+    answer under `full`, whose own is left out."""
+    lines = common(load(sources))
+    sizes = collections.Counter(group for group, _ in lines["full"])
+    draws = np.random.default_rng(0).integers(len(lines["full"]), size=(RESAMPLES, len(lines["full"])))
+    body = []
+    for name, answered in lines.items():
+        if (name, measure) == ("full", "kl"):
+            continue
+        values = {prompt: line[MEANS[measure]] for prompt, line in answered.items()}
+        low, high = interval(np.array(list(values.values()))[draws].mean(-1))
+        of_groups = (np.mean([value for (each, _), value in values.items() if each == group]) for group in sizes)
+        whole = f"{np.mean(list(values.values())):.3f} ({low:.3f} to {high:.3f})"
+        body.append([f"`{name}`", whole, *(f"{mean:.3f}" for mean in of_groups)])
+    heads = [f"{group}, {size}" for group, size in sizes.items()]
+    return table(["policy", f"all {len(lines['full'])} prompts", *heads], body)
 
 
 def policies_comb(sources: list[Path]) -> str:

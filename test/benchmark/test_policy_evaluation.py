@@ -7,19 +7,23 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from benchmark.policies import evaluate, report, served
 from benchmark.policies.prototype import Prototype
 from benchmark.policies.specs import best_nearby, parse
 from benchmark.policies.statics import STATICS
+from benchmark.quality.asking import Prompts, as_user_message
 from benchmark.quality.comb import Comb, save_comb
 from benchmark.quality.llama import Llama, Shape, save_for_serving
+from benchmark.quality.questions import read_questions
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from benchmark.quality.worlds import records
 from benchmark.report.policies import policies_comb
-from oracle.block_mask import Oracle, greedy
+from oracle.block_mask import Oracle, greedy, load_model
 from oracle.policies import PolicyOracle, candidates, epic, keep_all_but
 from oracle.scenarios import Dice
+from oracle.segments import token_ids
 
 PREAMBLE = Dice("preamble").ids(9)
 PREAMBLES = {"server": PREAMBLE, "other": (30, 31)}
@@ -51,21 +55,27 @@ def test_prototype_is_the_oracle(tiny_model, prompts, preamble):
 
 
 def test_served_answers_are_compared_step_by_step(tiny_model, prompts):
-    """Tokens equal to the oracle's best count as equal; any other counts as a difference, with its margin."""
+    """The oracle's best token has no deficit, another has its own; plain PyTorch is scored by the oracle as well."""
     oracle, link = Prototype(tiny_model), "base+epic:tokens=3"
     kept = epic(prompts[0], 3)
     tokens = oracle.start(prompts[0], kept, PREAMBLE).greedy(4, end=-1)
     for answer in (tokens, [*tokens[:2], tokens[2] ^ 1, *tokens[3:]]):
         logprobs = oracle.logprobs(prompts[0], answer[:-1], kept, PREAMBLE)
-        chosen = logprobs[range(4), answer]
+        chosen, ordered = logprobs[range(4), answer], logprobs.sort(descending=True).values
         meta = {"output_token_logprobs": [[value + 0.25] for value in chosen.tolist()], "cached_tokens": 9}
         output = {"output_ids": answer, "meta_info": meta}
         found = served.compare(oracle, oracle, prompts[0], link, PREAMBLES, output)
-        assert (found["steps"], found["plain_same"], found["cached_tokens"]) == (4, 4, 9)
-        assert found["same"] == (logprobs.argmax(-1) == torch.tensor(answer)).sum()
-        assert found["worst_miss"] == pytest.approx((logprobs.amax(-1) - chosen).max().item(), abs=1e-4)
+        assert found["margins"] == pytest.approx((ordered[:, 0] - ordered[:, 1]).tolist(), rel=1e-2, abs=1e-4)
+        assert found["deficits"] == pytest.approx((ordered[:, 0] - chosen).tolist(), rel=1e-2, abs=1e-4)
+        assert [value == 0 for value in found["deficits"]] == (logprobs.argmax(-1) == torch.tensor(answer)).tolist()
+        assert found["plain_deficits"] == [0] * 4 and found["cached_tokens"] == 9
         assert found["logprob_error"] == pytest.approx(0.25, abs=1e-4)
-    assert found["same"] < 4 and found["worst_miss"] > 0.01
+    assert found["deficits"][2] > 0.01
+    head = (plain := Prototype(tiny_model)).model.lm_head
+    head.weight = torch.nn.Parameter(-head.weight)  # its best token is the oracle's worst
+    worst = (ordered[:, 0] - ordered[:, -1]).tolist()
+    found = served.compare(oracle, plain, prompts[0], link, PREAMBLES, output)
+    assert found["plain_deficits"] == pytest.approx(worst, rel=1e-2)
 
 
 def test_specs(tiny_model, prompts):
@@ -138,8 +148,22 @@ def test_evaluation(tiny_model, tmp_path, monkeypatch):
         assert (full["share"], block["share"]) == (1, 0) and 0.199 < query["share"] < 0.21
         assert full["kl"] == full["own_kl"] == 0 and full["agree"] == full["own_agree"] == 1
         assert block["kl"] > 0 and query["own_kl"] > 0 and "f1" in block and "f1" not in query
+    assert lines[0]["nll"] == pytest.approx(nll_of_gold(tiny_model, questions, lines[0]["id"]), abs=1e-4)
     text = report.table([report.row(policy, report.load([out])) for policy in ("full", *policies)])
     assert "| `base+query:ratio=0.2` | 3 | 20 |" in text
+
+
+def nll_of_gold(model, questions, name):
+    """Hugging Face's, of the answer as it follows "Answer:", in the text as a whole."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    (asked,) = [question for question in read_questions(questions) if question.id == name]
+    asked = as_user_message(asked, tokenizer)
+    prompt = token_ids(Prompts(tokenizer).make(asked))
+    whole = tokenizer.encode(asked.closing + f" {asked.answers[0]}", add_special_tokens=False)
+    answer = whole[len(tokenizer.encode(asked.closing, add_special_tokens=False)) :]
+    with torch.no_grad():
+        logits = load_model(model, torch.float32, "cpu")(torch.tensor([prompt + answer])).logits[0]
+    return torch.nn.functional.cross_entropy(logits[len(prompt) - 1 : -1], torch.tensor(answer)).item()
 
 
 def test_comb(tmp_path, monkeypatch):

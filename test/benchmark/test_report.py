@@ -9,7 +9,7 @@ from benchmark.report.__main__ import MARK, PAGES, rendered
 from benchmark.report.cells import number
 from benchmark.report.host_time import STEPS, references, steps
 from benchmark.report.kernels import kernels, window_rows
-from benchmark.report.policies import policies, policies_by_group, policies_matches
+from benchmark.report.policies import policies, policies_by, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
 from benchmark.report.tiers import interference, transfers
 
@@ -240,7 +240,7 @@ def test_policies(tmp_path):
     assert cells(policies([file])) == [["`base`", "25%", "50% (50% to 50%)", "100% (100% to 100%)"]]
     assert "2 prompts" in policies([file]) and "1 prompts" in policies([file], "statics")
     assert [row[2].split()[0] for row in cells(policies([file], "statics"))] == ["25%", "100%"]
-    assert cells(policies_by_group([file])) == [["`base`", *["50% (50% to 50%)"] * 2, *["100% (100% to 100%)"] * 2]]
+    assert cells(policies_by([file], "set")) == [["`base`", *["50% (50% to 50%)"] * 2, *["100% (100% to 100%)"] * 2]]
 
 
 def test_exact_matches_by_data_set(tmp_path):

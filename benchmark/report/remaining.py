@@ -1,0 +1,33 @@
+"""Which prompts have the gap in NLL that policies leave to full attention."""
+
+from pathlib import Path
+
+from benchmark.policies.report import carriers, load
+from benchmark.report.cells import table
+from benchmark.report.policies import PARTS, common, divided
+
+POLICIES = ("block", "base", "base+query:ratio=0.15", "base+query:ratio=0.2", "base+static:ratio=0.15")
+
+
+def policies_remaining(sources: list[Path]) -> str:
+    """How few prompts make most of each policy's gap, and what share of it lies in parts of the prompts. A prompt's gap
+    is its NLL per token less that of `full`."""
+    lines = common(load(sources))
+    full = lines["full"]
+    gaps = {
+        name: {prompt: line["nll"] - full[prompt]["nll"] for prompt, line in lines[name].items()} for name in POLICIES
+    }
+
+    def few(count: int) -> str:
+        return f"{count} ({count / len(full):.0%})"
+
+    body = [
+        ["mean gap", "", *(f"{sum(of.values()) / len(full):.3f}" for of in gaps.values())],
+        ["prompts that have 80% of it", "", *(few(carriers(list(of.values()), 0.8)) for of in gaps.values())],
+        ["prompts without a gap", "", *(few(sum(gap <= 0 for gap in of.values())) for of in gaps.values())],
+    ]
+    for kind in PARTS:
+        for part, prompts in divided(full, kind).items():
+            shares = (sum(of[prompt] for prompt in prompts) / sum(of.values()) for of in gaps.values())
+            body.append([f"{kind}: {part}", few(len(prompts)), *(f"{share:.0%}" for share in shares)])
+    return table(["", "prompts", *(f"`{name}`" for name in gaps)], body)
