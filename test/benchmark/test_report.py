@@ -10,7 +10,7 @@ from benchmark.report.cells import number
 from benchmark.report.host_time import references
 from benchmark.report.policies import policies, policies_by_group, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
-from benchmark.report.tiers import interference, transfers
+from benchmark.report.tiers import interference, precomputing, transfers
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -52,6 +52,15 @@ def test_pages_link_to_all_data():
         named |= {(page.parent / name).resolve() for name in sources + links}
     data = [path for path in PAGES.rglob("*") if path.is_file() and path.suffix != ".md"]
     assert [path for path in data if not named & {path, *path.parents}] == []
+
+
+def test_precomputing(tmp_path):
+    """Rounds in which either contender went first."""
+    order = [(1, "stock", 4), (1, "precompute", 5), (2, "precompute", 10), (2, "stock", 8)]
+    rows = [dict(round=turn, contender=name, tokens=8000, seconds=seconds) for turn, name, seconds in order]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"environment": {}}, *rows]))
+    assert cells(precomputing([path])) == [["1", "1.60", "2.00", "0.80"], ["2", "0.80", "1.00", "0.80"]]
 
 
 def test_latency(tmp_path):
