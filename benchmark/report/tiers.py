@@ -63,9 +63,9 @@ def interference(sources: list[Path]) -> str:
 
 
 def precomputing(sources: list[Path]) -> str:
-    """Thousands of chunk tokens per second, precomputed and as SGLang's prefill, by round."""
+    """Chunk tokens per second, precomputed and as SGLang's prefill, by round."""
     rows = [row for source in sources for row in lines(source) if "round" in row]
-    speed = {(row["round"], row["contender"]): row["tokens"] / row["seconds"] / 1000 for row in rows}
+    speed = {(row["round"], row["contender"]): row["tokens"] / row["seconds"] for row in rows}
     numbers = sorted({row["round"] for row in rows})
     body = []
     for n in numbers:

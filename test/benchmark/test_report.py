@@ -60,7 +60,7 @@ def test_precomputing(tmp_path):
     rows = [dict(round=turn, contender=name, tokens=8000, seconds=seconds) for turn, name, seconds in order]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"environment": {}}, *rows]))
-    assert cells(precomputing([path])) == [["1", "1.60", "2.00", "0.80"], ["2", "0.80", "1.00", "0.80"]]
+    assert cells(precomputing([path])) == [["1", "1,600", "2,000", "0.80"], ["2", "800", "1,000", "0.80"]]
 
 
 def test_latency(tmp_path):
