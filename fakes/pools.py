@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import inspect
+import time
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -167,7 +168,7 @@ class Pools:
         if self.has_tiers:
             objects = self.cache.store.tree.objects
             if objects is not None and not self.slow:
-                assert objects.settle(patience=60)
+                _finish(objects)
             self.cache.check_hicache_events()
 
     def new_batch(self, reqs: Sequence[Req], chunked_req: Req | None = None, overlap: bool = False) -> ScheduleBatch:
@@ -218,3 +219,11 @@ def new_kv(size: int, window_size: int, device: str) -> MHATokenToKVPool | SWAKV
     if not window_size:
         return MHATokenToKVPool(size, 1, torch.float32, 1, 2, 2, device, False, enable_alt_stream=False)
     return SWAKVPool(size, window_size, 1, torch.float32, 1, 2, [0], [1], device, enable_alt_stream=False)
+
+
+def _finish(objects: ChunkObjects) -> None:
+    """Wait for all calls. A flush would cancel some once one has failed."""
+    deadline = time.monotonic() + 60
+    while any(calls.num_ended() < len(calls) for calls in (objects.written, objects.read)):
+        assert time.monotonic() < deadline, "storage does not answer"
+        time.sleep(1e-4)

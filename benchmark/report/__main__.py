@@ -35,7 +35,7 @@ from benchmark.report.routing import routing
 from benchmark.report.runs import runs
 from benchmark.report.served import policies_margins, policies_served
 from benchmark.report.serving import chat, decode, documents, latency, load, phases, policy_costs, traces
-from benchmark.report.tiers import backups, interference, loads, transfers
+from benchmark.report.tiers import backups, interference, loads, precomputing, transfers
 
 PAGES = Path(__file__).parents[2] / "docs" / "results"
 MARK = re.compile(r"(<!-- table (\S+) ([^>]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -43,7 +43,7 @@ FAMILIES = ("decode", "shared", "extend", "spans", "ragged", "heads", "windows",
 KINDS: dict[str, Callable[[list[Path]], str]] = {
     **{kind.__name__: kind for kind in (runs, latency, load, documents, chat, decode, references, requests, answers)},
     **{kind.__name__: kind for kind in (phases, loads, transfers, backups, routing, calls, memory, pieces, loaded)},
-    **{kind.__name__: kind for kind in (metered, interference, traces, steps, mixtures)},
+    **{kind.__name__: kind for kind in (metered, interference, traces, steps, mixtures, precomputing)},
     **{
         kind.__name__.replace("_", "-"): kind
         for kind in (

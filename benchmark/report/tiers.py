@@ -1,4 +1,4 @@
-"""Tables of the host tier: waits of running requests, host time, and plain copies."""
+"""Tables of the host tier and storage: waits of running requests, host time, plain copies, and precomputing."""
 
 from pathlib import Path
 
@@ -60,6 +60,18 @@ def interference(sources: list[Path]) -> str:
     ]
     directions = dict(zip(WAYS, ("to the device", "to the host"), strict=True))
     return table(["copy", *(f"{directions[way]}: {name}" for way, name in columns)], body)
+
+
+def precomputing(sources: list[Path]) -> str:
+    """Chunk tokens per second, precomputed and as SGLang's prefill, by round."""
+    rows = [row for source in sources for row in lines(source) if "round" in row]
+    speed = {(row["round"], row["contender"]): row["tokens"] / row["seconds"] for row in rows}
+    numbers = sorted({row["round"] for row in rows})
+    body = []
+    for n in numbers:
+        ours, stock = speed[n, "precompute"], speed[n, "stock"]
+        body.append([str(n), number(ours), number(stock), number(ours / stock)])
+    return table(["round", "precompute", "prefill", "ratio"], body)
 
 
 def _kernel(quota: int) -> str:

@@ -11,7 +11,7 @@ from benchmark.report.host_time import STEPS, references, steps
 from benchmark.report.kernels import kernels, window_rows
 from benchmark.report.policies import policies, policies_by, policies_matches
 from benchmark.report.serving import chat, latency, load, phases, policy_costs
-from benchmark.report.tiers import interference, transfers
+from benchmark.report.tiers import interference, precomputing, transfers
 
 LATENCY = {"model": "m", "workload": "latency", "parameters": {"chunks": 2, "chunk_len": 1024}, "requests": 2}
 LOAD = {
@@ -106,6 +106,15 @@ def test_window_rows(tmp_path):
         {**common, "implementation": "triton, e4m3", "p50": 0.01},
     )
     assert cells(window_rows([path])) == [["a", "0.0060", "12", "0.2400", "2.5%"]]
+
+
+def test_precomputing(tmp_path):
+    """Rounds in which either contender went first."""
+    order = [(1, "stock", 4), (1, "precompute", 5), (2, "precompute", 10), (2, "stock", 8)]
+    rows = [dict(round=turn, contender=name, tokens=8000, seconds=seconds) for turn, name, seconds in order]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [{"environment": {}}, *rows]))
+    assert cells(precomputing([path])) == [["1", "1,600", "2,000", "0.80"], ["2", "800", "1,000", "0.80"]]
 
 
 def test_latency(tmp_path):

@@ -16,11 +16,11 @@ POOL = 1024
 NAMES = list(SCENARIOS)
 
 
-@pytest.fixture(scope="module")
-def served(model_dir, with_plugin):
+@pytest.fixture(scope="module", params=["llama", "gpt-oss"])
+def served(request, model_dir, with_plugin):
     with with_plugin(streams.load):
         tiers = {"enable_hierarchical_cache": True, "hicache_ratio": 32.0}  # room for all that the device evicts
-        served = Served("llama", model_dir, max_total_tokens=POOL, **tiers)
+        served = Served(request.param, model_dir, max_total_tokens=POOL, **tiers)
     yield served
     served.engine.shutdown()
     gc.collect()

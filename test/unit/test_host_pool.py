@@ -13,6 +13,8 @@ from sglang.srt.mem_cache.pool_host import mha
 
 from sglang_lazy.port.cache import host_pool
 
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
 HEADS, DIM, LAYERS = 2, 16, 3
 ROW = HEADS * DIM * 4
 DEVICE, HOST = torch.tensor([3, 1, 6]), torch.tensor([0, 5, 2])

@@ -1,6 +1,7 @@
 """Storage that hangs, is slow, fails or lies: all requests are answered, and no slot of device or host is lost."""
 
 import errno
+import threading
 
 import pytest
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -12,6 +13,8 @@ from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.state import linked
+from sglang_lazy.port.cache.in_order import NUM_THREADS, InOrder
+from sglang_lazy.testing.server import wait_for
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -161,6 +164,26 @@ def test_a_flush_abandons_storage_that_hangs(hanging, storage):
     host.free(taken)
     hanging.pools.slow = False
     assert details(served(hanging, A, B)) == (0, 0, 8, 8)
+
+
+def test_a_flush_cancels_what_has_not_begun_after_a_failure():
+    """Else it would wait for each call to a backend that is down and takes seconds to say so."""
+    calls, made, turns = InOrder(), [], threading.Semaphore(0)
+
+    def fail():
+        made.append(True)
+        turns.acquire()
+        return False
+
+    for what in range(5 * NUM_THREADS):
+        calls.ask(what, [lambda: True, fail])
+    turns.release()
+    assert wait_for(lambda: calls.num_ended() == 1)
+    assert not calls.settle(patience=0), "others have begun"
+    turns.release(5 * NUM_THREADS)
+    assert calls.settle(patience=60) and len(made) <= NUM_THREADS + 1
+    assert [calls.take()[:2] for _ in range(len(calls))] == [(what, False) for what in range(5 * NUM_THREADS)]
+    calls.stop()
 
 
 def raising(error):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile, HiCacheStorageConfig
 
 from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
@@ -81,6 +82,27 @@ def test_a_wrong_object_is_a_miss(storage, damage):
         storage.exists = None
     req = served(new_server(storage), A, B)
     assert details(req) == ((0, 0, 0, 0) if damage == "raises" else (0, 0, 4, 4))
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_file_stays_until_it_is_deleted(tmp_path, caplog, damage):
+    """SGLang's file backend replaces none, so every server computes its chunk. The log names it."""
+    ranks = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
+    traits = {"is_mla_model": False, "enable_storage_metrics": False, "is_page_first_layout": False}
+    config = HiCacheStorageConfig(**ranks, **traits, model_name="model")
+    files = storage_with(A, B, storage=HiCacheFile(config, str(tmp_path)))
+    path, _ = sorted(tmp_path.iterdir())
+    whole = path.read_bytes()
+    path.write_bytes(damaged := whole[:-1] if damage == "truncated" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    for _ in range(2):
+        caplog.clear()
+        assert details(served(server := new_server(files), A, B)) == (0, 0, 4, 4)
+        server.pools.flush()
+        assert path.read_bytes() == damaged and path.name.partition("_")[0] in caplog.text
+    path.unlink()
+    storage_with(A, B, storage=files)
+    assert path.read_bytes() == whole
+    assert details(served(new_server(files), A, B)) == (0, 0, 8, 8)
 
 
 @pytest.fixture

@@ -54,7 +54,8 @@ class ChunkObjects:
         self.read.ask(what, self._each_piece(self._read, name, slots))
 
     def settle(self, patience: float) -> bool:
-        """Wait until all requests have ended. Returns False if the backend ends no call for `patience` seconds."""
+        """Wait until all requests have ended; see `InOrder.settle`. Returns False if the backend ends no call for
+        `patience` seconds."""
         return self.written.settle(patience) and self.read.settle(patience)
 
     def give_up(self) -> None:

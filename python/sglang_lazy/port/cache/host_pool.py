@@ -22,13 +22,19 @@ class CpuHostPool(MHATokenToKVPoolHost):
         super().__init__(*args, **kwargs, pin_memory=False)
 
     def load_to_device_per_layer(self, device_pool, host_indices, device_indices, layer_id, io_backend) -> None:
-        device_pool.k_buffer[layer_id][device_indices] = self.k_data_refs[layer_id][host_indices]
-        device_pool.v_buffer[layer_id][device_indices] = self.v_data_refs[layer_id][host_indices]
+        for device, host in ((device_pool.k_buffer, self.k_data_refs), (device_pool.v_buffer, self.v_data_refs)):
+            _copy(host[layer_id], host_indices, device[layer_id], device_indices)
 
     def backup_from_device_all_layer(self, device_pool, host_indices, device_indices, io_backend) -> None:
         for layer_id in range(self.layer_num):
-            self.k_data_refs[layer_id][host_indices] = device_pool.k_buffer[layer_id][device_indices]
-            self.v_data_refs[layer_id][host_indices] = device_pool.v_buffer[layer_id][device_indices]
+            for device, host in ((device_pool.k_buffer, self.k_data_refs), (device_pool.v_buffer, self.v_data_refs)):
+                _copy(device[layer_id], device_indices, host[layer_id], host_indices)
+
+
+def _copy(source: torch.Tensor, source_slots: torch.Tensor, target: torch.Tensor, target_slots: torch.Tensor) -> None:
+    """Indexing would start PyTorch's threads however few the slots are, twice for each layer; on a busy machine that
+    takes longer than prefill."""
+    target.index_copy_(0, target_slots, source.index_select(0, source_slots))
 
 
 def host_pool_class(original: Callable, device_pool: Any) -> type:

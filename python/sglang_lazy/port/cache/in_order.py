@@ -52,15 +52,22 @@ class InOrder:
     def take(self) -> Ended:
         """Take the result of the oldest request, which has ended."""
         what, futures = self._asked.popleft()
+        if any(future.cancelled() for future in futures):
+            return Ended(what, False, 0.0)
         succeeded, begun, ended = zip(*(future.result() for future in futures), strict=True)
         return Ended(what, all(succeeded), max(ended) - min(begun))
 
     def settle(self, patience: float) -> bool:
-        """Wait until all calls have ended. Returns False if none ends for `patience` seconds."""
+        """Wait until all calls have ended. Returns False if none ends for `patience` seconds.
+
+        After one that failed, those that have not begun are cancelled: a backend that is down may take seconds to fail
+        each of them.
+        """
         pending = collections.deque(future for _, futures in self._asked for future in futures)
         while pending:
             if pending[0].done():
-                pending.popleft()
+                if not _succeeded(pending.popleft()):
+                    pending = collections.deque(each for each in pending if not (each.cancel() or each.done()))
                 continue
             # Only those that may be running; watching all would take too long.
             first = [future for future in itertools.islice(pending, 2 * NUM_THREADS) if not future.done()]
@@ -78,6 +85,8 @@ class InOrder:
             self._answer(*asked)
 
     def _answer(self, call: Callable[[], bool], future: Future) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         begun = time.perf_counter()
         try:
             succeeded = call()
@@ -85,3 +94,7 @@ class InOrder:
             logger.exception("sglang-lazy: the storage backend failed")
             succeeded = False
         future.set_result((succeeded, begun, time.perf_counter()))
+
+
+def _succeeded(future: Future) -> bool:
+    return not future.cancelled() and future.result()[0]
