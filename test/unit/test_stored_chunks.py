@@ -94,6 +94,7 @@ def test_a_damaged_file_stays_until_it_is_deleted(tmp_path, caplog, damage):
     path, _ = sorted(tmp_path.iterdir())
     whole = path.read_bytes()
     path.write_bytes(damaged := whole[:-1] if damage == "truncated" else whole[:-1] + bytes([whole[-1] ^ 1]))
+    caplog.set_level("WARNING", chunk_objects.__name__)  # an engine in this process may have raised it
     for _ in range(2):
         caplog.clear()
         assert details(served(server := new_server(files), A, B)) == (0, 0, 4, 4)
