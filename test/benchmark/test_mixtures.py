@@ -74,6 +74,7 @@ def test_replaced():
         assert sources(replaced(cache(10), cache(20), tokens, **options), cache(10), cache(20)) == expected
 
 
+@pytest.mark.slow
 def test_leads(tiny_model, segments):
     """Answers over each mixture of the study, which keeps all chunks whole."""
     oracle = PolicyOracle(tiny_model)

@@ -18,7 +18,10 @@ from sglang_lazy.testing.processes import start
 from sglang_lazy.testing.server import wait_for
 from sglang_lazy.testing.template import NUM_SPARES
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, nothing is forked")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, nothing is forked"),
+    pytest.mark.slow,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +87,6 @@ def test_a_server_that_does_not_start_is_reported(tmp_path):
     assert "--model-path" in (tmp_path / "log").read_text()
 
 
-@pytest.mark.slow
 def test_forks_end_with_the_process_that_asked_for_them():
     """Even if it is killed: their template, which is not its child, then kills them."""
     program = """

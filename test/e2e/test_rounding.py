@@ -71,7 +71,7 @@ class Served(Oracle):
 
 
 @pytest.mark.parametrize(
-    "way", ["", "mask", *(pytest.param(way, marks=pytest.mark.slow) for way in ("window", "positions"))]
+    "way", ["", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mask", "window", "positions"))]
 )
 def test_answers(model_dir, way):
     """A model with windows and experts: all answers right, or two of eight wrong."""

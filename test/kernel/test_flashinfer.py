@@ -59,6 +59,7 @@ def stand_in(monkeypatch):
         monkeypatch.setattr(module, "check_supported", lambda *given: None)
 
 
+@pytest.mark.slow
 @ops
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_items_and_merge(stand_in, op, case):

@@ -135,6 +135,7 @@ def test_strided_rows(name):
     assert out[:, 4:].isnan().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block_m, num_splits", [(16, 2), (64, 8)])
 def test_any_number_of_splits(monkeypatch, block_m, num_splits):
     """Splits end within segments, within text, and past the end of a row."""
