@@ -62,7 +62,8 @@ WAYS = {
 ADAPTERS = (("a", 1, 8), ("b", 2, 16))  # name, seed, rank
 ENGINE = {
     "dtype": "bfloat16",
-    "mem_fraction_static": 0.2,
+    # Far more than these pools need, so that engines can start side by side on one GPU.
+    "mem_fraction_static": 0.6,
     "cuda_graph_max_bs_decode": 16,
     "log_level": "error",
     "custom_sigquit_handler": fail,
