@@ -33,6 +33,11 @@ NUM_TOKENS = 12
 # On CUDA, Qwen3-MoE uses SGLang's fused rotate-and-store kernel, which does not support the small heads of CPU tests.
 # At this width, attention is split in two from about 750 tokens per batch on, and batches of about 500 run eagerly.
 WIDE = {"head_dim": 128, "hidden_size": 8192}
+OWN_HEADS = {
+    "gpt-oss": {"head_dim": 64},
+    "gemma": {"head_dim": 256},
+    "gemma4": {"head_dim": 256, "global_head_dim": 512},
+}
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 8.0, "max_total_tokens": 2800}
 WAYS = {
     "": {},
@@ -57,7 +62,29 @@ WAYS = {
         "enforce_disable_flashinfer_allreduce_fusion": True,
     },
 }
-
+OTHERS = [
+    "arcee",
+    "cohere",
+    "cohere2",
+    "ernie4.5",
+    "gemma",
+    "granite",
+    "granite-moe",
+    "internlm3",
+    "mellum",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmoe",
+    "phi2",
+    "phi3",
+    "qwen2",
+    "qwen2-moe",
+    "qwen3",
+    "stablelm",
+    "starcoder2",
+]
+"""Models that run in one way only."""
 
 ADAPTERS = (("a", 1, 8), ("b", 2, 16))  # name, seed, rank
 ENGINE = {
@@ -76,10 +103,12 @@ def wide(name: str, model_dir) -> str:
         path = model_dir / f"{name}-wide"
         return str(path if path.exists() else build_vision_model(name, path, width=4))
     spec = MODELS[name]
-    # As in these families
-    own = {"gpt-oss": {"head_dim": 64}, "gemma4": {"head_dim": 256, "global_head_dim": 512}}
-    wider = {**WIDE, **own.get(name.removesuffix("-moe"), {})}
     inner = spec.settings.get("text_config")
+    sizes = spec.settings if inner is None else inner
+    if "head_dim" in sizes:
+        wider = {**WIDE, **OWN_HEADS.get(name.removesuffix("-moe"), {})}
+    else:  # it follows from the width
+        wider = {"hidden_size": sizes["num_attention_heads"] * (80 if name == "phi2" else 128)}
     settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
     path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
     if name == "gpt-oss":  # SGLang uses the dtype of config.json, whatever --dtype says
@@ -128,6 +157,10 @@ def options_of(name: str, **of_way) -> dict:
         "llama tiers fa3",
         "llama tiers copies",
         "qwen3 on two GPUs",
+        "qwen3-moe on two GPUs",
+        "glm4-moe on two GPUs",
+        "gpt-oss on two GPUs",
+        *OTHERS,
     ],
 )
 def served(request, model_dir, with_plugin):
