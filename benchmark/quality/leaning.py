@@ -21,6 +21,7 @@ Two-hop questions go through a person ("the teacher of ..."), a second import or
 Names and things are split by a hash: those of test worlds do not occur in training worlds, though their parts do.
 
     python -m benchmark.quality.leaning --count 100 --out worlds    # test questions, a file for each kind
+    python -m benchmark.quality.leaning --split train --out mine    # questions to train on
 """
 
 import argparse
@@ -30,6 +31,7 @@ import random
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 from benchmark.quality.drafts import DISHES, TRADES, VERBS, Draft, Facts, filler, sizes
 from benchmark.quality.worlds import Make, Split, World, make_world, records
@@ -260,12 +262,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100, help="questions of each kind; default: %(default)s")
     parser.add_argument("--documents", type=int, nargs=2, default=(10, 20), metavar=("LEAST", "MOST"))
+    parser.add_argument("--split", choices=get_args(Split), default="test", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="folder for the files")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     for name, hops, make in kinds():
-        made = records(args.seed, "test", args.count, hops, documents=tuple(args.documents), make=make)
+        made = records(args.seed, args.split, args.count, hops, documents=tuple(args.documents), make=make)
         text = "".join(json.dumps(record) + "\n" for record in made)
         (args.out / f"{name}.jsonl").write_text(text, encoding="utf-8")
 

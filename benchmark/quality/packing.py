@@ -9,17 +9,23 @@ once, and each question with its answer continues them as if it were the only on
 
 Chunk 0 is text. With nothing else that is the full causal mask, with chunks 1, 2, ... the block mask. As under
 `base:preamble=lead`, each chunk may have a lead of its own, numbered -1, -2, ...: a copy of the text before the first
-document, BOS and instruction, at the positions directly before the chunk.
+document, BOS and instruction, at the positions directly before the chunk; or a neutral text, as under `base`.
+
+As under `epic` and its like, some tokens of chunks are recomputed. Such a token occurs twice at its position: first as
+chunk n computed it, numbered -n like a lead, for the chunk alone to see; directly behind it as text.
 """
 
 import dataclasses
+import functools
 import random
+from collections.abc import Iterable
 
 import numpy as np
 
 from benchmark.quality.leaning import FAMILIES
 from benchmark.quality.vocabulary import BOS, EOS, PAD, Encoder
 from benchmark.quality.worlds import Split, World
+from benchmark.sample import load_sample
 from sglang_lazy.verify.prompts import INSTRUCTION, document_text, question_text
 
 FIELDS = ("ids", "targets", "kinds", "positions", "worlds", "chunks", "branches")
@@ -34,7 +40,8 @@ class Mix:
 
     families: drawn with equal odds, so a family named twice comes up twice as often. block_share: the share of worlds
     under the block mask; the others are under the full mask. lead_share: the share of those under the block mask whose
-    chunks have leads.
+    chunks have leads. neutral_share: the share of leads that are neutral text. recompute_share: the share of worlds
+    under the block mask, with leads or without, in which some tokens of chunks are recomputed.
     """
 
     documents: tuple[int, int]
@@ -45,6 +52,8 @@ class Mix:
     hard_share: float = 0.0
     block_share: float = 0.5
     lead_share: float = 0.0
+    neutral_share: float = 0.0
+    recompute_share: float = 0.0
     bos_share: float = 0.9
     instruction_share: float = 0.8
 
@@ -54,6 +63,37 @@ def make_row(rng: random.Random, encode: Encoder, mix: Mix, length: int, split: 
     row = Row(length)
     row.fill(rng, encode, mix, split)
     return row.finish()
+
+
+@functools.cache
+def prose() -> list[list[str]]:
+    """The words of real documents."""
+    return [document["text"].split() for request in load_sample() for document in request["docs"]]
+
+
+def neutral_text(rng: random.Random, encode: Encoder) -> list[int]:
+    """BOS and an excerpt of some document, with 1 to 40 words."""
+    words = rng.choice(prose())
+    start = rng.randrange(len(words))
+    return [BOS, *encode(" ".join(words[start : start + rng.randint(1, 40)]) + "\n\n")]
+
+
+class Recomputed:
+    """Which tokens of a world's chunks are recomputed: the first ones of each, or a random share of single tokens or
+    runs."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+        self.first = rng.randint(1, 8) if rng.random() < 0.5 else 0
+        self.share, self.run = rng.uniform(0.05, 0.3), rng.choice((1, 4, 16))
+
+    def of(self, count: int) -> list[int]:
+        """Indices into a chunk of `count` tokens."""
+        if self.first:
+            return list(range(min(self.first, count)))
+        starts = range(-self.rng.randrange(self.run), count, self.run)
+        runs = (range(max(start, 0), start + self.run) for start in starts if self.rng.random() < self.share)
+        return [index for run in runs for index in run if index < count]
 
 
 class Row:
@@ -80,14 +120,19 @@ class Row:
         opening = [BOS] * (rng.random() < mix.bos_share)
         if rng.random() < mix.instruction_share:
             opening += encode(INSTRUCTION)
-        self._segment(opening, CONTEXT, position=0)
-        shared = len(opening)
+        own = random.Random(share)  # all else is the same with other shares
+        lead_tokens = (neutral_text(own, encode) if own.random() < mix.neutral_share else opening) if lead else []
+        recomputed = Recomputed(own) if block and own.random() < mix.recompute_share else None
+        # Only distances matter; a lead longer than the opening would begin at a negative position.
+        shared = max(len(opening), len(lead_tokens))
+        self._segment(opening, CONTEXT, position=shared - len(opening))
         for number, (title, text) in enumerate(world.documents, start=1):
-            if lead:
-                # A copy for each chunk, since a token has one position: a shared lead would reveal each chunk's place.
-                self._segment(opening, IGNORED, position=shared - len(opening), chunk=-number)
+            # A copy for each chunk, since a token has one position: a shared lead would reveal each chunk's place.
+            self._segment(lead_tokens, IGNORED, position=shared - len(lead_tokens), chunk=-number)
             tokens = encode(document_text({"title": title, "text": text}))
             self._segment(tokens, CONTEXT, position=shared, chunk=number * block)
+            if recomputed:
+                self._recompute(len(self.fields["ids"]) - len(tokens), recomputed.of(len(tokens)))
             shared += len(tokens)
         drawn = world.draw(rng, mix.questions, mix.two_hop_share, mix.hard_share)
         for branch, question in enumerate(drawn, start=1):
@@ -123,6 +168,16 @@ class Row:
         fields["worlds"] += [self.num_worlds] * count
         fields["chunks"] += [chunk] * count
         fields["branches"] += [branch] * count
+
+    def _recompute(self, start: int, indices: Iterable[int]) -> None:
+        """Recompute tokens of the chunk that begins at `start` and ends the row. The loss counts each once."""
+        fields = self.fields
+        for place in sorted((start + index for index in indices), reverse=True):
+            fields["chunks"][place] *= -1
+            for values in fields.values():
+                values.insert(place + 1, values[place])
+            fields["targets"][place + 1], fields["kinds"][place + 1] = PAD, IGNORED
+            fields["chunks"][place + 1] = 0
 
     def finish(self) -> np.ndarray:
         """Padding is a world of its own, so every padding token sees something."""

@@ -46,6 +46,8 @@ class Recipe:
     hard_share: float = 0.5
     block_share: float = 0.5
     lead_share: float = 0.0  # the share of worlds under the block mask whose chunks have leads
+    neutral_share: float = 0.0  # the share of leads that are neutral text
+    recompute_share: float = 0.0  # the share of worlds under the block mask with recomputed tokens
     start: str = ""  # the folder of the model to start from
     lora: int = 0  # rank of the adapter to train instead of the weights; 0 for none
     seed: int = 0
@@ -69,6 +71,8 @@ class Recipe:
             self.hard_share,
             self.block_share,
             self.lead_share,
+            self.neutral_share,
+            self.recompute_share,
         )
 
     def weight(self, step: int) -> float:

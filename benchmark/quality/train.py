@@ -34,7 +34,13 @@ from benchmark.quality.worlds import Split
 
 BLOCK_SHARES = {"full": 0.0, "block": 1.0, "mixed": 0.5}
 """The share of worlds under the block mask."""
-MASKS = {"full": {"block_share": 0.0}, "block": {"block_share": 1.0}, "lead": {"block_share": 1.0, "lead_share": 1.0}}
+MASKS = {
+    "full": {"block_share": 0.0},
+    "block": {"block_share": 1.0},
+    "lead": {"block_share": 1.0, "lead_share": 1.0},
+    "neutral": {"block_share": 1.0, "lead_share": 1.0, "neutral_share": 1.0},
+    "recomputed": {"block_share": 1.0, "recompute_share": 1.0},
+}
 """Settings for the worlds in which each mask is evaluated."""
 WORLDS = {"people": ("people",), "leaning": tuple(LEANING)}
 """The families of worlds to train on."""
@@ -124,6 +130,20 @@ def parse_args() -> argparse.Namespace:
         help="share of worlds under the block mask with a copy of the leading text in front of each chunk, as under "
         "base:preamble=lead; default: %(default)s",
     )
+    parser.add_argument(
+        "--neutral-share",
+        type=float,
+        default=recipe.neutral_share,
+        help="share of those worlds with a neutral text in front of each chunk instead, as under base; "
+        "default: %(default)s",
+    )
+    parser.add_argument(
+        "--recompute-share",
+        type=float,
+        default=recipe.recompute_share,
+        help="share of worlds under the block mask in which some tokens of chunks, the first ones or random ones, are "
+        "recomputed in context; default: %(default)s",
+    )
     parser.add_argument("--world", choices=list(WORLDS), default="people", help="default: %(default)s")
     parser.add_argument("--more", nargs="+", choices=list(FAMILIES), default=(), help="families to draw more often")
     parser.add_argument("--start", default="", help="folder of the model to start from")
@@ -151,6 +171,8 @@ def main() -> None:
         learning_rate=args.learning_rate,
         block_share=BLOCK_SHARES[args.mask],
         lead_share=args.lead_share,
+        neutral_share=args.neutral_share,
+        recompute_share=args.recompute_share,
         families=(*WORLDS[args.world], *args.more),
         grow=(0.0 if args.start else Recipe.grow) if args.grow is None else args.grow,
         start=args.start,

@@ -203,15 +203,17 @@ def test_deterministic(family):
     assert list(asked(family, count=3)) == list(asked(family, count=3))
 
 
-def test_files(tmp_path, monkeypatch):
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_files(tmp_path, monkeypatch, split):
     """A file for each kind, in the form of the real question sets, with the right answers."""
-    monkeypatch.setattr(sys, "argv", ["", "--count", "3", "--documents", "4", "6", "--out", str(tmp_path)])
+    arguments = ["--count", "3", "--documents", "4", "6", "--split", split, "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
     leaning.main()
     assert len(list(tmp_path.iterdir())) == len(PAIRS)
     for path in tmp_path.iterdir():
         family = path.stem.removesuffix("-2-hop")
         for question in read_questions(path):
             documents = [chunk.strip().split("\n", 1) for chunk in question.chunks]
-            assert question.group == path.stem and 2 < len(documents) < 8
+            assert question.id.startswith(split) and question.group == path.stem and 2 < len(documents) < 8
             asks = question.closing.removeprefix("Question: ").removesuffix("\nAnswer:")
             assert [READERS[family](documents, asks)] == question.answers

@@ -14,11 +14,11 @@ from benchmark.quality.llama import Llama, Shape, load_llama, save_for_serving
 from benchmark.quality.packing import ANSWER, FIELDS, IGNORED, Mix, make_row
 from benchmark.quality.recipe import Recipe, make_rows, start_worker
 from benchmark.quality.reference import Reference
-from benchmark.quality.train import Trainer, exact_match, losses, main, make_mask, to_batch, train
+from benchmark.quality.train import MASKS, Trainer, exact_match, losses, main, make_mask, to_batch, train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, Encoder, train_tokenizer
 from oracle.adapters import merge
 from oracle.block_mask import load_model, visibility
-from oracle.policies import PolicyOracle, keep_all_but, leading_text
+from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text
 from oracle.segments import chunk, text, token_ids
 
 CPU = torch.device("cpu")
@@ -42,8 +42,8 @@ def model():
     return model
 
 
-def batch_of(encode, *, families=("people",), block_share=0.5, lead_share=0.0, seed=0, length=400):
-    mix = Mix((2, 4), families, questions=3, block_share=block_share, lead_share=lead_share)
+def batch_of(encode, *, families=("people",), seed=0, length=400, **shares):
+    mix = Mix((2, 4), families, questions=3, **shares)
     rows = [make_row(random.Random(f"{seed}/{row}"), encode, mix, length) for row in range(2)]
     return to_batch(np.stack(rows), CPU)
 
@@ -102,23 +102,63 @@ def test_same_as_hugging_face(model, encode, tmp_path):
     assert kinds == {"text", "chunk"}
 
 
-def test_same_as_the_policy(model, encode, tmp_path):
-    """With leads, each question's logits are those of the policies' oracle over that question's own prompt under
-    `base:preamble=lead`; without, those under `block`."""
+def policies_of(batch) -> list[tuple[list, tuple[int, ...], list[int], int, torch.Tensor]]:
+    """Each question of a batch as a prompt with a policy: the prompt, answer included; the lead of its chunks; the
+    places in the prompt that are recomputed; its row, and the indices of its text and recomputed tokens in it."""
+    found = []
+    for row in range(len(batch["ids"])):
+        worlds, chunks, branches, kinds = (batch[name][row] for name in ("worlds", "chunks", "branches", "kinds"))
+        for world, branch in {(w, b) for w, b in zip(worlds.tolist(), branches.tolist(), strict=True) if b}:
+            where = ((worlds == world) & ((branches == 0) | (branches == branch))).nonzero()[:, 0]
+            first = int((chunks[where] != 0).nonzero()[0])
+            opening, end = where[:first], int((branches[where] == 0).sum())
+            parts, lead, recomputed, start = [opening], (), [], first
+            for number in range(1, int(chunks[where].max()) + 1):
+                tokens = where[chunks[where].abs() == number]
+                begin = int((kinds[tokens] != IGNORED).nonzero()[0])
+                lead, tokens = tuple(batch["ids"][row][tokens[:begin]].tolist()), tokens[begin:]
+                recomputed += [start + place for place, token in enumerate(tokens) if chunks[token] < 0]
+                start += len(tokens)
+                parts.append(tokens)
+            parts.append(where[end:])
+            makes = [text, *[chunk] * (len(parts) - 2), text]
+            ids = [batch["ids"][row][part].tolist() for part in parts]
+            segments = [make(part) for make, part in zip(makes, ids, strict=True) if part]
+            found.append((segments, lead, recomputed, row, where[chunks[where] == 0]))
+    return found
+
+
+MIXES = {
+    "block": ({}, {"block"}),
+    "leads": ({"lead_share": 0.5}, {"block", "lead"}),
+    "neutral": ({"lead_share": 1.0, "neutral_share": 1.0}, {"neutral"}),
+    "recomputed": ({"recompute_share": 1.0}, {"block", "epic", "others"}),
+    "all": (
+        {"lead_share": 0.7, "neutral_share": 0.5, "recompute_share": 0.7},
+        {"block", "lead", "neutral", "epic", "others"},
+    ),
+}
+"""Shares of a mix, and what its worlds are like."""
+
+
+@pytest.mark.parametrize("shares, expected", MIXES.values(), ids=MIXES)
+def test_same_as_the_policy(model, encode, tmp_path, shares, expected):
+    """In worlds under the block mask each question's logits, and those of recomputed tokens, are the policies' oracle's
+    over that question's own prompt: with leads under `base`, with recomputed tokens as under `epic` and others."""
     save_for_serving(model, tmp_path, torch.float32, bos=BOS, eos=EOS, pad=PAD)
     policies = PolicyOracle(str(tmp_path))
-    batch = batch_of(encode, block_share=1, lead_share=0.5, length=800)
-    leads = set()
+    batch = batch_of(encode, block_share=1, length=1000, **shares)
+    seen = set()
     with torch.inference_mode():
         ours = model(batch["ids"], batch["positions"], make_mask(batch, flex=False))
-    for segments, row, where in prompts_of(batch):
-        world = batch["worlds"][row] == batch["worlds"][row, where[0]]
-        has_lead = bool((batch["chunks"][row][world] < 0).any())
-        lead = leading_text(segments) if has_lead else ()
-        right = policies.extend(segments, (), keep_all_but(segments, ()), lead).logits[0]
-        torch.testing.assert_close(ours[row, where[batch["chunks"][row][where] == 0]], right, rtol=1e-4, atol=1e-4)
-        leads.add(has_lead)
-    assert leads == {True, False}
+    for segments, lead, recomputed, row, where in policies_of(batch):
+        kept = keep_all_but(segments, recomputed)
+        right = policies.extend(segments, (), kept, lead).logits[0]
+        torch.testing.assert_close(ours[row, where], right, rtol=1e-4, atol=1e-4)
+        seen.add("neutral" if lead not in ((), leading_text(segments)) else "lead" if lead else "block")
+        if recomputed:
+            seen.add("epic" if any(kept == epic(segments, tokens) for tokens in range(1, 9)) else "others")
+    assert seen == expected
 
 
 def test_lead_share(encode):
@@ -140,10 +180,37 @@ def test_lead_share(encode):
     assert 0.2 < with_leads[True] / sum(with_leads.values()) < 0.4
 
 
-@pytest.mark.parametrize("lead_share", [0.0, 0.5])
-def test_mask(encode, lead_share):
+def test_recompute_share(encode):
+    """About this share of the worlds under the block mask has recomputed tokens, from a few to half of a chunk's; all
+    else is the same, the loss included."""
+    recomputed, worlds = [], 0
+    for seed in range(12):
+        plain, mixed = (batch_of(encode, recompute_share=share, seed=seed, length=1500) for share in (0.0, 0.3))
+        for row in range(2):
+            for world in range(1, int(mixed["worlds"][row].max()) - 2):  # the last ones are made to fit
+                mine, its = ((batch["worlds"][row] == world).nonzero()[:, 0] for batch in (plain, mixed))
+                hidden = mixed["chunks"][row][its] < 0
+                copies = hidden.roll(1)
+                for name in FIELDS:
+                    values, again = mixed[name][row][its], mixed[name][row][its[copies]]
+                    original = values[hidden].abs()
+                    if name in ("ids", "positions", "worlds", "branches"):
+                        assert torch.equal(original, again)
+                    else:
+                        assert (again == {"targets": PAD, "kinds": IGNORED, "chunks": 0}[name]).all()
+                    assert torch.equal(plain[name][row][mine], values[~copies].abs())
+                in_chunks = int((plain["chunks"][row][mine] > 0).sum())
+                worlds += in_chunks > 0
+                if hidden.any():
+                    recomputed.append(int(hidden.sum()) / in_chunks)
+    assert worlds > 50 and 0.2 < len(recomputed) / worlds < 0.4
+    assert 0 < min(recomputed) < 0.1 < max(recomputed) < 0.6
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_mask(encode, share):
     """The mask allows the pairs of tokens that reading the row, token by token, allows."""
-    batch = batch_of(encode, lead_share=lead_share, length=600)
+    batch = batch_of(encode, lead_share=share, recompute_share=share, length=600)
     names = ("worlds", "chunks", "branches")
     for row, seen in enumerate(make_mask(batch, flex=False)[:, 0]):
         tokens = list(zip(*(batch[name][row].tolist() for name in names), strict=True))
@@ -153,13 +220,13 @@ def test_mask(encode, lead_share):
                 if its_world == world and its_branch in (0, branch):
                     expected[q, k] = its in (own, -own) if own else its >= 0
         assert torch.equal(seen, expected)
-    assert bool((batch["chunks"] < 0).any()) == (lead_share > 0)
+    assert bool((batch["chunks"] < 0).any()) == (share > 0)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention(model, encode):
     """FlexAttention's form of the mask gives the same result as the explicit one."""
-    batch = batch_of(encode, lead_share=0.5)
+    batch = batch_of(encode, lead_share=0.5, recompute_share=0.5)
     assert (batch["chunks"] < 0).any()
     with torch.inference_mode():
         flex, explicit = (model(batch["ids"], batch["positions"], make_mask(batch, flex)) for flex in (True, False))
@@ -277,7 +344,7 @@ def test_families(tmp_path):
     assert "Columns: name" in text and "came with a" in text
     *_, last = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
     kinds = ("table 1-hop", "order 1-hop", "order 2-hop")
-    found = [f"{mask} {kind}" for mask in ("full", "block", "lead") for kind in kinds]
+    found = [f"{mask} {kind}" for mask in MASKS for kind in kinds]
     assert [key for key in last if "hop" in key] == found
 
 
