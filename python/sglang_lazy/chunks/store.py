@@ -211,9 +211,9 @@ class ChunkStore:
             if not node.evicted:
                 self.enter(chunks, i, node)
         if on_host:  # last, since loading evicts
-            self.tree.make_room([node for _, node in on_host])
+            self.tree.load([node for _, node in on_host])
         for i, node in on_host:
-            if not node.evicted or self.tree.load(node):  # another slice may have loaded it
+            if not node.evicted or self.tree.load([node]):  # if not all fit, as many as do
                 self.enter(chunks, i, node)
         return [i for i, _ in on_host if chunks.nodes[i] is not None]
 
