@@ -253,8 +253,8 @@ class ChunkStore:
                 if self.release_waiting_lock():
                     continue
                 break
-            num_evicted += len(leaf.key)
             slots.append(self.evict_leaf(leaf))
+            num_evicted += slots[-1].numel()
         return slots
 
     def evict_leaf(self, leaf: Node) -> torch.Tensor:
@@ -262,7 +262,7 @@ class ChunkStore:
         slots = self.tree.remove(leaf)
         if of_chunks(leaf.key.extra_key):
             self.counts.num_evicted_chunks += leaf.id in self._by_node
-            self.counts.num_evicted_tokens += len(leaf.key)
+            self.counts.num_evicted_tokens += slots.numel()
         if not leaf.backuped:
             self.forget(leaf)
         return slots

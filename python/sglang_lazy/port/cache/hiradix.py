@@ -111,7 +111,7 @@ class LazyHiRadixCache(HostLoads, LazyRadixCache, _HiRadixCache):
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
-        self._copies.left(leaf, len(slots))
+        self._copies.left(leaf, slots.numel())
         if leaf.backuped:
             self._detach_backuped(leaf)
         else:

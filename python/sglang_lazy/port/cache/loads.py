@@ -23,13 +23,14 @@ class HostLoads(HiRadixCache):
         if not self._make_room(to_load):
             return False
         controller, ends = self.cache_controller, {node.id: node for node in nodes}
-        slots = controller.load(torch.cat([node.host_value for node in to_load]), **self._get_extra_pools())
+        copies = [node.host_value for node in to_load]
+        slots = controller.load(torch.cat(copies), **self._get_extra_pools())
         controller.load_queue[-1].node_ids = list(ends)  # SGLang acknowledges these
         self.ongoing_load_back.update(ends)
-        for node, own in zip(to_load, slots.split([len(node.key) for node in to_load]), strict=True):
+        for node, own in zip(to_load, slots.split([copy.numel() for copy in copies]), strict=True):
             node.value = own.clone()  # a part would keep all of `slots`
             self._record_store_event(node, medium=StorageMedium.GPU)
-        self.evictable_size_ += len(slots)
+        self.evictable_size_ += slots.numel()
         for node in ends.values():
             self.lock(node)
         self._have_come(to_load)
@@ -61,7 +62,8 @@ class HostLoads(HiRadixCache):
         SGLang would evict as much as it loads, and so revoke locks of waiting requests: of the one that loads, and of
         those that it is forming a batch from.
         """
-        num_lacking = sum([len(node.key) for node in to_load]) - self.token_to_kv_pool_allocator.available_size()
+        num_tokens = sum([node.host_value.numel() for node in to_load])
+        num_lacking = num_tokens - self.token_to_kv_pool_allocator.available_size()
         if num_lacking <= 0:
             return True
         above = dict.fromkeys(node.parent for node in to_load if not node.parent.evicted)
