@@ -303,7 +303,7 @@ class CacheHistories(RuleBasedStateMachine):
         key = chunk_key(as_int32(tokens), Namespace("chunk", None, None))
         kept = ((0, min(needed, len(tokens))),)
         node = self.pools.store.find(ChunkSlice(key, 0, array("q", tokens), 0, len(tokens), kept))
-        if node is not None and (not node.evicted or self.pools.cache.load(node)):
+        if node is not None and (not node.evicted or self.pools.cache.load([node])):
             self.pools.cache.inc_lock_ref(node)
             self.pools.waiting_locks.append(node)
 

@@ -243,7 +243,7 @@ def test_a_load_never_takes_what_waiting_requests_hold():
     scheduler.visible()
     node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
     taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
-    assert not cache.load(node) and node.evicted and req in scheduler.admission.holders
+    assert not cache.load([node]) and node.evicted and req in scheduler.admission.holders
     scheduler.admission.rows.free(taken)
     scheduler.run()
 
@@ -261,7 +261,9 @@ def test_eviction_that_falls_short_waits_for_copies():
     scheduler.run()
 
 
-@pytest.mark.parametrize("load", ["load", "load_back"])
+@pytest.mark.parametrize(
+    "load", [lambda cache, node: cache.load([node]), lambda cache, node: cache.load_back(node) is not None]
+)
 def test_a_load_evicts_no_more_than_it_lacks(load):
     """Three slots are free and two evictable, for a chunk of four: waiting requests keep their locks. SGLang loads the
     prefixes of plain prompts by itself, while it forms a batch."""
@@ -274,7 +276,7 @@ def test_a_load_evicts_no_more_than_it_lacks(load):
     node = scheduler.store.find(linked(scheduler.submit([A, QUESTION], "r", max_new_tokens=1)).prompt.chunks[0])
     taken = scheduler.admission.rows.allocate(cache.token_to_kv_pool_allocator.available_size() - 3)
     assert cache.evictable_size() == 2
-    assert getattr(cache, load)(node) is not None and not node.evicted and req in scheduler.admission.holders
+    assert load(cache, node) and not node.evicted and req in scheduler.admission.holders
     scheduler.admission.rows.free(taken)
     scheduler.run()
 

@@ -82,7 +82,7 @@ def _in_position_order(positions: np.ndarray, start: int, end: int) -> tuple[lis
     In the row itself, copies of chunks come before text that precedes these chunks in the prompt, and a span that was
     cached comes before an earlier one whose KV had been evicted and is computed again.
     """
-    if (np.diff(positions[start:end]) > 0).all():
+    if end - start < 2 or (np.diff(positions[start:end]) > 0).all():
         return [(0, len(positions))], positions
     order = start + positions[start:end].argsort()
     cuts = np.flatnonzero(np.diff(order) != 1) + 1

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,19 +51,12 @@ class SegmentTable:
         stock_attends: bool = True,
     ):
         tail = max(model.windows, default=0)
-        parts = {
-            "num_segments": (),
-            "ends": (max_segments,),
-            "offsets": (max_segments,),
-            "ids": (max_segments,),
-            "tail_ends": (max_segments if tail else 0,),
-            "tail_indices": (tail,),
-            "tail_positions": (tail,),
-        }
         # One record per row, so that a batch is written in one copy.
-        self._record = np.dtype([(name, np.int32, shape) for name, shape in parts.items()])
-        self._records = torch.zeros(num_rows, self._record.itemsize // 4, dtype=torch.int32, device=device)
-        num_segments, *of_segments = self._records.split([math.prod(shape) for shape in parts.values()], dim=1)
+        widths = [1, max_segments, max_segments, max_segments, max_segments if tail else 0, tail, tail]
+        edges = itertools.accumulate(widths, initial=0)
+        self._columns = [slice(start, end) for start, end in itertools.pairwise(edges)]
+        self._records = torch.zeros(num_rows, sum(widths), dtype=torch.int32, device=device)
+        num_segments, *of_segments = self._parts(self._records)
         self.num_segments = num_segments[:, 0]
         self.ends, self.offsets, self.ids, self.tail_ends, self.tail_indices, self.tail_positions = of_segments
         self.tail_positions.fill_(NOWHERE)
@@ -79,6 +71,11 @@ class SegmentTable:
     @property
     def max_segments(self) -> int:
         return self.ends.shape[1]
+
+    def _parts(self, records: Any) -> list[Any]:
+        """The columns of each part of these records, a tensor or an array: the number of segments, their ends, offsets
+        and ids, then the tail's ends, indices and positions."""
+        return [records[:, columns] for columns in self._columns]
 
     def assign(
         self,
@@ -95,25 +92,24 @@ class SegmentTable:
         changed = {row: chunks for row, chunks in rows.items() if chunks or row in orders or row in self.linked_rows}
         if not changed:
             return
-        records = np.zeros(len(changed), dtype=self._record)
-        records["tail_positions"] = NOWHERE
-        for record, (row, chunks) in zip(records, changed.items(), strict=True):
+        records = np.zeros((len(changed), self._records.shape[1]), dtype=np.int32)
+        num_segments, ends, offsets, segment_ids, tail_ends, tail_indices, tail_positions = self._parts(records)
+        tail_positions[:] = NOWHERE
+        for i, (row, chunks) in enumerate(changed.items()):
             (self.linked_rows.add if chunks or row in orders else self.linked_rows.discard)(row)
-            record["num_segments"] = count = len(chunks)
-            ends = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
-            record["ends"][:count] = ends
-            record["offsets"][:count] = self.model.rotations([chunk.offset for chunk in chunks])
-            record["ids"][:count] = ids.get(row, ())
+            num_segments[i] = count = len(chunks)
+            ends[i, :count] = [*itertools.accumulate([chunk.num_kept for chunk in chunks])]
+            offsets[i, :count] = self.model.rotations([chunk.offset for chunk in chunks])
+            segment_ids[i, :count] = ids.get(row, ())
             if row in orders:
-                tail = np.flatnonzero(orders[row] >= len(orders[row]) - len(record["tail_positions"]))
-                if tail[0] >= max(ends, default=0) and (orders[row][tail] == tail).all():
+                tail = np.flatnonzero(orders[row] >= len(orders[row]) - tail_positions.shape[1])
+                if tail[0] >= ends[i].max() and (orders[row][tail] == tail).all():
                     tail = tail[:0]  # text in order, as all that is generated is
-                record["tail_indices"][: len(tail)], record["tail_positions"][: len(tail)] = tail, orders[row][tail]
-                record["tail_ends"][:count] = np.searchsorted(tail, ends)
+                tail_indices[i, : len(tail)], tail_positions[i, : len(tail)] = tail, orders[row][tail]
+                tail_ends[i, :count] = np.searchsorted(tail, ends[i, :count])
         index = np.fromiter(changed, dtype=np.int64, count=len(changed))
         device = self._records.device
-        lines = records.view(np.int32).reshape(len(changed), -1)
-        self._records.index_copy_(0, to_device(index, device), to_device(lines, device))
+        self._records.index_copy_(0, to_device(index, device), to_device(records, device))
 
     @contextlib.contextmanager
     def running(self, batch: Any, probes: ProbeSums | None = None, last_layer: int | None = None) -> Iterator[None]:

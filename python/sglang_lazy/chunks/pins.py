@@ -64,7 +64,7 @@ class Pins:
         locked: list[Node] = []
         nodes: list[Node] = [chunk.node for chunk in new]
         for node in sorted(nodes, key=lambda node: node.evicted):  # loading evicts, so lock the resident ones first
-            if node.evicted and not self.tree.load(node):
+            if node.evicted and not self.tree.load([node]):
                 for other in locked:
                     self.tree.unlock(other)
                 raise Refusal("pin_room", "the device has no room for it now")

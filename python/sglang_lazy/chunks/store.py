@@ -211,9 +211,9 @@ class ChunkStore:
             if not node.evicted:
                 self.enter(chunks, i, node)
         if on_host:  # last, since loading evicts
-            self.tree.make_room([node for _, node in on_host])
+            self.tree.load([node for _, node in on_host])
         for i, node in on_host:
-            if not node.evicted or self.tree.load(node):  # another slice may have loaded it
+            if not node.evicted or self.tree.load([node]):  # if not all fit, as many as do
                 self.enter(chunks, i, node)
         return [i for i, _ in on_host if chunks.nodes[i] is not None]
 
@@ -253,8 +253,8 @@ class ChunkStore:
                 if self.release_waiting_lock():
                     continue
                 break
-            num_evicted += len(leaf.key)
             slots.append(self.evict_leaf(leaf))
+            num_evicted += slots[-1].numel()
         return slots
 
     def evict_leaf(self, leaf: Node) -> torch.Tensor:
@@ -262,7 +262,7 @@ class ChunkStore:
         slots = self.tree.remove(leaf)
         if of_chunks(leaf.key.extra_key):
             self.counts.num_evicted_chunks += leaf.id in self._by_node
-            self.counts.num_evicted_tokens += len(leaf.key)
+            self.counts.num_evicted_tokens += slots.numel()
         if not leaf.backuped:
             self.forget(leaf)
         return slots

@@ -145,16 +145,11 @@ class Tree(Protocol):
     def discard(self, node: Node) -> list[torch.Tensor]:
         """Remove a discardable node from the tree and the host; the caller frees the returned slots."""
 
-    def make_room(self, nodes: Sequence[Node]) -> bool:
-        """Free at once what it takes to load `nodes` from the host; otherwise, each load evicts for itself.
+    def load(self, nodes: Sequence[Node]) -> bool:
+        """Load `nodes`, which have no slots, and their evicted ancestors from the host before the next pass reads them,
+        locked until then.
 
-        Returns False and evicts nothing if memory does not suffice for all.
-        """
-
-    def load(self, node: Node) -> bool:
-        """Load `node` and its evicted ancestors from the host before the next pass reads them, locked until then.
-
-        Returns False and changes nothing if memory does not suffice.
+        Returns False and changes nothing if memory does not suffice for all.
         """
 
     def loading(self, node: Node) -> bool:

@@ -101,7 +101,7 @@ class ServedModel:
 
     def rotations(self, offsets: Sequence[int]) -> list[int]:
         """The rows of each `cos_sin_cache` for these positions, which are at least -MAX_PREAMBLE_LEN."""
-        num_rotations = len(next(iter(self.layers.values())).rope.cos_sin_cache)
+        num_rotations = next(iter(self.layers.values())).rope.cos_sin_cache.shape[0]
         return [offset % num_rotations for offset in offsets]
 
     def part(self, build: "Callable[[ServedModel], T]") -> T:

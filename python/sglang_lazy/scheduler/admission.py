@@ -210,7 +210,7 @@ class ChunkAdmission:
         needed = min(self.budget.num_left(), self.scheduler.chunked_prefill_size or 0)
         if len(running_batch.reqs) == 1:
             needed += 1
-        while self.budget.num_free_now() < needed and (self.holders or len(self.pins)):
+        while (self.holders or len(self.pins)) and self.budget.num_free_now() < needed:
             if not self.revoke_newest():
                 self.pins.give_up()
 

@@ -6,7 +6,7 @@ differences that chunks make: what is backed up and when, and eviction without s
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang_lazy.chunks.eviction import EvictionHeap
 from sglang_lazy.core.keys import Namespace
 from sglang_lazy.port.cache.copies import Copies
+from sglang_lazy.port.cache.loads import HostLoads
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.cache.tier_report import HostReport
 
@@ -31,7 +32,7 @@ class _HiRadixCache(HiRadixCache):
         return inserted
 
 
-class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
+class LazyHiRadixCache(HostLoads, LazyRadixCache, _HiRadixCache):
     """A node is on the device, on the host, or on both. Nodes only on the host are below those on the device.
 
     A copy on the host is complete once nobody holds its node: SGLang keeps it locked until then.
@@ -47,7 +48,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         self._host_heap = EvictionHeap(lambda node: self.eviction_strategy.get_priority(node))
         self._on_device: set[int] = set()
         self._copies = Copies(self._nodes.next_leaves, self.token_to_kv_pool_allocator.size)
-        self._queued: set[int] = set()  # nodes whose load no batch has started yet
+        self._queued = set()
         self._num_children_on_device: dict[int, int] = {}
         num_nodes = TreeNode.counter
         super().reset()
@@ -74,8 +75,8 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         super()._update_leaf_status(parent)
 
     def _lock_changed(self, node: TreeNode) -> None:
-        super()._lock_changed(node)
-        self._update_host_leaf_status(node)
+        """A locked node has slots before and after: nothing else changes."""
+        super()._update_leaf_status(node)
 
     def _is_leaf(self, node: TreeNode) -> bool:
         return not node.evicted and node.id not in self._num_children_on_device
@@ -110,7 +111,7 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
 
     def remove(self, leaf: TreeNode) -> torch.Tensor:
         slots = leaf.value
-        self._copies.left(leaf, len(slots))
+        self._copies.left(leaf, slots.numel())
         if leaf.backuped:
             self._detach_backuped(leaf)
         else:
@@ -205,63 +206,6 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
         if self.forward_stream is not None:
             stream.wait_stream(self.forward_stream)
 
-    # Copies from the host
-
-    def load(self, node: TreeNode) -> bool:
-        nodes = [above.id for above in self._on_host_up_to(node)]
-        if self.load_back(node) is None:
-            return False
-        self._queued.update(nodes)
-        return True
-
-    def load_back(self, node: TreeNode, mem_quota: int | None = None) -> torch.Tensor | None:
-        return super().load_back(node, mem_quota) if self.make_room([node]) else None
-
-    def make_room(self, nodes: Sequence[TreeNode]) -> bool:
-        """Make room on the device to load all these nodes. Evicts only what is lacking, and nothing if that would not
-        suffice; then returns False.
-
-        SGLang would evict as much as it loads, and so revoke locks of waiting requests: of the one that loads, and of
-        those that it is forming a batch from.
-        """
-        paths = [path for node in nodes if (path := self._on_host_up_to(node))]
-        to_load = {node.id: node for path in paths for node in path}
-        num_lacking = sum(len(n.key) for n in to_load.values()) - self.token_to_kv_pool_allocator.available_size()
-        if num_lacking <= 0:
-            return True
-        for path in paths:
-            self.lock(path[-1].parent)
-        if fits := num_lacking <= self.evictable_size():
-            self.evict(EvictParams(num_tokens=num_lacking))
-        for path in paths:
-            self.unlock(path[-1].parent)
-        return fits
-
-    def _on_host_up_to(self, node: TreeNode) -> list[TreeNode]:
-        """The nodes on the path to `node` that are only on the host, the last one first."""
-        nodes = []
-        while node.evicted:
-            nodes.append(node)
-            node = node.parent
-        return nodes
-
-    def loading_check(self, finish_count: int | None = None) -> None:
-        before = dict(self.ongoing_load_back)
-        super().loading_check(finish_count)
-        for ack_id, node in before.items():
-            if ack_id not in self.ongoing_load_back:
-                self._copies.came(node)
-
-    def loading(self, node: TreeNode) -> bool:
-        if not node.lock_ref:  # SGLang locks what it loads; lists ask this of every chunk
-            return False
-        for end in self.ongoing_load_back.values():
-            while end is not node and end is not self.root_node:
-                end = end.parent
-            if end is node:
-                return True
-        return False
-
     @property
     def host_memory(self) -> dict[str, int] | None:
         pool = self.token_to_kv_pool_host
@@ -270,24 +214,3 @@ class LazyHiRadixCache(LazyRadixCache, _HiRadixCache):
     @property
     def is_copying(self) -> bool:
         return bool(self.ongoing_write_through or self.ongoing_load_back)
-
-    def ready_to_load_host_cache(self) -> int:
-        """Start the queued loads, with the batch that SGLang forms."""
-        if self.has_queued_loads:
-            self._after_passes(self.cache_controller.load_stream)
-            # SGLang reuses a few events, assuming that passes have waited for the oldest load.
-            counter = self.cache_controller.layer_done_counter
-            counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event.synchronize()
-        self._queued.clear()
-        return super().ready_to_load_host_cache()
-
-    @property
-    def has_queued_loads(self) -> bool:
-        return bool(self.cache_controller.load_queue)
-
-    def started(self, nodes: Iterable[TreeNode]) -> bool:
-        return not self._queued or self._queued.isdisjoint(node.id for node in nodes)
-
-    def finish_loads(self) -> None:
-        if self.ready_to_load_host_cache() >= 0:
-            self.cache_controller.ack_load_queue[-1].finish_event.synchronize()

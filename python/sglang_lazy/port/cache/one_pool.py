@@ -33,10 +33,7 @@ class OnePool:
 
     # Tiers
 
-    def make_room(self, nodes: Sequence[TreeNode]) -> bool:
-        raise AssertionError("there is no tier to load from")
-
-    def load(self, node: TreeNode) -> bool:
+    def load(self, nodes: Sequence[TreeNode]) -> bool:
         raise AssertionError("there is no tier to load from")
 
     def loading(self, node: TreeNode) -> bool:

@@ -141,7 +141,7 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         while node is not self.root_node:
             node.lock_ref += change
             if node.lock_ref == (change > 0):
-                evictable -= change * len(node.key)
+                evictable -= change * node.value.numel()
                 self._lock_changed(node)
             node = node.parent
         self.evictable_size_ += evictable

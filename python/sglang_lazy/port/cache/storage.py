@@ -203,9 +203,11 @@ class StoredHiRadixCache(LazyHiRadixCache):
         """Also store chunks that were copied as beginnings of longer ones, before they were chunks themselves."""
         nodes = list(nodes)
         super().back_up(nodes)
+        if self.objects is None:
+            return
         for node in nodes:
             chunk, is_copied = self.store.chunk_at(node), node.backuped and node.write_through_pending_id is None
-            if chunk is not None and chunk.stored is None and is_copied and self.objects is not None:
+            if chunk is not None and chunk.stored is None and is_copied:
                 self._store(chunk, self._path(node), self.objects)
 
     def _store(self, chunk: CachedChunk, path: list[TreeNode], objects: ChunkObjects) -> None:
