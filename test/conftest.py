@@ -1,5 +1,6 @@
 """For all tests: kernels run natively on a GPU and under Triton's interpreter without one; models are tiny."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -12,6 +13,13 @@ if not torch.cuda.is_available():
 # Tensors are tiny, here and in the servers that inherit this, so threads would only slow things down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
+# Imports make a million objects, which stay: visiting them again and again would take a quarter of the time.
+gc.disable()
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -91,10 +91,10 @@ def test_leads(tiny_model, segments):
     assert found.keys() == texts.keys() | parts.keys()
     for name, (cache, kept) in found.items():
         assert recomputed(kept) == []
+        filled = oracle.fill(segments, texts[name]) if name in texts else None
         for layer, pair in enumerate(cache):
             for part, mine in enumerate(pair):
                 for n in range(27):
-                    filled = oracle.fill(segments, texts[name]) if name in texts else None
                     expected = filled or (alone if parts[name](n)[part] else behind)
                     torch.testing.assert_close(mine[:, :, n], expected[layer][part][:, :, n])
     assert not torch.allclose(alone[1][0][:, :, 0], behind[1][0][:, :, 0], atol=1e-3)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch
 
-from sglang_lazy.testing import ServerError, running_server
+from sglang_lazy.testing import ServerError, processes, running_server
 from sglang_lazy.testing.processes import start
 from sglang_lazy.testing.server import wait_for
 from sglang_lazy.testing.template import NUM_SPARES
@@ -24,10 +24,13 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def variable(monkeypatch):
-    """An environment variable that SGLang reads on import."""
-    monkeypatch.setenv("SGLANG_TEST_RETRACT", "true")
+@pytest.fixture(scope="module", autouse=True)
+def variable():
+    """An environment variable that SGLang reads on import. The template of other tests stays for those that follow."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SGLANG_TEST_RETRACT", "true")
+        patch.setattr(processes, "_current", None)
+        yield
 
 
 @pytest.fixture

@@ -1,45 +1,20 @@
-"""A policy from outside: one class in its own module, registered by a plugin of SGLang's."""
+"""A policy that SGLang's processes find as a plugin, as if it were an installed distribution."""
 
 import pytest
 import torch
 
+from fakes import every_second
 from oracle.block_mask import Oracle, greedy
 from oracle.segments import chunk, text
-from sglang_lazy.policies import POLICIES, register
-from sglang_lazy.policies.block import Block
-from sglang_lazy.testing import CPU_OPTIONS
-
-
-class EverySecond(Block):
-    """Keeps every second chunk; the others are computed in context."""
-
-    name = "every-second"
-
-    def kept(self, layout, input_ids):
-        return [() if index % 2 else ranges for index, ranges in enumerate(super().kept(layout, input_ids))]
-
-
-def load():
-    """SGLang calls this in each of its processes."""
-    if EverySecond.name not in POLICIES:
-        register(EverySecond)
+from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
 
 @pytest.fixture
-def engine(tiny_model, tmp_path, monkeypatch):
-    """An engine whose processes find this module as a plugin, as if it were an installed distribution."""
-    from sglang_lazy import Engine
-
-    plugin = tmp_path / "every_second-1.dist-info"
-    plugin.mkdir()
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: every-second\nVersion: 1\n")
-    (plugin / "entry_points.txt").write_text(f"[sglang.srt.plugins]\nevery-second = {__name__}:load\n")
-    monkeypatch.syspath_prepend(tmp_path)  # spawned processes inherit sys.path
-    load()
-    engine = Engine(model_path=tiny_model, **CPU_OPTIONS, max_total_tokens=2048, log_level="error")
+def engine(tiny_model, with_plugin):
+    with with_plugin(every_second.load):
+        engine = EngineProcess(model_path=tiny_model, **CPU_OPTIONS, max_total_tokens=2048, log_level="error")
     yield engine
     engine.shutdown()
-    del POLICIES[EverySecond.name]
 
 
 @pytest.mark.slow

@@ -1,11 +1,11 @@
 """`Errors` accepts rounding and nothing else: on made-up errors, and on the oracle's own answers in bf16."""
 
 import contextlib
-from functools import partial
+import functools
 
 import pytest
 import torch
-from rounding import Errors
+from rounding import Errors, OfTokens
 
 from oracle.block_mask import Oracle
 from oracle.models.build import build
@@ -70,18 +70,44 @@ class Served(Oracle):
         return {"output_ids": tokens, "meta_info": {"output_token_logprobs": entries}}
 
 
+class Asked:
+    """The prompts, their right answers, and what `Errors` compares answers with: the same for every way of being
+    wrong."""
+
+    def __init__(self, path: str):
+        dice = Dice("rounding")
+        self.path, self.exact, self.right = path, Oracle(path), Served(path, "")
+        self.prompts = [
+            [dice.text(HEAD), *dice.chunks(2, CHUNK, CHUNK), dice.text(QUESTION)] for _ in range(NUM_ANSWERS)
+        ]
+        self.logprobs = functools.cache(self._logprobs)
+        self.answers = [self.right.answer(prompt) for prompt in self.prompts]
+
+    def _logprobs(self, index: int, kind: str, tokens: tuple[int, ...]) -> torch.Tensor:
+        prompt = self.prompts[index]
+        oracle = self.right if kind == "rough" else self.exact
+        return oracle.logprobs([text(token_ids(prompt))] if kind == "full" else prompt, tokens)
+
+    def add(self, errors: Errors, index: int, output: dict) -> None:
+        def of(kind: str) -> OfTokens:
+            return lambda tokens: self.logprobs(index, kind, tuple(tokens))
+
+        errors.add(output, of("exact"), of("rough"), of("full"))
+
+
+@pytest.fixture(scope="module")
+def asked(model_dir):
+    """Of a model with windows and experts."""
+    return Asked(build("gpt-oss", model_dir))
+
+
 @pytest.mark.parametrize(
     "way", ["", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mask", "window", "positions"))]
 )
-def test_answers(model_dir, way):
-    """A model with windows and experts: all answers right, or two of eight wrong."""
-    path = build("gpt-oss", model_dir)
-    exact, right, wrong = Oracle(path), Served(path, ""), Served(path, way)
-    dice, errors = Dice("rounding"), Errors()
-    for i in range(NUM_ANSWERS):
-        prompt = [dice.text(HEAD), *dice.chunks(2, CHUNK, CHUNK), dice.text(QUESTION)]
-        output = (wrong if i < 2 else right).answer(prompt)
-        full = partial(exact.logprobs, [text(token_ids(prompt))])
-        errors.add(output, partial(exact.logprobs, prompt), partial(right.logprobs, prompt), full)
+def test_answers(asked, way):
+    """All answers are right, or two of eight wrong."""
+    errors, wrong = Errors(), Served(asked.path, way) if way else None
+    for index, answer in enumerate(asked.answers):
+        asked.add(errors, index, wrong.answer(asked.prompts[index]) if wrong and index < 2 else answer)
     with contextlib.nullcontext() if not way else pytest.raises(AssertionError):
         errors.check()

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import sys
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -244,3 +246,16 @@ def test_a_hook_that_is_not_in_place_is_named(monkeypatch):
         plugin.verify()
     monkeypatch.setattr(Target, "hooked", lambda: "replaced")
     assert hooks.missing(declared) == [HOOKED, LOST]
+
+
+def test_no_module_keeps_a_function_that_is_hooked():
+    """Whoever imported one by name has the hooked one, too."""
+    plugin.install()
+    originals = set()
+    for hook in plugin._hooks:
+        function = hooks._resolve(hook.target)
+        while (function := getattr(function, "__wrapped__", None)) is not None:
+            originals.add(id(function))
+    assert len(originals) > 60
+    modules = [module for module in list(sys.modules.values()) if isinstance(module, types.ModuleType)]
+    assert not [(m.__name__, name) for m in modules for name, value in [*vars(m).items()] if id(value) in originals]

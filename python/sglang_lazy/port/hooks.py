@@ -1,7 +1,8 @@
 """Hooks on SGLang: declared next to the functions that they call, applied and verified here."""
 
+import contextlib
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 
@@ -25,11 +26,28 @@ def apply(hooks: Iterable[Hook]) -> None:
     stock = {hook.target: _resolve(hook.target) for hook in new}
     for hook in new:
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
-    HookRegistry.apply_hooks()
+    with _searching_for_functions_only():
+        HookRegistry.apply_hooks()
     for target, original in stock.items():
         hooked = _resolve(target)
         if hooked is not original:
             _applied[target] = hooked
+
+
+@contextlib.contextmanager
+def _searching_for_functions_only() -> Iterator[None]:
+    """SGLang replaces what it hooks in all modules that have imported it by name. Methods cannot be imported, and each
+    search takes a tenth of a second."""
+    from sglang.srt.plugins import hook_registry
+
+    search = hook_registry._propagate_patch
+    hook_registry._propagate_patch = lambda original, wrapped, owner: (
+        0 if isinstance(owner, type) else search(original, wrapped, owner)
+    )
+    try:
+        yield
+    finally:
+        hook_registry._propagate_patch = search
 
 
 def missing(hooks: Iterable[Hook]) -> list[str]:

@@ -9,6 +9,7 @@ before anything else ran, which then run the code that multiprocessing passes to
 
 import contextlib
 import fcntl
+import gc
 import logging
 import multiprocessing.util
 import os
@@ -19,7 +20,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import setproctitle
@@ -47,7 +48,8 @@ def main() -> None:
         os._exit(0)  # Become an orphan, since an engine that shuts down kills all descendants of its process.
     stock, ours = (socket.socket(fileno=int(number)) for number in sys.argv[1:])
     setproctitle.getproctitle()  # locates the title's memory, which it cannot after the environment is replaced
-    preload()
+    with _set_aside():
+        preload()
     # FlashInfer logs to a file. A fork that configures logging would close it and with it what has its number by then:
     # a socket that was passed to the fork. Closed here, the file is reopened by whoever logs.
     logging.shutdown()
@@ -58,8 +60,19 @@ def main() -> None:
     else:
         stock.close()
         select.select([ours], [], [])  # install the plugin only when it is needed
-        plugin.install()
+        with _set_aside():
+            plugin.install()
         serve(ours)
+
+
+@contextlib.contextmanager
+def _set_aside() -> Iterator[None]:
+    """Exempt all objects made within, which stay, from garbage collection: visiting them would take long here, and in
+    each fork, which would get copies of their memory."""
+    gc.disable()
+    yield
+    gc.freeze()
+    gc.enable()
 
 
 def serve(control: socket.socket) -> None:
