@@ -35,6 +35,7 @@ NUM_TOKENS = 12
 WIDE = {"head_dim": 128, "hidden_size": 8192}
 OWN_HEADS = {
     "gpt-oss": {"head_dim": 64},
+    "mixtral": {"hidden_size": 512},  # four heads: SGLang derives head_dim from the width
     "gemma": {"head_dim": 256},
     "gemma4": {"head_dim": 256, "global_head_dim": 512},
 }
@@ -105,10 +106,12 @@ def wide(name: str, model_dir) -> str:
     spec = MODELS[name]
     inner = spec.settings.get("text_config")
     sizes = spec.settings if inner is None else inner
-    if "head_dim" in sizes:
+    if name == "phi2":
+        wider = {"hidden_size": 320, "intermediate_size": 1280}  # SGLang takes four times the width
+    elif "head_dim" not in sizes:  # it follows from the width
+        wider = {"hidden_size": sizes["num_attention_heads"] * 128}
+    else:
         wider = {**WIDE, **OWN_HEADS.get(name.removesuffix("-moe"), {})}
-    else:  # it follows from the width
-        wider = {"hidden_size": sizes["num_attention_heads"] * (80 if name == "phi2" else 128)}
     settings = {**spec.settings, **(wider if inner is None else {"text_config": {**inner, **wider}})}
     path = build_model(dataclasses.replace(spec, name=f"{spec.name}-wide", settings=settings), model_dir)
     if name == "gpt-oss":  # SGLang uses the dtype of config.json, whatever --dtype says
@@ -122,6 +125,8 @@ def options_of(name: str, **of_way) -> dict:
     options = {"attention_backend": "triton", "max_total_tokens": 20000, **of_way}
     if name in MODELS and "vision_config" in MODELS[name].settings:
         options["enable_multimodal"] = False  # the folder has no processor
+    if name.startswith("cohere"):  # SGLang 0.5.17 cannot capture its prefill
+        options["cuda_graph_backend_prefill"] = "disabled"
     return options
 
 
@@ -261,7 +266,7 @@ def test_policies_on_cuda(served):
     preambles = {"": (), "base+": hidden, "base:preamble=lead+": leading_text([head, docs[0]])}
     links = [f"{base}{name}" for base in preambles for name in KEPT if name != "base"] + ["base"]
     architecture = transformers.AutoConfig.from_pretrained(path).architectures[0]
-    if architecture.startswith(("GptOss", "Gemma4")):  # most ways give them two pools, which blend cannot use
+    if architecture.startswith(("GptOss", "Gemma4", "Mellum")):  # most ways give them two pools, which blend cannot use
         links = [link for link in links if "blend" not in link]
     prompts = [[head, *dice.shuffled(docs), question] for _ in links]
     params = {"temperature": 0, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}

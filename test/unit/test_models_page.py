@@ -45,7 +45,8 @@ def test_oracle_column():
 
 def test_gpu_column():
     source = (ROOT / "test" / "e2e" / "test_gpu.py").read_text(encoding="utf-8")
-    served = re.findall(r'"([^"]+)"', re.search(r"params=\[(.*?)\]", source, re.DOTALL)[1])
+    lists = [re.search(rf"{name}\s*=\s*\[(.*?)\]", source, re.DOTALL)[1] for name in ("params", "OTHERS")]
+    served = re.findall(r'"([^"]+)"', "".join(lists))
     on_several = {architecture_of(one.split()[0]) for one in served if "GPUs" in one}
     assert {architecture for architecture, cells in ROWS.items() if cells[1] and architecture != COMB} == {
         architecture_of(one.split()[0]) for one in served
