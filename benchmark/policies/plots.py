@@ -22,7 +22,7 @@ CURVES = {
         "base+query:ratio=0.3",
     ),
     "query": ("block", "query:ratio=0.15"),
-    "base+static": ("base", "base+static:ratio=0.15"),
+    "base+static": ("base", "base+static:ratio=0.15", "base+static:ratio=0.2"),
     "static": ("block", "static:ratio=0.15"),
     "base+epic": ("base", "base+epic:tokens=16"),
     "epic": ("block", "epic:tokens=16"),
