@@ -30,7 +30,7 @@ from benchmark.report.policies import (
     policies_means,
     policies_paired,
 )
-from benchmark.report.remaining import policies_remaining
+from benchmark.report.remaining import policies_changes, policies_remaining
 from benchmark.report.routing import routing
 from benchmark.report.runs import runs
 from benchmark.report.served import policies_margins, policies_served
@@ -49,6 +49,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
         for kind in (
             policies,
             policies_answers,
+            policies_changes,
             policies_comb,
             policies_margins,
             policies_matches,

@@ -31,3 +31,20 @@ def policies_remaining(sources: list[Path]) -> str:
             shares = (sum(of[prompt] for prompt in prompts) / sum(of.values()) for of in gaps.values())
             body.append([f"{kind}: {part}", few(len(prompts)), *(f"{share:.0%}" for share in shares)])
     return table(["", "prompts", *(f"`{name}`" for name in gaps)], body)
+
+
+def policies_changes(sources: list[Path]) -> str:
+    """How greedy answers differ from those of `full`, by prompt, and what that does to the mean F1, in points."""
+    lines = load(sources)
+    body = []
+    for name in [name for name in lines if name != "full" and all("f1" in line for line in lines[name].values())]:
+        pairs = [(line, lines["full"][prompt]) for prompt, line in lines[name].items()]
+        same = sum(mine["answer"] == its["answer"] for mine, its in pairs)
+        changes = [mine["f1"] - its["f1"] for mine, its in pairs]
+        lower, higher = ([change for change in changes if change * sign > 0] for sign in (-1, 1))
+        zero = sum(its["f1"] > mine["f1"] == 0 for mine, its in pairs)
+        points = [f"{len(some)}, {100 * sum(some) / len(pairs):+.1f}" for some in (lower, higher)]
+        body.append([f"`{name}`", str(len(pairs)), str(same), points[0], str(zero), points[1]])
+    return table(
+        ["policy", "prompts", "same answer", "lower F1, points", "of these to zero", "higher F1, points"], body
+    )

@@ -7,7 +7,7 @@ import pytest
 from benchmark.policies.report import carriers
 from benchmark.report.mixtures import mixtures
 from benchmark.report.policies import policies_means
-from benchmark.report.remaining import POLICIES, policies_remaining
+from benchmark.report.remaining import POLICIES, policies_changes, policies_remaining
 from benchmark.report.served import policies_margins, policies_served
 
 
@@ -27,6 +27,22 @@ def cells(text):
 def test_carriers(gaps, share, count):
     """The largest come first; a negative gap lowers what has to be reached."""
     assert carriers(gaps, share) == count
+
+
+def test_changed_answers(tmp_path):
+    """Of four prompts one answer is the same, one worse, one worth nothing any more, and one better."""
+    answers = {
+        "full": [("x", 0.5), ("x", 0.5), ("x", 0.4), ("x", 0.0)],
+        "base": [("x", 0.5), ("y", 0.3), ("z", 0.0), ("y", 1.0)],
+    }
+    rows = [
+        {"policy": name, "group": "a", "id": str(i), "answer": answer, "f1": f1}
+        for name, of in answers.items()
+        for i, (answer, f1) in enumerate(of)
+    ]
+    rows.append({"policy": "epic:tokens=16", "group": "a", "id": "0"})  # has not answered greedily
+    text = policies_changes([write(tmp_path / "results.jsonl", rows)])
+    assert cells(text) == [["`base`", "4", "1", "2, -15.0", "1", "1, +25.0"]]
 
 
 def test_means_by_data_set(tmp_path):
