@@ -6,37 +6,25 @@ import pytest
 import torch
 from http_prompts import RIVER
 
+import sglang_lazy as sgl
 from sglang_lazy import launch_server
+from sglang_lazy.testing import device_options
 from sglang_lazy.testing.processes import start
 
-RUNTIME = """
-import sglang_lazy as sgl
-from sglang_lazy.testing import device_options
 
 @sgl.function
 def answer_from(s, document):
     s += "Read: " + sgl.chunk(document) + " Who?" + sgl.gen("answer", max_tokens=6, temperature=0, ignore_eos=True)
 
-runtime = sgl.Runtime(launch_timeout=600, model_path={model!r}, max_total_tokens=8192, **device_options())
-try:
-    state = answer_from.run(document={document!r}, backend=runtime)
-    assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
-finally:
-    runtime.shutdown()
-print("answered", flush=True)
-"""
-
 
 @pytest.mark.slow
 def test_local_runtime(tiny_model):
-    """In a process that has imported SGLang, without the plugin."""
-    program = RUNTIME.format(model=tiny_model, document=RIVER)
-    with tempfile.TemporaryFile("w+") as output:
-        process = start("timeit", ["-n", "1", "-r", "1", program], environment={}, source=None, output=output)
-        process.wait()
-        output.seek(0)
-        shown = output.read()
-    assert "answered" in shown.splitlines(), shown
+    runtime = sgl.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
+    try:
+        state = answer_from.run(document=RIVER, backend=runtime)
+        assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
+    finally:
+        runtime.shutdown()
 
 
 # The command
