@@ -1,4 +1,4 @@
-"""Which prompts have the gap in NLL that policies leave to full attention."""
+"""Which prompts have the gap in NLL that policies leave to full attention, and whose greedy answers they change."""
 
 from pathlib import Path
 
