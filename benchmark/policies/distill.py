@@ -71,7 +71,8 @@ def log_probabilities(
 ) -> torch.Tensor:
     """Log-probabilities after each of the `scored` tokens before the last one, [scored, vocab_size] fp32.
 
-    weights: parameters that replace the model's own. visible: which token sees which, [n, n] bool.
+    weights: parameters that replace the model's own, but not those tied to them. visible: which token sees which,
+    [n, n] bool.
     """
     dtype, device = model.get_input_embeddings().weight.dtype, model.device
     mask = torch.zeros(visible.shape, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)[None, None].to(device)
@@ -81,7 +82,8 @@ def log_probabilities(
         "use_cache": False,
         "logits_to_keep": scored + 1,
     }
-    output = torch.func.functional_call(model, dict(weights), (torch.tensor([ids], device=device),), options)
+    tokens = torch.tensor([ids], device=device)
+    output = torch.func.functional_call(model, dict(weights), (tokens,), options, tie_weights=False)
     return output.logits[0, :-1].float().log_softmax(-1)
 
 

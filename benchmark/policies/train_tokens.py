@@ -5,14 +5,15 @@ python -m benchmark.policies.train_tokens --model path/to/model --questions mine
 KV Packet (arXiv 2604.13226) and KVLink (arXiv 2502.16002) teach a model tokens that make chunks fit together. Here the
 model is its own teacher: its next-token distributions under full attention, over the question and its own greedy
 answer, are the target under the policy. `--out` is a copy of the model's folder in which only the trained rows of the
-embedding differ, plus a `lazy_tokens.json` that describes them to servers.
+input embedding differ, plus a `lazy_tokens.json` that describes them to servers. An output layer that was tied to the
+embedding is stored beside it as it was, so that the model does not come to answer with these tokens.
 """
 
 import argparse
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -31,16 +32,14 @@ from sglang_lazy.serving.trained_tokens import FILE, load
 
 
 class Trainer:
-    """A frozen model and the rows of its embedding that are trained.
-
-    If the model's output layer is tied to its embedding, the rows are trained as part of both.
-    """
+    """A frozen model and the rows of its input embedding that are trained."""
 
     def __init__(self, model, ids: Sequence[int], initial: Sequence[int]):
         """ids: the trained tokens.  initial: tokens whose embeddings they start from, in rotation."""
         self.model = model.requires_grad_(False)
         embedding = model.get_input_embeddings().weight
-        self.name = next(name for name, weight in model.named_parameters() if weight is embedding)
+        named = model.named_parameters(remove_duplicate=False)
+        self.name, *self.tied = [name for name, weight in named if weight is embedding]
         self.embedding = embedding
         self.ids = torch.tensor(list(ids), device=embedding.device)
         self.rows = torch.nn.Parameter(embedding[[initial[i % len(initial)] for i in range(len(ids))]])
@@ -74,16 +73,30 @@ def unused_special_tokens(tokenizer) -> list[int]:
 
 
 def save(model: Path, out: Path, trainer: Trainer, policy: Policy, ids: Sequence[int]) -> None:
-    """Copy the model's folder, with the trained rows and the policy's entry in `lazy_tokens.json`."""
+    """Copy the model's folder, with the trained rows and the policy's entry in `lazy_tokens.json`.
+
+    Weights that were tied to the embedding are stored under their own names, without the trained rows.
+    """
     shutil.copytree(model, out)
     for path in out.glob("*.safetensors"):
         tensors = load_file(path)
         if trainer.name in tensors:
+            tensors |= {name: tensors[trainer.name].clone() for name in trainer.tied}
             tensors[trainer.name][list(ids)] = trainer.rows.detach().cpu().to(tensors[trainer.name].dtype)
             save_file(tensors, path, metadata={"format": "pt"})
-    file = out / FILE
+            shard = path.name
+    if trainer.tied:
+        edit(out / "config.json", lambda config: config | {"tie_word_embeddings": False})
+        if (index := out / "model.safetensors.index.json").is_file():
+            shards = dict.fromkeys(trainer.tied, shard)
+            edit(index, lambda known: known | {"weight_map": known["weight_map"] | shards})
+    edit(out / FILE, lambda known: known | {policy.name: fields(policy, ids)})
+
+
+def edit(file: Path, change: Callable[[dict], dict]) -> None:
+    """Apply a change to a JSON file; one that does not exist is taken for empty."""
     known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    file.write_text(json.dumps(known | {policy.name: fields(policy, ids)}) + "\n", encoding="utf-8")
+    file.write_text(json.dumps(change(known)) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from benchmark.policies.specs import around
 from benchmark.quality.worlds import records
 from oracle.policies import PolicyOracle, keep_all_but
 from oracle.scenarios import Dice
-from oracle.segments import chunk, text
+from oracle.segments import chunk, text, token_ids
 from sglang_lazy.core.policy import TrainedTokens
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.trained_tokens import load
@@ -63,6 +63,42 @@ def test_loss_is_that_of_the_oracle(tiny_model, link):
     expected = (full.exp() * (full - mine)).sum(-1).mean()
     assert expected > 0.01
     assert trainer.loss(segments, answer, policy, trained).item() == pytest.approx(expected.item(), rel=1e-3)
+
+
+@pytest.fixture
+def tied_model(tiny_model, tmp_path):
+    """The tiny model's folder with its output layer tied to its embedding, in two shards."""
+    out = tmp_path / "tied"
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
+    model.save_pretrained(out, max_shard_size=sum(p.nbytes for p in model.parameters()) // 2)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(out)
+    assert len(list(out.glob("*.safetensors"))) > 1
+    return str(out)
+
+
+def test_an_output_layer_that_was_tied_stays_as_it_was(tied_model, tmp_path):
+    """In training and in the saved folder: without trained tokens in a prompt, logits of all tokens are unchanged."""
+    dice, answer, out = Dice(4), [30, 40, 20], tmp_path / "trained"
+    segments = [dice.chunk(30), dice.chunk(20), dice.text(6)]
+    plain = token_ids(segments)
+    unused = [token for token in range(100, 200) if token not in plain][: len(IDS)]
+    model = AutoModelForCausalLM.from_pretrained(tied_model)
+    policy = get_policy("packet")
+    trained = TrainedTokens(**train_tokens.fields(policy, unused))
+    before = model(torch.tensor([plain])).logits
+    trainer = train_tokens.Trainer(model, unused, [60, 61])
+    with torch.no_grad():
+        trainer.rows.mul_(3)
+    loss = trainer.loss(segments, answer, policy, trained).item()
+    train_tokens.save(tied_model, out, trainer, policy, unused)
+
+    saved = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(saved(torch.tensor([plain])).logits, before)
+    assert torch.equal(saved.get_input_embeddings().weight[unused], trainer.rows)
+    # The saved model, untrained further, has the loss that training saw.
+    again = train_tokens.Trainer(saved, unused, unused)
+    assert not again.tied and again.loss(segments, answer, policy, trained).item() == pytest.approx(loss, rel=1e-5)
 
 
 @pytest.mark.parametrize("link", ["packet", "kvlink:tokens=2"])
