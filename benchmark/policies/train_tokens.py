@@ -17,8 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 
 from benchmark.policies import distill
 from benchmark.policies.preambles import PREAMBLES
@@ -32,17 +34,26 @@ from sglang_lazy.serving.trained_tokens import FILE, load
 
 
 class Trainer:
-    """A frozen model and the rows of its input embedding that are trained."""
+    """A frozen model and the rows of its input embedding that are trained; an output layer tied to it keeps its own."""
 
     def __init__(self, model, ids: Sequence[int], initial: Sequence[int]):
         """ids: the trained tokens.  initial: tokens whose embeddings they start from, in rotation."""
         self.model = model.requires_grad_(False)
-        embedding = model.get_input_embeddings().weight
-        named = model.named_parameters(remove_duplicate=False)
-        self.name, *self.tied = [name for name, weight in named if weight is embedding]
-        self.embedding = embedding
+        self.embedding = embedding = model.get_input_embeddings().weight
+        self.name = self.weight_name(model.get_input_embeddings())
+        output = model.get_output_embeddings()
+        self.tied = self.weight_name(output) if output.weight is embedding else None
         self.ids = torch.tensor(list(ids), device=embedding.device)
         self.rows = torch.nn.Parameter(embedding[[initial[i % len(initial)] for i in range(len(ids))]])
+
+    def weight_name(self, layer: torch.nn.Module) -> str:
+        """The name of a layer's weight in the model."""
+        return next(name for name, module in self.model.named_modules() if module is layer) + ".weight"
+
+    def stored_name(self, name: str) -> str:
+        """The name under which the model's folder has a weight: in vision models, often not Transformers' own."""
+        (stored,) = revert_weight_conversion(self.model, {name: self.embedding})
+        return stored
 
     def loss(self, segments: list[Segment], answer: list[int], policy: Policy, trained: TrainedTokens) -> torch.Tensor:
         """The mean of KL(full || policy) after every token of the question and the answer except the last one."""
@@ -75,22 +86,37 @@ def unused_special_tokens(tokenizer) -> list[int]:
 def save(model: Path, out: Path, trainer: Trainer, policy: Policy, ids: Sequence[int]) -> None:
     """Copy the model's folder, with the trained rows and the policy's entry in `lazy_tokens.json`.
 
-    Weights that were tied to the embedding are stored under their own names, without the trained rows.
+    An output layer that was tied to the embedding is stored under its own name, without the trained rows.
     """
     shutil.copytree(model, out)
-    for path in out.glob("*.safetensors"):
-        tensors = load_file(path)
-        if trainer.name in tensors:
-            tensors |= {name: tensors[trainer.name].clone() for name in trainer.tied}
-            tensors[trainer.name][list(ids)] = trainer.rows.detach().cpu().to(tensors[trainer.name].dtype)
-            save_file(tensors, path, metadata={"format": "pt"})
-            shard = path.name
+    files, name = tensor_files(out), trainer.stored_name(trainer.name)
+    tensors = load_file(files[name])
     if trainer.tied:
-        edit(out / "config.json", lambda config: config | {"tie_word_embeddings": False})
-        if (index := out / "model.safetensors.index.json").is_file():
-            shards = dict.fromkeys(trainer.tied, shard)
-            edit(index, lambda known: known | {"weight_map": known["weight_map"] | shards})
+        edit(out / "config.json", untied)
+        output = trainer.stored_name(trainer.tied)
+        if output not in files:  # or it has the same rows, or else Transformers would not have tied it
+            tensors[output] = tensors[name].clone()
+            if (index := out / "model.safetensors.index.json").is_file():
+                shard = {output: files[name].name}
+                edit(index, lambda known: known | {"weight_map": known["weight_map"] | shard})
+    tensors[name][list(ids)] = trainer.rows.detach().cpu().to(tensors[name].dtype)
+    save_file(tensors, files[name], metadata={"format": "pt"})
     edit(out / FILE, lambda known: known | {policy.name: fields(policy, ids)})
+
+
+def tensor_files(model: Path) -> dict[str, Path]:
+    """The safetensors file of each tensor in a model's folder."""
+    found: dict[str, Path] = {}
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def untied(config: dict) -> dict:
+    """A model's `config.json` with an output layer of its own, also in a vision model's part for text."""
+    inner = {"text_config": untied(config["text_config"])} if "text_config" in config else {}
+    return config | inner | {"tie_word_embeddings": False}
 
 
 def edit(file: Path, change: Callable[[dict], dict]) -> None:
@@ -117,6 +143,8 @@ def main() -> None:
     model = load_model(str(args.model), getattr(torch, args.dtype), args.device)
     model.set_attn_implementation("sdpa")
     trainer = Trainer(model, ids, tokenizer.encode(PREAMBLES["short"], add_special_tokens=False))
+    if (name := trainer.stored_name(trainer.name)) not in tensor_files(args.model):
+        sys.exit(f"error: no safetensors file in {args.model} has {name}")
     scale = trainer.embedding.float().square().mean().sqrt().item()
     losses = (trainer.loss(*example, policy, trained) for example in distill.examples(model, tokenizer, args))
     distill.optimise([trainer.rows], args.learning_rate * scale, losses, args)

@@ -3,18 +3,21 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmark.policies import evaluate, train_tokens
 from benchmark.policies.specs import around
 from benchmark.quality.worlds import records
+from oracle.block_mask import load_model
+from oracle.models.build import build
 from oracle.policies import PolicyOracle, keep_all_but
 from oracle.scenarios import Dice
-from oracle.segments import chunk, text, token_ids
+from oracle.segments import chunk, text
 from sglang_lazy.core.policy import TrainedTokens
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.trained_tokens import load
@@ -67,7 +70,7 @@ def test_loss_is_that_of_the_oracle(tiny_model, link):
 
 @pytest.fixture
 def tied_model(tiny_model, tmp_path):
-    """The tiny model's folder with its output layer tied to its embedding, in two shards."""
+    """The tiny model's folder with its output layer tied to its embedding, in several shards."""
     out = tmp_path / "tied"
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     model.lm_head.weight, model.config.tie_word_embeddings = model.model.embed_tokens.weight, True
@@ -77,28 +80,77 @@ def tied_model(tiny_model, tmp_path):
     return str(out)
 
 
-def test_an_output_layer_that_was_tied_stays_as_it_was(tied_model, tmp_path):
-    """In training and in the saved folder: without trained tokens in a prompt, logits of all tokens are unchanged."""
-    dice, answer, out = Dice(4), [30, 40, 20], tmp_path / "trained"
-    segments = [dice.chunk(30), dice.chunk(20), dice.text(6)]
-    plain = token_ids(segments)
-    unused = [token for token in range(100, 200) if token not in plain][: len(IDS)]
-    model = AutoModelForCausalLM.from_pretrained(tied_model)
-    policy = get_policy("packet")
-    trained = TrainedTokens(**train_tokens.fields(policy, unused))
-    before = model(torch.tensor([plain])).logits
-    trainer = train_tokens.Trainer(model, unused, [60, 61])
+def scaled_trainer(model) -> train_tokens.Trainer:
+    """Its rows are larger than any of the embedding, so that they would show in an output layer."""
+    trainer = train_tokens.Trainer(model, IDS, [60, 61])
     with torch.no_grad():
         trainer.rows.mul_(3)
-    loss = trainer.loss(segments, answer, policy, trained).item()
-    train_tokens.save(tied_model, out, trainer, policy, unused)
+    return trainer
 
-    saved = AutoModelForCausalLM.from_pretrained(out)
-    assert torch.equal(saved(torch.tensor([plain])).logits, before)
-    assert torch.equal(saved.get_input_embeddings().weight[unused], trainer.rows)
-    # The saved model, untrained further, has the loss that training saw.
-    again = train_tokens.Trainer(saved, unused, unused)
-    assert not again.tied and again.loss(segments, answer, policy, trained).item() == pytest.approx(loss, rel=1e-5)
+
+def test_training_leaves_a_tied_output_layer_alone(tied_model):
+    """Loss and gradient are those of a model with an output layer of its own; without the tokens there are none."""
+    answer, policy = [30, 40, 20], get_policy("packet")
+    trained = TrainedTokens(**train_tokens.fields(policy, IDS))
+    losses, gradients = [], []
+    for tied in (True, False):
+        model = AutoModelForCausalLM.from_pretrained(tied_model)
+        if not tied:
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+        trainer = scaled_trainer(model)
+        assert (trainer.name, trainer.tied) == ("model.embed_tokens.weight", "lm_head.weight" if tied else None)
+        trainer.loss([text(range(100, 120))], answer, policy, trained).backward()
+        assert not trainer.rows.grad.any()
+        loss = trainer.loss([chunk(range(100, 130)), chunk(range(130, 150)), text([90, 91])], answer, policy, trained)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(trainer.rows.grad)
+    assert losses[0] == losses[1] > 0.01
+    assert torch.equal(*gradients) and gradients[0].any(1).all()
+
+
+def folder_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model's folder; where there is an index, it names just these, each in its file."""
+    shards = {path.name: load_file(path) for path in folder.glob("*.safetensors")}
+    if (index := folder / "model.safetensors.index.json").is_file():
+        places = {name: shard for shard, tensors in shards.items() for name in tensors}
+        assert json.loads(index.read_text())["weight_map"] == places
+    return {name: tensor for tensors in shards.values() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "tied, stored twice", "qwen2-vl", "gemma3-vision", "gemma4"])
+def test_without_trained_tokens_the_saved_model_is_the_old_one(model_dir, tied_model, tmp_path, name):
+    """Logits of all tokens are unchanged, those of the trained ones too, whatever names and ties the model has."""
+    path, out = Path(tied_model if name.startswith("tied") else build(name, model_dir)), tmp_path / "trained"
+    if name == "tied, stored twice":
+        save_file({"lm_head.weight": folder_tensors(path)["model.embed_tokens.weight"]}, path / "more.safetensors")
+        train_tokens.edit(
+            path / "model.safetensors.index.json",
+            lambda known: known | {"weight_map": known["weight_map"] | {"lm_head.weight": "more.safetensors"}},
+        )
+    prompt = torch.tensor([list(range(100, 130))])
+    model = load_model(str(path), torch.float32, "cpu")
+    was_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert was_tied == (name not in ("llama", "qwen2-vl"))
+    expected = model(prompt).logits
+    trainer = scaled_trainer(model)
+    train_tokens.save(path, out, trainer, get_policy("packet"), IDS)
+
+    saved = load_model(str(out), torch.float32, "cpu")
+    assert torch.equal(saved(prompt).logits, expected)
+    assert torch.equal(saved.get_input_embeddings().weight[IDS], trainer.rows)
+    before, after = folder_tensors(path), folder_tensors(out)
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) == 1 and changed[0].endswith("embed_tokens.weight")
+    assert (before[changed[0]] != after[changed[0]]).any(1).nonzero().flatten().tolist() == IDS
+    added = {"lm_head.weight"} if was_tied and name != "tied, stored twice" else set()
+    assert after.keys() - before.keys() == added
+    expected, found = (json.loads((folder / "config.json").read_text()) for folder in (path, out))
+    if was_tied:
+        expected["tie_word_embeddings"] = False
+        if "text_config" in expected:  # the one that SGLang's Gemma 4 reads
+            expected["text_config"]["tie_word_embeddings"] = False
+    assert found == expected
 
 
 @pytest.mark.parametrize("link", ["packet", "kvlink:tokens=2"])
@@ -153,6 +205,17 @@ def test_refusals(tiny_model, tmp_path, monkeypatch, link, ids, message):
     arguments = ["--model", str(model), "--questions", "none", "--policy", link, "--ids", *ids, "--out", str(out)]
     monkeypatch.setattr(sys, "argv", ["", *arguments])
     with pytest.raises(SystemExit, match=message):
+        train_tokens.main()
+
+
+def test_an_embedding_that_is_not_in_safetensors_is_refused(tiny_model, tmp_path, monkeypatch):
+    """Before training: there would be no file to save the rows in."""
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    torch.save(load_file(model / "model.safetensors"), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    arguments = ["--model", str(model), "--questions", "none", "--policy", "packet", "--ids", *map(str, IDS)]
+    monkeypatch.setattr(sys, "argv", ["", *arguments, "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="no safetensors file in .* has model.embed_tokens.weight"):
         train_tokens.main()
 
 
