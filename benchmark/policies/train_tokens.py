@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.core_model_loading import revert_weight_conversion
 
 from benchmark.policies import distill
@@ -31,6 +31,18 @@ from oracle.segments import Segment, text, token_ids
 from sglang_lazy.core.policy import Policy, TrainedTokens
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.trained_tokens import FILE, load
+
+EMBEDDING_ANSWERS = frozenset(
+    {
+        "Cohere2ForCausalLM",
+        "CohereForCausalLM",
+        "Gemma2ForCausalLM",
+        "Gemma3ForCausalLM",
+        "Gemma3ForConditionalGeneration",
+        "GemmaForCausalLM",
+    }
+)
+"""Architectures whose output layer is the embedding in SGLang, even in a folder that has another one."""
 
 
 class Trainer:
@@ -140,6 +152,9 @@ def main() -> None:
         sys.exit("error: --ids must name at least two tokens that no other policy of this model uses")
     trained = TrainedTokens(**fields(policy, ids))
     print(f"{policy}: {' '.join(tokenizer.convert_ids_to_tokens(ids))}")
+    if refused := EMBEDDING_ANSWERS.intersection(AutoConfig.from_pretrained(args.model).architectures or ()):
+        names = ", ".join(refused)
+        sys.exit(f"error: SGLang has no output layer for {names}: answers would contain trained tokens")
     model = load_model(str(args.model), getattr(torch, args.dtype), args.device)
     model.set_attn_implementation("sdpa")
     trainer = Trainer(model, ids, tokenizer.encode(PREAMBLES["short"], add_special_tokens=False))

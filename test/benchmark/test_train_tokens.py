@@ -219,6 +219,13 @@ def test_an_embedding_that_is_not_in_safetensors_is_refused(tiny_model, tmp_path
         train_tokens.main()
 
 
+def test_models_that_answer_with_the_embedding_in_sglang_are_refused(model_dir, tmp_path, monkeypatch):
+    arguments = ["--model", build("gemma", model_dir), "--questions", "none", "--policy", "packet"]
+    monkeypatch.setattr(sys, "argv", ["", *arguments, "--ids", *map(str, IDS), "--out", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="no output layer for GemmaForCausalLM"):
+        train_tokens.main()
+
+
 def test_unused_special_tokens(tiny_model):
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<user>", "<spare>"]})
