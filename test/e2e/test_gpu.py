@@ -66,7 +66,7 @@ WAYS = {
 OTHERS = [
     "arcee",
     "cohere",
-    "cohere2",
+    "cohere2 fa3",  # SGLang 0.5.17 prepares no windows for its class in Triton
     "ernie4.5",
     "gemma",
     "granite",
@@ -125,7 +125,7 @@ def options_of(name: str, **of_way) -> dict:
     options = {"attention_backend": "triton", "max_total_tokens": 20000, **of_way}
     if name in MODELS and "vision_config" in MODELS[name].settings:
         options["enable_multimodal"] = False  # the folder has no processor
-    if name.startswith("cohere"):  # SGLang 0.5.17 cannot capture its prefill
+    if name.startswith(("cohere", "phi2")):  # SGLang 0.5.17 cannot capture their prefill
         options["cuda_graph_backend_prefill"] = "disabled"
     return options
 
