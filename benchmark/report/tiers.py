@@ -63,7 +63,7 @@ def interference(sources: list[Path]) -> str:
 
 
 def precomputing(sources: list[Path]) -> str:
-    """Chunk tokens per second, precomputed and as SGLang's prefill, by round; of a run that was stopped, whole rounds."""
+    """Chunk tokens per second, precomputed and as SGLang's prefill, for each whole round."""
     rows = [row for source in sources for row in lines(source) if "round" in row]
     speed = {(row["round"], row["contender"]): row["tokens"] / row["seconds"] for row in rows}
     numbers = sorted(n for n, name in speed if name == "precompute" and (n, "stock") in speed)
