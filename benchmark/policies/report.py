@@ -69,6 +69,16 @@ def paired(
     return differences.mean(), *interval(differences[draws].mean(-1))
 
 
+def relative(
+    name: str, other: str, measure: str, lines: dict[str, dict[str, dict]], seed: int = 0
+) -> tuple[float, float, float]:
+    """One policy's mean over prompts divided by another's, with its interval from resampling prompts."""
+    prompts = sorted(lines[name].keys() & lines[other].keys())
+    mine, its = (np.array([lines[policy][prompt][measure] for prompt in prompts]) for policy in (name, other))
+    draws = np.random.default_rng(seed).integers(len(prompts), size=(RESAMPLES, len(prompts)))
+    return mine.mean() / its.mean(), *interval(mine[draws].mean(-1) / its[draws].mean(-1))
+
+
 def carriers(gaps: list[float], share: float) -> int:
     """The fewest prompts whose gaps add up to `share` (of 1) of the sum of all, which negative ones reduce."""
     reached = np.cumsum(sorted(gaps, reverse=True)) >= share * sum(gaps)

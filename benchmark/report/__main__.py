@@ -65,6 +65,7 @@ KINDS: dict[str, Callable[[list[Path]], str]] = {
     },
     **{f"policies-{measure}": functools.partial(policies_means, measure=measure) for measure in MEANS},
     **{f"policies-{study}": functools.partial(policies, study=study) for study in STUDIES},
+    "policies-answers-weights": functools.partial(policies_answers, study="weights"),
     **{f"kernels-{family}": functools.partial(kernels, family=family) for family in FAMILIES},
     "kernels-rows": window_rows,
 }

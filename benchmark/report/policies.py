@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmark.policies.report import RESAMPLES, interval, load, paired, row
+from benchmark.policies.report import RESAMPLES, interval, load, paired, relative, row
 from benchmark.report.cells import table
 
 STUDIES = {
     "layers": r"base\+query:ratio=0\.15,layers=.+",
     "statics": r"(base\+)?static:.+",
     "preambles": r"base:preamble=\w+",
+    "weights": r"base|packet|trained .+",
 }
 """The policies of each study, as a pattern."""
 PAIRS = (
@@ -50,7 +51,7 @@ def policies(sources: list[Path], study: str = "") -> str:
     body = []
     for each in (row(policy, lines) for policy in between(lines)):
         body.append([f"`{each['policy']}`", f"{each['share']:.0%}", *map(share(each), ("closed", "own_kl_closed"))])
-    return table([f"policy, {len(lines['full'])} prompts", "recomputed", "NLL gap closed", "own KL closed"], body)
+    return table([f"policy, {len(lines['full']):,} prompts", "recomputed", "NLL gap closed", "own KL closed"], body)
 
 
 def policies_by(sources: list[Path], kind: str) -> str:
@@ -100,23 +101,32 @@ def policies_paired(sources: list[Path]) -> str:
     return table(["policy", "against", "NLL", "own KL"], body)
 
 
-def policies_answers(sources: list[Path]) -> str:
-    """Exact match and F1 of the policies that answered greedily; F1 also against `full` prompt by prompt in percentage
-    points, and by data set."""
-    lines = load(sources)
+def policies_answers(sources: list[Path], study: str = "") -> str:
+    """Exact match and F1 of the policies of a study, or of the main run, that answered greedily; F1 also as a share of
+    that of `full`, against it prompt by prompt in percentage points, and by data set."""
+    lines = common(load(sources), study)
     sizes = collections.Counter(group for group, _ in lines["full"])
     body = []
     for name in [name for name in lines if all("f1" in line for line in lines[name].values())]:
         each = row(name, lines)
         mean, low, high = (100 * points for points in paired(name, "full", "f1", lines))
-        change = "" if name == "full" else f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+        part, least, most = (100 * shares for shares in relative(name, "full", "f1", lines))
+        change = [f"{part:.1f}% ({least:.0f}% to {most:.0f}%)", f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"]
         sums: dict[str, float] = collections.Counter()
         for (group, _), line in lines[name].items():
             sums[group] += line["f1"]
         by_group = [f"{sums[group] / size:.1%}" for group, size in sizes.items()]
-        body.append([f"`{name}`", str(each["n"]), *map(share(each, 1), ("em", "f1")), change, *by_group])
+        body.append(
+            [
+                f"`{name}`",
+                f"{each['n']:,}",
+                *map(share(each, 1), ("em", "f1")),
+                *(change if name != "full" else ("", "")),
+                *by_group,
+            ]
+        )
     heads = [f"F1: {group}, {size}" for group, size in sizes.items()]
-    return table(["policy", "prompts", "exact match", "F1", "against `full`", *heads], body)
+    return table(["policy", "prompts", "exact match", "F1", "of `full`'s F1", "against `full`", *heads], body)
 
 
 def policies_matches(sources: list[Path]) -> str:
@@ -134,7 +144,7 @@ def policies_matches(sources: list[Path]) -> str:
             change = "" if name == "block" else f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
             body.append([f"`{name}`", f"{found['share']:.0%}", share(found)("em"), change, *shares])
     heads = [f"{group}, {size}" for group, size in sizes.items()]
-    return table(["policy", "recomputed", f"all {len(lines['full'])} prompts", "against `block`", *heads], body)
+    return table(["policy", "recomputed", f"all {len(lines['full']):,} prompts", "against `block`", *heads], body)
 
 
 def policies_means(sources: list[Path], measure: str) -> str:
@@ -153,7 +163,7 @@ def policies_means(sources: list[Path], measure: str) -> str:
         whole = f"{np.mean(list(values.values())):.3f} ({low:.3f} to {high:.3f})"
         body.append([f"`{name}`", whole, *(f"{mean:.3f}" for mean in of_groups)])
     heads = [f"{group}, {size}" for group, size in sizes.items()]
-    return table(["policy", f"all {len(lines['full'])} prompts", *heads], body)
+    return table(["policy", f"all {len(lines['full']):,} prompts", *heads], body)
 
 
 def policies_comb(sources: list[Path]) -> str:
@@ -177,7 +187,7 @@ def policies_comb(sources: list[Path]) -> str:
         recomputed = np.mean([line["share"] for line in answered.values()])
         whole = f"{right.mean():.0%} ({low:.0%} to {high:.0%})"
         body.append([f"`{name}`", f"{recomputed:.0%}", f"{kv_bytes:,}", f"{divergence:.3f}", whole, *by_group])
-    heads = ["recomputed", "KV bytes per document token", "own KL", f"all {len(lines['full'])} prompts"]
+    heads = ["recomputed", "KV bytes per document token", "own KL", f"all {len(lines['full']):,} prompts"]
     return table(["policy", *heads, *(f"{group}, {size}" for group, size in sizes.items())], body)
 
 

@@ -44,7 +44,7 @@ def policies_changes(sources: list[Path]) -> str:
         lower, higher = ([change for change in changes if change * sign > 0] for sign in (-1, 1))
         zero = sum(its["f1"] > mine["f1"] == 0 for mine, its in pairs)
         points = [f"{len(some)}, {100 * sum(some) / len(pairs):+.1f}" for some in (lower, higher)]
-        body.append([f"`{name}`", str(len(pairs)), str(same), points[0], str(zero), points[1]])
+        body.append([f"`{name}`", f"{len(pairs):,}", str(same), points[0], str(zero), points[1]])
     return table(
         ["policy", "prompts", "same answer", "lower F1, points", "of these to zero", "higher F1, points"], body
     )

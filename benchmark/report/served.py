@@ -12,11 +12,14 @@ Step = tuple[float, float, float]
 
 
 def policies_served(sources: list[Path]) -> str:
-    """How many tokens are not the oracle's best, by policy."""
+    """How many tokens are not the oracle's best: by policy, by phase if there are several, and of all."""
     found = [line for source in sources for line in lines(source)]
     body = []
     for policy in dict.fromkeys(line["policy"] for line in found):
         body.append([f"`{policy}`", *cells(steps([line for line in found if line["policy"] == policy]))])
+    phases = dict.fromkeys(line["phase"] for line in found)
+    for phase in phases if len(phases) > 1 else ():
+        body.append([f"all, {phase}", *cells(steps([line for line in found if line["phase"] == phase]))])
     body.append(["all", *cells(steps(found))])
     return table(["policy", *HEADS], body)
 

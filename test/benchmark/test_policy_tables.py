@@ -6,7 +6,7 @@ import pytest
 
 from benchmark.policies.report import carriers
 from benchmark.report.mixtures import mixtures
-from benchmark.report.policies import policies_means
+from benchmark.report.policies import policies_answers, policies_means
 from benchmark.report.remaining import POLICIES, policies_changes, policies_remaining
 from benchmark.report.served import policies_margins, policies_served
 
@@ -43,6 +43,34 @@ def test_changed_answers(tmp_path):
     rows.append({"policy": "epic:tokens=16", "group": "a", "id": "0"})  # has not answered greedily
     text = policies_changes([write(tmp_path / "results.jsonl", rows)])
     assert cells(text) == [["`base`", "4", "1", "2, -15.0", "1", "1, +25.0"]]
+
+
+def test_answers_of_a_study(tmp_path):
+    """A policy that missed a prompt is left out of the main table, and sets the prompts of its study's."""
+    scores = {"full": (0.5, 0.25), "block": (0.0, 0.25), "packet": (0.25, 0.5), "trained full": (0.75,)}
+    rows = [
+        {"policy": name, "group": "ab"[i], "id": "0", "share": 0, "nll": i + (name == "block"), "own_kl": len(name)}
+        | {"em": 0.0, "f1": f1}
+        for name, of in scores.items()
+        for i, f1 in enumerate(of)
+    ]
+    file = write(tmp_path / "results.jsonl", rows)
+
+    def found(study):
+        rows = cells(policies_answers([file], study))
+        return [[name, n, *(cell.split(" ")[0] for cell in rest)] for name, n, _, *rest in rows]
+
+    assert found("") == [
+        ["`full`", "2", "37.5%", "", "", "50.0%", "25.0%"],
+        ["`block`", "2", "12.5%", "33.3%", "-25.0", "0.0%", "25.0%"],
+        ["`packet`", "2", "37.5%", "100.0%", "+0.0", "25.0%", "50.0%"],
+    ]
+    assert found("weights") == [
+        ["`full`", "1", "50.0%", "", "", "50.0%"],
+        ["`block`", "1", "0.0%", "0.0%", "-50.0", "0.0%"],
+        ["`packet`", "1", "25.0%", "50.0%", "-25.0", "25.0%"],
+        ["`trained full`", "1", "75.0%", "150.0%", "+25.0", "75.0%"],
+    ]
 
 
 def test_means_by_data_set(tmp_path):
@@ -90,9 +118,10 @@ def test_remaining_gap(tmp_path):
 
 def test_served_tokens(tmp_path):
     """Of four steps the server missed the oracle's token at two, plain PyTorch at one, where margins are below 0.1."""
+    cold = {"phase": "cold", "margins": [0.02, 2.5], "deficits": [0.02, 0], "plain_deficits": [0.02, 0]}
     rows = [
-        {"policy": "block", "margins": [0.02, 2.5], "deficits": [0.02, 0], "plain_deficits": [0.02, 0]},
-        {"policy": "base", "margins": [0.01, 0.3], "deficits": [0.05, 0], "plain_deficits": [0, 0]},
+        {"policy": "block", **cold},
+        {"policy": "base", "phase": "cold", "margins": [0.01, 0.3], "deficits": [0.05, 0], "plain_deficits": [0, 0]},
     ]
     file = write(tmp_path / "served.jsonl", rows)
     assert cells(policies_served([file])) == [
@@ -106,6 +135,12 @@ def test_served_tokens(tmp_path):
         ["0.03 to 0.1", "0", "", "", "0", "0"],
         ["0.1 to 0.3", "0", "", "", "0", "0"],
         ["over 0.3", "2", "0.0%", "0.0%", "0", "0"],
+    ]
+    again = {"policy": "block", **cold, "phase": "warm", "deficits": [0, 0]}
+    assert cells(policies_served([write(tmp_path / "both.jsonl", [*rows, again])]))[2:] == [
+        ["all, cold", "4", "50.0%", "25.0%", "0.05", "0.02"],
+        ["all, warm", "2", "0.0%", "50.0%", "0", "0.02"],
+        ["all", "6", "33.3%", "33.3%", "0.05", "0.02"],
     ]
 
 
