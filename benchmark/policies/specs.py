@@ -1,8 +1,9 @@
 """The KV that a policy's spec keeps of a prompt: `block`, `epic:tokens=16`, `base:preamble=lead+query:ratio=0.1`, ...
 
-For studies, `base` takes the name of a preamble (`preamble=list`), `query` takes layers (`layers=0-9`, `layers=3.7.11`)
-and a window (`window=7`: a token gets the best score within three tokens in its chunk), and `static` takes a score of
-`statics.py`. Without options, each behaves as on a server.
+For studies, `base` takes the name of a preamble (`preamble=list`), `query` takes layers (`layers=0-9`,
+`layers=3.7.11`), a window (`window=7`: a token gets the best score within three tokens in its chunk) and a share that
+is first chosen as by `static` (`static=0.1`, part of the ratio), and `static` takes a score of `statics.py`. Without
+options, each behaves as on a server.
 """
 
 import dataclasses
@@ -71,6 +72,10 @@ class Spec:
             num_layers = oracle.model.config.num_hidden_layers
             layers = parse_layers(self.options.get("layers"), num_layers)
             scores = best_nearby(segments, oracle.query_scores(segments, layers, preamble), self.options.get("window"))
+            if "static" in self.options:
+                sizes = STATICS["small_keys"](oracle, segments, preamble, ())
+                chosen = without_best_of_each(segments, sizes, float(self.options["static"]))
+                scores = scores.masked_fill(recomputed(segments, chosen).to(scores.device), math.inf)
             return without_best(segments, scores, ratio)
         if self.name == "blend":
             return oracle.blend(segments, ratio, preamble)
@@ -109,6 +114,17 @@ def parse_layers(layers: str | None, num_layers: int) -> list[int]:
         low, high = map(int, layers.split("-"))
         return list(range(low, high + 1))
     return [int(layer) for layer in layers.split(".")]
+
+
+def recomputed(segments: list[Segment], kept: Sequence[Ranges]) -> torch.Tensor:
+    """Whether each candidate is left out of `kept`, [n] bool."""
+    masks = []
+    for (start, end), ranges in zip(chunk_spans(segments), kept, strict=True):
+        mask = torch.ones(end - start, dtype=torch.bool)
+        for first, last in ranges:
+            mask[first:last] = False
+        masks.append(mask)
+    return torch.cat(masks)
 
 
 def best_nearby(segments: list[Segment], scores: torch.Tensor, window: str | None) -> torch.Tensor:

@@ -21,7 +21,7 @@ from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, save_tokeniz
 from benchmark.quality.worlds import records
 from benchmark.report.policies import policies_comb
 from oracle.block_mask import Oracle, greedy, load_model
-from oracle.policies import PolicyOracle, candidates, epic, keep_all_but
+from oracle.policies import PolicyOracle, candidates, chunk_spans, epic, keep_all_but
 from oracle.scenarios import Dice
 from oracle.segments import token_ids
 
@@ -109,6 +109,30 @@ def test_window(prompts):
     expected[37:40], expected[48:53] = 2, 1
     assert torch.equal(best_nearby(prompts[0], scores, "5"), expected)
     assert best_nearby(prompts[0], scores, None) is scores
+
+
+def test_shares_by_key_size_and_by_question(tiny_model, prompts):
+    """A tenth of each chunk by key size, and of the rest what the question attends to most."""
+    oracle, segments = PolicyOracle(tiny_model), prompts[0]
+    left_out = [
+        set(candidates(segments)) - kept_positions(segments, parse(spec).kept(oracle, segments, PREAMBLES))
+        for spec in ("base+static:ratio=0.1", "base+query:ratio=0.2", "base+query:ratio=0.2,static=0.1")
+    ]
+    by_size, by_question, by_both = left_out
+    assert len(by_size) == 4 + 3 + 4 and len(by_question) == len(by_both) == 20
+    assert by_size <= by_both
+    attention = dict(zip(candidates(segments), oracle.query_scores(segments, [2], PREAMBLE).tolist(), strict=True))
+    rest = sorted(set(candidates(segments)) - by_size, key=attention.get, reverse=True)
+    assert by_both - by_size == set(rest[: 20 - len(by_size)]) != by_question - by_size
+
+
+def kept_positions(segments, kept):
+    return {
+        start + i
+        for (start, _), ranges in zip(chunk_spans(segments), kept, strict=True)
+        for first, last in ranges
+        for i in range(first, last)
+    }
 
 
 @pytest.mark.parametrize("score", STATICS)
