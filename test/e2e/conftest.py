@@ -14,6 +14,7 @@ from sglang_lazy.testing import log_tail
 HERE = Path(__file__).parent
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks, also if the command line names this folder
 def pytest_collection_modifyitems(items):
     """Tests that share servers go to one worker: those of a file, or of a folder."""
     for item in items:

@@ -1,4 +1,4 @@
-"""The page `/lazy` in a browser, over 10 and over 50,000 chunks, half of them on the device: it shows what is there.
+"""The page `/lazy` in a browser, over 10 and over 10,000 chunks, half of them on the device: it shows what is there.
 
 A scheduler without a model answers, as for the screenshots in docs/images.
 """
@@ -16,12 +16,12 @@ from sglang_lazy.chunks.survey import TOP
 from sglang_lazy.core.keys import chunk_id
 from sglang_lazy.serving.usage import usage_of
 
-pytestmark = pytest.mark.slow  # it takes 15 seconds to have so many
+pytestmark = pytest.mark.slow  # it takes seconds to have so many
 PATIENCE = 60_000
-"""Milliseconds that a busy machine has for a survey of 50,000 chunks."""
+"""Milliseconds that a busy machine has for a survey of 10,000 chunks."""
 
 
-@pytest.fixture(scope="module", params=[10, 50_000])
+@pytest.fixture(scope="module", params=[10, 10_000])
 def served(request):
     with published():
         yield Served(request.param, 200)

@@ -53,6 +53,9 @@ class Served(Oracle):
         super().__init__(path, torch.bfloat16)
         self.way = way
         self.model.config.sliding_window -= way == "window"
+        for weight in self.model.parameters():
+            if weight.dim() == 3:  # experts, whose products in bf16 take half the time in this order in memory
+                weight.data = weight.data.mT.contiguous().mT
         if way == "positions":
             self.model.register_forward_pre_hook(self._shift, with_kwargs=True)
 
@@ -64,8 +67,12 @@ class Served(Oracle):
     def logprobs(self, segments, generated=()):
         return super().logprobs([text(token_ids(segments))] if self.way == "mask" else segments, generated)
 
-    def answer(self, segments) -> dict:
-        tokens, logprobs = self.generate(segments, NUM_TOKENS)
+    def answer(self, segments, tokens=None) -> dict:
+        """tokens: those of another's answer, for which this one's log-probabilities are reported."""
+        if tokens is None:
+            tokens, logprobs = self.generate(segments, NUM_TOKENS)
+        else:
+            logprobs = self.logprobs(segments, tokens[:-1])[range(len(tokens)), tokens].tolist()
         entries = [(logprob, token, None) for logprob, token in zip(logprobs, tokens, strict=True)]
         return {"output_ids": tokens, "meta_info": {"output_token_logprobs": entries}}
 
@@ -101,13 +108,15 @@ def asked(model_dir):
     return Asked(build("gpt-oss", model_dir))
 
 
-@pytest.mark.parametrize(
-    "way", ["", *(pytest.param(way, marks=pytest.mark.slow) for way in ("mask", "window", "positions"))]
-)
+@pytest.mark.slow  # most of the time goes into the right answers; made-up errors have the limits
+@pytest.mark.parametrize("way", ["", "mask", "window", "positions"])
 def test_answers(asked, way):
-    """All answers are right, or two of eight wrong."""
+    """All answers are right, or two of eight wrong. The same tokens in all show how little is noticed: a server that is
+    wrong would also choose others."""
     errors, wrong = Errors(), Served(asked.path, way) if way else None
     for index, answer in enumerate(asked.answers):
-        asked.add(errors, index, wrong.answer(asked.prompts[index]) if wrong and index < 2 else answer)
+        if wrong and index < 2:
+            answer = wrong.answer(asked.prompts[index], answer["output_ids"])
+        asked.add(errors, index, answer)
     with contextlib.nullcontext() if not way else pytest.raises(AssertionError):
         errors.check()

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow  # starts servers
 
 SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+ONE = {**GREEDY, "max_new_tokens": 1}
 SEGMENTS = [text("Read: "), chunk(RIVER), text(" "), chunk(LIBRARY), text(" Which town?")]
 CHAT = {
     "model": "tiny",
@@ -40,7 +41,7 @@ BODIES = {
     "segments": ("/generate", {"segments": SEGMENTS, "sampling_params": GREEDY, "return_logprob": True}),
     "a stream": (
         "/generate",
-        {"segments": SEGMENTS, "sampling_params": {**GREEDY, "max_new_tokens": 1}, "stream": True},
+        {"segments": SEGMENTS, "sampling_params": ONE, "stream": True},
     ),
     "a batch": ("/generate", {"segments": [SEGMENTS, [text("Who?")]], "sampling_params": GREEDY, "cache_salt": "b"}),
     "samples": ("/generate", {"segments": SEGMENTS, "sampling_params": {**GREEDY, "n": 2}}),
@@ -109,6 +110,8 @@ def following(workers, router, tiny_model, tmp_path_factory):
         yield url
 
 
+# What these say of one worker holds for any number.
+behind_two = pytest.mark.parametrize("num_workers", [2], ids=["two"], indirect=True, scope="module")
 NEW = itertools.count()
 
 
@@ -130,8 +133,9 @@ def post(url, path, body, **headers):
 
 
 def generate(url, *documents, **body):
+    """An answer of one token: these say where a prompt went and what was there."""
     segments = [text("Read: "), *map(chunk, documents), text(" Who?")]
-    answer = post(url, "/generate", {"segments": segments, "sampling_params": GREEDY, **body})
+    answer = post(url, "/generate", {"segments": segments, "sampling_params": ONE, **body})
     assert answer.status_code == 200, answer.text
     return answer
 
@@ -146,6 +150,7 @@ def where(answer):
     return answer.headers["X-SMG-Routed-Worker-Id"], hits_of(answer)
 
 
+@behind_two
 @pytest.mark.parametrize("name", BODIES)
 def test_everything_passes_byte_for_byte(name, workers, router, middleware):
     path, body = BODIES[name]
@@ -160,6 +165,7 @@ def test_everything_passes_byte_for_byte(name, workers, router, middleware):
     }
 
 
+@behind_two
 @pytest.mark.parametrize("path", ["/generate", "/v1/chat/completions"])
 def test_long_streams_pass_whole(path, workers, router, middleware):
     """How many tokens an event has depends on how fast the server is; all of them are those of a direct answer."""
@@ -223,7 +229,7 @@ def test_what_is_evicted_or_emptied_is_known(workers, following):
     def evict(worker):
         for number in range(3):
             fill = {"type": "chunk", "input_ids": [number + 3] * (POOL // 2 - 50)}
-            body = {"segments": [fill, text("Who?")], "sampling_params": GREEDY}
+            body = {"segments": [fill, text("Who?")], "sampling_params": ONE}
             assert post(worker, "/generate", body).status_code == 200
 
     for forget in (evict, flush):
@@ -238,6 +244,7 @@ def test_what_is_evicted_or_emptied_is_known(workers, following):
             forget(other)
 
 
+@behind_two
 def test_the_salt_header_is_refused_since_the_router_drops_it(workers, router, middleware):
     for worker in workers:
         generate(worker, RAILWAY)
@@ -251,6 +258,7 @@ def test_the_salt_header_is_refused_since_the_router_drops_it(workers, router, m
     assert refused.status_code == 400 and "put cache_salt into the body" in refused.text
 
 
+@behind_two
 def test_what_the_router_passes_to_nobody_or_to_all(workers, router):
     """As the page says: were it mended, the page would have to be."""
     for path in ("/chunks", "/lazy_info"):

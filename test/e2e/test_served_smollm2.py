@@ -14,7 +14,7 @@ from sglang_lazy.verify.prompts import document_text
 pytestmark = pytest.mark.slow
 POLICIES = ["block", "epic:tokens=4", "query:ratio=0.15", "blend:ratio=0.15", "static:ratio=0.15"]
 BASES = ["", "base+", "base:preamble=lead+"]
-NUM_DOCS = 3
+NUM_DOCS = 2
 
 
 @pytest.fixture(scope="module")

@@ -14,11 +14,10 @@ CSRC = pathlib.Path(sgl_kernel_lazy.__file__).parent / "csrc"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="g++ compiles the planner for the host")
-@pytest.mark.parametrize("first, count", [(0, 5), pytest.param(5, 95, marks=pytest.mark.slow)])
-def test_every_kv_token_is_read_once(tmp_path, first, count):
+def test_every_kv_token_is_read_once(tmp_path):
     """Shared and private chunks, pieces of any length, more sharing than fits, and padding rows."""
     program = tmp_path / "plan_decode"
-    command = ["g++", "-std=c++20", "-O1", "-pthread", f"-I{HERE}", f"-I{CSRC}", str(HERE / "plan_decode.cpp")]
+    command = ["g++", "-std=c++20", "-O1", f"-I{HERE}", f"-I{CSRC}", str(HERE / "plan_decode.cpp")]
     subprocess.run([*command, "-o", str(program)], check=True)
-    done = subprocess.run([str(program), str(first), str(count)], capture_output=True, text=True)
+    done = subprocess.run([str(program), "0", "100"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

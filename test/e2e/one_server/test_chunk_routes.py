@@ -105,7 +105,7 @@ def test_a_deleted_chunk_is_computed_again(server):
 @pytest.mark.slow
 def test_a_deleted_chunk_in_use_goes_when_it_is_released(server, tiny_model):
     """The answer that reads it is the oracle's to the end. Its id is forgotten at once."""
-    salt, dice, num_tokens = "in use", Dice("in use"), 1500
+    salt, dice, num_tokens = "in use", Dice("in use"), 500
     prompt = [dice.text(3), dice.chunk(30), dice.text(4)]
     (name,) = register(server, {"input_ids": list(prompt[1].ids)}, salt=salt, wait=True).json()["affected"]
     by_id = {"type": "chunk", "id": name}

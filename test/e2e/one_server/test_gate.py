@@ -205,6 +205,7 @@ def test_verify_compares_policies(server):
     assert all(one["ttft_ms"].value > 0 for one in metrics.values()) and report.full_ttft_ms > 0
 
 
+@pytest.mark.slow  # test_verify_compares_policies has some
 def test_verify_compares_all_policies(server):
     """This model has no trained tokens. A budget that allows everything chooses the largest value of each policy."""
     prompts = [{"segments": random_prompt(seed)[0]} for seed in range(30, 32)]
@@ -238,6 +239,7 @@ def test_verify_where_answers_end_early(server):
     assert word not in one.full.text and len(one.linked["block"].kl) == len(one.full.tokens) < 8
 
 
+@pytest.mark.slow  # starts the command three times; the other tests call what it does
 def test_verify_command(server, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"segments": SEGMENTS, "answers": ["Venice"]}) + "\n")

@@ -29,16 +29,19 @@ def groups(server):
     return groups
 
 
+@pytest.mark.slow  # hundreds of requests; test/unit/test_isolation.py has what answers say
 def test_times_to_the_first_token_reveal_only_ones_own(groups):
     other, own = p_values(groups, "ttft")
     assert own < SURE < other, (own, other)
 
 
+@pytest.mark.slow
 def test_look_ups_of_missing_chunks_take_alike(groups):
     other, _ = p_values(groups, "lookup")
     assert other > SURE
 
 
+@pytest.mark.slow
 def test_counts_reveal_only_ones_own(groups):
     counts = {name: Counter((seen.cached, seen.of_chunk) for seen in group) for name, group in groups.items()}
     assert counts["held by another"] == counts["held by nobody"] != counts["own"]

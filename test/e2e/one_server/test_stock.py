@@ -52,6 +52,7 @@ def answers(url: str) -> list:
     return results
 
 
+@pytest.mark.slow  # starts a server; plain prompts are also among test_oracle_matrix.py's scenarios
 def test_plain_traffic_equals_stock(server, stock):
     """Same tokens, bitwise equal logprobs, same prefix hits."""
     ours, theirs = answers(server), answers(stock)

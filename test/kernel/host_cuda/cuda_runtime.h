@@ -1,12 +1,18 @@
-// Enough of CUDA to run a kernel of one cluster on the host: one thread per CUDA thread, with barriers to sync warps.
+// Enough of CUDA to run a kernel of one cluster on the host: threads take turns in a random order, each running up to a
+// barrier or, at times, to an atomic operation.
 #pragma once
 
+#include <ucontext.h>
+
 #include <algorithm>
-#include <barrier>
 #include <cmath>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
-#include <thread>
+#include <functional>
+#include <random>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -19,20 +25,60 @@ constexpr int NUM_THREADS = 128;
 struct Index {
   int x;
 };
-inline thread_local Index threadIdx;
+inline Index threadIdx;  // of the thread whose turn it is
 struct float2 {
   float x, y;
 };
 using std::max;
 using std::min;
 
-inline std::barrier<>& cluster_barrier() {
-  static std::barrier<> barrier(NUM_THREADS);
+inline ucontext_t contexts[NUM_THREADS], caller;
+inline std::vector<int> ready;
+inline std::mt19937 order;
+
+inline ucontext_t* next_turn() {
+  if (ready.empty()) {
+    std::puts("a barrier is not reached by all");
+    std::exit(1);
+  }
+  std::swap(ready[order() % ready.size()], ready.back());
+  threadIdx.x = ready.back();
+  ready.pop_back();
+  return &contexts[threadIdx.x];
+}
+
+inline void pause() {
+  const int here = threadIdx.x;
+  swapcontext(&contexts[here], next_turn());
+}
+
+inline void pause_at_times() {
+  if (order() % 4) return;
+  ready.push_back(threadIdx.x);
+  pause();
+}
+
+struct Barrier {
+  size_t count;
+  std::vector<int> waiting{};
+
+  void arrive_and_wait() {
+    waiting.push_back(threadIdx.x);
+    if (waiting.size() == count) {
+      ready.insert(ready.end(), waiting.begin(), waiting.end());
+      waiting.clear();
+    }
+    pause();
+  }
+};
+
+inline Barrier& cluster_barrier() {
+  static Barrier barrier{NUM_THREADS};
   return barrier;
 }
 
 struct Warp {
-  std::barrier<> barrier{32};
+  Barrier barrier{32};
   int values[32];
 };
 inline Warp& warp() {
@@ -67,21 +113,37 @@ inline unsigned __float_as_uint(float x) {
   return bits;
 }
 
-inline int atomicAdd(int* at, int x) { return __atomic_fetch_add(at, x, __ATOMIC_SEQ_CST); }
+inline int atomicAdd(int* at, int x) {
+  pause_at_times();
+  return std::exchange(*at, *at + x);
+}
 inline int atomicCAS(int* at, int expected, int x) {
-  __atomic_compare_exchange_n(at, &expected, x, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-  return expected;
+  pause_at_times();
+  return *at == expected ? std::exchange(*at, x) : *at;
+}
+
+inline std::function<void()> program;
+inline int running;
+
+inline void run_thread() {
+  program();
+  if (--running) setcontext(next_turn());
 }
 
 // Runs kernel(arguments...) in NUM_THREADS threads.
 template <typename Kernel, typename... Arguments>
 void run(Kernel kernel, Arguments... arguments) {
-  std::vector<std::thread> threads;
+  constexpr size_t STACK = 1 << 16;
+  static std::vector<char> stacks(NUM_THREADS * STACK);
+  program = [=] { kernel(arguments...); };
+  running = NUM_THREADS;
   for (int i = 0; i < NUM_THREADS; ++i) {
-    threads.emplace_back([=] {
-      threadIdx.x = i;
-      kernel(arguments...);
-    });
+    getcontext(&contexts[i]);
+    contexts[i].uc_stack.ss_sp = &stacks[i * STACK];
+    contexts[i].uc_stack.ss_size = STACK;
+    contexts[i].uc_link = &caller;
+    makecontext(&contexts[i], run_thread, 0);
+    ready.push_back(i);
   }
-  for (auto& thread : threads) thread.join();
+  swapcontext(&caller, next_turn());
 }
