@@ -115,7 +115,7 @@ def test_prompts_that_wait_for_chunks_count_as_queued(tiny_model, tmp_path):
     flags = ["--model-path", tiny_model, "--max-total-tokens", "4000", "--enable-metrics", *device_flags()]
     flags += ["--chunked-prefill-size", str(PREFILL_SIZE), "--max-queued-requests", "2"]
     oracle, dice = Oracle(tiny_model), Dice("queued")
-    document = dice.chunk(120 * PREFILL_SIZE)
+    document = dice.chunk(240 * PREFILL_SIZE)
     prompts = [[document, dice.text(3)] for _ in range(2)]
     with running_server(flags, tmp_path / "server.log") as url, ThreadPoolExecutor() as clients:
 
