@@ -57,6 +57,17 @@ def epic(segments: list[Segment], tokens: int) -> list[Ranges]:
     return keep_all_but(segments, [i for start, end in spans for i in range(start, min(start + tokens, end))])
 
 
+def is_recomputed(segments: list[Segment], kept: Sequence[Ranges]) -> torch.Tensor:
+    """Whether each candidate is left out of `kept`, [n] bool."""
+    masks = []
+    for (start, end), ranges in zip(chunk_spans(segments), kept, strict=True):
+        mask = torch.ones(end - start, dtype=torch.bool)
+        for first, last in ranges:
+            mask[first:last] = False
+        masks.append(mask)
+    return torch.cat(masks)
+
+
 def without_best(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
     """Recompute the ceil(ratio * n) candidates with the highest `scores`, [n]; ties go to the earlier one."""
     order = scores.sort(descending=True, stable=True).indices

@@ -18,6 +18,7 @@ from oracle.policies import (
     Ranges,
     chunk_spans,
     epic,
+    is_recomputed,
     keep_all_but,
     leading_text,
     without_best,
@@ -75,7 +76,7 @@ class Spec:
             if "static" in self.options:
                 sizes = STATICS["small_keys"](oracle, segments, preamble, ())
                 chosen = without_best_of_each(segments, sizes, float(self.options["static"]))
-                scores = scores.masked_fill(recomputed(segments, chosen).to(scores.device), math.inf)
+                scores = scores.masked_fill(is_recomputed(segments, chosen).to(scores.device), math.inf)
             return without_best(segments, scores, ratio)
         if self.name == "blend":
             return oracle.blend(segments, ratio, preamble)
@@ -114,17 +115,6 @@ def parse_layers(layers: str | None, num_layers: int) -> list[int]:
         low, high = map(int, layers.split("-"))
         return list(range(low, high + 1))
     return [int(layer) for layer in layers.split(".")]
-
-
-def recomputed(segments: list[Segment], kept: Sequence[Ranges]) -> torch.Tensor:
-    """Whether each candidate is left out of `kept`, [n] bool."""
-    masks = []
-    for (start, end), ranges in zip(chunk_spans(segments), kept, strict=True):
-        mask = torch.ones(end - start, dtype=torch.bool)
-        for first, last in ranges:
-            mask[first:last] = False
-        masks.append(mask)
-    return torch.cat(masks)
 
 
 def best_nearby(segments: list[Segment], scores: torch.Tensor, window: str | None) -> torch.Tensor:

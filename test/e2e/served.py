@@ -5,7 +5,15 @@ from pathlib import Path
 
 import torch
 
-from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, without_best, without_best_of_each
+from oracle.policies import (
+    PolicyOracle,
+    epic,
+    is_recomputed,
+    keep_all_but,
+    leading_text,
+    without_best,
+    without_best_of_each,
+)
 from oracle.segments import Segment
 from sglang_lazy.testing import CPU_OPTIONS, EngineProcess
 
@@ -34,8 +42,9 @@ class Served:
         """
         base, _, policy = link.rpartition("+")
         preamble = {"": (), "base": self.preamble, "base:preamble=lead": leading_text(prompt)}[base]
-        name, _, parameter = policy.partition(":")
-        value = parameter.partition("=")[2]
+        name, _, text = policy.partition(":")
+        parameters = [parameter.partition("=")[2] for parameter in text.split(",")]
+        value = parameters[0]
         if name in ("block", "kvlink", "packet"):
             return keep_all_but(prompt, ()), preamble
         if name == "epic":
@@ -44,6 +53,9 @@ class Served:
         if name == "static":
             return without_best_of_each(prompt, -self.oracle.key_sizes(prompt, preamble), ratio), preamble
         scores = self.scores(prompt, name, preamble)
+        if len(parameters) > 1:  # the part of the ratio that is chosen by key size
+            small = without_best_of_each(prompt, -self.oracle.key_sizes(prompt, preamble), float(parameters[1]))
+            scores = scores.masked_fill(is_recomputed(prompt, small), math.inf)
         best, edge = scores.sort(descending=True).values, math.ceil(ratio * len(scores))
         assert edge == len(best) or best[edge - 1] - best[edge] > 1e-6, "the choice is too close: draw another prompt"
         return without_best(prompt, scores, ratio), preamble

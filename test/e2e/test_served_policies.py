@@ -17,7 +17,8 @@ from oracle.segments import Segment, chunk, text
 
 TRAINED = {"kvlink": {"link": [7, 8, 9, 10, 11]}, "packet": {"before": [12, 13], "behind": [14]}}
 TRAINED_LINKS = ["kvlink:tokens=2", "packet"]
-LINKS = ["block", "epic:tokens=3", "query:ratio=0.3", "blend:ratio=0.3", "static:ratio=0.3"]
+MIXED = "query:ratio=0.3,static=0.1"
+LINKS = ["block", "epic:tokens=3", "query:ratio=0.3", MIXED, "blend:ratio=0.3", "static:ratio=0.3"]
 BASES = ["", "base+", "base:preamble=lead+"]
 
 

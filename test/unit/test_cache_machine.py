@@ -201,7 +201,7 @@ class CacheHistories(RuleBasedStateMachine):
         if not done:
             assert stand_in(parent) is not req
             return
-        if linked(req).policy.probes != "attention":
+        if "attention" not in linked(req).policy.probes:
             assert stand_in(parent) is parent
             return
         chunks = parent.layout.chunks

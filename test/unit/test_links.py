@@ -203,7 +203,7 @@ def test_query_recomputes_the_most_attended_tokens(lens, cut_last, ratio, seed):
     best = sorted(range(count), key=lambda i: (-attention[i], i))[: math.ceil(ratio * count)]
     assert query.max_recomputed([count]) == len(best)
     place = 0
-    chosen = query.choose(chunks, attention)
+    chosen = query.choose(chunks, {"attention": attention})
     assert len(chosen) == len(chunks)
     for chunk, ranges in zip(chunks, chosen, strict=True):
         kept = [i for pair in ranges for i in range(*pair)]
@@ -214,5 +214,34 @@ def test_query_recomputes_the_most_attended_tokens(lens, cut_last, ratio, seed):
         place += chunk.num_kept
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_query_chooses_a_part_by_key_size(seed):
+    """First the smallest keys of each chunk, then what is attended to most of the others."""
+    dice = random.Random(seed)
+    chunks = slices([dice.randint(1, 12) for _ in range(dice.randint(1, 5))], cut_last=False)
+    lens = [chunk.num_kept for chunk in chunks]
+    sizes, attention = (np.array([dice.random() for _ in range(sum(lens))], dtype=np.float32) for _ in range(2))
+    query = get_policy("query:ratio=0.5,static=0.2")
+    assert str(query) == "query:ratio=0.5,static=0.2" and set(query.probes) == {"attention", "key size"}
+    small, place = set(), 0
+    for length in lens:
+        order = sorted(range(place, place + length), key=lambda i: sizes[i])
+        small.update(order[: math.ceil(0.2 * length)])
+        place += length
+    most = sorted(range(sum(lens)), key=lambda i: (i not in small, i if i in small else -attention[i]))
+    expected = set(most[: math.ceil(0.5 * sum(lens))])
+    kept, place = set(), 0
+    for chunk, ranges in zip(chunks, query.choose(chunks, {"attention": attention, "key size": sizes}), strict=True):
+        kept |= {place + i for pair in ranges for i in range(*pair)}
+        place += chunk.num_kept
+    assert kept == set(range(sum(lens))) - expected
+
+
+@pytest.mark.parametrize("static", ["-0.1", "0.3", "nan"])
+def test_the_part_by_key_size_is_within_the_ratio(static):
+    with pytest.raises(ValueError, match="static must be at least 0 and at most ratio"):
+        get_policy(f"query:ratio=0.2,static={static}")
+
+
 def test_query_keeps_nothing_at_a_ratio_of_one():
-    assert list(Query(1.0).choose(slices([2, 3], False), np.arange(5, dtype=np.float32))) == [[], []]
+    assert list(Query(1.0).choose(slices([2, 3], False), {"attention": np.arange(5, dtype=np.float32)})) == [[], []]

@@ -340,6 +340,7 @@ def test_everything_is_answered_in_a_tight_pool(seed, overlap):
     pool_size, size = 48, dice.choice([3, 5, 64])
     scheduler = Loop(pool_size, overlap=overlap, chunked_prefill_size=size, max_fill_tokens=dice.choice([3, 9, 64]))
     links = [LINK, LINK, "base+query:ratio=0.4", "blend:ratio=0.4", "base+blend:ratio=0.2", "static:ratio=0.4"]
+    links += ["query:ratio=0.4,static=0.2"]
     links += ["base", "base:preamble=lead", "base+epic:tokens=2", "copy", "block", "kvlink", "packet"]
     reqs, aborted = [], set()
     for i in range(30):

@@ -68,19 +68,17 @@ class ProbeSums:
         return cls(current, layers, torch.device(device))
 
     def deliver(self, reqs: Sequence[Any], all_reduce: AllReduce) -> None:
-        """Add the sums to each probe of the batch, and start copying those of finished probes to the host."""
+        """Add the sums to each probe of the batch."""
         sums, place = all_reduce(self.sums), 0
         for row in self._rows:
             if row.probe is not None:
                 prompt = as_linked(reqs[row.request]).prompt
-                row.probe.add(sums[place : place + prompt.num_chunk_tokens])
-                if len(row.positions) == prompt.spans[-1].end:
-                    row.probe.send()
+                row.probe.add("attention", sums[place : place + prompt.num_chunk_tokens])
             place += len(row.positions)
 
 
 def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
-    """Compare a probe's keys with the cached ones after its last pass, and start copying the result to the host.
+    """Compare a probe's keys with the cached ones after its last pass.
 
     Cached keys are rotated to their positions in the prompt first.  rows: the cache's `RowCache`.
     """
@@ -94,12 +92,11 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
     cached = keys[torch.cat(rows.chunk_slots(state, req.last_node.chunks))]
     offsets = to_device(offsets, keys.device)
     expected = rotate_queries(cached.float(), offsets, rope.cos_sin_cache, is_neox=rope.is_neox)
-    probe.add(all_reduce((fresh.float() - expected).square().sum((1, 2))))
-    probe.send()
+    probe.add("deviation", all_reduce((fresh.float() - expected).square().sum((1, 2))))
 
 
 def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
-    """Measure the size of a probe's cached keys (see `Policy.choose`) after its last pass, and start copying it."""
+    """Measure the size of a probe's cached keys (see `Policy.choose`) after its last pass."""
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
     slots = torch.cat(rows.chunk_slots(state, req.last_node.chunks))
@@ -108,5 +105,4 @@ def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllRed
     caches = [model.kv_buffers[layer_id][0] for layer_id in whole]
     sizes = torch.stack([keys[slots].float().square().sum((1, 2)) for keys in caches])
     by_chunk = all_reduce(sizes).split([chunk.num_kept for chunk in state.prompt.chunks], 1)
-    probe.add(torch.cat([(part / part.mean(1, keepdim=True)).sum(0) for part in by_chunk]))
-    probe.send()
+    probe.add("key size", torch.cat([(part / part.mean(1, keepdim=True)).sum(0) for part in by_chunk]))

@@ -67,7 +67,7 @@ class AttentionRow(NamedTuple):
         positions = state.row.positions_of(0, row_len)
         known = 0 if windows else prefix_len
         ordinary = not state.segments and np.array_equal(positions[known:], np.arange(known, row_len))
-        probe = state.probe if state.policy.probes == "attention" else None
+        probe = state.probe if "attention" in state.policy.probes else None
         listed = [(0, row_len)]
         if not ordinary:
             num_linked = sum(chunk.num_kept for chunk in state.segments)

@@ -1,7 +1,7 @@
 """The contract of a policy: how a prompt uses its chunks."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -11,6 +11,7 @@ from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt, Ranges
 from sglang_lazy.core.segments import PromptLayout
 
 Preamble = Literal["none", "neutral", "lead"]
+Measure = Literal["attention", "deviation", "key size"]
 
 
 class ServerTraits(NamedTuple):
@@ -74,9 +75,6 @@ class Policy:
     needs_resident: whether a request's forward pass must follow those that compute its chunks; by default it may be
         the same pass.
     trained: whether it puts trained tokens around chunks; see `around`.
-    probes: what to measure first, for each token that `kept` keeps, so that `choose` can decide. "attention": how much
-        the question attends to it, over the cached chunks. "deviation": how far its key in the second layer is from
-        its key in the whole prompt. "key size": the squared norm of its key, which is kept with the chunk.
     """
 
     preamble: Preamble = dataclasses.field(default="none", kw_only=True)
@@ -86,7 +84,6 @@ class Policy:
     in_place: ClassVar[bool] = True
     needs_resident: ClassVar[bool] = False
     trained: ClassVar[bool] = False
-    probes: ClassVar[Literal["attention", "deviation", "key size"] | None] = None
 
     def __post_init__(self):
         if self.preamble not in get_args(Preamble):
@@ -96,7 +93,7 @@ class Policy:
         parameters = [
             f"{field.name}={getattr(self, field.name)}"
             for field in dataclasses.fields(self)
-            if field.name != "preamble"
+            if field.name != "preamble" and getattr(self, field.name) != 0
         ]
         name = ":".join(filter(None, [self.name, ",".join(parameters)]))
         if self.preamble == "none":
@@ -116,13 +113,23 @@ class Policy:
         """What this policy puts around chunk `index` of a prompt."""
         return Around()
 
-    def choose(self, chunks: Sequence[ChunkSlice], scores: np.ndarray) -> Sequence[Ranges]:
+    @property
+    def probes(self) -> tuple[Measure, ...]:
+        """What to measure first, for each token that `kept` keeps, so that `choose` can decide.
+
+        "attention": how much the question attends to it, over the cached chunks. "deviation": how far its key in the
+        second layer is from its key in the whole prompt. "key size": the squared norm of its key, which is kept with
+        the chunk.
+        """
+        return ()
+
+    def choose(self, chunks: Sequence[ChunkSlice], scores: Mapping[Measure, np.ndarray]) -> Sequence[Ranges]:
         """For each of the probed `chunks`, the ranges to keep in the end, as in `kept`.
 
-        scores: float32, one for each kept token, in order. "attention": that from the text after the last chunk,
-            summed over this text, all heads and the last third of the layers. "deviation": its square, summed over
-            heads and dimensions. "key size": the key's squared norm relative to the chunk's mean, summed over the
-            layers without windows, or over all layers if each has one.
+        scores: for each of `probes`, float32, one for each kept token, in order. "attention": that from the text after
+            the last chunk, summed over this text, all heads and the last third of the layers. "deviation": its square,
+            summed over heads and dimensions. "key size": the key's squared norm relative to the chunk's mean, summed
+            over the layers without windows, or over all layers if each has one.
         """
         raise NotImplementedError
 

@@ -13,7 +13,7 @@ import torch
 
 from sglang_lazy.core.fills import Fill
 from sglang_lazy.core.keys import Namespace
-from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.policy import Measure, Policy
 from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt, Ranges
 from sglang_lazy.core.rows import Row
 from sglang_lazy.core.segments import PromptLayout
@@ -66,7 +66,7 @@ class RowNodes:
 
 @dataclasses.dataclass(eq=False)
 class Probe:
-    """The measurement that an internal linked request makes for its parent: one score per token of its slices.
+    """What an internal linked request measures for its parent: scores for each token of its slices.
 
     parent: the request whose policy chooses by the scores.
     query_start: text from this position on counts as the question.
@@ -74,31 +74,31 @@ class Probe:
 
     parent: Any
     query_start: int
-    _sums: torch.Tensor | None = None
+    _sums: dict[Measure, torch.Tensor] = dataclasses.field(default_factory=dict)
     _on_host: torch.Tensor | None = None
     _copied: Any = None
 
-    def add(self, scores: torch.Tensor) -> None:
+    def add(self, measure: Measure, scores: torch.Tensor) -> None:
         """Add the scores of one forward pass, float32 [num_chunk_tokens of its prompt]."""
-        self._sums = scores if self._sums is None else self._sums + scores
+        self._sums[measure] = self._sums[measure] + scores if measure in self._sums else scores
 
     def send(self) -> None:
         """Start copying the sums to the host, after the pass that completes them."""
-        assert self._sums is not None
-        on_gpu = self._sums.is_cuda
+        sums = torch.stack(list(self._sums.values()))
+        on_gpu = sums.is_cuda
         # A copy into pageable memory would wait for the device.
-        on_host = torch.empty(self._sums.shape, dtype=self._sums.dtype, pin_memory=on_gpu)
-        self._on_host = on_host.copy_(self._sums, non_blocking=True)
+        on_host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=on_gpu)
+        self._on_host = on_host.copy_(sums, non_blocking=True)
         if on_gpu:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
-    def result(self) -> np.ndarray:
-        """The sums, float32 [num_chunk_tokens of its prompt]."""
+    def result(self) -> dict[Measure, np.ndarray]:
+        """The sums of each measure, float32 [num_chunk_tokens of its prompt]."""
         assert self._on_host is not None
         if self._copied is not None:
             self._copied.synchronize()
-        return self._on_host.numpy()
+        return dict(zip(self._sums, self._on_host.numpy(), strict=True))
 
 
 @dataclasses.dataclass(eq=False)
@@ -151,7 +151,7 @@ class LinkedRequest:
     @property
     def recomputes(self) -> bool:
         """Whether it is a probe that computes the whole prompt as plain text, to compare it with the cached chunks."""
-        return self.probe is not None and self.policy.probes == "deviation"
+        return self.probe is not None and "deviation" in self.policy.probes
 
     @property
     def needs_resident(self) -> bool:

@@ -5,16 +5,26 @@ compares these with the cached ones. A second pass recomputes the tokens that de
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-from sglang_lazy.core.policy import IN_WINDOW_POOL, ServerTraits
+import numpy as np
+
+from sglang_lazy.core.policy import IN_WINDOW_POOL, Measure, ServerTraits
+from sglang_lazy.core.prompt import ChunkSlice, Ranges
 from sglang_lazy.policies.selective import Selective
 
 
 @dataclasses.dataclass(frozen=True)
 class Blend(Selective):
     name: ClassVar[str] = "blend"
-    probes: ClassVar[Literal["deviation"]] = "deviation"
+
+    @property
+    def probes(self) -> tuple[Measure, ...]:
+        return ("deviation",)
+
+    def choose(self, chunks: Sequence[ChunkSlice], scores: Mapping[Measure, np.ndarray]) -> Sequence[Ranges]:
+        return self.without_best(chunks, scores["deviation"])
 
     def unfit(self, server: ServerTraits) -> str | None:
         if server.window_pool:

@@ -6,13 +6,14 @@ once, when a chunk is first used under this policy, so later prompts need no ext
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 
+from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.prompt import ChunkSlice, Ranges
-from sglang_lazy.policies.selective import Selective
+from sglang_lazy.policies.selective import Selective, best_of_each, kept_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +21,13 @@ class Static(Selective):
     """ratio: of each chunk."""
 
     name: ClassVar[str] = "static"
-    probes: ClassVar[Literal["key size"]] = "key size"
+
+    @property
+    def probes(self) -> tuple[Measure, ...]:
+        return ("key size",)
 
     def max_recomputed(self, chunk_lens: Sequence[int]) -> int:
         return sum(math.ceil(self.ratio * length) for length in chunk_lens)
 
-    def choose(self, chunks: Sequence[ChunkSlice], scores: np.ndarray) -> Sequence[Ranges]:
-        parts = np.split(scores, np.cumsum([chunk.num_kept for chunk in chunks])[:-1])
-        return [
-            ranges
-            for chunk, part in zip(chunks, parts, strict=True)
-            for ranges in super(Static, self).choose([chunk], -part)
-        ]
+    def choose(self, chunks: Sequence[ChunkSlice], scores: Mapping[Measure, np.ndarray]) -> Sequence[Ranges]:
+        return kept_ranges(chunks, best_of_each(chunks, -scores["key size"], self.ratio))

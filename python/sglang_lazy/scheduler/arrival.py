@@ -2,14 +2,14 @@
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sglang_lazy.chunks.store import ChunkStore
 from sglang_lazy.chunks.tree import WindowMemory
-from sglang_lazy.core.policy import Policy, ServerTraits, refusal
+from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
@@ -78,7 +78,7 @@ class Arrival:
         if self.limits.traits.cross_attention:
             return self._cross(req, layout, policy)
         kept = policy.kept(layout, req.origin_input_ids)
-        if policy.probes is None:
+        if not policy.probes:
             return self._linked(req, layout, policy, kept)
         chosen = self._choices.recall(_chooser(req, layout, policy), req.origin_input_ids, layout.chunks)
         if len(chosen) == len(layout.chunks):
@@ -188,15 +188,16 @@ class Arrival:
         """`state` with a probe, or the decided state if nothing has to be measured; None if no chunk can be kept."""
         lens = [end - start for start, end in state.layout.chunks]
         # A deviation probe computes all chunk tokens at once.
-        most = sum(lens) if state.policy.probes == "deviation" else state.policy.max_recomputed(lens)
+        most = sum(lens) if "deviation" in state.policy.probes else state.policy.max_recomputed(lens)
         linked = self._linked(req, state.layout, state.policy, state.kept, extra_text=most)
         if linked is None:
             return None
-        if state.policy.probes == "key size":
+        if set(state.policy.probes) == {"key size"}:
             scores = [self.store.scores(chunk) for chunk in linked.prompt.chunks]
             known = [part for part in scores if part is not None]
             if len(known) == len(scores):
-                return self._linked(req, state.layout, state.policy, self._choose(state, linked.prompt, known))
+                kept = self._choose(state, linked.prompt, {"key size": np.concatenate(known)})
+                return self._linked(req, state.layout, state.policy, kept)
         query_start = min(state.layout.chunks[-1][1], len(req.origin_input_ids) - 1)
         linked.probe = Probe(req, query_start)
         # SGLang aborts by id prefix: no client's id begins with a NUL.
@@ -217,9 +218,10 @@ class Arrival:
             parent.lazy = self._undecided(parent, state)
             return
         prompt = probe_state.prompt
-        scores = np.split(probe_state.probe.result(), np.cumsum([chunk.num_kept for chunk in prompt.chunks])[:-1])
-        if state.policy.probes == "key size":
-            for chunk, part in zip(prompt.chunks, scores, strict=True):
+        scores = probe_state.probe.result()
+        if "key size" in scores:
+            ends = np.cumsum([chunk.num_kept for chunk in prompt.chunks])
+            for chunk, part in zip(prompt.chunks, np.split(scores["key size"], ends[:-1]), strict=True):
                 self.store.keep_scores(chunk, part)
         kept = self._choose(state, prompt, scores)
         chooser = _chooser(parent, state.layout, state.policy)
@@ -236,18 +238,17 @@ class Arrival:
                 decided.found_text.update(zip(namespaces, probe_state.row.cached, strict=True))
             decided.found_text.update(probe_state.found_text)
 
-    def _choose(self, state: Undecided, prompt: LinkedPrompt, scores: Sequence[np.ndarray]) -> list[Ranges]:
+    def _choose(self, state: Undecided, prompt: LinkedPrompt, scores: Mapping[Measure, np.ndarray]) -> list[Ranges]:
         """Per chunk of the layout, the ranges to keep: those of earlier turns, and the policy's choice for the others.
 
-        prompt: the probe's prompt.  scores: per slice of it, the scores of its tokens.
+        prompt: the probe's prompt.  scores: of each measure, those of its tokens.
         """
         kept = list(state.kept)
-        new = [
-            (chunk, part) for chunk, part in zip(prompt.chunks, scores, strict=True) if chunk.index >= state.num_chosen
-        ]
+        new = [chunk for chunk in prompt.chunks if chunk.index >= state.num_chosen]
         if new:
-            chunks, parts = zip(*new, strict=True)
-            for chunk, ranges in zip(chunks, state.policy.choose(chunks, np.concatenate(parts)), strict=True):
+            first = prompt.num_chunk_tokens - sum(chunk.num_kept for chunk in new)
+            of_new = {measure: of_all[first:] for measure, of_all in scores.items()}
+            for chunk, ranges in zip(new, state.policy.choose(new, of_new), strict=True):
                 kept[chunk.index] = ranges
         return kept
 

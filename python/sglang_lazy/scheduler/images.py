@@ -23,7 +23,7 @@ def images_of(req: Any, layout: PromptLayout, policy: Policy) -> Images | None:
         item.is_image() and len(item.offsets) == 1 for item in inputs.mm_items
     ):
         raise ValueError("chunks cannot be combined with multimodal inputs other than images with M-RoPE")
-    if policy.probes is not None:
+    if policy.probes:
         raise Refusal("policy", f"link {policy}: its probes see no images")
     items = sorted(inputs.mm_items, key=lambda item: item.offsets[0])
     ranges = [(first, last + 1) for ((first, last),) in (item.offsets for item in items)]

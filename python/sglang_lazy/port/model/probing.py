@@ -17,12 +17,13 @@ from sglang_lazy.attention.probes import (
 )
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.attention.table import SegmentTable
+from sglang_lazy.core.policy import Measure
 from sglang_lazy.core.state import as_linked, linked
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.attention import KeysStored
 
-_MEASURES = {"deviation": measure_deviation, "key size": measure_key_size}
-"""The measurements taken after a pass; attention is summed layer by layer during it."""
+_MEASURES: dict[Measure, Callable] = {"deviation": measure_deviation, "key size": measure_key_size}
+"""The measurements taken after the last pass; attention is summed layer by layer during each."""
 
 
 @contextlib.contextmanager
@@ -37,9 +38,11 @@ def probing(batch: Any, current: LinkedBatch | None, runner: Any, table: Segment
     if sums is not None:
         sums.deliver(batch.reqs, reduce)
     for req in probes:
-        measure = _MEASURES.get(as_linked(req).policy.probes or "")
-        if measure is not None and req is not batch.chunked_req:
-            measure(req, table.model, batch.tree_cache.rows, reduce)
+        state = as_linked(req)
+        if req is not batch.chunked_req and state.probe is not None:
+            for name in _MEASURES.keys() & state.policy.probes:
+                _MEASURES[name](req, table.model, batch.tree_cache.rows, reduce)
+            state.probe.send()
 
 
 def _all_reduce(runner: Any) -> AllReduce:
