@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,9 +82,10 @@ def server_of(name: str) -> Server:
 def parse_contenders(names: str) -> list[str]:
     """The names in a comma-separated list, grouped by server so that each is started once.
 
-    Raises ValueError for a name that `contender` does not know.
+    A comma before `name=value` separates a policy's parameters. Raises ValueError for a name that `contender` does not
+    know.
     """
-    wanted = names.split(",")
+    wanted = re.split(r",(?!\w+=)", names)
     servers = [server_of(name) for name in wanted]
     return sorted(dict.fromkeys(wanted), key=lambda name: servers.index(server_of(name)))
 

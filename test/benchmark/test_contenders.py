@@ -27,6 +27,8 @@ def test_policies():
     """They share a server, and each sends its own link."""
     names = parse_contenders("lazy@base+epic:tokens=4,stock,lazy,lazy@block")
     assert names == ["lazy@base+epic:tokens=4", "lazy", "lazy@block", "stock"]
+    names_with_parameters = "lazy@query:ratio=0.2,static=0.1,lazy@block"
+    assert parse_contenders(names_with_parameters) == ["lazy@query:ratio=0.2,static=0.1", "lazy@block"]
     segments = [{"type": "chunk", "input_ids": [1]}, {"type": "text", "input_ids": [3]}]
     assert contender(names[0]).form(segments) == {"segments": segments, "link": "base+epic:tokens=4"}
     with pytest.raises(ValueError, match="link must be one of"):
