@@ -60,10 +60,12 @@ def compile_kernel(kernel, dtype, num_warps, num_stages, **constants):
 
 def compile_decode(dtype, group, head_dim, rotary_dim, is_neox, logit_cap=None):
     shared = dict(HEAD_DIM=head_dim, ACC=accumulator(DTYPES[dtype])[0])
-    shared |= block_sizes(head_dim, DTYPES[dtype], decode.TILE_BYTES)
-    block_h, _ = decode._plan(8 * group, 8, torch.device("cpu"))
+    decode.shared_memory = lambda device: MAX_SHARED
+    launch = decode._launch(head_dim, DTYPES[dtype], torch.device("cuda"))
+    shared |= block_sizes(head_dim, DTYPES[dtype], launch.tile_bytes)
+    block_h, _ = decode._plan(8 * group, 8, launch.programs, torch.device("cpu"))
     main = compile_kernel(
-        decode._link_decode_kernel, dtype, decode.NUM_WARPS, decode.NUM_STAGES, **shared, GROUP=group,
+        decode._link_decode_kernel, dtype, launch.num_warps, launch.num_stages, **shared, GROUP=group,
         ROTARY_DIM=rotary_dim, IS_NEOX=is_neox, **score_scales(head_dim**-0.5, logit_cap), BLOCK_H=block_h,
         BLOCK_BS=128, BLOCK_SEGMENTS=16,
     )  # fmt: skip
@@ -80,7 +82,7 @@ def compile_extend(dtype, group, head_dim, rotary_dim, is_neox, extend_len, spli
     row_bytes = head_dim * operand_size(DTYPES[dtype])
     block_m, _ = extend._plan(1, extend_len, 10000, extend_len, 8 * group, 8, head_dim, row_bytes, 132)
     extend.shared_memory = lambda device: MAX_SHARED
-    blocks = block_sizes(head_dim, DTYPES[dtype], extend.TILE_BYTES)
+    blocks = block_sizes(head_dim, DTYPES[dtype], extend._tile_bytes(block_m, "cuda"))
     main = compile_kernel(
         extend._link_extend_kernel, dtype, *extend._launch(block_m, head_dim, "cuda").values(),
         **options, **shared, **blocks, GROUP=group, ROTARY_DIM=rotary_dim, IS_NEOX=is_neox,

@@ -1,10 +1,12 @@
 """Decode over cached chunks: split-KV attention whose query tile is rotated back for each chunk."""
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_lazy.device import num_sms
+from sgl_kernel_lazy.device import num_sms, shared_memory
 from sgl_kernel_lazy.triton.common import (
     accumulate,
     accumulator,
@@ -13,6 +15,7 @@ from sgl_kernel_lazy.triton.common import (
     jit,
     kv_dtypes,
     merge_splits,
+    operand_size,
     partner_dim,
     rotate_back,
     score_scales,
@@ -21,11 +24,31 @@ from sgl_kernel_lazy.triton.common import (
 )
 from sgl_kernel_lazy.validation import check_decode_inputs, check_rows, check_tensor
 
-# Bytes of a tile of keys, warps, stages, and how many such programs run on an SM at a time: that many are launched,
-# with equal spans, so that all begin and end together. Keys are found through kv_indices, and a load that depends on
-# another takes two pipeline stages: 2n + 1 stages keep n tiles in flight. Small tiles suit short chunks, and many of
-# them a kernel that only waits for memory.
-TILE_BYTES, NUM_WARPS, NUM_STAGES, PROGRAMS = 8192, 2, 5, 4
+
+class Launch(NamedTuple):
+    """How the kernel is launched.
+
+    tile_bytes: of a tile of keys.
+    programs: how many run on an SM at a time; as many are launched, with equal spans, so that all begin and end
+        together.
+    """
+
+    tile_bytes: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+# Keys are found through kv_indices, and a load that depends on another takes two pipeline stages: 2n + 1 stages keep n
+# tiles in flight. Small tiles suit short chunks, and many of them a kernel that only waits for memory. Results of 512
+# dimensions take the registers of more warps, and fewer such programs fit.
+USUAL, WIDE = Launch(8192, 2, 5, 4), Launch(32768, 8, 5, 1)
+WIDE_SHARED_MEMORY = 160 << 10  # bytes
+
+
+def _launch(head_dim: int, dtype: torch.dtype, device: torch.device) -> Launch:
+    wide = head_dim > 256 and operand_size(dtype) == 2 and shared_memory(device) >= WIDE_SHARED_MEMORY
+    return WIDE if wide else USUAL
 
 
 @triton.jit
@@ -137,13 +160,17 @@ def _merge_kernel(
 def _plan(
     num_qo_heads: int,
     num_kv_heads: int,
+    programs: int,
     device: torch.device,
 ) -> tuple[int, int]:
-    """(BLOCK_H, num_spans): query heads per tile, and spans of the batch, from static shapes alone."""
+    """(BLOCK_H, num_spans): query heads per tile, and spans of the batch, from static shapes alone.
+
+    programs: per SM.
+    """
     group = num_qo_heads // num_kv_heads
     block_h = min(64, max(16, triton.next_power_of_2(group)))
     programs_per_span = num_kv_heads * triton.cdiv(group, block_h)
-    return block_h, max(1, PROGRAMS * num_sms(device) // programs_per_span)
+    return block_h, max(1, programs * num_sms(device) // programs_per_span)
 
 
 def decode_workspace(
@@ -158,7 +185,7 @@ def decode_workspace(
 
     It takes 4 * num_qo_heads * (head_dim + 2) bytes per request and per span, of which there are a few hundred.
     """
-    _, num_spans = _plan(num_qo_heads, num_kv_heads, torch.device(device))
+    _, num_spans = _plan(num_qo_heads, num_kv_heads, USUAL.programs, torch.device(device))  # no launch has more
     return torch.empty((num_spans + max_bs) * num_qo_heads * (head_dim + 2), dtype=torch.float32, device=device)
 
 
@@ -215,7 +242,8 @@ def link_decode(
         return out
     num_kv_heads = k_cache.shape[1]
     group = num_qo_heads // num_kv_heads
-    block_h, num_spans = _plan(num_qo_heads, num_kv_heads, q.device)
+    launch = _launch(head_dim, q.dtype, q.device)
+    block_h, num_spans = _plan(num_qo_heads, num_kv_heads, launch.programs, q.device)
     if workspace is None:
         workspace = decode_workspace(bs, segment_ends.shape[1], num_qo_heads, num_kv_heads, head_dim, q.device)
     check_tensor("workspace", workspace, (None,), (torch.float32,), q.device)
@@ -227,7 +255,7 @@ def link_decode(
     partial_out, partial_lse = workspace[: rows * (head_dim + 2)].split([rows * head_dim, rows * 2])
     partial_lse = partial_lse.view(acc_dtype)
 
-    blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
+    blocks = block_sizes(head_dim, q.dtype, launch.tile_bytes)
     _link_decode_kernel[(num_kv_heads * triton.cdiv(group, block_h), num_spans)](
         q, k_cache, v_cache, partial_out, partial_lse,
         kv_indptr, kv_indices, num_segments, segment_ends, segment_offsets, cos_sin_cache,
@@ -237,7 +265,7 @@ def link_decode(
         GROUP=group, HEAD_DIM=head_dim, ROTARY_DIM=cos_sin_cache.shape[1], IS_NEOX=is_neox,
         **score_scales(sm_scale, logit_cap), ACC=acc, BLOCK_H=block_h, **blocks,
         BLOCK_BS=table_block(bs, least=128), BLOCK_SEGMENTS=table_block(segment_ends.shape[1], least=16),
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        num_warps=launch.num_warps, num_stages=launch.num_stages,
     )  # fmt: skip
     _merge_kernel[(num_qo_heads, bs)](
         partial_out, partial_lse, sinks, out, lse, kv_indptr, bs, num_spans,

@@ -28,6 +28,8 @@ MAX_SPLITS = 64
 TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
 # Bytes of a tile of keys; shared memory per program, as on Hopper, from which a third stage is used.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
+# Rows and bytes of a tile of keys for heads of 512, whose results leave registers for no more; bytes of shared memory.
+WIDE_BLOCK_M, WIDE_TILE_BYTES, WIDE_SHARED_MEMORY = 32, 32768, 160 << 10
 
 
 @jit
@@ -184,7 +186,12 @@ def _plan(
     """
     rows = max_extend_len * (num_qo_heads // num_kv_heads)
     # Wide heads and fp32 leave no registers for 128 rows; the widest in fp32 leave no shared memory for 64.
-    block_m = 16 if rows <= 16 or row_bytes > 1024 else 64 if rows <= 64 or row_bytes > 256 else 128
+    if rows <= 16 or row_bytes > 1024:
+        block_m = 16
+    elif head_dim > 256:
+        block_m = WIDE_BLOCK_M
+    else:
+        block_m = 64 if rows <= 64 or row_bytes > 256 else 128
     programs = bs * num_kv_heads * -(-rows // block_m)
     tiles = max(1, -(-nnz_kv // (bs * 128)))
 
@@ -203,10 +210,20 @@ def _launch(
 ) -> dict[str, int]:
     """Warps and stages: three stages keep two tiles in flight, two stages one; unlike in link_decode.py, loading slots
     takes no stage."""
+    if block_m == WIDE_BLOCK_M:
+        return dict(num_warps=4, num_stages=2)
     return dict(
         num_warps=8 if block_m == 128 or head_dim > 128 else 4,
         num_stages=3 if shared_memory(device) >= DEEP_SHARED_MEMORY else 2,
     )
+
+
+def _tile_bytes(
+    block_m: int,
+    device: torch.device,
+) -> int:
+    wide = block_m == WIDE_BLOCK_M and shared_memory(device) >= WIDE_SHARED_MEMORY
+    return WIDE_TILE_BYTES if wide else TILE_BYTES
 
 
 def link_extend(
@@ -261,7 +278,7 @@ def link_extend(
     if num_splits > 1:
         target = torch.empty(num_splits * nnz_qo, num_qo_heads, head_dim, dtype=torch.float32, device=q.device)
         target_lse = torch.empty(num_splits * nnz_qo, num_qo_heads, dtype=acc_dtype, device=q.device)
-    blocks = block_sizes(head_dim, q.dtype, TILE_BYTES)
+    blocks = block_sizes(head_dim, q.dtype, _tile_bytes(block_m, q.device))
     _link_extend_kernel[(triton.cdiv(max_extend_len * group, block_m), num_kv_heads, bs * num_splits)](
         q, k_cache, v_cache, sinks, target, target_lse,
         qo_indptr, q_positions, kv_indptr, kv_indices, kv_positions,
