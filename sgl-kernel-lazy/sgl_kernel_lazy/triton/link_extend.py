@@ -28,7 +28,8 @@ MAX_SPLITS = 64
 TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
 # Bytes of a tile of keys; shared memory per program, as on Hopper, from which a third stage is used.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
-# Rows and bytes of a tile of keys for heads of 512, whose results leave registers for no more; bytes of shared memory.
+# For heads of 512: rows, bytes of a tile of keys, and shared memory from which such tiles are used. With more rows their
+# results would leave no registers; with these, two programs fit on an SM of Hopper.
 WIDE_BLOCK_M, WIDE_TILE_BYTES, WIDE_SHARED_MEMORY = 32, 32768, 160 << 10
 
 
@@ -193,10 +194,11 @@ def _plan(
     else:
         block_m = 64 if rows <= 64 or row_bytes > 256 else 128
     programs = bs * num_kv_heads * -(-rows // block_m)
+    at_once = num_sms * (2 if block_m == WIDE_BLOCK_M else 1)
     tiles = max(1, -(-nnz_kv // (bs * 128)))
 
     def time(num_splits: int) -> float:
-        waves = -(-programs * num_splits // num_sms)
+        waves = -(-programs * num_splits // at_once)
         merge = MERGE_TIME + num_splits * nnz_qo * num_qo_heads * head_dim * 8 / MERGE_RATE if num_splits > 1 else 0.0
         return waves * (-(-tiles // num_splits) * TILE_TIME + ITEM_TIME) + merge
 
