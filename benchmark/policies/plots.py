@@ -21,6 +21,7 @@ CURVES = {
         "base+query:ratio=0.2",
         "base+query:ratio=0.3",
     ),
+    "base+query, static": ("base", "base+query:ratio=0.15,static=0.05", "base+query:ratio=0.2,static=0.1"),
     "query": ("block", "query:ratio=0.15"),
     "base+static": ("base", "base+static:ratio=0.15", "base+static:ratio=0.2"),
     "static": ("block", "static:ratio=0.15"),

@@ -27,6 +27,8 @@ PAIRS = (
     ("base+query:ratio=0.15", "base+epic:tokens=16"),
     ("base+query:ratio=0.15", "base+blend:ratio=0.15"),
     ("base+query:ratio=0.15", "base+static:ratio=0.15"),
+    ("base+query:ratio=0.15,static=0.05", "base+query:ratio=0.15"),
+    ("base+query:ratio=0.15,static=0.05", "base+static:ratio=0.15"),
     ("base+static:ratio=0.15", "base"),
     ("base", "epic:tokens=16"),
 )

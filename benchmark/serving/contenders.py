@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from benchmark.serving.prompts import as_chunks, as_plain
 from sglang_lazy.policies import get_policy
 from sglang_lazy.testing import running_server
+from sglang_lazy.verify.policies import split_policies
 
 STOCK = "sglang.launch_server"
 LAZY = "sglang_lazy.launch_server"
@@ -82,10 +82,9 @@ def server_of(name: str) -> Server:
 def parse_contenders(names: str) -> list[str]:
     """The names in a comma-separated list, grouped by server so that each is started once.
 
-    A comma before `name=value` separates a policy's parameters. Raises ValueError for a name that `contender` does not
-    know.
+    Raises ValueError for a name that `contender` does not know.
     """
-    wanted = re.split(r",(?!\w+=)", names)
+    wanted = split_policies(names)
     servers = [server_of(name) for name in wanted]
     return sorted(dict.fromkeys(wanted), key=lambda name: servers.index(server_of(name)))
 

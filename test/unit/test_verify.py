@@ -395,7 +395,8 @@ def test_all_policies():
     for link in ALL:
         policy = get_policy(link)
         assert str(policy) == link
-        values[policy.preamble, policy.name].add(getattr(policy, "ratio", getattr(policy, "tokens", None)))
+        amount = getattr(policy, "ratio", getattr(policy, "tokens", None))
+        values[policy.preamble, policy.name].add((amount, getattr(policy, "static", 0)))
     assert sum(map(len, values.values())) == len(ALL)
     assert {name for _, name in values} == POLICIES.keys() - {"full", "copy"}
     for (preamble, name), of_policy in values.items():

@@ -16,15 +16,19 @@ ALL = (
         for name in ("static", "query", "blend")
         for base in ("", "base+")
     ),
+    "base+query:ratio=0.15,static=0.05",
     "base+query:ratio=0.3",
 )
 """The policies of `--policies all`, from no recomputation to much: every policy that has answers of its own, and two
 values of `tokens` or `ratio`, so that a line can be fitted to the times. Trained tokens belong around chunks without a
 preamble, as many as were trained."""
 
-_NEXT_POLICY = re.compile(r",(?!\w+=)")  # other commas separate parameters of one policy
+
+def split_policies(text: str) -> list[str]:
+    """The items of a comma-separated list of policies; a comma before `name=value` separates parameters of one."""
+    return re.split(r",(?!\w+=)", text)
 
 
 def parse_policies(text: str) -> Sequence[str] | Literal["all"]:
     """The links in a comma-separated list, or "all". The server checks whether they exist."""
-    return "all" if text == "all" else _NEXT_POLICY.split(text)
+    return "all" if text == "all" else split_policies(text)

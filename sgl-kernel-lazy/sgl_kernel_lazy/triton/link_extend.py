@@ -28,8 +28,8 @@ MAX_SPLITS = 64
 TILE_TIME, ITEM_TIME, MERGE_TIME, MERGE_RATE = 2.3, 5.0, 4.0, 3e6
 # Bytes of a tile of keys; shared memory per program, as on Hopper, from which a third stage is used.
 TILE_BYTES, DEEP_SHARED_MEMORY = 16384, 208 << 10
-# For heads of 512: rows, bytes of a tile of keys, and shared memory from which such tiles are used. With more rows their
-# results would leave no registers; with these, two programs fit on an SM of Hopper.
+# For heads of 512: rows, bytes of a tile of keys, and the shared memory that such tiles need. With more rows, results
+# leave no registers; with these, two programs fit on an SM of Hopper.
 WIDE_BLOCK_M, WIDE_TILE_BYTES, WIDE_SHARED_MEMORY = 32, 32768, 160 << 10
 
 
