@@ -15,8 +15,11 @@ demo: $(READY)
 demo-exact: $(READY) # without a download
 	$(BIN)/python examples/demo_exact.py
 
+# Processes keep what they free: malloc would give back each large tensor's memory, and the kernel would clear it again.
+KEEP := MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000
+
 # Tests that share a server share a worker; those of the servers come first, as they take longest.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(KEEP) $(BIN)/python -m pytest --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 
 test: $(READY) # in minutes
 	$(PYTEST) -m 'not slow'
