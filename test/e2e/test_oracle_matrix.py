@@ -3,6 +3,7 @@
 Core models run everything, the others each scenario once; LAZY_ALL_MODELS=1 makes all of them core.
 """
 
+import contextlib
 import functools
 import gc
 import os
@@ -10,6 +11,7 @@ import os
 import pytest
 import torch
 
+from fakes import shared_gate
 from oracle.block_mask import Oracle, greedy
 from oracle.models import MODELS
 from oracle.models.build import build
@@ -224,9 +226,10 @@ def test_prompts_given_as_text(served):
 
 
 @pytest.mark.parametrize("name", [on_one_worker(name) for name in SERVABLE if name not in NAMES])
-def test_other_models(name, model_dir):
+def test_other_models(name, model_dir, with_plugin):
     """Each scenario once: cold, and warm where it repeats itself."""
-    served = Served(name, model_dir)
+    with with_plugin(shared_gate.load) if name == "qwen2-moe" else contextlib.nullcontext():
+        served = Served(name, model_dir)
     try:
         for names in GROUPS:
             check_counts(served.play(names))

@@ -1,6 +1,8 @@
 """Ways to start a server: the local runtime of the frontend language, and the command."""
 
+import os
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,14 +19,32 @@ def answer_from(s, document):
     s += "Read: " + sgl.chunk(document) + " Who?" + sgl.gen("answer", max_tokens=6, temperature=0, ignore_eos=True)
 
 
-@pytest.mark.slow
-def test_local_runtime(tiny_model):
+def printed(module, *arguments, status, environment=None):
+    """What a module printed that ended with this status."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = start(module, arguments, environment=environment or {}, source=None, output=output)
+        ended = process.wait()
+        output.seek(0)
+        shown = output.read()
+    assert ended == status, shown
+    return shown
+
+
+def check_local_runtime(tiny_model):
     runtime = sgl.Runtime(launch_timeout=600, model_path=tiny_model, max_total_tokens=8192, **device_options())
     try:
         state = answer_from.run(document=RIVER, backend=runtime)
         assert state.error() is None and state.get_meta_info("answer")["chunks"][0]["offset"] > 0
     finally:
         runtime.shutdown()
+
+
+@pytest.mark.slow
+def test_local_runtime(tiny_model):
+    """In a process whose children are forks. They install the plugin themselves."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    program = f"import os, test_starting; test_starting.check_local_runtime({tiny_model!r}); os._exit(7)"
+    printed("timeit", "-n", "1", "-r", "1", program, status=7, environment={"PYTHONPATH": path})
 
 
 # The command
@@ -41,11 +61,7 @@ def test_help_shows_both_kinds_of_flags(capsys):
 
 def refused(*flags, status):
     """What the command printed before it gave up."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = start("sglang_lazy.launch_server", flags, environment={}, source=None, output=output)
-        assert process.wait() == status
-        output.seek(0)
-        return output.read()
+    return printed("sglang_lazy.launch_server", *flags, status=status)
 
 
 def test_bad_flags_of_ours_are_refused(tiny_model):

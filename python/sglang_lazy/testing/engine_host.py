@@ -1,6 +1,8 @@
 """The process of an `EngineProcess`: reads calls from its standard input, a socket, and sends back their results."""
 
+import asyncio
 import os
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -13,28 +15,45 @@ def flush_cache(engine: Any) -> None:
         raise ServerError(f"the cache could not be emptied: {result.message}")
 
 
+async def awaited(call: Awaitable[Any]) -> Any:
+    result = await call
+    return [item async for item in result] if isinstance(result, AsyncIterator) else result
+
+
+async def together(calls: list[Awaitable[Any]]) -> list[Any]:
+    return await asyncio.gather(*map(awaited, calls))
+
+
+def call(engine: Any, name: str, calls: list[tuple[tuple, dict[str, Any]]]) -> list[Any]:
+    """The results of calls of a method, as lists where they are streams."""
+    results = [getattr(engine, name)(*arguments, **named) for arguments, named in calls]
+    if isinstance(results[0], Awaitable):
+        return engine.loop.run_until_complete(together(results))
+    return [list(result) if isinstance(result, Iterator) else result for result in results]
+
+
 def main() -> None:
     from sglang_lazy import Engine
 
-    calls = Connection(os.dup(0))
+    received = Connection(os.dup(0))
     engine: Any = None
     while True:
         try:
-            name, arguments = calls.recv()
+            name, calls = received.recv()
         except EOFError:
             return
+        result: Any = [None]
         try:
             match name:
                 case "start":
-                    engine, result = Engine(**arguments), None
+                    engine = Engine(**calls[0][1])
                 case "flush_cache":
                     flush_cache(engine)
-                    result = None
                 case _:
-                    result = getattr(engine, name)(**arguments)
+                    result = call(engine, name, calls)
         except Exception as error:
             result = error
-        calls.send(result)
+        received.send(result)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,14 @@ def start(
     source: IO | socket.socket | None,
     output: IO,
     as_command: bool = False,
+    installed: bool | None = None,
 ) -> Process:
     """Run `python -m MODULE ARGUMENTS`.
 
     source: its standard input; None for nothing. output: for its standard output and errors.
     environment: variables for it, which override those of this process.
     as_command: start a new interpreter even if a fork is possible. On a GPU there are no forks.
+    installed: whether a fork finds the plugin's hooks installed; by default if the module is ours.
     """
     # Threads that spin while waiting would take cores from the server's other processes.
     variables = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **environment}
@@ -60,8 +62,10 @@ def start(
     # Compiling some of SGLang's layers with C++ would take longer than all requests of a test.
     variables.setdefault("TORCH_COMPILE_DISABLE", "1")
     job = module, list(arguments), variables, os.getcwd()
+    if installed is None:
+        installed = module.startswith("sglang_lazy.")
     with open(os.devnull, "rb") as nothing:
-        return _template(variables).fork(job, (source or nothing).fileno(), output.fileno())
+        return _template(variables).fork(job, installed, (source or nothing).fileno(), output.fileno())
 
 
 class Template:
@@ -82,10 +86,10 @@ class Template:
         if not self.stock.recv(8):
             raise self.ended()
 
-    def fork(self, job: tuple, source: int, output: int) -> "Forked":
-        """Fork a process.  job: the fields of a `template.Job`; our modules find the plugin installed.
+    def fork(self, job: tuple, installed: bool, source: int, output: int) -> "Forked":
+        """Fork a process.  job: the fields of a `template.Job`.  installed: whether the plugin is.
         source, output: open files."""
-        control = self.ours if job[0].startswith("sglang_lazy.") else self.stock
+        control = self.ours if installed else self.stock
         read, write = os.pipe()
         try:
             socket.send_fds(control, [pickle.dumps(job)], [write, source, output])

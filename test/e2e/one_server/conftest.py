@@ -2,7 +2,7 @@
 
 import pytest
 
-from sglang_lazy.testing import device_flags, device_options, running_server
+from sglang_lazy.testing import EngineProcess, device_flags, device_options, running_server
 
 
 @pytest.fixture(scope="package")
@@ -26,11 +26,9 @@ def server(server_flags, server_log):
 
 
 @pytest.fixture(scope="package")
-def engine(server, tiny_model):
-    """Closed together with the server: when an engine shuts down, SGLang kills all children of the process."""
-    import sglang_lazy
-
-    with sglang_lazy.Engine(
-        model_path=tiny_model, max_total_tokens=8192, lazy_max_chunks=4, **device_options()
-    ) as engine:
-        yield engine
+def engine(tiny_model):
+    """Its processes install the plugin themselves, as a user's do."""
+    options = dict(model_path=tiny_model, max_total_tokens=8192, lazy_max_chunks=4, **device_options())
+    engine = EngineProcess(installed=False, **options)
+    yield engine
+    engine.shutdown()

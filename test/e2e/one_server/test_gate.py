@@ -13,6 +13,7 @@ import sglang_lazy as sgl
 from oracle.tokenizer import VOCAB_SIZE
 from sglang_lazy.testing import Client
 from sglang_lazy.verify import ALL, Thresholds, connect, verify
+from sglang_lazy.verify.__main__ import main
 
 
 def refusal(url, path="/generate", **body):
@@ -239,17 +240,26 @@ def test_verify_where_answers_end_early(server):
     assert word not in one.full.text and len(one.linked["block"].kl) == len(one.full.tokens) < 8
 
 
-@pytest.mark.slow  # starts the command three times; the other tests call what it does
-def test_verify_command(server, tmp_path):
+@pytest.mark.slow  # starts the command; the other tests call what it does
+def test_verify_command(server, tmp_path, capfd):
+    """Once as users start it. What else it may exit with is tried in this process, which has imported SGLang."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"segments": SEGMENTS, "answers": ["Venice"]}) + "\n")
-    command = [sys.executable, "-m", "sglang_lazy.verify", "--url", server, "--prompts", str(prompts)]
-    judged = subprocess.run([*command, "--min-agreement", "1"], capture_output=True, text=True, timeout=120)
-    assert judged.returncode == 1 and "FAIL: none of these policies" in judged.stdout, judged.stderr
-    compared = [*command, "--policies", "block,base+query:ratio=1", "--min-agreement", "1"]
-    judged = subprocess.run(compared, capture_output=True, text=True, timeout=120)
+    arguments = ["--url", server, "--prompts", str(prompts)]
+    compared = [*arguments, "--policies", "block,base+query:ratio=1", "--min-agreement", "1"]
+    command = [sys.executable, "-m", "sglang_lazy.verify", *compared]
+    judged = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert judged.returncode == 0, judged.stderr
     assert judged.stdout.endswith("PASS: --lazy-default-link base+query:ratio=1.0\n")
+
+    def judge(*arguments):
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        return ended.value.code, *capfd.readouterr()
+
+    status, printed, _ = judge(*arguments, "--min-agreement", "1")
+    assert status == 1 and "FAIL: none of these policies" in printed
     prompts.write_text(json.dumps({"segments": [*SEGMENTS[:2], text("x " * 3000)]}))
-    refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert refused.returncode == 2 and "longer than the model's context length" in refused.stderr
+    status, _, errors = judge(*arguments)
+    assert status == 2 and "longer than the model's context length" in errors

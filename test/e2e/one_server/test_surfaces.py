@@ -530,16 +530,13 @@ def test_engine_forms(engine, generate):
     batch = engine.generate(segments=[segments, ["Who?"]], sampling_params=GREEDY)
     assert batch[0]["output_ids"] == expected and "chunks" not in batch[1]["meta_info"]
     assert batch[1]["output_ids"] == engine.generate("Who?", GREEDY)["output_ids"]
-    stream = list(engine.generate(segments=segments, sampling_params=GREEDY, stream=True))
+    stream = engine.generate(segments=segments, sampling_params=GREEDY, stream=True)
     assert stream[-1]["output_ids"] == expected and stream[-1]["meta_info"]["chunks"][0]["hit"]
 
-    async def both():
-        stream = await engine.async_generate(segments=segments, sampling_params=GREEDY, stream=True)
-        outputs = [output async for output in stream]
-        return outputs[-1], await engine.async_generate(segments=segments, sampling_params=GREEDY)
-
-    assert [output["output_ids"] for output in engine.loop.run_until_complete(both())] == [expected] * 2
-    assert asyncio.iscoroutinefunction(engine.async_generate)
+    arguments = dict(segments=segments, sampling_params=GREEDY)
+    streamed, whole = engine.call_together("async_generate", [{**arguments, "stream": True}, arguments])
+    assert streamed[-1]["output_ids"] == whole["output_ids"] == expected
+    assert asyncio.iscoroutinefunction(sgl.Engine.async_generate)
 
 
 def test_engine_refuses_bad_segments(engine):
@@ -564,6 +561,6 @@ def test_engine_link(engine, generate):
     assert expected["block"] != expected["full"]
     for link, answered in ((None, "block"), ("block", "block"), ("full", "full")):
         once = engine.generate(segments=segments, sampling_params=GREEDY, link=link)
-        again = engine.async_generate(segments=[segments], sampling_params=GREEDY, link=[link])
-        for answer in (once, *engine.loop.run_until_complete(again)):
+        again = engine.call("async_generate", segments=[segments], sampling_params=GREEDY, link=[link])
+        for answer in (once, *again):
             assert (answer["output_ids"], answer["meta_info"]["link"]) == (expected[answered], answered)
