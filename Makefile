@@ -65,7 +65,7 @@ format: $(READY)
 MINUTES ?= 15
 
 soak: $(READY) # small servers under hostile traffic, every answer held against the oracle
-	$(BIN)/python -m benchmark.soak --minutes $(MINUTES)
+	$(KEEP) $(BIN)/python -m benchmark.soak --minutes $(MINUTES)
 
 REQUESTS ?= 10000
 SEED ?= 0
@@ -77,7 +77,7 @@ SMOKE := $(VENV)/bench-smoke
 
 bench-smoke: $(READY) # the serving benchmark at tiny sizes, to see that all of it works
 	rm -rf $(SMOKE)
-	$(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,lazy@base+query:ratio=0.2,stock \
+	$(KEEP) $(BIN)/python -m benchmark.serving.bench --model tiny --kv-pool-gb 0.1 --contenders lazy,copy,lazy@base+query:ratio=0.2,stock \
 		--plan benchmark/serving/plans/smoke.txt --out $(SMOKE)
 	$(BIN)/python -m benchmark.serving.plots $(SMOKE) --out $(SMOKE)
 
@@ -85,7 +85,7 @@ FRAMEWORKS := $(VENV)/frameworks
 FRAMEWORKS_READY := $(FRAMEWORKS)/.ready-$(shell sha256sum examples/frameworks/requirements.txt | cut -c1-12)
 
 examples-smoke: $(FRAMEWORKS_READY) # the clients of examples/frameworks against a tiny server
-	$(BIN)/python .ci/clients.py $(FRAMEWORKS)/bin/python
+	$(KEEP) $(BIN)/python .ci/clients.py $(FRAMEWORKS)/bin/python
 
 $(FRAMEWORKS_READY): $(READY)
 	$(PYTHON) -m venv --clear $(FRAMEWORKS)

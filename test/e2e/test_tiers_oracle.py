@@ -27,8 +27,9 @@ def served(request, model_dir, with_plugin):
 
 
 def displace(served, number):
-    """Have the device evict everything."""
-    served.answer([Dice(f"displace {number}").text(POOL - 20)])
+    """Have the device evict everything. A single prompt of the pool's size would take four times the attention."""
+    dice = Dice(f"displace {number}")
+    served.answer(*([dice.text((POOL - 36) // 4)] for _ in range(4)))
 
 
 def test_every_request_loads(served):

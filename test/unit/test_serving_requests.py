@@ -119,7 +119,7 @@ def test_links_keep_their_parameters():
         ("epic:tokens=0", "tokens must be at least 1, got 0"),
         ("epic:tokens=many", "tokens must be of type int, got 'many'"),
         ("query:ratio=2", "ratio must be above 0 and at most 1, got 2.0"),
-        ("query:share=0.1", "policy 'query' takes ratio, got 'share=0.1'"),
+        ("query:share=0.1", "policy 'query' takes ratio, static, got 'share=0.1'"),
         ("block:tokens=1", "policy 'block' has no parameters, got 'tokens=1'"),
         ("base:preamble=mine", "preamble must be one of none, neutral, lead, got 'mine'"),
         ("base+full", "full computes no chunks, so a preamble has no effect"),
