@@ -28,7 +28,7 @@ def served(request, model_dir, with_plugin):
 
 def displace(served, number):
     """Have the device evict everything. A single prompt of the pool's size would take four times the attention."""
-    dice = Dice(f"displace {number}")
+    dice = Dice(f"push out {number}")
     served.answer(*([dice.text((POOL - 36) // 4)] for _ in range(4)))
 
 
