@@ -205,11 +205,7 @@ def _plan(
     return block_m, min(range(1, min(tiles, MAX_SPLITS) + 1), key=time)
 
 
-def _launch(
-    block_m: int,
-    head_dim: int,
-    device: torch.device,
-) -> dict[str, int]:
+def _launch(block_m: int, head_dim: int, device: torch.device) -> dict[str, int]:
     """Warps and stages: three stages keep two tiles in flight, two stages one; unlike in link_decode.py, loading slots
     takes no stage."""
     if block_m == WIDE_BLOCK_M:
@@ -220,10 +216,7 @@ def _launch(
     )
 
 
-def _tile_bytes(
-    block_m: int,
-    device: torch.device,
-) -> int:
+def _tile_bytes(block_m: int, device: torch.device) -> int:
     wide = block_m == WIDE_BLOCK_M and shared_memory(device) >= WIDE_SHARED_MEMORY
     return WIDE_TILE_BYTES if wide else TILE_BYTES
 
