@@ -227,6 +227,8 @@ _MODELS_WITH_EXPERTS = {
     "fp8 block": [QWEN3_MOE, MINIMAX_M2],
     "compressed fp8": [GLM4_MOE],
     "compressed int4": [QWEN3_MOE],
+    "awq": [QWEN3_MOE],
+    "gptq": [QWEN3_MOE],
 }
 WITH_EXPERTS = {
     "mxfp4 gpt-oss": Format({"quant_method": "mxfp4"}, mxfp4, model=GPT_OSS, weights=r"experts\.\w+_proj"),

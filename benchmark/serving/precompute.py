@@ -4,7 +4,8 @@
 
 An engine with file storage and a server of SGLang's take turns on one machine. The server gets each chunk as a plain
 prompt, in the same batches, and generates one token. Each round has new random chunks; the first, a warm-up, is left
-out. Rows go to `--out` as JSON lines, after a line with the environment. Flags after `--` go to both.
+out. Files are in a temporary folder (`TMPDIR`), and deleted after each round. Rows go to `--out` as JSON lines, after a
+line with the environment. Flags after `--` go to both.
 
 Without a GPU:
 
@@ -51,8 +52,8 @@ def prefill(url: str, chunks: Chunks) -> None:
         requests.post(f"{url}/generate", json=body).raise_for_status()
 
 
-def measure(ways: dict[str, Callable[[Chunks], None]], args: argparse.Namespace) -> Iterator[dict]:
-    """The rows of all rounds, in which the contenders take turns to be first."""
+def measure(ways: dict[str, Callable[[Chunks], None]], storage: Path, args: argparse.Namespace) -> Iterator[dict]:
+    """The rows of all rounds, in which the contenders take turns to be first.  storage: the folder of the files."""
     rng = random.Random(args.seed)
     for number in range(args.rounds + 1):
         chunks = [random_tokens(rng, args.chunk_len) for _ in range(args.num_chunks)]
@@ -63,6 +64,8 @@ def measure(ways: dict[str, Callable[[Chunks], None]], args: argparse.Namespace)
             if number:
                 shape = {"chunk_len": args.chunk_len, "batch": BATCH_SIZE}
                 yield {"contender": name, "round": number, "tokens": sum(map(len, chunks)), "seconds": seconds, **shape}
+        for file in storage.iterdir():
+            file.unlink()
 
 
 def parse_args() -> argparse.Namespace:
@@ -91,7 +94,8 @@ def main() -> None:
         path, log = model_path(args.model, Path(scratch)), Path(scratch) / "stock.log"
         flags = [*device_flags(), *model_flags(args.model, path), *args.server_flags]
         write({"environment": describe_environment(commit=args.commit, seed=args.seed, server_flags=flags)})
-        os.environ[FOLDER] = str(Path(scratch) / "storage")
+        storage = Path(scratch) / "storage"
+        os.environ[FOLDER] = str(storage)
         with (
             running(contender("stock").server, flags, log, args.start_timeout) as url,
             started(path, [*flags, *STORAGE]) as engine,
@@ -100,7 +104,7 @@ def main() -> None:
                 "precompute": lambda chunks: compute_into_storage(engine, chunks),
                 "stock": lambda chunks: prefill(url, chunks),
             }
-            for row in measure(ways, args):
+            for row in measure(ways, storage, args):
                 write(row)
                 print(f"{row['contender']:12} {row['tokens'] / row['seconds']:10.0f} tokens/s", flush=True)
 

@@ -12,7 +12,8 @@ import argparse
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,11 @@ from sglang_lazy.serving.registration import computing
 from sglang_lazy.verify.prompts import read_json_lines
 
 BATCH_SIZE = 32
-"""The number of chunks that are computed before waiting until they are stored."""
+"""The number of chunks that are computed together. While they are, those before them are stored."""
+ROUND_SIZE = 8 * BATCH_SIZE
+"""The number of chunks after which the computation waits until all are stored."""
+PATIENCE = 5.0
+"""The number of seconds without a stored chunk after which the next batch is computed nevertheless."""
 
 
 def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -63,27 +68,54 @@ def precompute(
     """
     num_found, chunks = 0, iter(chunks)
     with tqdm(total=total, desc="chunks", disable=None) as bar:
-        while batch := list(itertools.islice(chunks, BATCH_SIZE)):
-            before = _num_stored(engine)
-            hits = _compute(engine, batch, lora_path)
-            num_found += sum(hits)
-            new = {json.dumps(chunk) for chunk, hit in zip(batch, hits, strict=True) if not hit}
-            if _num_stored(engine) - before < len(new):
-                _store_each(engine, batch, lora_path)
-            bar.update(len(batch))
+        while part := list(itertools.islice(chunks, ROUND_SIZE)):
+            num_found += _store(engine, part, lora_path, bar.update)
     return num_found
 
 
-def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> list[bool]:
-    """Compute and store the chunks that storage does not have. Returns for each whether it was there."""
-    prompts = [[chunk, "\n"] for chunk in chunks]
-    params = {"max_new_tokens": 1, "temperature": 0}
-    outputs = engine.generate(segments=prompts, sampling_params=params, lora_path=lora_path, link=_link())
+def _store(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None, progress: Callable[[int], Any]) -> int:
+    """Compute and store the chunks that storage does not have. Returns how many it had.
+
+    Where fewer have been stored than computed, such as when the host's memory is too small for all of them, they are
+    computed again in smaller groups; storage has some of them then.
+    """
+    num_before, new, num_hits = _num_stored(engine), set[str](), 0
+    for start in range(0, len(chunks), BATCH_SIZE):
+        batch, num_computed = chunks[start : start + BATCH_SIZE], len(new)
+        hits = _compute(engine, batch, lora_path)
+        num_hits += sum(hits)
+        new |= {json.dumps(chunk) for chunk, hit in zip(batch, hits, strict=True) if not hit}
+        _wait_until_stored(engine, num_before + num_computed)
+        progress(len(batch))
     # A flush waits until everything is stored.
     flushed = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=600))
     if not flushed.success:
         raise RuntimeError("the engine did not store its chunks within ten minutes")
+    if _num_stored(engine) - num_before < len(new):
+        if len(chunks) == 1:
+            raise RuntimeError(f"storage does not take this chunk: {json.dumps(chunks[0])[:80]}…; the log may say why")
+        size = min(BATCH_SIZE, -(-len(chunks) // 8))
+        for start in range(0, len(chunks), size):
+            _store(engine, chunks[start : start + size], lora_path, lambda _count: None)
+    return num_hits
+
+
+def _compute(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> list[bool]:
+    """Compute the chunks that no tier has. Returns for each whether one had it."""
+    prompts = [[chunk, "\n"] for chunk in chunks]
+    params = {"max_new_tokens": 1, "temperature": 0}
+    outputs = engine.generate(segments=prompts, sampling_params=params, lora_path=lora_path, link=_link())
     return [output["meta_info"]["chunks"][0]["hit"] for output in outputs]
+
+
+def _wait_until_stored(engine: Any, count: int) -> None:
+    """Wait until the engine has stored so many chunks since its start, for as long as it stores some."""
+    num_stored, since = _num_stored(engine), time.monotonic()
+    while num_stored < count and time.monotonic() - since < PATIENCE:
+        time.sleep(0.01)
+        before, num_stored = num_stored, _num_stored(engine)
+        if num_stored > before:
+            since = time.monotonic()
 
 
 def _link() -> str:
@@ -96,13 +128,6 @@ def _link() -> str:
 def _num_stored(engine: Any) -> int:
     """The number of chunks that the engine has written to storage since its start."""
     return sum(state["lazy_storage"]["stored"] for state in engine.get_server_info()["internal_states"])
-
-
-def _store_each(engine: Any, chunks: list[dict[str, Any]], lora_path: str | None) -> None:
-    """Compute chunks one by one, since together they may exceed the host's memory, until each is found in storage."""
-    for chunk in chunks:
-        if not any(_compute(engine, [chunk], lora_path)[0] for _ in range(2)):
-            raise RuntimeError(f"storage does not take this chunk: {json.dumps(chunk)[:80]}…; the log may say why")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

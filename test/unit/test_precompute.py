@@ -11,49 +11,80 @@ from sglang_lazy.core.config import ENV_VAR, LazyConfig
 
 
 class Engine:
-    """Stores its chunks when flushed.
+    """Stores a chunk each time it is asked how many it has stored, and the rest when flushed.
 
-    stores: whether that succeeds.  at_once: how many it can store per flush.  refused: what storage never accepts.
+    stores: whether that succeeds.  room: how many chunks it can hold until they are stored; it forgets others.
+    refused: what storage never accepts.
     """
 
-    def __init__(self, stores=True, at_once=100, refused=()):
-        self.stored, self.computed, self.stores = set(), [], stores
-        self.at_once, self.refused, self.num_stored = at_once, refused, 0
+    def __init__(self, stores=True, room=100, refused=()):
+        self.stored, self.resident, self.unstored, self.computed = [], set(), [], []
+        self.stores, self.room, self.refused = stores, room, refused
         self.loop, self.tokenizer_manager = asyncio.new_event_loop(), self
 
     def generate(self, segments, sampling_params, lora_path=None, link=None):
         texts = [chunk["text"] for chunk, _ in segments]
         self.link = link or LazyConfig.current().default_link
-        self.computed.append([text for text in texts if text not in self.stored])
-        return [{"meta_info": {"chunks": [{"hit": text in self.stored}]}} for text in texts]
+        hits = [text in self.stored or text in self.resident for text in texts]
+        new = list(dict.fromkeys(text for text, hit in zip(texts, hits, strict=True) if not hit))
+        self.computed.append(new)
+        self.resident |= set(new)
+        self.unstored += [text for text in new if text not in self.refused][: self.room - len(self.unstored)]
+        return [{"meta_info": {"chunks": [{"hit": hit}]}} for hit in hits]
 
     async def flush_cache(self, timeout_s):
-        new = set([text for text in self.computed[-1] if text not in self.refused][: self.at_once])
-        self.stored |= new
-        self.num_stored += len(new)
+        self.stored += self.unstored
+        self.unstored, self.resident = [], set()
         return types.SimpleNamespace(success=self.stores)
 
     def get_server_info(self):
-        return {"internal_states": [{"lazy_storage": {"stored": self.num_stored}}]}
+        self.stored += self.unstored[:1]
+        del self.unstored[:1]
+        return {"internal_states": [{"lazy_storage": {"stored": len(self.stored)}}]}
+
+
+@pytest.fixture(autouse=True)
+def small_batches(monkeypatch):
+    monkeypatch.setattr(precompute, "BATCH_SIZE", 3)
+    monkeypatch.setattr(precompute, "ROUND_SIZE", 6)
+    monkeypatch.setattr(precompute, "PATIENCE", 0.1)
 
 
 def chunks(count):
     return [{"type": "chunk", "text": f"chunk {i}"} for i in range(count)]
 
 
-def test_all_chunks_are_stored_batch_by_batch(monkeypatch):
-    monkeypatch.setattr(precompute, "BATCH_SIZE", 3)
+def texts(count):
+    return {f"chunk {i}" for i in range(count)}
+
+
+def test_all_chunks_are_stored_batch_by_batch():
     engine = Engine()
-    assert precompute.precompute(engine, chunks(7)) == 0
-    assert [len(batch) for batch in engine.computed] == [3, 3, 1]
-    assert engine.stored == {f"chunk {i}" for i in range(7)}
+    assert precompute.precompute(engine, chunks(8)) == 0
+    assert [len(batch) for batch in engine.computed] == [3, 3, 2]
+    assert set(engine.stored) == texts(8)
+
+
+def test_a_batch_is_stored_while_the_next_is_computed(monkeypatch):
+    """But no more than one, since the host holds what is not stored yet."""
+    engine, waiting = Engine(), []
+    generate = engine.generate
+
+    def watched(segments, *args, **kwargs):
+        waiting.append(len(engine.unstored))
+        return generate(segments, *args, **kwargs)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    monkeypatch.setattr(precompute, "ROUND_SIZE", 12)
+    precompute.precompute(engine, chunks(12))
+    assert waiting[0] == 0 and all(0 < count <= 3 for count in waiting[1:])
 
 
 def test_an_interrupted_run_resumes():
     engine = Engine()
     precompute.precompute(engine, chunks(4))
     assert precompute.precompute(engine, chunks(6)) == 4
-    assert engine.computed[-1] == ["chunk 4", "chunk 5"]
+    assert engine.computed == [[f"chunk {i}" for i in range(3)], ["chunk 3"], [], ["chunk 4", "chunk 5"]]
 
 
 def test_storage_that_fails_is_an_error():
@@ -82,30 +113,30 @@ def test_whole_chunks_are_computed(monkeypatch, default, link):
     assert engine.link == link
 
 
-def test_a_batch_too_large_for_the_host_is_stored_one_by_one():
-    engine = Engine(at_once=2)
-    assert precompute.precompute(engine, chunks(5)) == 0
-    assert engine.stored == {f"chunk {i}" for i in range(5)}
+@pytest.mark.parametrize("room", [1, 2, 4])
+def test_what_a_small_host_loses_is_computed_again(room):
+    engine = Engine(room=room)
+    assert precompute.precompute(engine, chunks(11)) == 0
+    assert set(engine.stored) == texts(11) and len(engine.stored) == 11
 
 
-def test_a_duplicate_in_a_batch_is_stored_once():
+def test_a_duplicate_is_stored_once():
     engine = Engine()
-    assert precompute.precompute(engine, chunks(3) * 2) == 0
-    assert engine.stored == {f"chunk {i}" for i in range(3)} and len(engine.computed) == 1
+    precompute.precompute(engine, chunks(3)[:2] * 2)
+    assert len(engine.stored) == 2 and sum(map(len, engine.computed)) == 2
 
 
-def test_a_corpus_is_read_while_it_is_computed(monkeypatch):
-    monkeypatch.setattr(precompute, "BATCH_SIZE", 3)
+def test_a_corpus_is_read_while_it_is_computed():
     engine, read = Engine(), []
 
     def corpus():
-        for i, chunk in enumerate(chunks(7)):
-            assert i <= len(engine.stored) + 3
+        for i, chunk in enumerate(chunks(20)):
+            assert i <= len(engine.stored) + 6
             read.append(i)
             yield chunk
 
     precompute.precompute(engine, corpus())
-    assert len(read) == 7
+    assert len(read) == 20
 
 
 def test_chunks_file(tmp_path):

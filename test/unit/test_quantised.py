@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from sglang.kernels.ops.quantization.awq_triton import awq_dequantize_decomposition
 from sglang.srt import runtime_context
 from sglang.srt.distributed import parallel_state
-from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, mxfp4
+from sglang.srt.layers.quantization import BASE_QUANTIZATION_METHODS, moe_wna16, mxfp4
 from sglang.srt.layers.quantization.utils import pack_rows
 from triton_kernels.numerics_details.mxfp import upcast_from_mxfp_torch
 from triton_kernels.tensor_details import layout
@@ -72,10 +72,11 @@ def test_blocks_have_their_own_scales():
 def load(sglang_context, model_dir, tmp_path, monkeypatch):
     """load(format): the tensors of a checkpoint; SGLang's model with them, before they are laid out for kernels; and
     the weights of the equivalent model."""
-    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1)
+    group = SimpleNamespace(is_first_rank=True, is_last_rank=True, rank_in_group=0, world_size=1, device="cpu")
     for name in ("_PP", "_TP", "_MOE_DP", "_MOE_EP", "_MOE_TP"):
         monkeypatch.setattr(parallel_state, name, group)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for module in (torch.cuda, moe_wna16):
+        monkeypatch.setattr(module, "get_device_capability", lambda: (9, 0))
 
     def load(name):
         form = FORMATS[name]
@@ -85,7 +86,8 @@ def load(sglang_context, model_dir, tmp_path, monkeypatch):
         one_rank = dict(tp_size=1, attn_tp_rank=0, attn_tp_size=1, attn_cp_rank=0, attn_dp_size=1)
         one_rank |= dict(moe_ep_rank=0, moe_ep_size=1, moe_tp_rank=0, moe_tp_size=1)
         with runtime_context.get_parallel().override(**one_rank):
-            method = METHODS[form.config["quant_method"]].from_config(form.config)
+            kind = form.config["quant_method"]
+            method = METHODS["moe_wna16" if kind in ("awq", "gptq") else kind].from_config(form.config)
             model = getattr(module, config.architectures[0])(config, method)
             model.load_weights(tensors.items())
         return tensors, model, dict(load_model(read, torch.float32, "cpu").named_parameters())
@@ -106,12 +108,22 @@ def test_block_scales_reach_sglangs_layers(load):
         assert torch.equal(scale, torch.cat(stored_scales)), name
 
 
+def halves(stored: torch.Tensor, dim: int) -> torch.Tensor:
+    """Two numbers from 0 to 15 for each byte, the lower first."""
+    return torch.stack([stored & 15, stored >> 4], dim + 1).flatten(dim, dim + 1).float()
+
+
 def dequantised(experts: dict[str, torch.Tensor], part: str) -> torch.Tensor:
     """The weights of SGLang's experts, [experts, out, in].  part: `w13` or `w2`."""
     if f"{part}_weight_packed" in experts:
         packed = experts[f"{part}_weight_packed"]  # [experts, in / 8, out]
         numbers = (packed[:, :, None] >> 4 * torch.arange(8)[:, None]) & 15
         return ((numbers.flatten(1, 2) - 8) * experts[f"{part}_weight_scale"].repeat_interleave(GROUP, 1)).mT
+    if f"{part}_qweight" in experts:  # two numbers a byte, [experts, out, in / 2]
+        numbers = halves(experts[f"{part}_qweight"], 2).unflatten(2, (-1, GROUP))
+        stored = experts[f"{part}_qzeros"]  # [experts, out / 2, groups]; empty where 8 always stands for zero
+        zeros = halves(stored, 1)[..., None] if stored.numel() else 8
+        return ((numbers - zeros) * experts[f"{part}_scales"][..., None]).flatten(2)
     weight, scale = experts[f"{part}_weight"], experts.get(f"{part}_weight_scale")
     if weight.dtype == torch.uint8:
         return upcast_from_mxfp_torch(weight, scale, torch.float32, -1)
