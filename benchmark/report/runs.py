@@ -65,4 +65,6 @@ def facts(environment: dict) -> dict[str, str]:
 def shown(command: str) -> str:
     """A command line without the output paths, with each case on its own line."""
     command = re.sub(r" --(commit|out) \S+", "", command)
-    return f"python {command.removeprefix('python ')}".replace(" --case", " \\\n    --case")
+    if not re.match(r"(\w+=\S+ )*python ", command):  # older runs left it out
+        command = f"python {command}"
+    return command.replace(" --case", " \\\n    --case")
