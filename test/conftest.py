@@ -1,6 +1,7 @@
 """For all tests: kernels run natively on a GPU and under Triton's interpreter without one; models are tiny."""
 
 import gc
+import itertools
 import os
 from pathlib import Path
 
@@ -15,6 +16,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(1)
 # Imports make a million objects, which stay: visiting them again and again would take a quarter of the time.
 gc.disable()
+
+
+@pytest.hookimpl(trylast=True)  # groups are marked before
+def pytest_collection_modifyitems(items):
+    """Spread modules without servers evenly among the groups with servers, which often wait and leave cores idle."""
+    groups: dict[bool, dict[object, list]] = {False: {}, True: {}}
+    for item in items:
+        group = item.get_closest_marker("xdist_group")
+        groups[group is not None].setdefault(group.args[0] if group else item.path, []).append(item)
+    placed = [(place / len(some), tests) for some in groups.values() for place, tests in enumerate(some.values())]
+    items[:] = itertools.chain.from_iterable(tests for _, tests in sorted(placed, key=lambda each: each[0]))
 
 
 def pytest_collection_finish():

@@ -6,8 +6,6 @@ imported SGLang takes seconds to end.
 
 import os
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
@@ -90,15 +88,19 @@ def test_a_server_that_does_not_start_is_reported(tmp_path):
     assert "--model-path" in (tmp_path / "log").read_text()
 
 
-def test_forks_end_with_the_process_that_asked_for_them():
+def test_forks_end_with_the_process_that_asked_for_them(tmp_path):
     """Even if it is killed: their template, which is not its child, then kills them."""
-    program = """
-import sys, time
-from sglang_lazy.testing.processes import start
-print(start("timeit", ["import time; time.sleep(600)"], environment={}, source=None, output=sys.stderr).pid, flush=True)
-time.sleep(600)
-"""
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as starter:
-        fork = psutil.Process(int(starter.stdout.readline()))
-        os.kill(starter.pid, signal.SIGKILL)
-        assert wait_for(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
+    with open(tmp_path / "output", "w") as output:
+        process = start("timeit", ["import time; time.sleep(600)"], environment={}, source=None, output=output)
+    _, template = processes._current
+    asked = os.fork()
+    if not asked:
+        signal.pause()  # with the only open sockets to the template
+    template.stock.close()
+    template.ours.close()
+    processes._current = None
+    fork = psutil.Process(process.pid)
+    assert fork.is_running()
+    os.kill(asked, signal.SIGKILL)
+    os.waitpid(asked, 0)
+    assert wait_for(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)

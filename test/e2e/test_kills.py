@@ -17,7 +17,7 @@ import pytest
 import requests
 from http_prompts import LIBRARY, RAILWAY, SEGMENTS, chunk, generate, text
 
-from fakes import hanging
+from fakes import hanging, short_health_checks
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
@@ -123,11 +123,15 @@ def test_a_scheduler_that_hangs_ends_the_server(tiny_model, tmp_path, with_plugi
     assert "Scheduler watchdog timeout" in log.read_text()
 
 
-def test_a_scheduler_that_is_stopped_fails_health_checks_until_it_goes_on(tiny_model, tmp_path):
+def test_a_scheduler_that_is_stopped_fails_health_checks_until_it_goes_on(tiny_model, tmp_path, with_plugin):
     """In the middle of an answer, which is finished in the end, as is one that came meanwhile."""
     log = tmp_path / "server.log"
     flags = ["--model-path", tiny_model, "--max-total-tokens", "2000", *device_flags()]
-    with running_server(flags, log) as url, ThreadPoolExecutor() as clients:
+    with (
+        with_plugin(short_health_checks.load),
+        running_server(flags, log) as url,
+        ThreadPoolExecutor() as clients,
+    ):
         scheduler = processes_of(url)["scheduler"]
         expected = generate(url, segments=[chunk(RAILWAY), text(" Who?")])
         body = {"segments": SEGMENTS, "sampling_params": LONG, "stream": True}
