@@ -190,6 +190,7 @@ def nll_of_gold(model, questions, name):
     return torch.nn.functional.cross_entropy(logits[len(prompt) - 1 : -1], torch.tensor(answer)).item()
 
 
+@pytest.mark.slow
 def test_comb(tmp_path, monkeypatch):
     """With closed gates a Comb model answers from the text alone, whatever its chunks are; the table has the bytes of
     its cross layers' KV. Another model's checkpoint is refused."""

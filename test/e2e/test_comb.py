@@ -17,8 +17,10 @@ from oracle.scenarios import SCENARIOS, Dice, build_scenario, resolve
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 1e-4  # of a log-probability
-NUM_TOKENS = 6
+NUM_TOKENS = 4
 CHUNK_POOL = 0.15  # share of 2,400 KV tokens of 5 + 3 layers: 600 tokens of chunks in 3 layers, 2,040 of text in 5
 
 
@@ -93,7 +95,6 @@ def storage_hits(output):
 MIXED = ["--enable-mixed-chunk", "--disable-overlap-schedule", "--schedule-policy", "lpm"]
 TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "8", "--hicache-storage-backend", "file"]
 WAYS = {"as usual": [], "mixed": MIXED, "tiers": TIERS, "two ranks": [*TIERS, "--tp-size", "2"]}
-SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in WAYS if way != "as usual"]
 
 
 @contextlib.contextmanager
@@ -109,22 +110,19 @@ def started(path, log, way="as usual", more=()):
         yield Served(path, url, "--enable-hierarchical-cache" in flags)
 
 
-@pytest.fixture(scope="module", params=["as usual", *SLOW])
+@pytest.fixture(scope="module", params=["as usual", "mixed", "two ranks"])
 def served(request, tmp_path_factory, with_plugin):
-    """Servers one by one. With tiers, also on two ranks, transfers are as late as a GPU allows, and KV in transfer is
+    """Servers one by one. On two ranks, which have tiers, transfers are as late as a GPU allows, and KV in transfer is
     NaN. In the mixed configuration, only the encoder has windows."""
     way, folder = request.param, tmp_path_factory.mktemp("comb")
     path = build(folder / "model", causal=way == "mixed")
-    late = with_plugin(streams.load) if way in ("tiers", "two ranks") else contextlib.nullcontext()
+    late = with_plugin(streams.load) if way == "two ranks" else contextlib.nullcontext()
     with late, started(path, folder / "server.log", way) as served:
         yield served
     gc.collect()
 
 
-FAST = ("retrieval",)
-
-
-@pytest.mark.parametrize("name", [n if n in FAST else pytest.param(n, marks=pytest.mark.slow) for n in SCENARIOS])
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_scenarios(served, name):
     """Cold, warm, shuffled, second turns: a chunk seen before is a hit."""
     served.flush()
@@ -232,7 +230,6 @@ def test_chunks_by_name_chats_and_metrics(served):
     assert served.call("GET", "/chunks").json()["chunks"] == []
 
 
-@pytest.mark.slow
 def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
     """One server has a prompt's chunks on the host; then another server finds them in storage, unless its encoder
     differs."""
@@ -266,7 +263,6 @@ def test_chunks_from_the_host_and_from_storage(tmp_path, with_plugin):
         assert not any(hits(output)) and storage_hits(output) == 0
 
 
-@pytest.mark.slow
 def test_adapters_change_the_decoder_alone(tmp_path):
     """In one batch with the plain model, cold and warm, over the same chunks; an adapter for the encoder is refused."""
     path = build(tmp_path / "model")

@@ -110,7 +110,7 @@ def following(workers, router, tiny_model, tmp_path_factory):
         yield url
 
 
-# What these say of one worker holds for any number.
+# What these say of one worker, or of one and another, holds for any number; more are harder to know apart.
 behind_two = pytest.mark.parametrize("num_workers", [2], ids=["two"], indirect=True, scope="module")
 NEW = itertools.count()
 
@@ -219,6 +219,7 @@ def test_what_others_had_computed_is_known(workers, following):
         assert where(generate(following, f"Title: {title}\nContent: {RIVER}")) == (worker, [True])
 
 
+@behind_two
 def test_what_is_evicted_or_emptied_is_known(workers, following):
     """The other worker gets the documents in the meantime, so that it should be picked."""
     documents = [f"{number} {LIBRARY}" for number in range(6)]

@@ -111,6 +111,7 @@ def test_what_is_special_about_a_shape_is_checked(family, kind, op, wrong, found
 
 
 @without_gpu
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma", "ropes", "rows"])
 def test_triton_is_right_on_models(family):
     """Under the interpreter, which takes fp16 but not bf16."""

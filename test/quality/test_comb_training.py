@@ -25,6 +25,8 @@ from benchmark.quality.training import compile_each, train
 from benchmark.quality.vocabulary import BOS, EOS, PAD, VOCAB_SIZE, save_tokenizer, train_tokenizer
 from oracle.segments import chunk, text
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHAPE = Shape(VOCAB_SIZE, 64, 96, 4, 4, 2, 16, 512)
 

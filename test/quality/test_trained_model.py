@@ -18,6 +18,8 @@ from benchmark.sample import COMB, STOCK, TRAINED, WORLDS, load_sample
 from oracle.segments import text, token_ids
 from sglang_lazy.verify.scores import exact_match
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("model", sorted(STOCK.parent.iterdir()), ids=lambda path: path.name)
 def test_tokenizer(model):
@@ -40,7 +42,6 @@ def test_answers(mask):
     assert right >= 15
 
 
-@pytest.mark.slow
 def test_leaning_answers():
     """The stock model is nearly always right under the full mask; under the block mask, where documents stand alone."""
     tokenizer, reference = AutoTokenizer.from_pretrained(STOCK), Reference(str(STOCK), torch.float32, "cpu")

@@ -21,6 +21,8 @@ from oracle.block_mask import load_model, visibility
 from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text
 from oracle.segments import chunk, text, token_ids
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHAPE = Shape(VOCAB_SIZE, 64, 96, 2, 4, 2, 16, 512)
 RECIPE = Recipe(SHAPE, steps=20, rows=2, length=256, warm_up=5, first_documents=(2, 2), documents=(2, 4), questions=3)
@@ -270,7 +272,6 @@ def weights_after(recipe, directory, minutes=1e9):
     return trainer
 
 
-@pytest.mark.slow
 def test_resume(tmp_path):
     """Training that stops and resumes gives bitwise the same weights as training that does not stop."""
     straight = weights_after(RECIPE, tmp_path / "straight")

@@ -77,6 +77,7 @@ def test_chunks_that_never_recur(caplog, dice):
     assert len(loop.warnings) == 2, "repeated, but at most once per period"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0.0, 0.8], ids=["uniform", "zipf"])
 def test_no_warning_for_a_corpus_far_larger_than_the_cache(caplog, dice, exponent):
     """Hits are rare but real: one in twenty of 2,000 documents is cached."""
@@ -89,6 +90,7 @@ def test_no_warning_for_a_corpus_far_larger_than_the_cache(caplog, dice, exponen
     assert not loop.warnings
 
 
+@pytest.mark.slow
 def test_no_warning_for_chunks_registered_ahead_of_use(caplog, dice):
     """Thousands of chunks without a hit yet, whether they resemble one another or not."""
     loop = Watched(caplog, pool_size=200)
@@ -112,6 +114,7 @@ def test_a_template_with_a_changing_word(caplog, dice, place):
     assert ("first" if place > 0.5 else "last" if place < 0.5 else "") in warning
 
 
+@pytest.mark.slow
 def test_no_warning_for_texts_that_partly_agree(caplog, dice):
     """Texts that share a header and a footer; tenants with the same document; short texts."""
     loop = Watched(caplog)

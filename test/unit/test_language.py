@@ -63,6 +63,7 @@ def test_our_package_has_sglangs_public_names_beside_its_own():
     assert sgl.lang.__name__ == "sglang_lazy.lang", "submodules are our own"
 
 
+@pytest.mark.slow
 def test_import_has_no_side_effects():
     """Importing patches neither the import system nor SGLang, in either order, and does not import SGLang."""
     script = """

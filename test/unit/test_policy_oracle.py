@@ -22,7 +22,10 @@ from oracle.scenarios import Dice
 from oracle.segments import chunk, text, token_ids
 
 SHIFT = 20  # added to all positions, so that a preamble's are not negative
-every_model = pytest.mark.parametrize("name", MODELS)
+FAST = ("llama", "glm4", "gpt-oss")
+every_model = pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in MODELS]
+)
 
 
 @pytest.fixture(scope="module")

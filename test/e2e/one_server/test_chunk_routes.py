@@ -246,6 +246,7 @@ def fill_pool(url):
         generate(url, input_ids=[20 + i, *range(30, 230)] * 10, sampling_params={"max_new_tokens": 1})
 
 
+@pytest.mark.slow
 def test_a_pinned_chunk_stays_until_it_expires(server):
     salt = "pins"
     answer = register(server, DOCUMENT, {"input_ids": [7, 8, 9, 10]}, salt=salt, wait=True, pin=True).json()
@@ -271,6 +272,7 @@ def test_a_pinned_chunk_stays_until_it_expires(server):
     assert get(server, f"/{pinned}", salt=salt).status_code == 404
 
 
+@pytest.mark.slow
 def test_hits_renew_a_pin(server):
     """At the end of its time; one without hits ends then, as above."""
     salt, ttl = "renewed", 5

@@ -8,6 +8,8 @@ from sglang_lazy import chunk
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.serving.known_chunks import UnknownChunk
 
+pytestmark = pytest.mark.slow  # starts an engine; test_chunk_routes.py has the routes
+
 DOCUMENT = "The ferry left at six, and the last bridge was still under water."
 TOKENS = [7, 8, 9, 10, 11]
 ID = chunk_id(tokens_digest(TOKENS))

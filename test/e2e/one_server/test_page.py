@@ -7,6 +7,8 @@ import requests
 from http_prompts import chunk, generate, text
 from playwright.sync_api import expect
 
+pytestmark = pytest.mark.slow
+
 RIVERS = "Two rivers meet below the mill, and barges wait there for high water."
 ORCHARD = "The orchard behind the chapel was planted in 1902 and bears pears to this day."
 SALT = "page"
