@@ -16,7 +16,11 @@ HERE = Path(__file__).parent
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks, also if the command line names this folder
 def pytest_collection_modifyitems(items):
-    """Tests that share servers go to one worker: those of a file, or of a folder."""
+    """Tests that share servers go to one worker: those of a file, or of a folder.
+
+    So do those of the group "waiting", which wait much of the time or need much free memory: the other worker keeps the
+    cores busy meanwhile.
+    """
     for item in items:
         if item.path.is_relative_to(HERE) and not item.get_closest_marker("xdist_group"):
             item.add_marker(pytest.mark.xdist_group(item.path.relative_to(HERE).parts[0]))

@@ -21,7 +21,7 @@ from fakes import hanging, short_health_checks
 from sglang_lazy.testing import device_flags, running_server
 from sglang_lazy.testing.server import wait_for
 
-pytestmark = pytest.mark.slow  # starts servers
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 PATIENCE = 30  # seconds
 LONG = {"temperature": 0, "max_new_tokens": 600, "ignore_eos": True}

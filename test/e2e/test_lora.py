@@ -19,7 +19,7 @@ from oracle.policies import PolicyOracle, epic, keep_all_but, leading_text, with
 from oracle.scenarios import Dice
 from oracle.segments import text, token_ids
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 NUM_TOKENS = 5
 ATTENTION = ("q_proj", "v_proj")  # as in most adapters; keys then differ from the second layer on

@@ -19,7 +19,7 @@ from oracle.scenarios import Dice
 from sglang_lazy.port.cache.in_order import NUM_THREADS
 from sglang_lazy.testing.server import free_ports, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 BESIDE = Path(sys.prefix) / "mooncake"
 LENS = (24, 40, 33)

@@ -20,7 +20,7 @@ from sglang_lazy.testing import Client, device_flags, running_server
 from sglang_lazy.testing.router import running_middleware, running_smg
 from sglang_lazy.testing.server import free_ports, wait_for
 
-pytestmark = pytest.mark.slow  # starts servers
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 SMG = Path(sys.prefix) / "smg" / "bin" / "smg"
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}

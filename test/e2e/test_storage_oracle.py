@@ -11,7 +11,7 @@ from oracle.scenarios import build_scenario
 from sglang_lazy.testing import device_flags
 from sglang_lazy.testing.processes import start
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0, "hicache_storage_backend": "file"}
 
 

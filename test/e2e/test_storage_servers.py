@@ -12,7 +12,7 @@ from stored import NUM_TOKENS, prompt_of, started
 from oracle.scenarios import Dice
 from sglang_lazy.testing.server import wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 LENS = (24, 40, 33)
 HOSTILE = {

@@ -11,7 +11,7 @@ from test_oracle_matrix import Served, chunk_tokens_reused, hits
 from fakes import streams
 from oracle.scenarios import SCENARIOS, Dice
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("tiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 POOL = 1024
 NAMES = list(SCENARIOS)
 
