@@ -243,9 +243,7 @@ def test_few_slots_for_windows(name, model_dir):
     rest."""
     served = Served(name, model_dir, chunked_prefill_size=64, swa_full_tokens_ratio=0.2)
     try:
-        asked_again = [
-            hit for names in (SHORT[::2], SHORT[1::2]) * 2 for brought, hit in reuse(served.play(names)) if brought
-        ]
+        asked_again = [hit for names in GROUPS[:2] * 2 for brought, hit in reuse(served.play(names)) if brought]
         assert asked_again.count(True) > 20 and asked_again.count(False) > 5
     finally:
         served.engine.shutdown()

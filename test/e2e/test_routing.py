@@ -110,7 +110,7 @@ def following(workers, router, tiny_model, tmp_path_factory):
         yield url
 
 
-# What these say of one worker, or of one and another, holds for any number; more are harder to know apart.
+# What these say of one worker, or of one and another, holds for any number.
 behind_two = pytest.mark.parametrize("num_workers", [2], ids=["two"], indirect=True, scope="module")
 NEW = itertools.count()
 
