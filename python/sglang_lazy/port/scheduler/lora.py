@@ -25,17 +25,10 @@ def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters:
 
 
 def unload_adapter(scheduler: Any, message: Any) -> None:
-    """Before `Scheduler.unload_lora_adapter`: forget the adapter's chunks, since it gets a new id if loaded again.
-
-    The requests that used it have ended, but a fill that one of them started may still run.
-    """
-    admission = admission_of(scheduler)
-    if admission is None:
-        return
-    admission.control.forget_adapter(message.lora_id)
-    chunked = scheduler.chunked_req
-    if chunked is not None and fill_of(chunked) is not None and chunked.lora_id == message.lora_id:
-        scheduler._pending_chunked_abort_req = chunked
+    """Before `Scheduler.unload_lora_adapter`: forget the adapter's chunks, since it gets a new id if loaded again. A
+    fill that the last request with it has left ends before the next batch."""
+    if (admission := admission_of(scheduler)) is not None:
+        admission.control.forget_adapter(message.lora_id)
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
