@@ -37,7 +37,7 @@ TESTED = [*SERVERS] if NUM_CUTS >= 1000 else [*SERVERS][:2]
 PATIENCE = 120  # seconds
 PIECE = 8  # tokens, so that a long chunk takes a hundred passes
 LINKS = ("block", "block", "base", "epic:tokens=4", "copy", "query:ratio=0.2", "blend:ratio=0.2", "static:ratio=0.2")
-LORA_PATHS = (None,)
+LORA_PATHS = (None, None, "a", "b")
 TOGETHER = 10
 """Streams at a time: more than there are places."""
 
