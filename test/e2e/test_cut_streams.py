@@ -38,6 +38,8 @@ PATIENCE = 120  # seconds
 PIECE = 8  # tokens, so that a long chunk takes a hundred passes
 LINKS = ("block", "block", "base", "epic:tokens=4", "copy", "query:ratio=0.2", "blend:ratio=0.2", "static:ratio=0.2")
 LORA_PATHS = (None, None, "a", "b")
+WAYS = {"abort": 9, "leave": 6, "abort_all": 0.3, "read": 2}
+"""How streams end, and how often."""
 TOGETHER = 10
 """Streams at a time: more than there are places."""
 
@@ -200,7 +202,7 @@ class Traffic:
     def __init__(self, server, seed):
         self.server, self.dice = server, random.Random(seed)
         self.documents = [self.tokens(self.dice.choice([5, 40, 150])) for _ in range(12)]
-        self.failed = []
+        self.num_cut_short = 0
 
     def tokens(self, count):
         return [self.dice.randrange(10, 500) for _ in range(count)]
@@ -222,29 +224,38 @@ class Traffic:
             "lora_path": dice.choice(LORA_PATHS),
         }
 
-    def cut(self, number, streams):
-        """Send one request and, mostly, cut it: all that is random has been drawn before."""
-        body, start, wait, way = streams[number]
+    def cut(self, rid, body, start, wait, way):
+        """Send one request and, mostly, cut it."""
         time.sleep(start)
-        stream = Stream(self.server, f"stream-{number}-", **body)
+        stream = Stream(self.server, rid, **body)
         time.sleep(wait)
         if way != "read":
             getattr(stream, way)()
         if way != "leave":
-            stream.read()
+            self.num_cut_short += b'"type":"abort"' in stream.read()
+
+    def pause(self, start, mode):
+        """Pause the server for a moment."""
+        time.sleep(start)
+        assert self.server.post("/pause_generation", mode=mode).ok
+        time.sleep(0.2)
+        assert self.server.post("/continue_generation").ok
 
     def round(self, first, count):
-        """Cut `count` streams."""
-        ways = ["abort", "abort", "abort", "leave", "leave", "abort_all", "read"]
-        weights = [3, 3, 3, 3, 3, 0.3, 2]
-        streams, number = {}, first
+        """Cut `count` streams. All that is random is drawn before. Returns the number of the next stream."""
+        dice, streams = self.dice, []
         while count:
-            way = self.dice.choices(ways, weights)[0]
-            streams[number] = self.body(), self.dice.uniform(0, 0.3), self.dice.expovariate(3), way
-            count, number = count - (way != "read"), number + 1
-        with ThreadPoolExecutor(len(streams)) as clients:
-            list(clients.map(lambda number: self.cut(number, streams), streams))
-        return number
+            way = dice.choices([*WAYS], WAYS.values())[0]
+            rid = f"stream-{first + len(streams)}-"  # none begins with another
+            streams.append((rid, self.body(), dice.uniform(0, 0.3), dice.expovariate(3), way))
+            count -= way != "read"
+        pauses = [(dice.uniform(0, 0.5), dice.choice(["retract", "in_place"]))] if dice.random() < 0.3 else []
+        with ThreadPoolExecutor(len(streams) + 1) as clients:
+            running = [clients.submit(self.cut, *stream) for stream in streams]
+            running += [clients.submit(self.pause, *pause) for pause in pauses]
+        for each in running:
+            each.result()
+        return first + len(streams)
 
 
 def test_streams_that_are_cut_leave_nothing_behind(server):
@@ -257,6 +268,7 @@ def test_streams_that_are_cut_leave_nothing_behind(server):
         number, left = traffic.round(number, count), left - count
         assert server.settled() <= 1, "something was computed that nobody waited for"
         assert server.post("/generate", **known).json()["output_ids"] == expected
+    assert traffic.num_cut_short, "all were answered before they were cut"
     assert server.post("/flush_cache").ok
     assert server.post("/generate", **known).json()["output_ids"] == expected
     for adapter in "ab":

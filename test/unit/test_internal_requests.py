@@ -8,9 +8,10 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
-from fakes.requests import CHUNK, TEXT
+from fakes.requests import CHUNK, TEXT, new_request
 from sglang_lazy.core.state import is_internal, lazy_state
 from sglang_lazy.port.scheduler import internal, schedule_policy
+from sglang_lazy.port.scheduler import steps as hooks
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 both_loops = pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
@@ -25,13 +26,13 @@ KINDS = {
 }
 
 
-def begun(kind, overlap, link="block", parts=(LONG, QUESTION), warm=(), chunks_per_pass=3):
+def begun(kind, overlap, link="block", parts=(LONG, QUESTION), warm=()):
     """A loop whose only request's fill or probe is in the middle of its prefill, and the request."""
     loop = Loop(140, overlap=overlap, chunked_prefill_size=64, link=link, **KINDS[kind])
     for chunk in warm:
         loop.submit([chunk, QUESTION], "warm", link="block", max_new_tokens=1)
         loop.run()
-    loop.chunked_prefill_size = loop.producer.max_tokens = chunks_per_pass
+    loop.chunked_prefill_size = loop.producer.max_tokens = 3
     parent = loop.submit(parts, "parent")
     for _ in range(3):
         loop.step()
@@ -53,10 +54,12 @@ def check_nothing_is_left(loop):
 
 
 @both_loops
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_fill_ends_with_its_last_parent(kind, overlap):
+@pytest.mark.parametrize(
+    "kind, link", [*((kind, "block") for kind in KINDS), ("one pool", "copy"), ("one pool", "base+query:ratio=0.4")]
+)
+def test_a_fill_ends_with_its_last_parent(kind, link, overlap):
     """At the next step, whatever it had left to compute; the next prompt has the server for itself."""
-    loop, parent = begun(kind, overlap)
+    loop, parent = begun(kind, overlap, link)
     fill, passes = loop.chunked_req, len(loop.log)
     loop.abort(parent)
     loop.step()
@@ -150,9 +153,7 @@ def test_a_cache_is_flushed_after_aborts_while_paused(overlap):
 def test_a_refused_request_begins_nothing():
     """SGLang answers it at once where the queue is full; nothing is looked up or fetched for it."""
     loop = Loop()
-    from fakes.requests import new_request
-    from sglang_lazy.port.scheduler import steps as hooks
-
+    loop.submit([QUESTION], "waits")
     req = new_request([A, QUESTION], rid="refused")
     hooks.add_request_to_queue(lambda *_: None, loop, req)
     assert lazy_state(req) is None and not loop.admission.linked_waiting
