@@ -26,11 +26,14 @@ from sglang_lazy.testing.server import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 NUM_CUTS = int(os.environ.get("LAZY_CUTS", "32"))
+TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
+PRIORITIES = ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "3"]
+IN_TURN = ["--disable-overlap-schedule"]
 SERVERS = {
     "overlap": (2, []),
-    "in turn, host tier": (4, ["--disable-overlap-schedule", "--enable-hierarchical-cache", "--hicache-ratio", "2"]),
-    "overlap, host tier": (8, ["--enable-hierarchical-cache", "--hicache-ratio", "2"]),
-    "in turn": (2, ["--disable-overlap-schedule"]),
+    "in turn, host tier": (4, [*IN_TURN, *TIERS, *PRIORITIES]),
+    "overlap, host tier": (8, [*TIERS, *PRIORITIES]),
+    "in turn": (2, IN_TURN),
 }
 """By name, the places of each server and its flags."""
 TESTED = [*SERVERS] if NUM_CUTS >= 1000 else [*SERVERS][:2]
@@ -78,7 +81,6 @@ def server(request, tiny_model, tmp_path_factory, with_plugin):
     adapters = [f"{name}={random_adapter(tiny_model, folder / name, seed=ord(name), rank=4)}" for name in "ab"]
     flags = ["--model-path", tiny_model, "--max-total-tokens", "3000", "--chunked-prefill-size", str(PIECE), *flags]
     flags += ["--max-running-requests", str(places), "--lazy-preamble", "These lines stand alone."]
-    flags += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "3"]
     flags += ["--max-queued-requests", "12", "--max-loras-per-batch", "2", "--lora-paths", *adapters, *device_flags()]
     with with_plugin(leftovers.load), running_server(flags, folder / "server.log") as url:
         yield Server(url, places, folder / "server.log")
@@ -186,7 +188,7 @@ def test_the_last_place_goes_to_a_prompt_whose_chunk_is_missing(server, link):
         more = [ids("chunk", *server.tokens(20))] if link == "block" else []
         segments = [document, *more, ids("text", *server.tokens(5))]
         assert server.post("/generate", segments=segments, link=link, sampling_params=params(2)).ok
-        assert server.held()[0]["running"] == len(others), "it has waited until another one was answered"
+        assert server.held()[0].get("requests") == len(others), "it has waited until another one was answered"
     for stream in others:
         stream.abort()
         stream.read()
