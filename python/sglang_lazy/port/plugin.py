@@ -49,7 +49,7 @@ def install() -> None:
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
     from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
-    from sglang_lazy.port.serving import malformed, surfaces
+    from sglang_lazy.port.serving import keys, malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
@@ -69,6 +69,8 @@ def install() -> None:
         host_pool,
         surfaces,
         malformed,
+        tenants,
+        keys,
         chunk_metrics,
         collector,
         watchdog,

@@ -22,6 +22,12 @@ def chosen_separator(separator: str | None) -> str:
     return LazyConfig.current().chunk_separator if separator is None else separator
 
 
+def check_separator(separator: str | None, prompt: Any) -> None:
+    """Raise ValueError if a request names a separator for a prompt that is not text."""
+    if separator and not (isinstance(prompt, str) or isinstance(prompt, list) and isinstance(prompt[0], str)):
+        raise ValueError("chunk_separator divides text, but the prompt is given as tokens")
+
+
 def _split(text: str, separator: str) -> list[dict[str, str]]:
     pieces = text.split(separator)
     between = range(1, len(pieces) - 1)

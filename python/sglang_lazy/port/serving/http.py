@@ -10,25 +10,20 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.serving import page, stock_routes
+from sglang_lazy.port.serving.bodies import check_body
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
 from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused
 from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
-from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.serving.streams import fail_before_stream
+from sglang_lazy.port.serving.typed import convert_sampling_params
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
-from sglang_lazy.serving.requests import (
-    join_extra_key,
-    refuse_salt,
-    refuse_without_segments,
-    salt_of,
-    to_generate_args,
-)
-from sglang_lazy.serving.text import chosen_separator, segments_in
+from sglang_lazy.serving.requests import keep_apart, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 
 
 @dataclasses.dataclass
@@ -48,18 +43,19 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
     """Handle a generate request."""
     plain = _plain(obj)
     try:
-        check_sampling_params(obj.sampling_params)
-        salt = salt_of(obj.cache_salt, request.headers.get(SALT_HEADER))
+        await check_body(request, GenerateRequest)
+        obj.sampling_params = plain.sampling_params = convert_sampling_params(obj.sampling_params)
+        salt = salt_of(obj.cache_salt, request.headers)
         if obj.segments is None:
+            check_separator(obj.chunk_separator, obj.text)
             obj.segments = segments_in(obj.text, obj.chunk_separator)
             plain.text = plain.text if obj.segments is None else None
         elif obj.text is not None:
             raise ValueError("both segments and text are given: a prompt is one or the other")
         if obj.segments is None:
             refuse_without_segments(obj.cache_salt, None if chosen_separator(obj.chunk_separator) else obj.link)
-            plain.extra_key = join_extra_key(salt, obj.extra_key)
+            plain.extra_key = keep_apart(salt, obj.extra_key)
         else:
-            refuse_salt(await request.json())
             obj.cache_salt = salt
             obj.segments = _with_tokens(obj.segments, salt)
             _take_segments(plain, obj)
@@ -96,12 +92,14 @@ def _status(error: ValueError) -> HTTPStatus:
     return HTTPStatus.NOT_FOUND if isinstance(error, UnknownChunk) else HTTPStatus.BAD_REQUEST
 
 
-def _take_salt(request: Any, raw_request: Request) -> None:
+async def _take_salt(request: Any, raw_request: Request) -> None:
     """Put the header's salt into the request, and replace chunk ids by tokens.
 
-    Raises ValueError if the body names another salt, UnknownChunk for an id that the tenant has not registered.
+    Raises ValueError if the body names another salt, or fields that are the server's or misspelt; UnknownChunk for an
+    id that the tenant has not registered.
     """
-    request.cache_salt = salt_of(request.cache_salt, raw_request.headers.get(SALT_HEADER))
+    await check_body(raw_request, type(request))
+    request.cache_salt = salt_of(request.cache_salt, raw_request.headers)
     if isinstance(request, CompletionsRequest):
         request.segments = _with_tokens(request.segments, request.cache_salt)
     else:
@@ -113,7 +111,7 @@ async def chat(request: ChatRequest, raw_request: Request) -> Any:
     """OpenAI-compatible chat completion endpoint."""
     serving = raw_request.app.state.openai_serving_chat
     try:
-        _take_salt(request, raw_request)
+        await _take_salt(request, raw_request)
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
     response = await serving.handle_request(request, raw_request)
@@ -124,7 +122,7 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
     """OpenAI-compatible text completion endpoint."""
     serving = raw_request.app.state.openai_serving_completion
     try:
-        _take_salt(request, raw_request)
+        await _take_salt(request, raw_request)
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
     return await serving.handle_request(request, raw_request)
@@ -134,7 +132,7 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
     """Endpoint for the responses API with reasoning support."""
     serving = raw_request.app.state.openai_serving_responses
     try:
-        _take_salt(request, raw_request)
+        await _take_salt(request, raw_request)
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
     except ValueError as error:
@@ -152,7 +150,7 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
         return serving._error_response(status_code=status, error_type=kind, message=reason)
 
     try:
-        _take_salt(request, raw_request)
+        await _take_salt(request, raw_request)
         response = await http_server.anthropic_v1_messages(request, raw_request)
     except ValueError as error:
         return refuse(str(error), _status(error))
@@ -163,6 +161,13 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
 
 async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
     """Anthropic-compatible token counting endpoint."""
+    try:
+        await check_body(raw_request, CountRequest)
+    except ValueError as error:
+        serving = raw_request.app.state.anthropic_serving
+        return serving._error_response(
+            status_code=HTTPStatus.BAD_REQUEST, error_type="invalid_request_error", message=str(error)
+        )
     return await http_server.anthropic_v1_count_tokens(request, raw_request)
 
 
