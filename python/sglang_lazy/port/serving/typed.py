@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.sampling.sampling_params import SamplingParams
 from typing_extensions import TypedDict  # pydantic refuses that of typing before Python 3.12
@@ -36,8 +36,8 @@ class _Fields(NamedTuple):
 def _fields_of(kind: type) -> _Fields:
     types = get_type_hints(kind, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.name not in _OWN_CHECKS}
-    record = TypedDict(kind.__name__, {name: types[name] for name in defaults}, total=False)  # type: ignore[misc]
-    return _Fields(defaults, TypeAdapter(record, config=ConfigDict(arbitrary_types_allowed=True)))
+    record: Any = TypedDict(kind.__name__, {name: types[name] for name in defaults}, total=False)  # type: ignore[misc]
+    return _Fields(defaults, TypeAdapter(with_config(ConfigDict(arbitrary_types_allowed=True))(record)))
 
 
 def convert_request(obj: Any) -> None:
@@ -60,7 +60,7 @@ def convert_request(obj: Any) -> None:
     for name in _NAMES:
         value = vars(obj).get(name)
         for one in value if isinstance(value, list) else (value,):
-            if one:
+            if one or name == "rid" and one is not None:  # an empty name is none, but an empty id would be used
                 check_name(name, one)
     if getattr(obj, "session_params", None) is not None:
         obj.session_params = _converted("session_params", obj.session_params, _SESSION)
