@@ -48,7 +48,7 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, sessions, steps
     from sglang_lazy.port.serving import keys, malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
@@ -60,6 +60,7 @@ def install() -> None:
         control,
         steps,
         schedule_policy,
+        sessions,
         lora,
         comb,
         comb_lora,
