@@ -81,6 +81,9 @@ def test_on_openai_s_routes():
     assert extra_key(cache_salt="t1") == tenant_key("t1", None)
     unsalted = extra_key(extra_key="0")
     assert unsalted == "0" and not isinstance(unsalted, TenantKey), "a layout may add the salt"
+    for bad in ("a\nb", "\ud800", "a" * 257, ["a"]):
+        with pytest.raises(ValueError, match="extra_key must be"):
+            extra_key(extra_key=bad)
     for bad in ("", "a\nb", "\ud800", "a" * 257):
         with pytest.raises(ValueError, match="cache_salt must be"):
             extra_key(cache_salt=bad)

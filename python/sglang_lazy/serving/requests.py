@@ -166,8 +166,8 @@ def keep_apart(cache_salt: Any, extra_key: Any) -> Any:
         return [keep_apart(cache_salt, key) for key in extra_key]
     if isinstance(extra_key, TenantKey):
         return extra_key
-    if extra_key is not None and not isinstance(extra_key, str):
-        raise ValueError(f"extra_key must be a string, got {type(extra_key).__name__}")
+    if extra_key is not None and extra_key != "":
+        check_name("extra_key", extra_key)
     return tenant_key(cache_salt, extra_key)
 
 

@@ -18,11 +18,11 @@ from typing_extensions import TypedDict  # pydantic refuses that of typing befor
 from sglang_lazy.core.names import check_name
 from sglang_lazy.port.serving.server_fields import INTERNAL_PARAMS
 
-_NAMES = ("rid", "session_id", "conversation_id", "routing_key", "extra_key", "lora_path")
+_NAMES = ("rid", "session_id", "conversation_id", "routing_key", "lora_path")
 """Fields with a name, or one for each prompt of a batch."""
 _OWN_CHECKS = {"text", "input_ids", "input_embeds", "image_data", "video_data", "audio_data", "sampling_params"}
 """Fields that are not converted: prompts may be long, and are read before a request leaves this process."""
-_OWN_CHECKS |= {"extra_key", "session_params"}
+_OWN_CHECKS |= {"extra_key", "session_params"}  # see `keep_apart`, and below
 
 
 class _Fields(NamedTuple):
