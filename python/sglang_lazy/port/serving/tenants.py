@@ -11,8 +11,10 @@ from sglang_lazy.serving.requests import keep_apart, salt_in
 def compute_extra_key(_compute: Callable, _serving: Any, request: Any) -> Any:
     """Around `OpenAIServingBase._compute_extra_key`, which concatenates both: salt "a" with key "b" would be "ab"."""
     salt, key = getattr(request, "cache_salt", None), getattr(request, "extra_key", None)
-    key_and_salt = keep_apart(salt, key)  # checks both
-    return key if salt is None else key_and_salt  # a layout may add the salt later
+    if isinstance(key, list):
+        raise ValueError("extra_key must be a string, got a list")
+    kept_apart = keep_apart(salt, key)  # checks both
+    return key if salt is None else kept_apart  # a layout may add the salt later
 
 
 def take_salt(_manager: Any, obj: Any, request: Any = None, *_args: Any, **_kwargs: Any) -> None:
