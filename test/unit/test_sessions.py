@@ -8,7 +8,7 @@ from sglang.srt.managers.io_struct import SessionParams
 from sglang.srt.session.session_controller import Session
 
 from sglang_lazy.port.hooks import apply
-from sglang_lazy.port.scheduler import sessions
+from sglang_lazy.port.repairs import sessions
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 

@@ -48,8 +48,9 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, sessions, steps
-    from sglang_lazy.port.serving import keys, malformed, surfaces, tenants
+    from sglang_lazy.port.repairs import adapters, auth, sessions
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
+    from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
@@ -57,10 +58,12 @@ def install() -> None:
     comb_config.register()
     modules = (
         cpu,
+        adapters,
+        auth,
+        sessions,
         control,
         steps,
         schedule_policy,
-        sessions,
         lora,
         comb,
         comb_lora,
@@ -71,7 +74,6 @@ def install() -> None:
         surfaces,
         malformed,
         tenants,
-        keys,
         chunk_metrics,
         collector,
         watchdog,

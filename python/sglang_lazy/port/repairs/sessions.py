@@ -1,5 +1,8 @@
 """Sessions whose turns are replaced: SGLang removes turns from the dict that it iterates over, and by recursion. Either
-ends its scheduler."""
+ends its scheduler.
+
+Can go once SGLang iterates over a copy, and without recursion.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,7 @@
-"""Keys (`--api-key`, `--admin-api-key`) that a request cannot have."""
+"""Keys of requests (`--api-key`, `--admin-api-key`) that are not ASCII: SGLang answers with a 500.
+
+Can go once SGLang compares them as bytes.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +12,7 @@ from sglang_lazy.port.hooks import Hook
 
 
 def decide(original: Callable, **request: Any) -> AuthDecision:
-    """Around `decide_request_auth`: a key that is not ASCII is a wrong one. Comparing it raises TypeError, a 500."""
+    """Around `decide_request_auth`: a key that is not ASCII is a wrong one. Comparing it raises TypeError."""
     try:
         return original(**request)
     except TypeError:
