@@ -386,7 +386,7 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
         (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
         (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
-        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1, got 0"),
+        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1 and at most 1048576, got 0"),
         (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
     ],
