@@ -15,11 +15,12 @@ _TEXTS = ("text", "input_text", "output_text")
 class ChunkParts:
     """The chunks in the messages of one request, and the placeholders that replace them while its template is rendered.
 
-    Documents never reach the template. A placeholder holds a nonce drawn for this request, so no text can forge one,
-    and only letters, digits and underscores, so templates pass it on unchanged.
+    A placeholder holds a nonce drawn for this request, so no text can forge one, and only letters, digits and
+    underscores, so templates pass it on unchanged. What they would do to the chunks themselves is for `Rendering`.
 
     separator: text between two of these is a chunk; empty for no separator.
     roles: in messages of these roles, all text is a chunk.
+    rendered: by index, the texts of chunks that the template alters.
     blocks: other types of content parts that are chunks, and the functions that return their text.
     """
 
@@ -31,6 +32,7 @@ class ChunkParts:
     ):
         self.parts: list[Mapping[str, Any]] = []
         self.names: list[str] = []
+        self.rendered: Mapping[int, str] = {}
         self._separator, self._roles, self._blocks = separator, roles, blocks or {}
         self._nonces = [secrets.token_hex(16)]
         self._indices: dict[str, int] = {}
@@ -127,6 +129,8 @@ class ChunkParts:
                 segments.append(parse_segment(part, vocab_size))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        for index, text in self.rendered.items():
+            segments[index] = Segment(is_chunk=True, text=text)
         return segments
 
 
@@ -136,12 +140,15 @@ class PlaceholderTokenizer:
     def __init__(self, segment_tokenizer: SegmentTokenizer, chunk_parts: ChunkParts):
         self._segment_tokenizer = segment_tokenizer
         self._chunk_parts = chunk_parts
+        self.texts: list[str] = []
+        """What it has encoded."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._segment_tokenizer.tokenizer, name)
 
     def encode(self, text: Any, *args, **kwargs) -> list[int]:
         """As the wrapped tokenizer up to the first placeholder; each text after one is encoded separately."""
+        self.texts.append(text)
         encode = self._segment_tokenizer.tokenizer.encode
         texts, indices = self._chunk_parts.split(text) if isinstance(text, str) else ([text], [])
         opening = encode(texts[0], *args, **kwargs)
