@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.segments import Segment, parse_segment
+from sglang_lazy.serving.text import divide
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -18,8 +19,8 @@ class ChunkParts:
     A placeholder holds a nonce drawn for this request, so no text can forge one, and only letters, digits and
     underscores, so templates pass it on unchanged. What they would do to the chunks themselves is for `Rendering`.
 
-    separator: text between two of these is a chunk; empty for no separator.
-    roles: in messages of these roles, all text is a chunk.
+    separator: text between the two of a pair is a chunk; empty for no separator.
+    roles: in messages of these roles, all text is a chunk; separators divide it into several.
     rendered: by index, the texts of chunks that the template alters.
     blocks: other types of content parts that are chunks, and the functions that return their text.
     """
@@ -91,12 +92,19 @@ class ChunkParts:
             raise ValueError(f"{name}: {error}") from None
 
     def _take_from_text(self, text: str, name: str, role: Any) -> str:
-        pieces = text.split(self._separator) if self._separator else [text]
-        between = range(len(pieces)) if role in self._roles else range(1, len(pieces) - 1)
-        for index in between:
-            if pieces[index]:
-                pieces[index] = self._take({"type": "chunk", "text": pieces[index]}, name)
-        return "".join(pieces)
+        pieces = self._divide(text, name, role) if self._separator or role in self._roles else [(text, False)]
+        return "".join(
+            [self._take({"type": "chunk", "text": piece}, name) if chunk else piece for piece, chunk in pieces]
+        )
+
+    def _divide(self, text: str, name: str, role: Any) -> Sequence[tuple[str, bool]]:
+        if role in self._roles:
+            pieces = text.split(self._separator) if self._separator else [text]
+            return [(piece, bool(piece.strip())) for piece in pieces]
+        try:
+            return divide(text, self._separator)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _take(self, part: Mapping[str, Any], name: str) -> str:
         placeholder = f"{self._nonces[-1]}_{len(self.parts)}_"
