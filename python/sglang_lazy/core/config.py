@@ -141,8 +141,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-chunk-separator",
         default=LazyConfig.chunk_separator,
         metavar="TEXT",
-        help="Stands before and after each chunk in a prompt or message, for clients that cannot send chunks otherwise: "
-        "with ##, 'Read: ##A####B##Who?' has the chunks A and B. The separators themselves are dropped.",
+        help="Stands before and after each chunk in a prompt or message, for clients that cannot send chunks "
+        "otherwise: with ##, 'Read: ##A####B##Who?' has the chunks A and B. The separators themselves are dropped.",
     )
     group.add_argument(
         "--lazy-chunk-roles",
