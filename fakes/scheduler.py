@@ -46,6 +46,7 @@ class Scheduler:
     max_running: the most requests that run at once.
     clock: a context manager around each step of batch formation; takes the step's name.
     loading: adapters that SGLang is still loading; the first check finds them not ready.
+    unloaded: adapters that have been unloaded.
     log: the ids of the requests in each launched batch.
     """
 
@@ -64,13 +65,14 @@ class Scheduler:
     ):
         self.pools, self.tree_cache = pools, pools.cache
         self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
-        self.max_adapters, self.loading = max_adapters, set()
+        self.max_adapters, self.loading, self.unloaded = max_adapters, set(), []
         self.prioritizes, self.max_running = prioritizes, max_running
         self.schedule_low_priority_values_first = False
         self.policy = Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
         self.model_config, self.tokenizer = pools.model_config, None
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
         self.waiting_queue: list[Req] = []
+        self.grammar_manager = types.SimpleNamespace(grammar_queue=[])
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
         self.chunked_req, self._pending_chunked_abort_req = None, None
         self.results: list[tuple[bool, list[Req]]] = []
@@ -106,11 +108,16 @@ class Scheduler:
         return self.chunked_req
 
     def unload(self, adapter: str) -> None:
-        lora.unload_adapter(self, types.SimpleNamespace(lora_id=adapter))
+        """Unload an adapter, now or as soon as nothing uses it: then it is in `unloaded`."""
+        self.unload_lora_adapter(types.SimpleNamespace(lora_id=adapter))
+
+    def unload_lora_adapter(self, message: Any) -> Any:
+        return lora.unload_adapter(lambda _self, message: self.unloaded.append(message.lora_id), self, message)
 
     # The loop
 
     def step(self) -> None:
+        lora.finish_unloading(None, self, [])
         self.running_batch, batch = hooks.get_next_batch_to_run(
             type(self).next_batch, self, self.running_batch, self.last_batch
         )

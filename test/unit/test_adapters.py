@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_chunk_lists import id_of, listed
 from test_pins import pin
@@ -128,10 +129,28 @@ def test_unloading_ends_a_fill_that_outlived_its_parent(overlap):
     assert fill is not parent
     loop.abort(parent)
     loop.unload("x")
+    assert loop.unloaded == []
     loop.run()
-    assert loop.log == [[fill.rid]] and listed(loop)["chunks"] == []
+    loop.step()
+    assert loop.unloaded == ["x"] and loop.log == [[fill.rid]] and listed(loop)["chunks"] == []
     loop.tree_cache.evict(EvictParams(num_tokens=40))
     assert loop.pools.slots.available_size() == 40
+
+
+@both_loops
+def test_unloading_waits_for_what_an_aborted_request_still_computes(overlap):
+    """A client that left has no answer to wait for, but its request ends only with the next step."""
+    loop = Loop(overlap=overlap)
+    req = loop.submit([A, QUESTION], "left", lora_id="x", max_new_tokens=100)
+    for _ in range(4):
+        loop.step()
+    loop.unload("x")
+    loop.step()
+    assert loop.unloaded == [] and not req.finished()
+    req.to_finish = FINISH_ABORT()
+    loop.run()
+    loop.step()
+    assert loop.unloaded == ["x"] and listed(loop)["chunks"] == []
 
 
 def test_unloading_leaves_other_adapters_fills_alone():
@@ -139,6 +158,7 @@ def test_unloading_leaves_other_adapters_fills_alone():
     parent = loop.submit([A, QUESTION], "parent", lora_id="x")
     loop.step()
     loop.unload("y")
+    assert loop.unloaded == ["y"]
     loop.run()
     assert len(parent.output_ids) == 3
 

@@ -19,8 +19,9 @@ class Serving:
     def __init__(self, template=None):
         self.template_manager = SimpleNamespace(completion_template_name=template)
         self.tokenizer_manager = SimpleNamespace(
-            tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100)
-        )
+            tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100),
+            context_len=32, allow_auto_truncate=False,
+        )  # fmt: skip
 
     def convert(self, request, raw_request):
         assert request.cache_salt is None or isinstance(request.cache_salt, str), "SGLang concatenates it as a string"

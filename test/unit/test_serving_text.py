@@ -111,8 +111,9 @@ def test_requests_override_flags(monkeypatch):
 
 def test_an_engine_finds_separators_in_its_prompts(monkeypatch):
     manager = SimpleNamespace(
-        tokenizer=byte_level(), preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=400)
-    )
+        tokenizer=byte_level(), preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=400),
+        context_len=100, allow_auto_truncate=False,
+    )  # fmt: skip
     engine = Engine.__new__(Engine)
     engine.tokenizer_manager = manager
     monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##"}))

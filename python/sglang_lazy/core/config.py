@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from typing import Any, Literal, get_args
@@ -86,12 +87,17 @@ class LazyConfig:
     def from_env(cls) -> "LazyConfig | None":
         """The published configuration, or None if the plugin is off."""
         value = os.environ.get(ENV_VAR)
-        return cls(**json.loads(value)) if value else None
+        return _parsed(value) if value else None
 
     @classmethod
     def current(cls) -> "LazyConfig":
         """The published configuration, or the defaults."""
         return cls.from_env() or cls()
+
+
+@functools.lru_cache(maxsize=1)  # several times for each request
+def _parsed(value: str) -> LazyConfig:
+    return LazyConfig(**json.loads(value))
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.segments import Segment, parse_segment
+from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment, parse_segment
 from sglang_lazy.serving.text import divide
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt
 
@@ -23,6 +23,7 @@ class ChunkParts:
     roles: in messages of these roles, all text is a chunk; separators divide it into several.
     rendered: by index, the texts of chunks that the template alters.
     blocks: other types of content parts that are chunks, and the functions that return their text.
+    limit: on the number of chunks. Taking more raises TooManyChunks.
     """
 
     def __init__(
@@ -30,11 +31,13 @@ class ChunkParts:
         separator: str = "",
         roles: Collection[str] = (),
         blocks: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None,
+        limit: ChunkLimit = NO_LIMIT,
     ):
         self.parts: list[Mapping[str, Any]] = []
         self.names: list[str] = []
         self.rendered: Mapping[int, str] = {}
-        self._separator, self._roles, self._blocks = separator, roles, blocks or {}
+        self._separator, self._roles, self._blocks = separator, frozenset(roles), blocks or {}
+        self._limit, self._num_separators = limit, 0
         self._nonces = [secrets.token_hex(16)]
         self._indices: dict[str, int] = {}
 
@@ -92,21 +95,25 @@ class ChunkParts:
             raise ValueError(f"{name}: {error}") from None
 
     def _take_from_text(self, text: str, name: str, role: Any) -> str:
-        pieces = self._divide(text, name, role) if self._separator or role in self._roles else [(text, False)]
+        if self._separator:
+            self._num_separators += text.count(self._separator)
+            self._limit.check_separators(self._num_separators)
+        pieces = self._divide(text, name, isinstance(role, str) and role in self._roles)
         return "".join(
             [self._take({"type": "chunk", "text": piece}, name) if chunk else piece for piece, chunk in pieces]
         )
 
-    def _divide(self, text: str, name: str, role: Any) -> Sequence[tuple[str, bool]]:
-        if role in self._roles:
+    def _divide(self, text: str, name: str, all_chunks: bool) -> Sequence[tuple[str, bool]]:
+        if all_chunks or not self._separator:
             pieces = text.split(self._separator) if self._separator else [text]
-            return [(piece, bool(piece.strip())) for piece in pieces]
+            return [(piece, all_chunks and bool(piece.strip())) for piece in pieces]
         try:
             return divide(text, self._separator)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
 
     def _take(self, part: Mapping[str, Any], name: str) -> str:
+        self._limit.check(len(self.parts) + 1)
         placeholder = f"{self._nonces[-1]}_{len(self.parts)}_"
         self._indices[placeholder] = len(self.parts)
         self.parts.append(part)
@@ -114,8 +121,9 @@ class ChunkParts:
         return placeholder
 
     def continuing(self, earlier: "ChunkParts") -> "ChunkParts":
-        """The parts of an earlier request, which this one continues, followed by these."""
-        both = ChunkParts()
+        """The parts of an earlier request, which this one continues, followed by these. Raises TooManyChunks."""
+        self._limit.check(len(earlier.parts) + len(self.parts))
+        both = ChunkParts(limit=self._limit)
         both.parts, both.names = earlier.parts + self.parts, earlier.names + self.names
         later = {placeholder: len(earlier.parts) + index for placeholder, index in self._indices.items()}
         both._indices, both._nonces = {**earlier._indices, **later}, earlier._nonces + self._nonces

@@ -1,10 +1,10 @@
 """Requests with segments: from the user's input to the token ids and the layout that the scheduler receives."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.config import SALT_HEADER, LazyConfig
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
+from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout, Segment, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
 from sglang_lazy.serving.trained_tokens import add_trained_tokens, remove_trained_tokens, tokens_for
@@ -95,14 +95,40 @@ def to_generate_args(
 
 def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
-    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
-    if get_policy(link).reuses:
-        check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
+    limit = chunk_limit(link, tokenizer_manager.context_len)
+    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size, limit)
+    check_length(tokenizer_manager, segments)
     prompt = tokenize(tokenizer_manager, segments, cache_salt)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
     prompt = with_trained_tokens(tokenizer_manager, prompt, link)
     return prompt.input_ids, prompt.layout(link, cache_salt)
+
+
+def chunk_limit(link: Any, context_len: float) -> ChunkLimit:
+    """The limit on the chunks of a prompt with this `link`, which need not be valid.
+
+    Without reuse, a prompt may have as many as the model has positions, since each has a token. link: a list if a batch
+    has several, of which any may be meant.
+    """
+    try:
+        reuses = get_policy(choose_link(link)).reuses
+    except ValueError:
+        reuses = not isinstance(link, list)
+    if reuses:
+        return ChunkLimit(LazyConfig.current().max_chunks)
+    return ChunkLimit(context_len, "the model's context length")
+
+
+def check_length(tokenizer_manager: Any, segments: Iterable[Segment]) -> None:
+    """Raise ValueError if the token ids among `segments` alone exceed the model's positions, as ids that name long
+    chunks many times may, unless SGLang truncates prompts."""
+    num_tokens = sum(len(segment.input_ids or ()) for segment in segments)
+    if num_tokens > tokenizer_manager.context_len and not tokenizer_manager.allow_auto_truncate:
+        raise ValueError(
+            f"The input (at least {num_tokens} tokens) is longer than the model's context length "
+            f"({tokenizer_manager.context_len} tokens)."
+        )
 
 
 def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
@@ -200,7 +226,7 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
 
     obj: the request's fields, those of `/generate`.
     """
-    check_num_chunks(len(layout.chunks), LazyConfig.current().max_chunks)
+    ChunkLimit(LazyConfig.current().max_chunks).check(len(layout.chunks))
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")

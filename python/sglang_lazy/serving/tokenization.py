@@ -1,6 +1,7 @@
 """Tokenization by segment: the tokens of a segment never depend on its neighbours or its place in the prompt."""
 
 import json
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -52,21 +53,24 @@ class RecentTokens:
         self.capacity = capacity
         self._tokens: OrderedDict[tuple[str | None, str], array] = OrderedDict()
         self._characters = 0
+        self._lock = threading.Lock()  # long prompts are tokenized in threads
 
     def get(self, tenant: str | None, text: str) -> list[int] | None:
-        tokens = self._tokens.get((tenant, text))
-        if tokens is None:
-            return None
-        self._tokens.move_to_end((tenant, text))
+        with self._lock:
+            tokens = self._tokens.get((tenant, text))
+            if tokens is None:
+                return None
+            self._tokens.move_to_end((tenant, text))
         return tokens.tolist()
 
     def add(self, tenant: str | None, text: str, tokens: list[int]) -> None:
-        if (tenant, text) not in self._tokens and len(text) <= self.capacity:
-            self._tokens[tenant, text] = array("i", tokens)
-            self._characters += len(text)
-        while self._characters > self.capacity:
-            (_, oldest), _ = self._tokens.popitem(last=False)
-            self._characters -= len(oldest)
+        with self._lock:
+            if (tenant, text) not in self._tokens and len(text) <= self.capacity:
+                self._tokens[tenant, text] = array("i", tokens)
+                self._characters += len(text)
+            while self._characters > self.capacity:
+                (_, oldest), _ = self._tokens.popitem(last=False)
+                self._characters -= len(oldest)
 
 
 class SegmentTokenizer:

@@ -154,7 +154,7 @@ BAD = {
     "segments are no list": (dict(segments="x"), "segments must be a list"),
     "text too": (dict(segments=[chunk("x")], text="x"), "both segments and text"),
     "input_ids too": (dict(segments=[chunk("x")], input_ids=[9]), "both segments and input_ids"),
-    "too many chunks": (dict(segments=[chunk("x")] * 257), "257 chunks, at most 256"),
+    "too many chunks": (dict(segments=[chunk("x")] * 257), "more than the 256 chunks that are allowed"),
     "too long": (dict(segments=[chunk("x " * 3000), text("?")]), "longer than the model's context length"),
     "bad salt": (dict(segments=[chunk("x")], cache_salt=1), "cache_salt must be a non-empty string"),
     "salt alone": (dict(text="x", cache_salt="a"), "cache_salt needs a prompt given as segments"),
@@ -542,7 +542,7 @@ def test_engine_forms(engine, generate):
 def test_engine_refuses_bad_segments(engine):
     for arguments, reason in (
         ({"segments": [""]}, r"segments\[0\]"),
-        ({"segments": [sgl.chunk("x")] * 5}, "5 chunks, at most 4"),
+        ({"segments": [sgl.chunk("x")] * 5}, "more than the 4 chunks that are allowed"),
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
         ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),

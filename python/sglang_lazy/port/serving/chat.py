@@ -9,6 +9,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.serving.limits import limit_of, taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
@@ -45,10 +46,11 @@ class MessagesWithChunks(BaseModel):
         ours = filter(None, map(str.strip, config.chunk_roles.split(",")))
         chunk_parts = ChunkParts(
             separator if isinstance(separator, str) else config.chunk_separator,
-            roles if isinstance(roles, list) else list(ours),
+            [role for role in roles if isinstance(role, str)] if isinstance(roles, list) else list(ours),
             cls.blocks,
+            limit_of(data),
         )
-        with reading():
+        with taking_chunks(), reading():
             request = handler(cls.take_chunks(data, chunk_parts))
         request._chunk_parts, request._given = chunk_parts, frozenset(data)
         return request

@@ -178,7 +178,8 @@ async def register_chunks(request: Request) -> Response:
     try:
         body = await _body(request)
         salt = body.get("cache_salt") if isinstance(body, dict) else None
-        answer = await chunk_calls.register_chunks(_manager(), salt_of(salt, request.headers.get(SALT_HEADER)), body)
+        salt, size = salt_of(salt, request.headers.get(SALT_HEADER)), len(await request.body())
+        answer = await chunk_calls.register_chunks(_manager(), salt, body, size)
     except ValueError as error:
         raise _refused(error) from None
     return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED if "accepted" in answer else HTTPStatus.OK)

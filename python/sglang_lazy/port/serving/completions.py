@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
+from sglang_lazy.port.serving.limits import limit_of, taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.requests import refuse_salt, to_generate_args
 from sglang_lazy.serving.text import chosen_separator, segments_in
@@ -31,7 +32,8 @@ class CompletionsRequest(CompletionRequest):
         if isinstance(data, dict):
             separator = data.get("chunk_separator")
             if data.get("segments") is None and isinstance(separator, str | None):
-                segments = segments_in(data.get("prompt"), separator)
+                with taking_chunks():
+                    segments = segments_in(data.get("prompt"), separator, limit_of(data))
                 data = data if segments is None else {**data, "segments": segments, "prompt": None}
             given = frozenset(name for name, value in data.items() if value is not None)
             if "segments" in given and "prompt" not in given:

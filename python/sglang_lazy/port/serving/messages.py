@@ -1,5 +1,6 @@
 """Chunks in SGLang's Anthropic Messages API: the request model, and its conversion to a chat."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.threads import Outcome
 
 
 class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
@@ -39,6 +41,17 @@ class CountRequest(AnthropicCountTokensRequest):
 
 class Refused(BaseException):
     """A request is invalid. Not an Exception, since SGLang answers those of the conversion with a 500."""
+
+
+def converting_ahead(serving: Any, request: Any, raw_request: Any) -> Any:
+    """A copy of SGLang's object that serves messages, which has converted this request."""
+    view, chat = copy.copy(serving), copy.copy(serving.openai_serving_chat)
+    view._convert_to_chat_completion_request = converted = Outcome(serving._convert_to_chat_completion_request, request)
+    chat._convert_to_internal_request = Outcome(
+        lambda: serving.openai_serving_chat._convert_to_internal_request(converted(), raw_request)
+    )
+    view.openai_serving_chat = chat
+    return view
 
 
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:

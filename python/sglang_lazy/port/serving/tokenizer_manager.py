@@ -13,18 +13,31 @@ from sglang_lazy.port.serving.streams import announce, with_logprobs
 from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
+from sglang_lazy.serving.threads import LARGE, finished, give_way, in_thread
 from sglang_lazy.serving.usage import usage_of
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
     """Around `TokenizerManager._tokenize_one_request`, which checks every request: announce refusals to streams, and
     keep the tokens of prompts with chunks and images."""
+    await give_way()
     try:
         with reading():
             return await tokenize(keeping_tokens(manager, obj), obj)
     except ValueError as error:
         announce(error)
         raise
+
+
+async def tokenize_texts(tokenize: Callable, manager: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `TokenizerManager._tokenize_texts`: tokenize long texts in a thread, unless SGLang does."""
+    if manager.async_dynamic_batch_tokenizer is not None or (size := _num_characters(texts)) < LARGE:
+        return await tokenize(manager, texts, *args, **kwargs)
+    return await in_thread(size, finished, tokenize(manager, texts, *args, **kwargs))
+
+
+def _num_characters(texts: Any) -> int:
+    return len(texts) if isinstance(texts, str) else sum(map(_num_characters, texts or ()))
 
 
 def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
@@ -37,6 +50,9 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
+    length = manager.num_reserved_tokens + (0 if input_ids is None else len(input_ids))
+    if length >= manager.context_len and not manager.allow_auto_truncate:
+        return  # refused next, whatever else may be wrong
     check_one(obj, manager.model_config.vocab_size)
     packed = packed_layout(obj)
     if packed is None or input_ids is None:
@@ -51,8 +67,7 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     if not layout.chunks:
         raise ValueError("a prompt layout without chunks must have link full")
     check_request(obj, layout)
-    length = len(input_ids) + manager.num_reserved_tokens
-    if manager.allow_auto_truncate and length >= manager.context_len:
+    if length >= manager.context_len:
         raise ValueError(
             f"The input ({length} tokens) is longer than the model's context length ({manager.context_len} tokens), "
             "and a prompt with chunks is not truncated."
