@@ -35,7 +35,7 @@ class LazyConfig:
     untested_model: serve an architecture that no test covers, if it passes the start-up probe.
     default_link: policy of requests that name none.
     preamble: text after which policies with `base` compute chunks; it is never part of a prompt.
-    chunk_separator: text between two of these separators is a chunk; empty for no separator.
+    chunk_separator: text between the two of a pair of these separators is a chunk; empty for no separator.
     chunk_roles: comma-separated roles; the whole text of messages with these roles is a chunk.
     max_pinned: share of the KV pool that pinned chunks may take, 0 to 1.
     chunk_pool: share of the KV memory for chunks if the model reads them by cross-attention, between 0 and 1.
@@ -147,8 +147,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         "--lazy-chunk-separator",
         default=LazyConfig.chunk_separator,
         metavar="TEXT",
-        help="Text between two of these separators in a prompt or message is a chunk, for clients that cannot send "
-        "chunks otherwise. The separators themselves are dropped.",
+        help="Stands before and after each chunk in a prompt or message, for clients that cannot send chunks "
+        "otherwise: with ##, 'Read: ##A####B##Who?' has the chunks A and B. The separators themselves are dropped.",
     )
     group.add_argument(
         "--lazy-chunk-roles",
