@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from sglang_lazy.verify.cases import Prompt
 from sglang_lazy.verify.compare import Comparison, common_beginning
 from sglang_lazy.verify.cost import rotate_chunks
-from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
+from sglang_lazy.verify.scores import bootstrap, exact_match, f1, mostly, wilson
 
 NOISE = 0.05
-"""Times that differ by less than this fraction count as equal: medians of few prompts are noisy."""
+"""Times that differ by less than this fraction count as equal."""
 
 _LIMITS = {
     "agreement": ("min_agreement", ">="),
@@ -68,8 +68,15 @@ class Metric:
 
 
 def times(comparisons: Sequence[Comparison], link: str) -> list[float]:
-    """Milliseconds to the first token under a policy, of the prompts that were timed."""
-    return [time for one in comparisons if (time := one.linked[link].ttft_ms) is not None]
+    """Milliseconds to the first token under a policy, or link full, of the prompts that were timed."""
+    return [time for one in comparisons if (time := one.costs[link].ttft_ms) is not None]
+
+
+def faster(comparisons: Sequence[Comparison], link: str, other: str) -> bool:
+    """Whether `link` is measurably faster than `other`: by more than `NOISE`, in significantly more than half of the
+    prompts (one-sided sign test, 2.5%), which takes at least six of them. Outliers have no more weight than others."""
+    pairs = zip(times(comparisons, link), times(comparisons, other), strict=True)
+    return mostly([time < (1 - NOISE) * other_time for time, other_time in pairs])
 
 
 def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds) -> dict[str, Metric]:
@@ -90,7 +97,7 @@ def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds
             after = [100 * score(linked.text, gold) for gold, _, linked in judged]
             samples[f"{name}_full"], samples[f"{name}_linked"] = before, after
             samples[f"{name}_drop"] = [left - right for left, right in zip(before, after, strict=True)]
-    samples["recomputed"] = [linked.recomputed for _, linked in pairs]
+    samples["recomputed"] = [one.costs[link].recomputed for one in comparisons]
     if measured := times(comparisons, link):
         samples["ttft_ms"] = measured
     return {name: _metric(name, values, thresholds) for name, values in samples.items()}
