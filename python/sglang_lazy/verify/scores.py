@@ -46,7 +46,7 @@ def bootstrap(values: Sequence[float], center: Literal["mean", "median"] = "mean
 
 
 def mostly(outcomes: Sequence[bool]) -> bool:
-    """Whether significantly more than half of `outcomes` are true (one-sided sign test, 2.5%); no for fewer than six."""
+    """Whether significantly more than half of `outcomes` are true: one-sided sign test, 2.5%. Five are never enough."""
     from scipy.stats import binomtest
 
     return bool(outcomes) and bool(binomtest(sum(outcomes), len(outcomes), alternative="greater").pvalue < 0.025)
