@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from sglang_lazy.policies import get_policy
-
 Generate = Callable[..., Any]
 """`Engine.generate`, or the result of `connect`: takes the fields of `/generate`, returns the result, or one per prompt
 of a batch."""
@@ -36,6 +34,8 @@ class Work(NamedTuple):
     @classmethod
     def of(cls, link: str, recomputed: float) -> "Work":
         """The work of the policy `link`; one that only the server knows counts as having no extra pass."""
+        from sglang_lazy.policies import get_policy  # imports PyTorch, which takes a while when a flag is wrong
+
         try:
             measured = set(get_policy(link).probes)
         except ValueError:

@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from sglang_lazy.core.config import BadSetting
 from sglang_lazy.verify.cases import Prompt
 from sglang_lazy.verify.compare import Comparison, common_beginning
 from sglang_lazy.verify.cost import rotate_chunks
@@ -30,7 +31,7 @@ class Thresholds:
 
     min_agreement, min_first_token_agreement: shares of prompts, 0..1. max_kl: mean KL of the first token, in nats.
     max_em_drop, max_f1_drop: points of 100 that a policy may lose against full. budget_ms: median time to the first
-    token with the documents cached, in milliseconds. Raises ValueError on impossible values.
+    token with the documents cached, in milliseconds. Raises BadSetting on impossible values.
     """
 
     min_agreement: float | None = None
@@ -44,16 +45,16 @@ class Thresholds:
         for name, value in dataclasses.asdict(self).items():
             most = 1 if name.startswith("min_") else math.inf
             if value is not None and not 0 <= value <= most:
-                raise ValueError(f"{name} must be at least 0{' and at most 1' if most == 1 else ''}, got {value}")
+                raise BadSetting(name, f"must be at least 0{' and at most 1' if most == 1 else ''}, got {value}")
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError if a threshold cannot be measured with these prompts."""
+        """Raise BadSetting if a threshold cannot be measured with these prompts."""
         has_answers = any(prompt.answers for prompt in prompts)
         for name in ("max_em_drop", "max_f1_drop"):
             if getattr(self, name) is not None and not has_answers:
-                raise ValueError(f"{name} needs prompts with gold answers")
+                raise BadSetting(name, "needs prompts with gold answers")
         if self.budget_ms is not None and all(rotate_chunks(prompt.segments) == prompt.segments for prompt in prompts):
-            raise ValueError("budget_ms needs prompts with at least two different chunks")
+            raise BadSetting("budget_ms", "needs prompts with at least two different chunks")
 
 
 @dataclasses.dataclass(frozen=True)
