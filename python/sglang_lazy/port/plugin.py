@@ -85,6 +85,12 @@ def install() -> None:
     verify()
 
 
+def others_installed() -> bool:
+    """Whether plugins of SGLang's are installed that may add policies. Imports none."""
+    packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+    return not packages <= {"sglang_lazy", "smg_grpc_servicer"}  # SGLang requires the latter
+
+
 def check_version() -> None:
     """Raise RuntimeError unless the installed SGLang is the version that the hooks were written for."""
     installed = importlib.metadata.version("sglang")
