@@ -26,8 +26,9 @@ def clear(_original: Callable, node: Any, req_dict: dict[str, Any]) -> None:
         turns += turn.children
         turn.children = []
         turn.abort()
-        if req_dict.get(turn.req.rid) is turn:
-            del req_dict[turn.req.rid]
+        rid = turn.req.rid
+        if req_dict.get(rid) is turn:
+            del req_dict[rid]
 
 
 _SESSIONS = "sglang.srt.session.session_controller"

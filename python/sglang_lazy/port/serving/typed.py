@@ -7,7 +7,7 @@ SGLang's own classes, so a field that a later release adds is converted as well.
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
@@ -33,7 +33,7 @@ class _Fields(NamedTuple):
 
 
 @functools.cache
-def _fields_of(kind: type) -> _Fields:
+def _fields_of(kind: Any) -> _Fields:
     types = get_type_hints(kind, include_extras=True)
     defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.name not in _OWN_CHECKS}
     record: Any = TypedDict(kind.__name__, {name: types[name] for name in defaults}, total=False)  # type: ignore[misc]
@@ -46,7 +46,8 @@ def convert_request(obj: Any) -> None:
     Raises ValueError, naming the field, for a value of another type, a number of more than 64 bits, and a name that is
     not printable.
     """
-    defaults, adapter = _fields_of(type(obj))
+    kind: type = type(obj)
+    defaults, adapter = _fields_of(kind)
     given = {name: vars(obj)[name] for name, default in defaults.items() if vars(obj)[name] is not default}
     if given:
         try:
@@ -87,6 +88,10 @@ _SAMPLING |= {
     "stop_token_ids": list[int | None] | None,  # SGLang skips nulls
     "custom_params": dict | None,  # may hold anything, since SGLang's processes exchange pickles by default
 }
+_EXACT = {
+    name: {int, float, bool, str} & set(get_args(kind) or (kind,)) for name, kind in (_SAMPLING | _SESSION).items()
+}
+"""By parameter, types of values that need no conversion, which would take longer than to see that."""
 _WIDE = ("sampling_seed",)
 """Sampling parameters of 64 bits; tensors of the others have 32."""
 
@@ -113,12 +118,12 @@ def _converted(what: str, params: Any, types: Mapping[str, Any]) -> dict[str, An
     for name, value in params.items():
         if name not in types:
             raise ValueError(f"{what}: unknown parameter {name!r:.50}")
-        if value is not None:
+        if value is not None and type(value) not in _EXACT[name]:
             try:
                 value = msgspec.convert(value, types[name], strict=not isinstance(value, int | float))
             except msgspec.ValidationError as error:
                 raise ValueError(f"{what}: {name}: {error}") from None
-            if name != "custom_params":
-                _check_ints(f"{what}: {name}", value, 64 if name in _WIDE else 32)
+        if name != "custom_params":
+            _check_ints(f"{what}: {name}", value, 64 if name in _WIDE else 32)
         converted[name] = value
     return converted
