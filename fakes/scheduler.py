@@ -18,6 +18,7 @@ from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.cache.radix import LazyRadixCache
+from sglang_lazy.port.repairs import operators
 from sglang_lazy.port.scheduler import internal, lora, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
@@ -72,6 +73,7 @@ class Scheduler:
         self.model_config, self.tokenizer = pools.model_config, None
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
         self.waiting_queue: list[Req] = []
+        self._engine_paused = False
         self.grammar_manager = types.SimpleNamespace(grammar_queue=[])
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
         self.chunked_req, self._pending_chunked_abort_req = None, None
@@ -110,15 +112,15 @@ class Scheduler:
 
     def unload(self, adapter: str) -> None:
         """Unload an adapter, now or as soon as nothing uses it: then it is in `unloaded`."""
-        self.unload_lora_adapter(types.SimpleNamespace(lora_id=adapter))
+        self._request_dispatcher(types.SimpleNamespace(lora_id=adapter))
 
-    def unload_lora_adapter(self, message: Any) -> Any:
+    def _request_dispatcher(self, message: Any) -> Any:
         return lora.unload_adapter(lambda _self, message: self.unloaded.append(message.lora_id), self, message)
 
     # The loop
 
     def step(self) -> None:
-        lora.finish_unloading(None, self, [])
+        operators.handle_postponed(None, self, [])
         self.running_batch, batch = internal.get_next_batch_to_run(
             type(self).next_batch, self, self.running_batch, self.last_batch
         )
@@ -140,11 +142,13 @@ class Scheduler:
         raise AssertionError(f"hangs with {[req.rid for req in self.waiting_queue]} waiting")
 
     def is_fully_idle(self) -> bool:
-        last_done = self.last_batch is None or self.last_batch.is_empty()
-        cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
-        copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
-        stock = last_done and self.running_batch.is_empty() and idle and not copying
-        return hooks.is_fully_idle(lambda *_: stock, self)
+        def stock(*_: Any) -> bool:
+            last_done = self.last_batch is None or self.last_batch.is_empty()
+            cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
+            copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
+            return last_done and self.running_batch.is_empty() and idle and not copying
+
+        return hooks.is_fully_idle(stock, self)
 
     def next_batch(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None

@@ -142,9 +142,13 @@ def test_a_cache_is_flushed_after_aborts_while_paused(overlap):
     for parent in parents:
         loop.abort(parent)
     assert loop.admission.holders
-    internal.flush_cache(loop)
-    assert not loop.admission.holders and not loop.fills() and not loop.tree_cache.num_locks
-    loop.pools.flush()
+
+    def flush(_scheduler):
+        assert not loop.admission.holders and not loop.fills() and not loop.tree_cache.num_locks
+        loop.pools.flush()
+        return True
+
+    assert hooks.flush_cache(flush, loop)
     req = loop.submit([A, QUESTION], "after")
     loop.run()
     assert len(req.output_ids) == 3

@@ -196,7 +196,7 @@ class ChunkAdmission:
         self.reconcile()
         waiting = self.scheduler.waiting_queue
         if (fill := fill_of(req)) is None:
-            return as_linked(req).probe.parent not in waiting
+            return self._parent_of(req) not in waiting
         keys = {chunk.key for chunk in fill.chunks}
         states = (linked(stand_in(other)) for other in waiting)
         wanted = (chunk.key in keys for state in states if state is not None for chunk in state.prompt.chunks)
@@ -206,9 +206,14 @@ class ChunkAdmission:
         """An internal request has given back its row.  done: whether it has computed all."""
         self.internal.discard(req)
         self.gave_back = True
-        state = linked(req)
-        if state is not None and (done or state.probe.parent in self.scheduler.waiting_queue):
+        if fill_of(req) is None and (done or self._parent_of(req) in self.scheduler.waiting_queue):
             self.arrival.end_probe(req, done)
+
+    @staticmethod
+    def _parent_of(probe_req: Any) -> Any:
+        probe = as_linked(probe_req).probe
+        assert probe is not None
+        return probe.parent
 
     # Locks
 

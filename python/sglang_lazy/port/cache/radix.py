@@ -65,10 +65,11 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     def reset(self) -> None:
         left = [self.root_node] if hasattr(self, "root_node") else []  # SGLang calls this for a new tree, too
         super().reset()
-        while left:  # cyclic references would leave the nodes to the garbage collector
-            children = left.pop().children
-            left += children.values()
-            children.clear()
+        while left:
+            node = left.pop()
+            left += node.children.values()
+            node.children.clear()  # cyclic references would leave the nodes to the garbage collector
+            node.value = node.host_value = None  # marks it as gone for holders of references
         self.num_locks = 0
         self._nodes.reset()
         if self.admission is not None:

@@ -24,13 +24,6 @@ def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any
     return original(scheduler, running_batch, last_batch)
 
 
-def flush_cache(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before `Scheduler.flush_cache`: release what aborted requests still hold. While the server is paused, no batch is
-    formed that would do it."""
-    if (admission := admission_of(scheduler)) is not None:
-        admission.reconcile()
-
-
 def handle_abort_req(original: Callable, manager: Any, message: Any) -> None:
     """Around `TokenizerManager._handle_abort_req`: SGLang reports an aborted request to its client, which internal ones
     do not have."""
@@ -41,6 +34,5 @@ def handle_abort_req(original: Callable, manager: Any, message: Any) -> None:
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
-    Hook(f"{_SCHEDULER}.flush_cache", flush_cache, "BEFORE"),
     Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req", handle_abort_req, "AROUND"),
 )

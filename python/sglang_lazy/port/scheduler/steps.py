@@ -20,6 +20,7 @@ from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
+from sglang_lazy.port.repairs.operators import pause_empties_queue
 from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
@@ -217,11 +218,23 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
 
 
 def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False) -> bool:
-    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies; SGLang asks only the tree of text."""
-    idle = original(scheduler, for_health_check)
-    if for_health_check or admission_of(scheduler) is None:
-        return idle
-    return idle and not scheduler.tree_cache.store.tree.is_copying
+    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
+    and a paused scheduler is idle if nothing has a row."""
+    if for_health_check:
+        return original(scheduler, for_health_check)
+    with pause_empties_queue(scheduler):
+        idle = original(scheduler, for_health_check)
+    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.store.tree.is_copying)
+
+
+def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Around `Scheduler.flush_cache`: aborted requests, and those that wait in a paused scheduler, first release their
+    chunks."""
+    with pause_empties_queue(scheduler):
+        admission = admission_of(scheduler)
+        if admission is not None and scheduler.is_fully_idle():
+            admission.reconcile()
+        return original(scheduler, *args, **kwargs)
 
 
 def on_idle(_result: Any, scheduler: Any) -> None:
@@ -281,6 +294,7 @@ HOOKS = (
     Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
     Hook(f"{_SCHEDULER}.is_fully_idle", is_fully_idle, "AROUND"),
+    Hook(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND"),
     Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),
     Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, "AFTER"),
     Hook(
