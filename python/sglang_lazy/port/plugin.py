@@ -49,7 +49,7 @@ def install() -> None:
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
     from sglang_lazy.port.repairs import aborts, adapters, operators
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, memory, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces
 
     for name in compat.ATTENTION_BACKENDS:
@@ -65,6 +65,7 @@ def install() -> None:
         steps,
         schedule_policy,
         lora,
+        memory,
         comb,
         comb_lora,
         model_runner,
