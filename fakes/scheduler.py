@@ -19,7 +19,7 @@ from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.repairs import operators
-from sglang_lazy.port.scheduler import lora, memory, schedule_policy
+from sglang_lazy.port.scheduler import internal, lora, memory, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 
@@ -80,6 +80,7 @@ class Scheduler:
         self.chunked_req, self._pending_chunked_abort_req = None, None
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
+        self.max_prefill_bs = 0
         if isinstance(self.tree_cache, LazyRadixCache):
             cross_attention = pools.chunk_slots is not pools.slots
             self.tree_cache.admission = self.admission = hooks.new_admission(
@@ -121,7 +122,7 @@ class Scheduler:
 
     def step(self) -> None:
         operators.handle_postponed(None, self, [])
-        self.running_batch, batch = hooks.get_next_batch_to_run(
+        self.running_batch, batch = internal.get_next_batch_to_run(
             type(self).next_batch, self, self.running_batch, self.last_batch
         )
         if batch is not None:
@@ -154,11 +155,7 @@ class Scheduler:
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
     ) -> tuple[ScheduleBatch, ScheduleBatch | None]:
         """As `Scheduler.get_next_batch_to_run`, with the running batch first."""
-        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
-            self.chunked_req.finished_reason = FINISH_ABORT()
-            release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
-            self.chunked_req = None
-        self._pending_chunked_abort_req = None
+        self.process_pending_chunked_abort()
         if self.chunked_req is not None and self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices):
             self.tree_cache.cache_unfinished_req(self.chunked_req, chunked=True)
         if last_batch is not None and last_batch.forward_mode.is_extend():
@@ -175,6 +172,14 @@ class Scheduler:
             batch = memory.update_running_batch(type(self).decode_batch, self, running_batch)
         return running_batch, batch
 
+    def process_pending_chunked_abort(self) -> None:
+        """As SGLang's."""
+        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
+            self.chunked_req.finished_reason = FINISH_ABORT()
+            release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
+            self.chunked_req = None
+        self._pending_chunked_abort_req = None
+
     def next_prefill_batch(self, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         return hooks.get_new_batch_prefill_raw(type(self).form_batch, self, None, running_batch)
 
@@ -184,6 +189,9 @@ class Scheduler:
         if self.prioritizes:
             running_batch.batch_is_full = False
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
+            return None, running_batch
+        if self.room(running_batch) <= 0 and self.chunked_req is None and not self.prioritizes:
+            running_batch.batch_is_full = True
             return None, running_batch
         self.policy.calc_priority(self.waiting_queue, running_batch)
         ratio, flags = self.new_token_ratio_tracker.current, get_server_args()
@@ -197,8 +205,7 @@ class Scheduler:
         for req in self.waiting_queue:
             if not lora.can_schedule(type(self).adapter_fits, self, req, adapters):
                 continue
-            room = min(self.pools.rows.available_size(), self.max_running - len(running_batch.reqs))
-            if len(adder.can_run_list) >= room:
+            if len(adder.can_run_list) >= self.room(running_batch):
                 running_batch.batch_is_full = True
             if running_batch.batch_is_full and not (
                 self.prioritizes
@@ -223,6 +230,7 @@ class Scheduler:
         self.waiting_queue = [req for req in self.waiting_queue if req not in taken]
         for req in adder.preempt_list:
             self._add_request_to_queue(req)
+        self.max_prefill_bs = max(self.max_prefill_bs, len(taken))
         self.chunked_req = adder.new_chunked_req or self.chunked_req
         if self.chunked_req is not None:
             self.chunked_req.inflight_middle_chunks += 1
@@ -234,6 +242,10 @@ class Scheduler:
         with self.clock("segments"):
             self.pools.launch(batch)
         return batch, running_batch
+
+    def room(self, running_batch: ScheduleBatch) -> int:
+        """As `Scheduler.get_num_allocatable_reqs`."""
+        return min(self.pools.rows.available_size(), self.max_running - len(running_batch.reqs))
 
     def adapter_fits(self, req: Req, adapters: set[str | None]) -> bool:
         """As `Scheduler._can_schedule_lora_req`."""

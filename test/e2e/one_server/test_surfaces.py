@@ -154,7 +154,7 @@ BAD = {
     "segments are no list": (dict(segments="x"), "segments must be a list"),
     "text too": (dict(segments=[chunk("x")], text="x"), "both segments and text"),
     "input_ids too": (dict(segments=[chunk("x")], input_ids=[9]), "both segments and input_ids"),
-    "too many chunks": (dict(segments=[chunk("x")] * 257), "257 chunks, at most 256"),
+    "too many chunks": (dict(segments=[chunk("x")] * 257), "more than the 256 chunks that are allowed"),
     "too long": (dict(segments=[chunk("x " * 3000), text("?")]), "longer than the model's context length"),
     "bad salt": (dict(segments=[chunk("x")], cache_salt=1), "cache_salt must be a non-empty string"),
     "salt alone": (dict(text="x", cache_salt="a"), "cache_salt needs a prompt given as segments"),
@@ -386,7 +386,7 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
         (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
         (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
-        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1, got 0"),
+        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1 and at most 1048576, got 0"),
         (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
     ],
@@ -591,7 +591,7 @@ def test_engine_forms(engine, generate):
 def test_engine_refuses_bad_segments(engine):
     for arguments, reason in (
         ({"segments": [""]}, r"segments\[0\]"),
-        ({"segments": [sgl.chunk("x")] * 5}, "5 chunks, at most 4"),
+        ({"segments": [sgl.chunk("x")] * 5}, "more than the 4 chunks that are allowed"),
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
         ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),

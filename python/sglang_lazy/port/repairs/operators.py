@@ -58,7 +58,8 @@ def guard(_result: Any, scheduler: Any) -> None:
     handlers = scheduler._request_dispatcher._mapping
     for message, handler in handlers.items():
         name = message.__name__.removesuffix("Input")
-        if (answer := getattr(io_struct, f"{name}Output", None)) in answers:
+        answer = getattr(io_struct, f"{name}Output", None)
+        if answer is not None and answer in answers:
             handlers[message] = _guarded(handler, answer.__name__)
 
 

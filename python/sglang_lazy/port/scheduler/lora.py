@@ -29,13 +29,10 @@ def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
     """Around `Scheduler.unload_lora_adapter`: once nothing uses the adapter, forget its chunks, since it gets a new id
     if loaded again, and unload it. Until then, returns None.
 
-    Clients have their answers or have left, but an aborted request ends with the next step, and a fill that one of them
-    started may still run.
+    Clients have their answers or have left, but an aborted request ends with the next step, as does a fill that one of
+    them has started.
     """
     admission, adapter = admission_of(scheduler), message.lora_id
-    chunked = scheduler.chunked_req
-    if chunked is not None and fill_of(chunked) is not None and chunked.lora_id == adapter:
-        scheduler._pending_chunked_abort_req = chunked
     waiting = (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue)
     if any(req.lora_id == adapter and not req.finished() for req in (*waiting, *requests_with_rows(scheduler))):
         postpone(scheduler, message)
