@@ -13,7 +13,7 @@ from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
 from sglang_lazy.port.repairs.operators import OperationError
-from sglang_lazy.port.serving import page, stock_routes
+from sglang_lazy.port.serving import page, stock_routes, stored_responses
 from sglang_lazy.port.serving.bodies import check_body
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
@@ -158,6 +158,8 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
         _take_salt(request, raw_request)
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
+        if (unknown := stored_responses.take_ids(serving, request)) is not None:
+            return unknown
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
     request._size = len(await raw_request.body())
@@ -217,6 +219,8 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
     for path in ("/v1/chat/completions", "/invocations"):
         _replace_route(app, path, chat)
     _replace_route(app, "/v1/responses", responses)
+    _replace_route(app, "/v1/responses/{response_id}", stored_responses.retrieve)
+    _replace_route(app, "/v1/responses/{response_id}/cancel", stored_responses.cancel)
     _replace_route(app, "/v1/messages", messages)
     _replace_route(app, "/v1/messages/count_tokens", count_tokens)
     for route in list(app.router.routes):
