@@ -52,8 +52,9 @@ def take_ids(serving: Any, request: Any) -> ORJSONResponse | None:
 
 
 def _not_found(serving: Any, response_id: str | None, salt: str | None) -> ORJSONResponse | None:
-    known = response_id is None or not response_id.startswith(_PREFIX)  # SGLang refuses others
-    return None if known or is_of(salt, response_id) else serving._make_not_found_error(response_id)
+    if response_id is None or not response_id.startswith(_PREFIX) or is_of(salt, response_id):
+        return None  # SGLang refuses ids without the prefix
+    return serving._make_not_found_error(response_id)
 
 
 async def retrieve(response_id: str, raw_request: Request, cache_salt: str | None = None) -> Any:
