@@ -171,6 +171,11 @@ class LinkedPrompt(NamedTuple):
     cross: bool = False
 
     @property
+    def span_lens(self) -> list[int]:
+        """How many tokens of the prompt are in each text span."""
+        return [len(span.positions) for span in self.spans]
+
+    @property
     def in_row(self) -> tuple[ChunkSlice, ...]:
         """The slices that are in the request's row."""
         return () if self.cross else self.chunks

@@ -48,8 +48,17 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import adapters, auth, operators, sessions
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
+    from sglang_lazy.port.repairs import aborts, adapters, auth, operators, sessions
+    from sglang_lazy.port.scheduler import (
+        chunk_metrics,
+        collector,
+        control,
+        internal,
+        lora,
+        memory,
+        schedule_policy,
+        steps,
+    )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
@@ -58,6 +67,7 @@ def install() -> None:
     comb_config.register()
     modules = (
         cpu,
+        aborts,
         adapters,
         auth,
         operators,
@@ -67,6 +77,7 @@ def install() -> None:
         internal,
         schedule_policy,
         lora,
+        memory,
         comb,
         comb_lora,
         model_runner,

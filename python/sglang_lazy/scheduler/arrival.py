@@ -154,7 +154,7 @@ class Arrival:
             )
         params.max_new_tokens = min(params.max_new_tokens, room)
         if self.limits.windows is not None:
-            self._check_windows_fit(prompt, self.limits.windows, spread_out=extra_text > 0)
+            self._check_windows_fit(prompt, self.limits.windows, params.max_new_tokens, spread_out=extra_text > 0)
         if preamble_len + longest > self.limits.context_len:
             raise Refusal(
                 "positions",
@@ -162,9 +162,11 @@ class Arrival:
                 f"{self.limits.context_len} positions",
             )
 
-    def _check_windows_fit(self, prompt: LinkedPrompt, windows: WindowMemory, spread_out: bool) -> None:
-        """Raise Refusal unless the window KV that the prompt reads of its chunks fits into its pool together with the
-        largest fill, whose chunks have that of all their tokens until the fill ends.
+    def _check_windows_fit(
+        self, prompt: LinkedPrompt, windows: WindowMemory, max_new_tokens: int, spread_out: bool
+    ) -> None:
+        """Raise Refusal unless the window KV that the prompt reads of its chunks fits into its pool together with that
+        of its text and answer, and with the largest fill, whose chunks have that of all their tokens until it ends.
 
         spread_out: whether tokens anywhere in the chunks may become text later, so that all of the chunks may be read.
         """
@@ -175,11 +177,13 @@ class Arrival:
             for chunk in prompt.chunks
         )
         fill = preamble_len + min(sum(lens), max(self.limits.max_fill_tokens, *lens))
-        if read + max(fill, windows.window) + 3 > windows.size:  # SGLang counts two more, and leaves one
+        own = windows.of_row(prompt.span_lens, sum(prompt.span_lens) + max_new_tokens)
+        if read + max(fill, own) + 3 > windows.size:  # SGLang counts two more, and leaves one
             raise Refusal(
                 "pool",
-                f"the KV pool of layers with windows has {windows.size} tokens, but the prompt needs {read} beside a "
-                f"fill of {fill} (--swa-full-tokens-ratio; --disable-hybrid-swa-memory: one pool for all layers)",
+                f"the KV pool of layers with windows has {windows.size} tokens, but the prompt needs {read} of its "
+                f"chunks beside a fill of {fill}, or {own} of its own (--swa-full-tokens-ratio; "
+                "--disable-hybrid-swa-memory: one pool for all layers)",
             )
 
     # Probes
