@@ -16,7 +16,7 @@ import requests
 from stored import prompt_of, started
 
 from oracle.scenarios import Dice
-from sglang_lazy.port.cache.in_order import NUM_THREADS
+from sglang_lazy.port.cache.calls import NUM_THREADS
 from sglang_lazy.testing.server import free_ports, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]

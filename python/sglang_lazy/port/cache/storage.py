@@ -8,7 +8,7 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,9 @@ from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.port.cache.backends import AddressBackend, TensorBackend
+from sglang_lazy.port.cache.calls import Calls, Ended
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
-from sglang_lazy.port.cache.in_order import Ended, InOrder
 from sglang_lazy.port.cache.tier_report import StorageReport, measured
 from sglang_lazy.port.model.identity import identity_of
 
@@ -71,25 +71,35 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
     def reset(self) -> None:
         if self.objects is not None:
+            self._drop_reads(self.objects)
             self._settle(self.objects)
-        self.store.fetching.clear()
         self._late: dict[ChunkKey, Fetch] = {}
         self._num_writing = self._num_fetching = 0  # tokens
+        self._behind = False
         self._identified: dict[str | None, bytes | None] = {}
         super().reset()
 
+    def _drop_reads(self, objects: ChunkObjects) -> None:
+        """Forget the reads in progress."""
+        if self._num_fetching:
+            objects.drop_reads()
+        for fetch in self.fetches:
+            self.token_to_kv_pool_host.free(fetch.slots)
+        self.store.fetching.clear()
+        self._late.clear()
+        self._num_fetching, self._behind = 0, False
+
     def _settle(self, objects: ChunkObjects) -> None:
-        """Finish all reads and writes, for as long as the backend makes progress: slots are about to be reused."""
-        settled = torch.tensor(objects.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
+        """Finish the writes in progress, for as long as the backend makes progress, and forget the others."""
+        settled = torch.tensor(objects.written.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
         self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
+        self._take_written(objects)
         if settled:
-            self.check_hicache_events()
             return
-        objects.give_up()
-        num_lost = len(objects.written)
-        self.report.unstored(num_lost)
-        logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", num_lost)
-        self.objects = self.objects_class(self._backend, self.token_to_kv_pool_host)
+        for _, path, num_tokens in (lost := objects.drop_writes()):
+            self._let_go(path, num_tokens)
+        self.report.unstored(len(lost))
+        logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", len(lost))
 
     @property
     def storage_name(self) -> str:
@@ -103,8 +113,8 @@ class StoredHiRadixCache(LazyHiRadixCache):
             return False
         if chunk.key in self.store.fetching or chunk.key in self._late:
             return True
-        if self._late and self.prefetch_stop_policy == "timeout":
-            return False  # storage has fallen behind: no request waits for it until it has caught up
+        if self._behind and self.prefetch_stop_policy == "timeout":
+            return False
         name = self._name(chunk.key)
         slots = None if name is None else self._host_slots(chunk.num_tokens)
         if name is None or slots is None:
@@ -125,22 +135,14 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if self.objects is None:
             return
         if self._num_writing:
-            for call in self._ended(self.objects.written):
-                chunk, path, num_tokens = call.what
-                chunk.stored = call.succeeded
-                for node in path:
-                    node.release_host()
-                self._num_writing -= num_tokens
-                if call.succeeded:
-                    self.report.stored(num_tokens, call.seconds)
-                else:
-                    self.report.unstored()
+            self._take_written(self.objects)
         if self.store.fetching or self._late:
             for call in self._ended(self.objects.read):
                 fetch = self._late.pop(call.what, None) or self.store.fetching.pop(call.what)
+                self._behind = False
                 self._end_fetch(fetch, call)
         if self.store.fetching:
-            self._stop_waiting()
+            self._stop_waiting(self.objects)
 
     def _end_fetch(self, fetch: Fetch, call: Ended) -> None:
         self._num_fetching -= len(fetch.slots)
@@ -152,16 +154,19 @@ class StoredHiRadixCache(LazyHiRadixCache):
         if not call.succeeded or not self._adopt(fetch.chunk, fetch.slots):
             self.token_to_kv_pool_host.free(fetch.slots)
 
-    def _stop_waiting(self) -> None:
+    def _stop_waiting(self, objects: ChunkObjects) -> None:
         """Let requests compute the chunks that they have waited for long enough, on any tensor-parallel rank."""
         now, fetches = self.clock(), list(self.store.fetching.items())
         waits = torch.tensor([now - fetch.asked_at < fetch.patience for _, fetch in fetches], dtype=torch.int64)
         self._all_reduce_attn_groups(waits, torch.distributed.ReduceOp.MIN)
-        for (key, fetch), still in zip(fetches, waits.tolist(), strict=True):
-            if not still:
-                self._late[key] = fetch
-                del self.store.fetching[key]
-                self.report.late()
+        late = [key for (key, _), still in zip(fetches, waits.tolist(), strict=True) if not still]
+        for key in late:
+            self._late[key] = self.store.fetching.pop(key)
+            self.report.late()
+        if late and self.prefetch_stop_policy == "timeout":
+            can_read = torch.tensor(min([objects.read.abandon(key) for key in late]), dtype=torch.int64)
+            self._all_reduce_attn_groups(can_read, torch.distributed.ReduceOp.MIN)
+            self._behind = not can_read
 
     def _host_slots(self, num_tokens: int) -> torch.Tensor | None:
         pool = self.token_to_kv_pool_host
@@ -221,6 +226,21 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self._num_writing += len(slots)
         objects.start_write(name, slots, (chunk, path, len(slots)))
 
+    def _take_written(self, objects: ChunkObjects) -> None:
+        for call in self._ended(objects.written):
+            chunk, path, num_tokens = call.what
+            chunk.stored = call.succeeded
+            self._let_go(path, num_tokens)
+            if call.succeeded:
+                self.report.stored(num_tokens, call.seconds)
+            else:
+                self.report.unstored()
+
+    def _let_go(self, path: list[TreeNode], num_tokens: int) -> None:
+        for node in path:
+            node.release_host()
+        self._num_writing -= num_tokens
+
     # Both
 
     @property
@@ -234,17 +254,17 @@ class StoredHiRadixCache(LazyHiRadixCache):
         hangs must not take all of it."""
         return self.token_to_kv_pool_host.size // 2
 
-    def _ended(self, asked: InOrder) -> Iterator[Ended]:
+    def _ended(self, calls: Calls) -> list[Ended]:
         """The results that all tensor-parallel ranks have; one succeeded if it did on all ranks. Ranks make the same
         requests in the same order."""
-        num_ended = torch.tensor(asked.num_ended(), dtype=torch.int64)
+        calls.relieve(self.prefetch_timeout_config.max)
+        num_ended = torch.tensor(calls.num_ended, dtype=torch.int64)
         self._all_reduce_attn_groups(num_ended, torch.distributed.ReduceOp.MIN)
         if not num_ended:
-            return
-        ended = [asked.take() for _ in range(int(num_ended))]
-        succeeded = torch.tensor([call.succeeded for call in ended], dtype=torch.int64)
-        self._all_reduce_attn_groups(succeeded, torch.distributed.ReduceOp.MIN)
-        yield from (call._replace(succeeded=bool(ok)) for call, ok in zip(ended, succeeded.tolist(), strict=True))
+            return []
+        outcomes = torch.tensor(calls.outcomes(), dtype=torch.int64)
+        self._all_reduce_attn_groups(outcomes, torch.distributed.ReduceOp.MIN)
+        return calls.take(outcomes.tolist())
 
     def _path(self, node: TreeNode) -> list[TreeNode]:
         path = []
