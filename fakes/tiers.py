@@ -108,5 +108,5 @@ class OnDemand(Calls):
 class ObjectsOnDemand(RecordingObjects):
     """Chunks stored by no thread, so that a history can be repeated."""
 
-    def _new_calls(self) -> OnDemand:
+    def _new_calls(self, num_threads: int) -> OnDemand:
         return OnDemand(self.backend.backend)

@@ -13,10 +13,11 @@ from fakes.requests import CHUNK
 from fakes.storage import Storage
 from fakes.stored import details, new_server, storage_with
 from sglang_lazy.port.cache import chunk_objects
-from sglang_lazy.port.cache.calls import MAX_STUCK, NUM_THREADS, Calls, Outcome
+from sglang_lazy.port.cache.calls import MAX_STUCK, Calls, Outcome
 from sglang_lazy.testing.server import wait_for
 
-LONG = (CHUNK, tuple(range(20, 20 + 2 * NUM_THREADS)))
+NUM_THREADS = 4
+LONG = (CHUNK, tuple(range(20, 20 + 2 * chunk_objects.NUM_READERS)))
 
 
 class Choosy(Storage):
@@ -194,7 +195,7 @@ def taken(calls):
 
 
 def test_results_come_in_any_order():
-    calls, opened, failed = Calls(), threading.Event(), threading.Event()
+    calls, opened, failed = Calls(NUM_THREADS), threading.Event(), threading.Event()
     calls.ask("slow", [waiting(opened), lambda: True])
     calls.ask("fast", [lambda: True] * 20)
     calls.ask("fails", [waiting(failed, result=False), lambda: True])
@@ -209,7 +210,7 @@ def test_results_come_in_any_order():
 
 
 def test_a_result_that_another_rank_lacks_is_left():
-    calls = Calls()
+    calls = Calls(NUM_THREADS)
     for what in range(3):
         calls.ask(what, [lambda: True])
     assert wait_for(lambda: calls.num_ended == 3)
@@ -222,13 +223,13 @@ def test_a_result_that_another_rank_lacks_is_left():
 @pytest.mark.parametrize("how", ["abandoned", "relieved"])
 def test_other_threads_take_the_place_of_those_that_hang(how):
     """Up to a limit; those that return are not needed any more."""
-    calls, never = Calls(), threading.Event()
+    calls, never = Calls(NUM_THREADS), threading.Event()
     before = threading.active_count()
     hanging = 0
     while hanging < NUM_THREADS + MAX_STUCK:
         part = min(NUM_THREADS, NUM_THREADS + MAX_STUCK - hanging)
         calls.ask(hanging, [waiting(never)] * part)
-        assert wait_for(lambda part=part: len(calls._running) == part)
+        assert wait_for(lambda part=part: calls.num_running == part)
         calls.ask("behind", [lambda: True])
         time.sleep(0.01)
         assert not calls.num_ended
@@ -246,9 +247,9 @@ def test_other_threads_take_the_place_of_those_that_hang(how):
 
 
 def test_calls_of_an_abandoned_request_that_have_not_begun_are_not_made():
-    calls, opened, made = Calls(), threading.Event(), []
+    calls, opened, made = Calls(NUM_THREADS), threading.Event(), []
     calls.ask("left", [*[waiting(opened)] * NUM_THREADS, lambda: made.append(1) or True])
-    assert wait_for(lambda: len(calls._running) == NUM_THREADS)
+    assert wait_for(lambda: calls.num_running == NUM_THREADS)
     assert calls.abandon("left")
     opened.set()
     assert wait_for(lambda: calls.num_ended == 1)
@@ -257,11 +258,11 @@ def test_calls_of_an_abandoned_request_that_have_not_begun_are_not_made():
 
 
 def test_dropped_requests_have_no_results():
-    calls, opened = Calls(), threading.Event()
+    calls, opened = Calls(NUM_THREADS), threading.Event()
     calls.ask("ended", [lambda: True])
     assert wait_for(lambda: calls.num_ended == 1)
     calls.ask("running", [waiting(opened)])
-    assert wait_for(lambda: calls._running)
+    assert wait_for(lambda: calls.num_running)
     assert calls.drop() == ["ended", "running"]
     calls.ask("new", [lambda: True])
     opened.set()
@@ -271,7 +272,7 @@ def test_dropped_requests_have_no_results():
 
 def test_settling_waits_for_no_call_longer_than_it_may_run():
     """Counted from its begin; the calls behind it are made."""
-    calls, never = Calls(), threading.Event()
+    calls, never = Calls(NUM_THREADS), threading.Event()
     calls.ask("hangs", [waiting(never)])
     calls.ask("behind", [lambda: True] * 50)
     assert not calls.settle(patience=0.05)
@@ -282,7 +283,7 @@ def test_settling_waits_for_no_call_longer_than_it_may_run():
 
 
 def test_settling_ends_though_all_threads_hang():
-    calls, never = Calls(), threading.Event()
+    calls, never = Calls(NUM_THREADS), threading.Event()
     calls.ask("hangs", [waiting(never)] * NUM_THREADS)
     calls.ask("behind", [lambda: True])
     assert not calls.settle(patience=0.05)
@@ -293,7 +294,7 @@ def test_settling_ends_though_all_threads_hang():
 
 def test_settling_makes_no_call_after_a_failure():
     """Else it would wait for each call to a backend that is down and takes seconds to say so."""
-    calls, made, turns = Calls(), [], threading.Semaphore(0)
+    calls, made, turns = Calls(NUM_THREADS), [], threading.Semaphore(0)
 
     def fail():
         made.append(True)

@@ -12,7 +12,8 @@ from fakes.storage import Storage
 from fakes.stored import details, new_server, served, storage_with
 from sglang_lazy.chunks.tree import ChunkState
 from sglang_lazy.core.state import linked
-from sglang_lazy.port.cache.calls import MAX_STUCK, NUM_THREADS
+from sglang_lazy.port.cache.calls import MAX_STUCK
+from sglang_lazy.port.cache.chunk_objects import NUM_READERS
 from sglang_lazy.testing.server import wait_for
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
@@ -49,6 +50,13 @@ def answer(server, storage):
     server.pools.check(server.admission.holders)
 
 
+def asked(server, *parts):
+    """Submit a request for these parts and a question; returns it once storage has been asked for all of them."""
+    req = server.submit([*parts, QUESTION], "r")
+    assert wait_for(lambda: server.tree_cache.objects.read.num_running == len(parts))
+    return req
+
+
 def evict(server):
     server.tree_cache.evict(EvictParams(num_tokens=server.tree_cache.evictable_size()))
 
@@ -82,11 +90,9 @@ def test_the_deadline_counts_all_tokens_being_fetched(hanging):
 
 def test_nobody_waits_once_all_threads_hang(hanging, storage):
     """Later requests compute their chunks at once, until storage answers."""
-    chunks = [(CHUNK, (first, 7, 7)) for first in range(10, 10 + NUM_THREADS + MAX_STUCK)]
-    for part in (chunks[:NUM_THREADS], chunks[NUM_THREADS:]):
-        req = hanging.submit([*part, QUESTION], "waits")
-        assert hanging.states(req) == [FETCHING] * len(part), "threads are left"
-        assert wait_for(lambda: len(hanging.tree_cache.objects.read._running) == NUM_THREADS)
+    chunks = [(CHUNK, (first, 7, 7)) for first in range(10, 10 + NUM_READERS + MAX_STUCK)]
+    for part in (chunks[:NUM_READERS], chunks[NUM_READERS:]):
+        assert hanging.states(asked(hanging, *part)) == [FETCHING] * len(part), "threads are left"
         hanging.now += 10.0
         hanging.run()
     assert details(served(hanging, B)) == (0, 0, 0, 0) and report(hanging)["late"] == len(chunks)
@@ -98,7 +104,7 @@ def test_nobody_waits_once_all_threads_hang(hanging, storage):
 @pytest.mark.parametrize("moment", ["computing", "resident", "on the host", "gone"])
 def test_late_answers_are_harmless(hanging, storage, moment):
     """Whatever became of the chunk meanwhile. `answer` and `step` check all slots and their contents."""
-    req = hanging.submit([A, QUESTION], "r")
+    req = asked(hanging, A)
     hanging.now = 10.0
     if moment == "computing":
         hanging.chunked_prefill_size = hanging.producer.max_tokens = 3
@@ -154,7 +160,9 @@ def test_a_flush_abandons_storage_that_hangs(hanging, storage):
     ended, objects = [], hanging.tree_cache.objects
     for act in ("_read", "_write"):
         setattr(objects, act, noting(ended, getattr(objects, act)))
-    served(hanging, A, C)
+    asked(hanging, A, C)
+    hanging.run()
+    assert wait_for(lambda: objects.written.num_running == 2)
     hanging.pools.flush()
     assert report(hanging)["unstored"] == 2 and not hanging.tree_cache.fetches
     host = hanging.tree_cache.token_to_kv_pool_host

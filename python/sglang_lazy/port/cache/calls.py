@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-NUM_THREADS = 8
 MAX_STUCK = 8
 """The most threads that others replace: each keeps its memory until its call returns."""
 
@@ -55,7 +54,7 @@ class _Request:
 class Calls:
     """A thread pool. Calls begin in the order of requests; results can be taken in any order."""
 
-    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+    def __init__(self, num_threads: int) -> None:
         self._lock = threading.Lock()
         self._work_came, self._call_ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._queue: collections.deque[tuple[Callable[[], bool], _Request]] = collections.deque()
@@ -78,6 +77,11 @@ class Calls:
     def __len__(self) -> int:
         """The number of requests whose results have not been taken."""
         return len(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        """The number of calls that threads are making, without those of threads that have been replaced."""
+        return len(self._running)
 
     @property
     def num_ended(self) -> int:

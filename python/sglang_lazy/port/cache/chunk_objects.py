@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """The most bytes of keys and values in one object, unless a single token has more."""
+NUM_READERS, NUM_WRITERS = 8, 2
+"""Threads. Prompts wait for reads; nobody waits for writes, and more writers would slow down passes beside them."""
 _HEADER = struct.Struct("<8s32sII16s")
 _MAGIC = b"lazy-kv1"
 
@@ -62,14 +64,14 @@ class ChunkObjects:
 
     def __init__(self, backend: TensorBackend, pool: Any):
         self.backend, self.pool = backend, pool
-        self.written, self.read = self._new_calls(), self._new_calls()
+        self.written, self.read = self._new_calls(NUM_WRITERS), self._new_calls(NUM_READERS)
         self._writes, self._reads = Gate(), Gate()
         self._tokens = max(1, PIECE_BYTES // pool.get_size_per_token())  # of a piece
         self._rows, self._starts = _rows(pool.kv_buffer)
         self._buffers = threading.local()
 
-    def _new_calls(self) -> Calls:
-        return Calls()
+    def _new_calls(self, num_threads: int) -> Calls:
+        return Calls(num_threads)
 
     def start_write(self, name: bytes, slots: torch.Tensor, what: Any) -> None:
         """Store the KV in these slots of the host, int64, which must not change before the write has ended."""
@@ -147,4 +149,6 @@ def _key(name: bytes, index: int) -> str:
 
 
 def _header(name: bytes, index: int, num_tokens: int, stored: np.ndarray) -> bytes:
-    return _HEADER.pack(_MAGIC, name, index, num_tokens, xxhash.xxh3_128_digest(stored[_HEADER.size :].data))
+    checksum = xxhash.xxh3_128()
+    checksum.update(stored[_HEADER.size :].data)  # lets other threads run, as `xxh3_128_digest` did not before 4.0
+    return _HEADER.pack(_MAGIC, name, index, num_tokens, checksum.digest())

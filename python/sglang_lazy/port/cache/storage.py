@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.cache.backends import AddressBackend, TensorBackend
+from sglang_lazy.port.cache.backends import AddressBackend, FileBackend, TensorBackend
 from sglang_lazy.port.cache.calls import Calls, Ended
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
@@ -300,7 +301,7 @@ def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metri
         objects: TensorBackend = AddressBackend(backend)
     else:
         backend.register_mem_pool_host(pool)
-        objects = TensorBackend(backend)
+        objects = (FileBackend if isinstance(backend, HiCacheFile) else TensorBackend)(backend)
     report = StorageReport(pool.get_size_per_token())
     if has_metrics:
         ranks = ("tp_rank", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
