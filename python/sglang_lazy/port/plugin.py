@@ -49,7 +49,16 @@ def install() -> None:
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
     from sglang_lazy.port.repairs import adapters, auth, operators, sessions
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
+    from sglang_lazy.port.scheduler import (
+        chunk_metrics,
+        collector,
+        control,
+        internal,
+        lora,
+        schedule_policy,
+        steps,
+        storage,
+    )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
@@ -64,6 +73,7 @@ def install() -> None:
         sessions,
         control,
         steps,
+        storage,
         internal,
         schedule_policy,
         lora,

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
 
 _LIBC = ctypes.CDLL(None)
 _LIBC.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -21,6 +22,15 @@ class TensorBackend:
     def new_memory(self, num_bytes: int) -> torch.Tensor:
         """Allocate a uint8 buffer for `put` and `get`, to be used for as long as it lives."""
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @property
+    def can_clear(self) -> bool:
+        """Whether `clear` deletes anything: SGLang's own does not."""
+        return getattr(type(self.backend), "clear", HiCacheStorage.clear) is not HiCacheStorage.clear
+
+    def clear(self) -> bool:
+        """Delete all objects, and whatever else is in the same place. Returns whether that succeeded."""
+        return self.backend.clear() is not False  # most return nothing
 
     def put(self, key: str, stored: torch.Tensor) -> bool:
         """Store an object. Returns whether that succeeded."""

@@ -105,6 +105,11 @@ class Calls:
             for request, outcome in taken
         ]
 
+    def cancel(self) -> None:
+        """Make no call that has not begun: its request fails."""
+        with self._lock:
+            self._cancel(lambda _request: True)
+
     def abandon(self, what: Any) -> bool:
         """Make no more of this request's calls, and replace the threads that are making one: nobody waits for it.
 

@@ -95,6 +95,11 @@ class ChunkObjects:
         self._reads.close()
         self._reads = Gate()
 
+    def stop(self) -> None:
+        """End the threads."""
+        self.written.stop()
+        self.read.stop()
+
     def _each_piece(self, act: Callable, gate: Gate, name: bytes, slots: torch.Tensor) -> Iterator[Callable[[], bool]]:
         for index, piece in enumerate(slots.split(self._tokens)):
             yield functools.partial(act, gate, name, index, piece.numpy())

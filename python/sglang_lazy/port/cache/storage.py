@@ -9,22 +9,19 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheFile
 from sglang.srt.mem_cache.radix_cache import RadixKey, TreeNode
-from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from sglang_lazy.chunks.store import CachedChunk
 from sglang_lazy.core.keys import ChunkKey
 from sglang_lazy.core.prompt import ChunkSlice
-from sglang_lazy.port.cache.backends import AddressBackend, FileBackend, TensorBackend
+from sglang_lazy.port.cache.backends import TensorBackend
 from sglang_lazy.port.cache.calls import Calls, Ended
 from sglang_lazy.port.cache.chunk_objects import ChunkObjects
 from sglang_lazy.port.cache.hiradix import LazyHiRadixCache
-from sglang_lazy.port.cache.tier_report import StorageReport, measured
-from sglang_lazy.port.model.identity import identity_of
+from sglang_lazy.port.cache.tier_report import StorageReport
 
 logger = logging.getLogger(__name__)
 
@@ -64,11 +61,17 @@ class StoredHiRadixCache(LazyHiRadixCache):
 
         identity: returns a digest of the weights that KV depends on: the model's for None, else those of the adapter
             with this id; None if it is not loaded. Called again after each flush. Hashing the model reads all its
-            weights, so it is done here: the first request must not wait for it.
+            weights: see `identify`.
         """
         self._backend, self._identity, self.report = backend, identity, report
-        self._identified[None] = identity(None)
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
+        self._identified = {}
+        self.identify()
+
+    def identify(self) -> None:
+        """Hash the model, unless that has been done since the last flush."""
+        if self.objects is not None and None not in self._identified:
+            self._identified[None] = self._identity(None)
 
     def reset(self) -> None:
         if self.objects is not None:
@@ -90,17 +93,47 @@ class StoredHiRadixCache(LazyHiRadixCache):
         self._late.clear()
         self._num_fetching, self._behind = 0, False
 
-    def _settle(self, objects: ChunkObjects) -> None:
-        """Finish the writes in progress, for as long as the backend makes progress, and forget the others."""
+    def _settle(self, objects: ChunkObjects) -> bool:
+        """Finish the writes in progress, for as long as the backend makes progress, and forget the others. Returns
+        whether there were no others."""
         settled = torch.tensor(objects.written.settle(self.prefetch_timeout_config.max), dtype=torch.int64)
         self._all_reduce_attn_groups(settled, torch.distributed.ReduceOp.MIN)
         self._take_written(objects)
         if settled:
-            return
+            return True
         for _, path, num_tokens in (lost := objects.drop_writes()):
             self._let_go(path, num_tokens)
         self.report.unstored(len(lost))
         logger.error("sglang-lazy: the storage backend does not answer; %d chunks are not stored", len(lost))
+        return False
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Use storage no more; returns whether that succeeded, and a message, as SGLang does. No request may run."""
+        if (objects := self.objects) is None:
+            return True, "there was no storage"
+        self._drop_reads(objects)
+        self._settle(objects)
+        self.objects = None
+        objects.stop()
+        if hasattr(self._backend.backend, "close"):
+            self._backend.backend.close()
+        return True, "chunks are neither stored nor fetched until the server is started again"
+
+    def clear_storage_backend(self) -> bool:
+        """Delete all that is in storage; returns whether that succeeded on all tensor-parallel ranks. Reads in progress
+        find nothing. Chunks that other tiers have stay there, and are stored when they are used again."""
+        if (objects := self.objects) is None or not self._backend.can_clear:
+            return False
+        self._drop_reads(objects)
+        objects.written.cancel()
+        settled, cleared = self._settle(objects), self._backend.clear()
+        self._barrier_attn_groups()
+        # Another rank may have deleted a file first.
+        done = torch.tensor(settled and (cleared or self._backend.clear()), dtype=torch.int64)
+        self._all_reduce_attn_groups(done, torch.distributed.ReduceOp.MIN)
+        for chunk in self.store.catalog:
+            chunk.stored = None
+        return bool(done)
 
     @property
     def storage_name(self) -> str:
@@ -288,24 +321,3 @@ class StoredHiRadixCache(LazyHiRadixCache):
             digest.update(identified)
         digest.update(repr((kind, key.namespace.own_key, salt, variant)).encode() + key.tokens + key.check)
         return digest.digest()
-
-
-def connect_storage(cache: StoredHiRadixCache, args: Any, runner: Any, has_metrics: bool) -> None:
-    """Connect a cache, created without storage, to the backend that SGLang's flags name."""
-    name, pool = args.hicache_storage_backend, cache.token_to_kv_pool_host
-    extra_config = cache._parse_storage_backend_extra_config(args.hicache_storage_backend_extra_config)[0]
-    # In place of the model's name: identities tell models apart, whatever folder they are served from.
-    config = cache.cache_controller._generate_storage_config("sglang-lazy", extra_config)
-    backend = StorageBackendFactory.create_backend(name, config, pool)
-    if name == "mooncake":
-        objects: TensorBackend = AddressBackend(backend)
-    else:
-        backend.register_mem_pool_host(pool)
-        objects = (FileBackend if isinstance(backend, HiCacheFile) else TensorBackend)(backend)
-    report = StorageReport(pool.get_size_per_token())
-    if has_metrics:
-        ranks = ("tp_rank", "pp_rank", "pp_size", "attn_cp_rank", "attn_cp_size")
-        labels = {"storage_backend": name, "dp_rank": cache.cache_controller.dp_rank}
-        labels |= {rank: getattr(config, rank) for rank in ranks} | (args.extra_metric_labels or {})
-        report = measured(pool.get_size_per_token(), labels, args)
-    cache.connect(objects, lambda adapter: identity_of(runner, adapter), report)
