@@ -246,6 +246,14 @@ def test_other_threads_take_the_place_of_those_that_hang(how):
     assert wait_for(lambda: threading.active_count() == before - NUM_THREADS)
 
 
+def test_a_request_that_has_failed_makes_no_more_calls():
+    """Of a chunk that storage does not have, not every piece need be looked for."""
+    calls, made = Calls(1), []
+    calls.ask("missing", [lambda: False, *[lambda: made.append(1) or True] * 9])
+    assert calls.settle(patience=60) and taken(calls) == [("missing", False)] and not made
+    calls.stop()
+
+
 def test_calls_of_an_abandoned_request_that_have_not_begun_are_not_made():
     calls, opened, made = Calls(NUM_THREADS), threading.Event(), []
     calls.ask("left", [*[waiting(opened)] * NUM_THREADS, lambda: made.append(1) or True])

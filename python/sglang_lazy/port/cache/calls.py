@@ -66,7 +66,8 @@ class Calls:
             self._start_thread()
 
     def ask(self, what: Any, calls: Iterable[Callable[[], bool]]) -> None:
-        """Request all `calls`; `what` succeeds if they all return True. A call that raises is logged and fails."""
+        """Request all `calls`; `what` succeeds if they all return True. A call that raises is logged and fails. After
+        one that failed, the request's others are not made."""
         calls = list(calls)
         request = _Request(what, len(calls))
         with self._lock:
@@ -190,7 +191,7 @@ class Calls:
     def _make(self, call: Callable[[], bool], request: _Request) -> bool:
         """Returns False if the thread has been replaced."""
         try:
-            succeeded = call()
+            succeeded = request.succeeded and call()
         except Exception:  # the server must survive any error of the backend
             logger.exception("sglang-lazy: the storage backend failed")
             succeeded = False
