@@ -156,7 +156,7 @@ def test_hanging_storage_holds_at_most_half_of_the_host(storage):
 
 def test_a_flush_abandons_storage_that_hangs(hanging, storage):
     """While it reads and while it writes. Its late answers touch no slot, though all slots have new owners."""
-    hanging.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(max=0.0)
+    hanging.tree_cache.prefetch_timeout_config = PrefetchTimeoutConfig(base=0.0, per_ki_token=0.0, max=2.0)
     ended, objects = [], hanging.tree_cache.objects
     for act in ("_read", "_write"):
         setattr(objects, act, noting(ended, getattr(objects, act)))
