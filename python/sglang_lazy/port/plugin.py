@@ -58,6 +58,7 @@ def install() -> None:
         memory,
         schedule_policy,
         steps,
+        storage,
     )
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -74,6 +75,7 @@ def install() -> None:
         sessions,
         control,
         steps,
+        storage,
         internal,
         schedule_policy,
         lora,
