@@ -48,7 +48,7 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import adapters, auth, sessions
+    from sglang_lazy.port.repairs import abort_tasks, adapters, auth, sessions
     from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -58,6 +58,7 @@ def install() -> None:
     comb_config.register()
     modules = (
         cpu,
+        abort_tasks,
         adapters,
         auth,
         sessions,
