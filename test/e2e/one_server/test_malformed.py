@@ -204,7 +204,7 @@ def test_a_stream_with_logprobs_whose_grammar_is_refused(server, path, body):
 
 @pytest.mark.parametrize("fields", [{"sampling_params": {"n": "x"}}, {"rid": {}}, {"rid": "mine"}])
 def test_a_refused_stream_aborts_nobody_and_keeps_its_connection(server, fields):
-    """SGLang aborts by id what it has streamed, two seconds later: here another client's request, which takes longer."""
+    """SGLang aborts by id what it has streamed, two seconds later: here a request of another client, which is longer."""
     long = {"rid": "mine", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     with requests.Session() as other, requests.Session() as session:
         answer = other.post(f"{server}/generate", json={"text": "Who?", **long}, stream=True, timeout=60)
