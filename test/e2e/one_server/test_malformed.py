@@ -203,10 +203,12 @@ def test_a_stream_with_logprobs_whose_grammar_is_refused(server, path, body):
 
 
 @pytest.mark.parametrize("fields", [{"sampling_params": {"n": "x"}}, {"rid": {}}, {"rid": "mine"}])
-def test_a_refused_stream_aborts_nobody_and_keeps_its_connection(server, fields):
-    """SGLang aborts by id what it has streamed, two seconds later: here a request of another client, which is longer."""
+def test_a_stream_that_was_refused_aborts_nobody_and_keeps_its_connection(server, fields):
+    """Two seconds after a stream, SGLang aborts its id. Here it is that of a longer request, before and after it."""
     long = {"rid": "mine", "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
     with requests.Session() as other, requests.Session() as session:
+        answered = session.post(f"{server}/generate", json={"text": "Who?", "stream": True, **ONE, "rid": "mine"})
+        assert answered.ok and "error" not in answered.text
         answer = other.post(f"{server}/generate", json={"text": "Who?", **long}, stream=True, timeout=60)
         events = (json.loads(line[6:]) for line in answer.iter_lines() if line.startswith(b"data: {"))
         assert next(events)["meta_info"]["finish_reason"] is None
