@@ -160,7 +160,8 @@ class Policy:
 
         scores: for each of `probes`, float32, one for each kept token, in order. "attention": that from the text after
             the last chunk, summed over this text, all heads and the last third of the layers. "deviation": its square,
-            summed over heads and dimensions. "key size": the key's squared norm relative to the chunk's mean, summed
+            summed over heads and dimensions; 0 for a token whose first layer sees what it saw when the chunk was
+            computed. "key size": the key's squared norm relative to the chunk's mean, summed
             over the layers without windows, or over all layers if each has one.
         """
         raise NotImplementedError

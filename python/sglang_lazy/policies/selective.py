@@ -13,7 +13,7 @@ from sglang_lazy.policies.block import Block
 
 @dataclasses.dataclass(frozen=True)
 class Selective(Block):
-    """ratio: share of the prompt's chunk tokens that is recomputed, above 0 and at most 1."""
+    """ratio: share of the prompt's chunk tokens that is recomputed at most, above 0 and at most 1."""
 
     ratio: float = parameter(0.15, 0, 1, above=True)
 

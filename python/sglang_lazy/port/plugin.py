@@ -48,8 +48,8 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import abort_tasks, adapters, auth, sessions
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
+    from sglang_lazy.port.repairs import abort_tasks, adapters, auth, operators, sessions
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
@@ -61,9 +61,11 @@ def install() -> None:
         abort_tasks,
         adapters,
         auth,
+        operators,
         sessions,
         control,
         steps,
+        internal,
         schedule_policy,
         lora,
         comb,
@@ -82,6 +84,12 @@ def install() -> None:
     _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))
     apply(_hooks)
     verify()
+
+
+def others_installed() -> bool:
+    """Whether plugins of SGLang's are installed that may add policies. Imports none."""
+    packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+    return not packages <= {"sglang_lazy", "smg_grpc_servicer"}  # SGLang requires the latter
 
 
 def check_version() -> None:

@@ -18,7 +18,7 @@ _BEGUN = "_sglang_lazy_begun"
 
 
 def begin(lifecycles: dict[str, object], _manager: Any, obj: Any, *_args: Any, **_kwargs: Any) -> dict[str, object]:
-    """After `TokenizerManager._init_req_state`, which refuses ids in use: keep which uses of them are this request's."""
+    """After `TokenizerManager._init_req_state`, which refuses ids in use: keep this request's uses of its ids."""
     setattr(obj, _BEGUN, lifecycles)
     return lifecycles
 

@@ -13,6 +13,7 @@ from sglang_lazy.port.serving.limits import limit_of, taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
+from sglang_lazy.serving.rendering import RecordingTokenizer, Rendering
 from sglang_lazy.serving.requests import (
     check_cache_salt,
     choose_link,
@@ -76,14 +77,52 @@ class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
 def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
     """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` separate.
 
+    It renders each conversation a second time with the chunks' own texts, to see what the template makes of them.
     The model counts as text-only: for multimodal ones SGLang would decode the prompt to find images.
     """
-    manager = serving.tokenizer_manager
-    view = copy.copy(serving)
-    tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
+    tokenizer = segment_tokenizer(serving.tokenizer_manager)
+    placeholders, plain = PlaceholderTokenizer(tokenizer, chunk_parts), RecordingTokenizer(tokenizer.tokenizer)
+    rendering, view, plain_view = (
+        Rendering(tokenizer, chunk_parts), _with_tokenizer(serving, placeholders), _with_tokenizer(serving, plain)
+    )  # fmt: skip
+
+    def rendered_twice(name: str) -> Callable:
+        render, render_plain = getattr(view, name), getattr(plain_view, name)
+
+        def render_both(request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> Any:
+            result = render(request, *args, **kwargs)
+            render_plain(_plain(request, rendering), *args, **kwargs)
+            rendering.fit(placeholders.texts, plain.texts)
+            return result
+
+        return render_both
+
+    for name in ("_apply_jinja_template", "_apply_conversation_template"):
+        setattr(view, name, rendered_twice(name))
+    return view
+
+
+def _with_tokenizer(serving: Any, tokenizer: Any) -> Any:
+    manager, view = serving.tokenizer_manager, copy.copy(serving)
     model_config = View(manager.model_config, is_multimodal=False)
     view.tokenizer_manager = View(manager, tokenizer=tokenizer, model_config=model_config)
     return view
+
+
+def _plain(request: ChatCompletionRequest, rendering: Rendering) -> ChatCompletionRequest:
+    """A copy of `request` with the chunks' texts in place of their placeholders."""
+
+    def with_texts(content: Any) -> Any:
+        if isinstance(content, str):
+            return rendering.plain(content)
+        if isinstance(content, list):
+            return [with_texts(part) for part in content]
+        if isinstance(text := getattr(content, "text", None), str):
+            return content.model_copy(update={"text": rendering.plain(text)})
+        return content
+
+    messages = [message.model_copy(update={"content": with_texts(message.content)}) for message in request.messages]
+    return request.model_copy(update={"messages": messages})
 
 
 def put_chunks(

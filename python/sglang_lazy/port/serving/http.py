@@ -12,6 +12,7 @@ from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.serving import page, stock_routes
 from sglang_lazy.port.serving.bodies import check_body
 from sglang_lazy.port.serving.chat import ChatRequest
@@ -203,6 +204,10 @@ async def lazy_info() -> dict[str, Any]:
     return {"config": dataclasses.asdict(LazyConfig.current())}
 
 
+async def _operation_failed(_request: Request, error: Exception) -> Response:
+    return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
+
+
 def install_routes(result: Any = None, global_state: Any = None) -> None:
     """After `http_server.set_global_state`: replace SGLang's endpoints by ours, and add our own."""
     extend_protocol()
@@ -219,6 +224,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
             _replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
+    app.add_exception_handler(OperationError, _operation_failed)
     add_routes(app)
     page.add_route(app)
     app.openapi_schema = None
