@@ -107,6 +107,11 @@ CASES = {
         {**CHAT, "chunk_seperator": "##"},
         "did you mean 'chunk_separator'",
     ),
+    "a client's argument": (
+        "/v1/chat/completions",
+        {**CHAT, "extra_body": {"link": "full"}},
+        "extra_body is an argument of OpenAI's client",
+    ),
     "a former name": ("/v1/messages", {**CHAT, "salt": "a"}, "did you mean 'cache_salt'"),
     "segments in a chat": ("/v1/responses", {**RESPONSE, "segments": [text("Who?")]}, "segments are for /generate"),
     "segments for Ollama": ("/api/generate", {**OLLAMA, "segments": [text("Who?")]}, "segments are for /generate"),
