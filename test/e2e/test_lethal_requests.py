@@ -29,7 +29,7 @@ from sglang_lazy.testing import device_flags, log_tail, running_server
 pytestmark = pytest.mark.slow  # starts a server
 
 ROUNDS = max(2, int(os.environ.get("LAZY_LETHAL_ROUNDS", "2")))
-NUM_PARTS = 200_000 if ROUNDS == 2 else 500_000  # JSON of that size alone takes most of a second to read
+NUM_PARTS = 100_000 if ROUNDS == 2 else 500_000  # JSON of that size alone takes most of a second to read
 PATIENCE = 60  # seconds
 KEPT = 64 << 20
 """Bytes that a round may leave: allocators and caches of bounded size."""
