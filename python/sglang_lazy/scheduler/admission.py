@@ -22,11 +22,13 @@ from sglang_lazy.core.state import (
     LinkedRequest,
     Undecided,
     as_linked,
+    is_ahead,
     lazy_state,
     linked,
     stand_in,
 )
 from sglang_lazy.scheduler.advice import Advice
+from sglang_lazy.scheduler.ahead import Ahead
 from sglang_lazy.scheduler.arrival import Arrival
 from sglang_lazy.scheduler.budget import Budget
 from sglang_lazy.scheduler.control import ChunkControl
@@ -39,6 +41,7 @@ class ChunkAdmission:
 
     holders: the admitted parents, in order of admission.
     linked_waiting: whether the waiting queue may have a linked request; set by whoever adds one.
+    ahead: has the requests that compute chunks ahead of use give way.
     shown: the part of the queue that SGLang sees while it forms a batch; None if that is all of it.
     keeps_locks: whether locks must not be revoked now.
     left_out_adapters: LoRA adapters that a fill needs but that SGLang could not load for the batch being formed.
@@ -61,6 +64,7 @@ class ChunkAdmission:
         self.pins = Pins(self.store.tree, max_pinned)
         self.control = ChunkControl(rows, self.pins)
         self.advice = Advice(self.store.counts)
+        self.ahead = Ahead()
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.shown: list[Any] | None = None
@@ -100,7 +104,12 @@ class ChunkAdmission:
             return waiting
         alone = running_batch.is_empty() and chunked is None and not self.holders
         visible = VisibleQueue(self.store, self.budget, running_batch, alone, self.cached, self._admit, self._blocked)
-        for req in waiting:
+
+        def serving() -> bool:
+            others = [*running_batch.reqs, *([] if chunked is None else [chunked])]
+            return bool(visible.requests) or not all(map(is_ahead, others))
+
+        for req in self.ahead.behind(waiting, serving) if self.ahead.waiting else waiting:
             if not visible.add(req):
                 break
         return visible.of_one_kind(chunked, self.arrival.limits.traits.masks_images)

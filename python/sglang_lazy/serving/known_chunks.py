@@ -3,7 +3,7 @@
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
@@ -43,6 +43,11 @@ class KnownChunks:
             self._tokens.move_to_end(key)
             while self._num_tokens > self.capacity:
                 self._drop(next(iter(self._tokens)))
+
+    def add_all(self, tenant: str | None, chunks: Iterable[Sequence[int]]) -> None:
+        """`add` for several chunks."""
+        for tokens in chunks:
+            self.add(tenant, tokens)
 
     def get(self, tenant: str | None, name: str) -> array:
         """The tokens (int32) of the chunk with this id, or with more digits of its digest.
