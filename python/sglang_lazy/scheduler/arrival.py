@@ -255,7 +255,7 @@ class Arrival:
 
 def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
     """The key to remember choices by. It separates tenants, so that none learns from a choice what another asked."""
-    return policy, req.extra_key, req.lora_id, layout.cache_salt
+    return str(policy), req.extra_key, req.lora_id, layout.cache_salt
 
 
 def requested_layout(req: Any) -> PromptLayout | None:
