@@ -134,6 +134,12 @@ class SegmentTokenizer:
             return self.tokenizer(texts, **self._no_specials)["input_ids"]
         return [self.tokenizer.encode(text, **self._no_specials) for text in texts]
 
+    def decode_later(self, input_ids: Sequence[int]) -> str:
+        """The text of tokens as it stands inside a prompt."""
+        sentinel = self.encode_later(["x"])[0]
+        text = self.tokenizer.decode([*sentinel, *input_ids], clean_up_tokenization_spaces=False)
+        return text[len(self.tokenizer.decode(sentinel)) :]
+
     def _encode_after_sentinel(self, text: str) -> list[int]:
         """Encode after a short text that the tokenizer does not merge with this one, and drop that text's tokens."""
         for sentinel in _SENTINELS:
