@@ -1,5 +1,6 @@
 """Values that were used recently, within a number of bytes: what clients send must not make a process grow."""
 
+import gc
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
@@ -15,6 +16,18 @@ ENTRY = 200
 def size_of(*parts: Any) -> int:
     """The bytes of objects and of those in their tuples, as if nothing else held them."""
     return sum([sys.getsizeof(part) + (size_of(*part) if isinstance(part, tuple) else 0) for part in parts])
+
+
+def deep_size(value: Any) -> int:
+    """The bytes of an object and of all that it holds, each counted once, except classes and functions."""
+    num_bytes, left, seen = 0, [value], set[int]()
+    while left:
+        one = left.pop()
+        if id(one) not in seen and not callable(one):
+            seen.add(id(one))
+            num_bytes += sys.getsizeof(one)
+            left += gc.get_referents(one)
+    return num_bytes
 
 
 class Remembered(Generic[K, V]):

@@ -48,7 +48,7 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import adapters, auth, operators, sessions
+    from sglang_lazy.port.repairs import adapters, auth, operators, sessions, stored_responses
     from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
     from sglang_lazy.port.serving import malformed, surfaces, tenants
 
@@ -62,6 +62,7 @@ def install() -> None:
         auth,
         operators,
         sessions,
+        stored_responses,
         control,
         steps,
         internal,
