@@ -115,6 +115,7 @@ class LinkedRequest:
     loaded: per slice, whether it was loaded from the host for this request.
     found_text: by namespace of text that its fills or its probe compute, how many tokens of it were cached before.
     probe: what it measures; None for a user's request.
+    ahead: as in `PromptLayout`.
     waits_since: `time.perf_counter()` when it began to wait for nothing but its chunks; None before, and once it runs.
     """
 
@@ -130,6 +131,7 @@ class LinkedRequest:
     loaded: list[bool] = dataclasses.field(init=False)
     found_text: dict[Namespace | None, int] = dataclasses.field(default_factory=dict)
     probe: Probe | None = None
+    ahead: bool = False
     waits_since: float | None = None
 
     def __post_init__(self):
@@ -247,6 +249,14 @@ def is_internal(req: Any) -> bool:
     """Whether a request is a fill or a probe, which have no client."""
     state = lazy_state(req)
     return isinstance(state, Fill) or (isinstance(state, LinkedRequest) and state.probe is not None)
+
+
+def is_ahead(req: Any) -> bool:
+    """Whether a request computes chunks ahead of use only, so that nobody waits for it."""
+    state = lazy_state(req)
+    if isinstance(state, Fill):
+        return all(is_ahead(parent) for parent in state.parents)
+    return isinstance(state, LinkedRequest) and state.ahead
 
 
 def stand_in(req: Any) -> Any | None:

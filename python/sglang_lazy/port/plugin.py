@@ -48,7 +48,7 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import abort_tasks, aborts, adapters, auth, operators, sessions
+    from sglang_lazy.port.repairs import abort_tasks, aborts, adapters, auth, operators, sessions, stored_responses
     from sglang_lazy.port.scheduler import (
         chunk_metrics,
         collector,
@@ -74,6 +74,7 @@ def install() -> None:
         auth,
         operators,
         sessions,
+        stored_responses,
         control,
         steps,
         storage,

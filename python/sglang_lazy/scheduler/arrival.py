@@ -102,7 +102,7 @@ class Arrival:
         if not prompt.chunks:
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
-        return self._found(prompt, policy)
+        return self._found(prompt, policy, layout.ahead)
 
     def _cross(self, req: Any, layout: PromptLayout, policy: Policy) -> LinkedRequest:
         """The state for a model with cross-attention. Reduces the request's prompt to its text."""
@@ -111,7 +111,7 @@ class Arrival:
         if req.logprob_start_len >= 0:
             req.logprob_start_len = max(0, req.logprob_start_len - len(req.origin_input_ids) + len(text))
         req.origin_input_ids = req.origin_input_ids_unpadded = text
-        return self._found(prompt, policy)
+        return self._found(prompt, policy, layout.ahead)
 
     def _check_fits_cross(self, prompt: LinkedPrompt) -> None:
         """Raise Refusal unless the prompt's chunks fit into their pool, and each into the encoder's positions. SGLang
@@ -123,7 +123,7 @@ class Arrival:
         if (longest := max(lens.values())) > self.limits.context_len:
             raise Refusal("positions", f"a chunk of {longest} tokens exceeds {self.limits.context_len} positions")
 
-    def _found(self, prompt: LinkedPrompt, policy: Policy) -> LinkedRequest:
+    def _found(self, prompt: LinkedPrompt, policy: Policy, ahead: bool) -> LinkedRequest:
         found = [self.store.find(chunk) for chunk in prompt.chunks]
         pending, tree = self.store.pending, self.store.tree
         for chunk, node in zip(prompt.chunks, found, strict=True):
@@ -133,7 +133,7 @@ class Arrival:
             node is None and chunk.key not in pending and tree.fetch(chunk)
             for chunk, node in zip(prompt.chunks, found, strict=True)
         ]
-        return LinkedRequest(prompt, policy, found, prefetched)
+        return LinkedRequest(prompt, policy, found, prefetched, ahead=ahead)
 
     def _check_fits(self, req: Any, prompt: LinkedPrompt, num_own_slots: int, extra_text: int) -> None:
         """Raise Refusal unless the prompt's text, its chunks and its policy's own slots fit into the pool together, and
@@ -259,7 +259,7 @@ class Arrival:
 
 def _chooser(req: Any, layout: PromptLayout, policy: Policy) -> tuple:
     """The key to remember choices by. It separates tenants, so that none learns from a choice what another asked."""
-    return policy, req.extra_key, req.lora_id, layout.cache_salt
+    return str(policy), req.extra_key, req.lora_id, layout.cache_salt
 
 
 def requested_layout(req: Any) -> PromptLayout | None:

@@ -14,7 +14,7 @@ from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.core.state import LinkedRequest, fill_of, is_internal, lazy_state, linked
+from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
@@ -143,6 +143,7 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
         admission.arrival.receive(req)  # now that it has a priority, which its probe inherits
         if lazy_state(req) is not None:
             admission.linked_waiting = True
+            admission.ahead.waiting |= is_ahead(req)
             _drop_layout(req)
 
 
