@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -68,6 +69,24 @@ def test_chunks_are_reused_in_another_order(generate, tokenizer):
     assert [report["offset"] for report in warm["chunks"]] == [
         offset, offset + sizes[0] + 1, offset + sizes[0] + sizes[1] + 2
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "link", ["epic:tokens=500", "epic:tokens=4", "query:ratio=0.4", "query:ratio=1", "blend:ratio=0.4"]
+)
+def test_a_chunk_that_is_recomputed_is_still_a_hit(generate, link):
+    """Of the reused tokens there are as many as the policy keeps; without any, the prompt is an ordinary one."""
+    segments = prompt(RIVER, RAILWAY)
+    cold = generate(segments=segments, cache_salt=link)["meta_info"]
+    warm = generate(segments=[*segments, text("?")], cache_salt=link, link=link)["meta_info"]
+    assert [report["hit"] for report in cold["chunks"]] == [False] * 2
+    assert [report["hit"] for report in warm["chunks"]] == [True] * 2
+    reused, tokens = (sum(report[key] for report in warm["chunks"]) for key in ("reused_tokens", "tokens"))
+    assert reused == (warm["cached_tokens_details"] or {}).get("chunk", 0)
+    if link.startswith("epic"):
+        assert reused == (0 if "500" in link else tokens - 8)
+    else:
+        assert reused == tokens - math.ceil(float(link.partition("=")[2]) * tokens)
 
 
 def test_forms_of_the_same_prompt_give_the_same_answer(generate, post, tokenizer):
