@@ -1,12 +1,12 @@
 """Command: SGLang's server with chunk reuse. Takes every flag of `sglang serve` and our own."""
 
 import argparse
+import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from sglang_lazy.core.config import LazyConfig, add_cli_args, from_cli_args
-from sglang_lazy.policies import get_policy
+from sglang_lazy.core.config import LazyConfig, add_cli_args, flag, from_cli_args
 from sglang_lazy.port import plugin
 
 # Processes that SGLang spawns import this module before any of SGLang's, and SGLang does not load plugins in all of
@@ -14,17 +14,48 @@ from sglang_lazy.port import plugin
 plugin.load()
 
 
-def parse_args(argv: Sequence[str]) -> tuple[LazyConfig, list[str]]:
-    """Our configuration, and the remaining flags, for SGLang. Exits if one of ours is invalid, and on --help."""
-    parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", add_help=False, allow_abbrev=False)
+PROG = "python -m sglang_lazy.launch_server"
+_USAGE = "%(prog)s [flags]; --help lists them"
+
+
+def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[str]]:
+    """Our configuration, and the remaining flags, for SGLang. Exits if one of ours is invalid, and on --help.
+
+    prog: the command that errors name.
+    """
+    parser = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False, usage=_USAGE)
     add_cli_args(parser)
-    if {"-h", "--help", "--config"}.intersection(argv):
-        argv = _expand(argv)
     args, rest = parser.parse_known_args(argv)
+    if {"-h", "--help", "--config"}.intersection(argv):  # imports SGLang, so only now
+        args, rest = parser.parse_known_args(_expand(argv))
+    for argument in rest:
+        if argument.startswith("--lazy-"):
+            parser.error(f"unknown flag {argument}{_similar(argument.partition('=')[0], vars(args))}")
     try:
-        return from_cli_args(args), rest
+        config = from_cli_args(args)
     except ValueError as error:
         parser.error(str(error))
+    try:
+        check_policy(config.default_link)
+    except ValueError as error:
+        parser.error(f"{flag('default_link')}: {error}")
+    return config, rest
+
+
+def _similar(typed: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(typed, ["--" + name.replace("_", "-") for name in names], n=1)
+    return f": did you mean {found[0]}?" if found else ""
+
+
+def check_policy(link: str) -> None:
+    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
+    from sglang_lazy.policies import get_policy  # imports PyTorch
+
+    try:
+        get_policy(link)
+    except ValueError:
+        if not plugin.others_installed():
+            raise
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:
@@ -33,7 +64,7 @@ def _expand(argv: Sequence[str]) -> Sequence[str]:
 
     from sglang_lazy.port.start import merge_config_file
 
-    parser = argparse.ArgumentParser(prog="python -m sglang_lazy.launch_server", description=__doc__)
+    parser = argparse.ArgumentParser(prog=PROG, description=__doc__)
     ServerArgs.add_cli_args(parser)
     add_cli_args(parser)
     if "--config" in argv:
@@ -56,13 +87,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    from sglang_lazy.policies import get_policy
     from sglang_lazy.port.start import check_start
 
     load_plugins()
     server_args = prepare_server_args(rest)
+    refuse = argparse.ArgumentParser(prog=PROG, usage=_USAGE).error
     try:
         get_policy(config.default_link)  # a plugin of SGLang's may have added it
+    except ValueError as error:
+        refuse(f"{flag('default_link')}: {error}")
+    try:
         config.check_shadow(server_args.enable_metrics, server_args.tokenizer_worker_num)
+    except ValueError as error:
+        refuse(str(error))
+    try:
         check_start(config, server_args)
     except ValueError as error:
         sys.exit(f"error: {error}")

@@ -19,10 +19,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from sglang_lazy.command import cut, started
+from sglang_lazy.command import EngineFlags, engine_flags, parse, started
 from sglang_lazy.core.config import LazyConfig
-from sglang_lazy.policies import get_policy
-from sglang_lazy.serving.registration import computing
 from sglang_lazy.verify.prompts import read_json_lines
 
 BATCH_SIZE = 32
@@ -33,7 +31,7 @@ PATIENCE = 5.0
 """The number of seconds without a stored chunk after which the next batch is computed nevertheless."""
 
 
-def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags]:
     """Our flags, and those after -- for the engine. Exits if one is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.precompute",
@@ -44,11 +42,10 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--model-path", required=True, help="model to start")
     parser.add_argument("--chunks", type=Path, required=True, help="JSON Lines file")
     parser.add_argument("--lora-path", metavar="NAME", help="LoRA adapter to compute them with, one of --lora-paths")
-    own, flags = cut(argv)
-    args = parser.parse_args(own)
+    args, flags = parse(parser, argv)
     if not any(flag.partition("=")[0] == "--hicache-storage-backend" for flag in flags):
         parser.error("--hicache-storage-backend is missing after --")
-    return args, ["--enable-hierarchical-cache", *flags]
+    return args, engine_flags(parser, args.model_path, ["--enable-hierarchical-cache", *flags])
 
 
 def read_chunks(path: Path) -> Iterator[dict[str, Any]]:
@@ -121,6 +118,9 @@ def _wait_until_stored(engine: Any, count: int) -> None:
 def _link() -> str:
     """The policy to compute with: the server's default if it adds trained tokens to chunks. Others may not compute
     every chunk, such as a short one under `epic`, and are replaced by one that does."""
+    from sglang_lazy.policies import get_policy  # imports PyTorch, which takes a while when a flag is wrong
+    from sglang_lazy.serving.registration import computing
+
     link = LazyConfig.current().default_link
     return link if get_policy(link).trained else computing(link)
 
@@ -135,7 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args, flags = parse_args(sys.argv[1:] if argv is None else argv)
     try:
         num_chunks = sum(1 for _ in read_chunks(args.chunks))  # before a model is started, all lines are checked
-        with started(args.model_path, flags) as engine:
+        with started(flags) as engine:
             num_found = precompute(engine, read_chunks(args.chunks), num_chunks, args.lora_path)
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,8 @@
 """Ways to start a server: the local runtime of the frontend language, and the command."""
 
 import os
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -46,11 +48,32 @@ def refused(*flags, status):
     return printed("sglang_lazy.launch_server", *flags, status=status)
 
 
-def test_bad_flags_of_ours_are_refused(tiny_model):
-    shown = refused("--model-path", "x", "--lazy-max-chunks", "0", status=2)
-    assert "max_chunks must be at least 1" in shown
-    shown = refused("--model-path", tiny_model, "--device", "cpu", "--lazy-default-link", "half", status=1)
-    assert "link must be one of" in shown
+COMMANDS = [
+    ("launch_server", ["--lazy-max-chunks", "0"], "argument --lazy-max-chunks: must be at least 1"),
+    ("verify", ["--min-agreement", "2"], "argument --min-agreement: must be at least 0 and at most 1, got 2.0"),
+    ("verify", ["--", "--lazy-max-chunks", "0"], "argument --lazy-max-chunks: must be at least 1"),
+    (
+        "precompute",
+        ["--", "--hicache-storage-backend", "file", "--lazy-chunk-pool=1"],
+        "argument --lazy-chunk-pool: must be above 0 and below 1",
+    ),
+    ("routing", ["--capacity", "0"], "argument --capacity: must be a number of at least 1"),
+]
+REQUIRED = {
+    "verify": ["--model-path", "m", "--prompts", "nowhere"],
+    "precompute": ["--model-path", "m", "--chunks", "nowhere"],
+    "routing": ["--router", "http://127.0.0.1:9"],
+}
+
+
+@pytest.mark.parametrize("module, flags, reason", COMMANDS)
+def test_bad_flags_end_a_command_before_it_imports_sglang(module, flags, reason):
+    """Nor does it import PyTorch. As users start it: a fork has both."""
+    command = [sys.executable, "-X", "importtime", "-m", f"sglang_lazy.{module}", *REQUIRED.get(module, []), *flags]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2 and reason in ended.stderr, ended.stderr[-2000:]
+    imported = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if "import time:" in line}
+    assert "argparse" in imported and not imported & {"torch", "sglang"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may support them")

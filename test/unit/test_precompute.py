@@ -156,8 +156,14 @@ def test_flags(capsys):
     args, flags = precompute.parse_args(
         ["--model-path", "m", "--chunks", "c", "--", "--hicache-storage-backend", "file", "--tp", "2"]
     )
-    assert args.model_path == "m"
-    assert flags == ["--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--tp", "2"]
-    with pytest.raises(SystemExit):
-        precompute.parse_args(["--model-path", "m", "--chunks", "c"])
-    assert "--hicache-storage-backend is missing" in capsys.readouterr().err
+    assert args.model_path == "m" and flags.config == LazyConfig()
+    assert flags.rest[:4] == ["--model-path", "m", "--log-level", "error"]
+    assert flags.rest[4:] == ["--enable-hierarchical-cache", "--hicache-storage-backend", "file", "--tp", "2"]
+    for more, reason in (
+        ([], "--hicache-storage-backend is missing"),
+        (["--device", "cpu"], "flags of the engine follow after --, as in: -- --device cpu"),
+        (["--", "--hicache-storage-backend=file", "--lazy-max-chunks", "0"], "argument --lazy-max-chunks: must be at"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            precompute.parse_args(["--model-path", "m", "--chunks", "c", *more])
+        assert ended.value.code == 2 and "precompute: error: " in (shown := capsys.readouterr().err) and reason in shown

@@ -10,10 +10,29 @@ from aiohttp.client_exceptions import ClientPayloadError
 from aiohttp.test_utils import TestServer
 
 from sglang_lazy.routing import Picker
+from sglang_lazy.routing.__main__ import parse_args
 from sglang_lazy.routing.middleware import Middleware
 
 PROMPT = {"segments": [{"type": "chunk", "text": "a document"}, {"type": "text", "text": "a question"}]}
 OTHER = {"segments": [{"type": "chunk", "text": "another"}]}
+
+
+@pytest.mark.parametrize(
+    "argv, reason",
+    [
+        (["--router", "127.0.0.1:30000"], "argument --router: must be a URL like http://127.0.0.1:30000"),
+        (["--port", "65536"], "argument --port: must be from 1 to 65535, got '65536'"),
+        (["--port", "http"], "argument --port: must be from 1 to 65535, got 'http'"),
+        (["--imbalance", "0.5"], "argument --imbalance: must be a number of at least 1, got '0.5'"),
+        (["--imbalance", "nan"], "argument --imbalance: must be a number of at least 1, got 'nan'"),
+        (["--capacity", "1.5"], "argument --capacity: must be a number of at least 1, got '1.5'"),
+        (["--kv-events", "/nowhere"], "argument --kv-events: "),
+    ],
+)
+def test_bad_flags_are_named(capsys, argv, reason):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["--router", "http://127.0.0.1:30000", *argv])
+    assert ended.value.code == 2 and reason in capsys.readouterr().err
 
 
 class Router:

@@ -175,12 +175,16 @@ def test_options_that_exclude_chunk_parts(tokenizer):
 
 
 def test_fields_that_would_be_dropped_are_refused(tokenizer):
-    with pytest.raises(ValueError, match='content parts .*"chunk"'):
-        convert(Serving(tokenizer), chat(part("text", "Who?"), segments=[part("chunk", "the sea")]))
-    with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
-        convert(Serving(tokenizer), chat(part("chunk", "the sea"), salt="s"))
-    plain, _ = convert_request(Serving.convert, Serving(tokenizer), chat(part("text", "Who?"), salt="s"), None)
-    assert plain.extra_key is None, "as SGLang does"
+    documents = {"chat_template_kwargs": {"documents": [{"text": "the sea"}]}}
+    for fields in ({}, {"link": "full", "chunk_separator": "##"}):
+        with pytest.raises(ValueError, match="documents in chat_template_kwargs are text: give them as chunk parts"):
+            convert(Serving(tokenizer), chat(part("text" if fields else "chunk", "Who?"), **documents, **fields))
+    for fields in ({"chunk_separator": "##"}, {"chunk_roles": ["user"]}):
+        with pytest.raises(ValueError, match="divide messages, which input_ids replace"):
+            convert(Serving(tokenizer), chat(part("text", "Who?"), input_ids=[1], **fields))
+    for fields in (documents, {"input_ids": [1], "chunk_separator": ""}):
+        plain, _ = convert_request(Serving.convert, Serving(tokenizer), chat(part("text", "Who?"), **fields), None)
+        assert plain.sampling_params == {"custom_params": {"mine": 1}}, "SGLang alone would take them"
 
 
 def test_the_cache_salt_is_not_added_twice(tokenizer):

@@ -66,9 +66,8 @@ def test_plain_prompts_are_left_to_sglang():
         ({"segments": []}, "segments is empty"),
         ({"segments": [CHUNK], "prompt": "x"}, "segments cannot be combined with prompt"),
         ({"segments": [CHUNK], "suffix": "x"}, "segments cannot be combined with suffix"),
-        ({"segments": [CHUNK], "salt": "x"}, "did you mean 'cache_salt'"),
         ({"segments": [CHUNK], "cache_salt": ""}, "cache_salt must be a non-empty string"),
-        ({"segments": [CHUNK], "link": "epic:tokens=-1"}, "tokens must be at least 1, got -1"),
+        ({"segments": [CHUNK], "link": "epic:tokens=-1"}, "tokens must be at least 1 and at most 1048576, got -1"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
     ],
 )

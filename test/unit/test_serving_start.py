@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 import types
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -141,11 +142,23 @@ def test_keywords():
         pop_keywords({"lazy_link": "copy"})
 
 
-@pytest.mark.parametrize("bad", [{"kernels": "flashinfer"}, {"max_chunks": 0}, {"shadow_rate": 2}])
+BAD = [
+    *({"kernels": value} for value in ("flashinfer", None)),
+    *({"max_chunks": value} for value in (0, -1, 10**9, 8.0, "8", True)),
+    *({name: value} for name in ("max_pinned", "shadow_rate") for value in (2, -0.1, float("nan"), "0.5", True)),
+    *({"chunk_pool": value} for value in (0, 1, 1.0, float("inf"))),
+    *({name: value} for name in ("preamble", "chunk_separator", "chunk_roles") for value in (None, 3, "\udc80")),
+    *({"fallback": value} for value in (1, "yes")),
+]
+
+
+@pytest.mark.parametrize("bad", BAD)
 def test_bad_values(bad):
     (name,) = bad
     with pytest.raises(ValueError, match=f"{name} must be"):
         LazyConfig(**bad)
+    with pytest.raises(ValueError, match=f"^lazy_{name} must be"):
+        pop_keywords({f"lazy_{name}": bad[name]})
 
 
 def test_an_unknown_policy_is_refused(no_start):
@@ -154,8 +167,69 @@ def test_an_unknown_policy_is_refused(no_start):
             make(model_path="m", lazy_default_link="half")
         with pytest.raises(ValueError, match="ratio must be above 0"):
             make(model_path="m", lazy_default_link="query:ratio=0")
-    with pytest.raises(SystemExit, match="error: .*tokens must be at least 1, got 0"):
-        launch_server.main(["--model-path", "m", "--lazy-default-link", "epic:tokens=0"])
+
+
+BAD_FLAGS = [
+    (["--lazy-kernels", "flashinfer"], "argument --lazy-kernels: invalid choice: 'flashinfer'"),
+    (["--lazy-max-chunks", "0"], "argument --lazy-max-chunks: must be at least 1 and at most 65536, got 0"),
+    (["--lazy-max-chunks=many"], "argument --lazy-max-chunks: must be of type int, got 'many'"),
+    (["--lazy-max-chunks"], "argument --lazy-max-chunks: expected one argument"),
+    (["--lazy-max-pinned", "1.5"], "argument --lazy-max-pinned: must be between 0 and 1, got 1.5"),
+    (["--lazy-chunk-pool", "1"], "argument --lazy-chunk-pool: must be above 0 and below 1, got 1.0"),
+    (["--lazy-shadow-rate", "nan"], "argument --lazy-shadow-rate: must be between 0 and 1, got nan"),
+    (["--lazy-shadow-min-agreement", "2"], "argument --lazy-shadow-min-agreement: must be between 0 and 1, got 2.0"),
+    (["--lazy-shadow-min-agreement", "0.5"], "--lazy-shadow-min-agreement watches what shadow mode compares"),
+    (["--lazy-chunk-separator", "\udcff"], "argument --lazy-chunk-separator: must be text in UTF-8"),
+    (["--lazy-chunk-roles", "\udcff"], "argument --lazy-chunk-roles: must be text in UTF-8"),
+    (["--lazy-preamble", "\udcff"], "argument --lazy-preamble: must be text in UTF-8"),
+    (["--lazy-default-link", "half"], "--lazy-default-link: link must be one of 'block'"),
+    (["--lazy-default-link", "epic:tokens=0"], "--lazy-default-link: link 'epic:tokens=0': tokens must be at least 1"),
+    (["--lazy-fallback=yes"], "argument --lazy-fallback: ignored explicit argument 'yes'"),
+    (["--lazy-max-chunk", "3"], "unknown flag --lazy-max-chunk: did you mean --lazy-max-chunks?"),
+    (["--lazy-speed=3"], "unknown flag --lazy-speed=3"),
+]
+
+
+@pytest.mark.parametrize("argv, reason", BAD_FLAGS)
+def test_bad_flags_are_named_as_typed(no_start, capsys, argv, reason):
+    with pytest.raises(SystemExit) as ended:
+        launch_server.main(["--model-path", "m", *argv])
+    assert ended.value.code == 2 and f"error: {reason}" in capsys.readouterr().err
+
+
+def test_every_flag_has_a_bad_value_in_the_test_before():
+    tried = {flag for argv, _ in BAD_FLAGS for flag in [argv[0].partition("=")[0]]}
+    assert {f"--lazy-{field.name.replace('_', '-')}" for field in fields(LazyConfig)} - tried == {
+        "--lazy-untested-model"
+    }
+
+
+def test_bad_flags_in_a_file(no_start, capsys, tmp_path):
+    file = tmp_path / "flags.yaml"
+    file.write_text("lazy-max-chunks: 0\n")
+    with pytest.raises(SystemExit) as ended:
+        launch_server.main(["--model-path", "m", "--config", str(file)])
+    assert ended.value.code == 2 and "argument --lazy-max-chunks: must be at least 1" in capsys.readouterr().err
+    file.write_text("lazy-shadow-rate: 0.5\n")
+    argv = ["--lazy-shadow-min-agreement", "0.5", "--config", str(file)]
+    assert launch_server.parse_args(argv)[0] == LazyConfig(shadow_rate=0.5, shadow_min_agreement=0.5)
+
+
+def test_a_policy_that_a_plugin_may_add_is_looked_up_later(no_start, capsys, monkeypatch):
+    monkeypatch.setattr(plugin, "others_installed", lambda: True)
+    assert launch_server.parse_args(["--lazy-default-link", "half"])[0].default_link == "half"
+    with pytest.raises(SystemExit) as ended:
+        launch_server.main(["--model-path", "m", "--lazy-default-link", "half"])
+    assert ended.value.code == 2 and "--lazy-default-link: link must be one of" in capsys.readouterr().err
+
+
+def test_our_own_plugin_is_no_other(monkeypatch):
+    assert not plugin.others_installed(), "here are only ours and those that SGLang requires"
+    entries = [SimpleNamespace(module="sglang_lazy.port.plugin")]
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: entries)
+    assert not plugin.others_installed()
+    entries.append(SimpleNamespace(module="policies_of_mine"))
+    assert plugin.others_installed()
 
 
 def test_flags():

@@ -1,4 +1,4 @@
-"""Text that becomes chunks: by separators, by roles, and as Anthropic's blocks; and which salt a request has."""
+"""Text that becomes chunks: by separators, by roles, and as Anthropic's blocks."""
 
 import itertools
 import json
@@ -13,7 +13,6 @@ from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
-from sglang_lazy.serving.requests import join_extra_key, salt_of
 from sglang_lazy.serving.text import segments_in
 
 
@@ -156,19 +155,3 @@ def test_document_blocks():
     for source in (None, "x", {"type": "url", "url": "x"}, {"type": "text", "data": 3}, {"type": "content"}):
         with pytest.raises(ValueError, match="document"):
             read(type="document", source=source)
-
-
-def test_the_salt_of_body_and_header():
-    assert salt_of("a", None) == "a" and salt_of(None, None) is None and salt_of(3, None) == 3
-    assert salt_of(None, "a") == salt_of("a", "a") == salt_of([None, "a"], "a") == "a"
-    for body, header in (("b", "a"), (["a", "b"], "a"), ("", "a"), (3, "a")):
-        with pytest.raises(ValueError, match="cache_salt and X-Cache-Salt disagree"):
-            salt_of(body, header)
-    for header in ("", "ä"):
-        with pytest.raises(ValueError, match="X-Cache-Salt must be a non-empty ASCII string"):
-            salt_of(None, header)
-
-
-def test_the_salt_joins_the_extra_key_as_sglang_does():
-    assert join_extra_key(None, "k") == "k" and join_extra_key("s", None) == "s" and join_extra_key("s", "k") == "sk"
-    assert join_extra_key("s", ["k", None]) == ["sk", "s"]

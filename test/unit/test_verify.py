@@ -283,7 +283,7 @@ def test_costs_are_measured_over_cached_documents_in_a_new_order(monkeypatch):
     between, question = {"type": "text", "text": "then"}, {"type": "text", "text": "?"}
     report = verify(model, [{"segments": [a, between, b, c, question]}], policies=["block", "epic"])
     for link in ("full", "block", "epic"):
-        seen = [(prompt, new) for (prompt, *_), way, new, wanted in model.calls if way == link and new < 2]
+        seen = [(prompt, new) for (prompt, *_), way, new, _ in model.calls if way == link and new < 2]
         first = [a, between, b, c, question]
         assert seen[-2:] == [(first, 0), ([b, between, c, a, question], 1)]
     assert report.full_ttft_ms == pytest.approx(30)
@@ -301,7 +301,7 @@ def test_prompts_without_another_order_are_not_timed():
     with pytest.raises(ValueError, match="budget_ms needs prompts with at least two different chunks"):
         verify(TableModel(), same, Thresholds(budget_ms=5))
     timed = verify(TableModel(), [*same, *questions(1)], Thresholds(budget_ms=5))
-    assert [one.full.ttft_ms is None for one in timed.comparisons] == [True, True, False]
+    assert [one.costs["full"].ttft_ms is None for one in timed.comparisons] == [True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -321,21 +321,114 @@ def test_share_recomputed(meta_info, share):
     "ms, recomputed, limits, recommended",
     [
         ({"block": 4, "base": 6, "query": 9}, {}, {"max_kl": 0}, "base"),  # block is not good enough
-        ({"block": 4, "base": 9, "query": 6}, {}, {"max_kl": 0}, "query"),
-        ({"block": 4, "base": 9, "query": 9.3}, {"base": 4, "query": 3}, {"max_kl": 0}, "query"),  # equally fast
-        ({"block": 4, "base": 9, "query": 9.5}, {"base": 4, "query": 3}, {"max_kl": 0}, "base"),
-        ({"block": 4, "base": 9, "query": 6}, {}, {"max_kl": 0, "budget_ms": 7}, "query"),
+        ({"block": 4, "base": 9, "copy": 6}, {}, {"max_kl": 0}, "copy"),  # no more work, and faster
+        ({"block": 4, "epic": 9, "query": 6}, {"epic": 4, "query": 3}, {"max_kl": 0}, "query"),
+        ({"block": 4, "epic": 6, "query": 9}, {"epic": 4, "query": 3}, {"max_kl": 0}, "epic"),  # it has no extra pass
+        ({"block": 4, "epic": 9, "query": 9.3}, {"epic": 4, "query": 3}, {"max_kl": 0}, "query"),  # equally fast
+        ({"block": 4, "epic": 9, "query": 9.5}, {"epic": 4, "query": 3}, {"max_kl": 0}, "epic"),
+        ({"block": 4, "epic": 9, "static": 6}, {"epic": 3, "static": 4}, {"max_kl": 0}, "epic"),  # work for nothing
+        ({"block": 4, "base": 9, "query": 6}, {"query": 3}, {"max_kl": 0}, "base"),
+        ({"block": 4, "base": 9, "query": 6}, {"query": 3}, {"max_kl": 0, "budget_ms": 7}, "query"),
         ({"block": 4, "base": 9, "query": 6}, {}, {"max_kl": 0, "budget_ms": 5}, None),
         ({"block": 4, "base": 9, "query": 6}, {}, {"budget_ms": 5}, "block"),
+        ({"block": 4, "base": 3.9, "query": 6}, {}, {"budget_ms": 5}, "block"),
     ],
 )
 def test_the_cheapest_policy_that_passes_is_recommended(monkeypatch, ms, recomputed, limits, recommended):
     model = TableModel({"block": {"1?"}}, recomputed, ms)
     monkeypatch.setattr(cost, "time", model)
-    report = verify(model, questions(3), Thresholds(**limits), policies=["block", "base", "query"])
+    report = verify(model, questions(6), Thresholds(**limits), policies=list(ms))
     assert report.recommended == recommended and report.passed is (recommended is not None)
     last = f"PASS: --lazy-default-link {recommended}" if recommended else "FAIL: none of these policies meets"
     assert last in str(report).splitlines()[-1]
+
+
+class Busy(TableModel):
+    """load: the factor by which a call takes longer, by how many calls there were before; drawn from `rng`."""
+
+    def __init__(self, load, seed, **model):
+        super().__init__(**model)
+        self.load, self.rng = load, random.Random(seed)
+
+    def __call__(self, segments, link, *arguments, **wanted):
+        before = self.now
+        answers = super().__call__(segments, link, *arguments, **wanted)
+        if not isinstance(segments[0], dict):
+            self.now = before + (self.now - before) * self.load(len(self.calls), self.rng)
+        return answers
+
+
+LOADS = {
+    "falling": lambda calls, rng: rng.uniform(0.9, 1.1) * max(1, 3 - calls / 60),
+    "rising": lambda calls, rng: rng.uniform(0.9, 1.1) * (1 + calls / 60),
+    "in waves": lambda calls, rng: rng.uniform(0.9, 1.1) * (2 + math.sin(calls / 40)),
+    "stepping": lambda calls, rng: rng.uniform(0.9, 1.1) * (1 if calls // 70 % 2 else 3),
+    "spiking": lambda calls, rng: rng.uniform(0.9, 1.1) * (20 if rng.random() < 0.1 else 1),
+}
+
+
+@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize(
+    "ms, recommended",
+    [
+        ({"block": 4, "base": 4, "epic": 5, "query": 5}, "block"),  # equal answers: nothing is worth recomputing
+        ({"query": 5, "epic": 5, "base": 4, "block": 4}, "base"),
+        ({"block": 4, "copy": 4, "base": 4, "packet": 4}, "block"),
+        ({"query": 8, "epic": 4}, "epic"),  # recomputes more, but has no extra pass
+        ({"epic": 8, "query": 4}, "query"),
+        ({"epic": 8, "query": 8}, "query"),
+    ],
+)
+def test_a_change_of_load_is_no_difference_between_policies(monkeypatch, load, ms, recommended):
+    """Answers are the same under all; times under load differ more than those of the policies."""
+    for seed in range(5):
+        model = Busy(LOADS[load], seed, recomputed={"epic": 4, "query": 3}, ms={"full": 30, **ms})
+        monkeypatch.setattr(cost, "time", model)
+        report = verify(model, questions(32), Thresholds(min_agreement=1), policies=list(ms), max_new_tokens=1)
+        assert report.recommended == recommended, seed
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_noise_around_the_budget_recommends_no_recomputation(monkeypatch, load):
+    """The budget is where medians of equal policies fall on either side of it."""
+    ms = {"block": 4, "epic": 4, "query": 4}
+    for seed in range(5):
+        model = Busy(LOADS[load], seed, recomputed={"epic": 4, "query": 3}, ms=ms)
+        monkeypatch.setattr(cost, "time", model)
+        medians = verify(model, questions(16), policies=list(ms), max_new_tokens=1).policies
+        budget = sum(report.metrics["ttft_ms"].value for report in medians.values()) / 3
+        model = Busy(LOADS[load], seed, recomputed={"epic": 4, "query": 3}, ms=ms)
+        monkeypatch.setattr(cost, "time", model)
+        report = verify(model, questions(16), Thresholds(budget_ms=budget), policies=list(ms), max_new_tokens=1)
+        assert report.recommended == "block" and report.policies["block"].verdict == "pass", seed
+
+
+def test_policies_are_timed_in_turns():
+    """Each prompt under all policies before the next, warmed up right before, in a new but repeatable order."""
+    orders = []
+    for _ in range(2):
+        model = TableModel()
+        verify(model, questions(20), policies=["block", "base"])
+        timed = [(segments[0], link, new) for segments, link, new, wanted in model.calls[-120:]]
+        runs = [timed[start : start + 6] for start in range(0, 120, 6)]
+        for index, run in enumerate(runs):
+            assert [new for *_, new in run] == [0, 1] * 3
+            assert all(segments[-1]["text"] == f"{index}?" for segments, *_ in run)
+            assert [link for _, link, _ in run[::2]] == [link for _, link, _ in run[1::2]]
+        orders.append([tuple(link for _, link, _ in run[::2]) for run in runs])
+    assert orders[0] == orders[1] and len(set(orders[0])) == 6
+
+
+def test_who_is_faster_takes_six_prompts(monkeypatch):
+    model = TableModel({}, {"epic": 4, "query": 3}, {"epic": 4, "query": 9})
+    monkeypatch.setattr(cost, "time", model)
+    few, enough = (verify(model, questions(n), Thresholds(max_kl=0), policies=["epic", "query"]) for n in (5, 6))
+    assert (few.recommended, enough.recommended) == ("query", "epic")
+
+
+def test_policies_that_only_the_server_knows_have_no_extra_pass():
+    for link, probes in (("mine:tokens=3", False), ("static", False), ("base+query:ratio=0.1", True), ("blend", True)):
+        assert cost.Work.of(link, 0.1) == (0.1, probes)
 
 
 BETWEEN = "query:ratio=0.185"  # 5.7 ms on the line through 4 ms at 0.1 and 8 ms at 0.3
@@ -457,8 +550,9 @@ def test_a_refused_batch_is_named():
 
 
 def comparison(full, linked, answers=(), texts=("", ""), kl=(0.0,), ms=None):
-    linked = LinkedAnswer(linked, texts[1], ms, list(kl), recomputed=0.5)
-    return Comparison(Prompt([], tuple(answers)), Answer(full, texts[0], ms), {"block": linked}, 1.0)
+    linked = {"block": LinkedAnswer(linked, texts[1], list(kl))}
+    costs = {"full": cost.Cost(ms, 1.0), "block": cost.Cost(ms, 0.5)}
+    return Comparison(Prompt([], tuple(answers)), Answer(full, texts[0]), linked, 1.0, costs)
 
 
 def test_means_and_gold_answers():
@@ -553,9 +647,21 @@ def test_exit_status_is_the_verdict(capsys, monkeypatch, prompts_file, tmp_path,
         (["--url", "http://127.0.0.1:9", "--model-path", "m"], "not allowed with argument"),
         (["--url", "http://127.0.0.1:9", "--", "--tp", "2"], "flags after -- are for an engine"),
         (["--model-path", "m", "--api-key", "k"], "--api-key goes with --url"),
-        (["--url", "http://127.0.0.1:9", "--max-new-tokens", "0"], "must be at least 1"),
-        (["--url", "http://127.0.0.1:9", "--min-agreement", "2"], "min_agreement must be"),
-        (["--model-path", "m", "--max-em-drop", "1"], "max_em_drop needs prompts with gold answers"),
+        (["--url", "http://127.0.0.1:9", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (
+            ["--url", "http://127.0.0.1:9", "--min-agreement", "2"],
+            "argument --min-agreement: must be at least 0 and at",
+        ),
+        (["--url", "http://127.0.0.1:9", "--max-kl", "nan"], "argument --max-kl: must be at least 0, got nan"),
+        (["--url", "http://127.0.0.1:9", "--budget-ms", "x"], "argument --budget-ms: must be a number, got 'x'"),
+        (["--url", "http://127.0.0.1:9", "--out", "/nowhere/x"], "--out: there is no folder /nowhere"),
+        (["--model-path", "m", "--device", "cpu"], "flags of the engine follow after --, as in: -- --device cpu"),
+        (["--model-path", "m", "--policies", "block,half"], "--policies: link must be one of"),
+        (
+            ["--model-path", "m", "--", "--lazy-max-chunks", "0"],
+            "verify: error: argument --lazy-max-chunks: must be at",
+        ),
+        (["--model-path", "m", "--max-em-drop", "1"], "error: --max-em-drop needs prompts with gold answers"),
         (["--url", "http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
         (["--url", "http://127.0.0.1:9", "--prompts", "/nowhere"], "cannot read /nowhere"),
     ],

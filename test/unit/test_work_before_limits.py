@@ -113,8 +113,8 @@ def test_text_with_too_many_separators_is_not_split(take, piece):
 
 def test_separators_of_all_messages_count_together():
     parts = ChunkParts("#", limit=LIMIT)
-    with pytest.raises(TooManyChunks, match="13 chunk separators"):
-        parts.take_from([{"role": "user", "content": "#"}] * 100)
+    with pytest.raises(TooManyChunks, match="14 chunk separators"):
+        parts.take_from([{"role": "user", "content": "##"}] * 100)
 
 
 def test_blanks_between_separators_are_allowed():

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 ENV_VAR = "SGLANG_LAZY"
@@ -22,7 +23,21 @@ PREAMBLE = (
 )
 """A neutral sentence, unrelated to any document; alternatives were no better (docs/results/policies)."""
 
+MAX_CHUNKS = 1 << 16
+"""The largest `max_chunks`: every row of the pool has memory for so many."""
+
 Kernels = Literal["auto", "torch", "triton", "cuda"]
+
+
+class BadSetting(ValueError):
+    """A setting that cannot be used, which flags and keywords spell in their own ways.
+
+    name: its field.  reason: what follows the name in a message.
+    """
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{name} {reason}")
+        self.name, self.reason = name, reason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,17 +72,10 @@ class LazyConfig:
     shadow_min_agreement: float = 0.0
 
     def __post_init__(self):
-        if self.kernels not in get_args(Kernels):
-            raise ValueError(f"kernels must be one of {get_args(Kernels)}, got {self.kernels!r}")
-        if self.max_chunks < 1:
-            raise ValueError(f"max_chunks must be at least 1, got {self.max_chunks}")
-        for name in ("max_pinned", "shadow_rate", "shadow_min_agreement"):
-            if not 0 <= (value := getattr(self, name)) <= 1:
-                raise ValueError(f"{name} must be between 0 and 1, got {value}")
-        if not 0 < self.chunk_pool < 1:
-            raise ValueError(f"chunk_pool must be between 0 and 1, got {self.chunk_pool}")
+        for field in dataclasses.fields(self):
+            _check(field.name, getattr(self, field.name))
         if self.shadow_min_agreement and not self.shadow_rate:
-            raise ValueError("shadow_min_agreement watches what shadow mode compares: set shadow_rate, too")
+            raise BadSetting("shadow_min_agreement", "watches what shadow mode compares, which is off (its rate is 0)")
 
     def check_shadow(self, metrics: bool, workers: int) -> None:
         """Raise ValueError if shadow mode is on without metrics or with several tokenizer workers."""
@@ -87,7 +95,7 @@ class LazyConfig:
     def from_env(cls) -> "LazyConfig | None":
         """The published configuration, or None if the plugin is off."""
         value = os.environ.get(ENV_VAR)
-        return _parsed(value) if value else None
+        return _decoded(value) if value else None
 
     @classmethod
     def current(cls) -> "LazyConfig":
@@ -96,8 +104,50 @@ class LazyConfig:
 
 
 @functools.lru_cache(maxsize=1)  # several times for each request
-def _parsed(value: str) -> LazyConfig:
+def _decoded(value: str) -> LazyConfig:
     return LazyConfig(**json.loads(value))
+
+
+def _check(name: str, value: Any) -> None:
+    """Raise BadSetting if no configuration has this value in the field `name`."""
+    kind = type(getattr(LazyConfig, name))
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise BadSetting(name, f"must be of type {kind.__name__}, got {value!r:.50}")
+    if name == "kernels" and value not in get_args(Kernels):
+        raise BadSetting(name, f"must be one of {', '.join(get_args(Kernels))}, got {value!r:.50}")
+    if name == "max_chunks" and not 1 <= value <= MAX_CHUNKS:
+        raise BadSetting(name, f"must be at least 1 and at most {MAX_CHUNKS}, got {value}")
+    if name == "chunk_pool" and not 0 < value < 1:
+        raise BadSetting(name, f"must be above 0 and below 1, got {value}")
+    if name in ("max_pinned", "shadow_rate", "shadow_min_agreement") and not 0 <= value <= 1:
+        raise BadSetting(name, f"must be between 0 and 1, got {value}")
+    if kind is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # what a terminal sends in another encoding
+            raise BadSetting(name, f"must be text in UTF-8, got {value!r:.50}") from None
+
+
+def _parsed(name: str) -> Callable[[str], Any]:
+    """The type of a field's flag, for argparse, which names the flag in its errors."""
+
+    def parse(text: str) -> Any:
+        kind = type(getattr(LazyConfig, name))
+        try:
+            value = kind(text)
+            _check(name, value)
+        except BadSetting as error:
+            raise argparse.ArgumentTypeError(error.reason) from None
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be of type {kind.__name__}, got {text!r:.50}") from None
+        return value
+
+    return parse
+
+
+def flag(name: str) -> str:
+    """The flag of a field."""
+    return f"--lazy-{name.replace('_', '-')}"
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +162,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lazy-max-chunks",
-        type=int,
+        type=_parsed("max_chunks"),
         default=LazyConfig.max_chunks,
         help="Maximum number of chunks in a prompt; a prompt with more gets a 400.",
     )
@@ -129,6 +179,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lazy-default-link",
+        type=_parsed("default_link"),
         default=LazyConfig.default_link,
         metavar="POLICY",
         help="Policy for prompts with chunks whose request names none, for example 'base+query:ratio=0.15'. 'block': "
@@ -139,12 +190,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lazy-preamble",
+        type=_parsed("preamble"),
         default=LazyConfig.preamble,
         metavar="TEXT",
         help="Neutral text after which policies with 'base' compute chunks; prompts never contain it.",
     )
     group.add_argument(
         "--lazy-chunk-separator",
+        type=_parsed("chunk_separator"),
         default=LazyConfig.chunk_separator,
         metavar="TEXT",
         help="Stands before and after each chunk in a prompt or message, for clients that cannot send chunks "
@@ -152,20 +205,21 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lazy-chunk-roles",
+        type=_parsed("chunk_roles"),
         default=LazyConfig.chunk_roles,
         metavar="ROLE[,ROLE]",
         help="The whole text of messages with these roles is a chunk, for example 'tool'.",
     )
     group.add_argument(
         "--lazy-max-pinned",
-        type=float,
+        type=_parsed("max_pinned"),
         default=LazyConfig.max_pinned,
         metavar="SHARE",
         help="Share of the KV pool that chunks pinned through /chunks may take; 0 for no pins.",
     )
     group.add_argument(
         "--lazy-chunk-pool",
-        type=float,
+        type=_parsed("chunk_pool"),
         default=LazyConfig.chunk_pool,
         metavar="SHARE",
         help="Share of the KV memory, also of --max-total-tokens, for chunks of a model that reads them by "
@@ -173,14 +227,14 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--lazy-shadow-rate",
-        type=float,
+        type=_parsed("shadow_rate"),
         default=LazyConfig.shadow_rate,
         help="Fraction of greedy answers with chunks to repeat with link full while the server is idle. /metrics "
         "counts how often both agree (sglang_lazy:shadow_...). Needs --enable-metrics.",
     )
     group.add_argument(
         "--lazy-shadow-min-agreement",
-        type=float,
+        type=_parsed("shadow_min_agreement"),
         default=LazyConfig.shadow_min_agreement,
         metavar="SHARE",
         help="Minimum share of identical answers among the last ones that shadow mode compared under a policy. Below "
@@ -189,8 +243,11 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
 
 
 def from_cli_args(args: argparse.Namespace) -> LazyConfig:
-    """The configuration that the parsed flags give."""
-    return LazyConfig(**{f.name: getattr(args, f"lazy_{f.name}") for f in dataclasses.fields(LazyConfig)})
+    """The configuration that the parsed flags give. Raises ValueError, naming the flag, for a bad value."""
+    try:
+        return LazyConfig(**{f.name: getattr(args, f"lazy_{f.name}") for f in dataclasses.fields(LazyConfig)})
+    except BadSetting as error:
+        raise ValueError(f"{flag(error.name)} {error.reason}") from None
 
 
 def pop_keywords(kwargs: dict[str, Any]) -> LazyConfig:
@@ -203,4 +260,7 @@ def pop_keywords(kwargs: dict[str, Any]) -> LazyConfig:
     for name in given:
         if name not in names:
             raise TypeError(f"unexpected keyword {name!r}, expected one of {', '.join(names)}")
-    return LazyConfig(**{names[name]: kwargs.pop(name) for name in given})
+    try:
+        return LazyConfig(**{names[name]: kwargs.pop(name) for name in given})
+    except BadSetting as error:
+        raise ValueError(f"lazy_{error}") from None

@@ -11,6 +11,12 @@ LAYOUT_PARAM = "sglang_lazy"
 
 LAYOUT_VERSION = 1
 
+
+class PackedLayout(str):
+    """A layout as it travels with a request. Clients, who could claim another tenant's salt in one, cannot send an
+    object of this class."""
+
+
 _KINDS = ("text", "chunk")
 _KEYS = frozenset(("type", "text", "input_ids"))
 
@@ -137,10 +143,10 @@ class PromptLayout:
     cache_salt: str | None = None
     link: str = "block"
 
-    def pack(self) -> str:
+    def pack(self) -> PackedLayout:
         """Serialize as JSON, which every transport between SGLang's processes preserves."""
         fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
-        return json.dumps(fields, separators=(",", ":"))
+        return PackedLayout(json.dumps(fields, separators=(",", ":")))
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":

@@ -10,7 +10,6 @@ from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
-from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
 from sglang_lazy.serving.requests import chunk_limit, refuse_without_segments, to_generate_args
@@ -76,6 +75,5 @@ class Engine(ChunkMethods, engine.Engine):
         if len(args) > 2 or kwargs.pop("prompt", None) is not None or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
         params = kwargs.pop("sampling_params", None)
-        check_sampling_params(params)
         segments = with_tokens(known_chunks(self.tokenizer_manager), segments, cache_salt, limit=limit)
         return (), {**kwargs, **to_generate_args(self.tokenizer_manager, segments, cache_salt, params, link)}

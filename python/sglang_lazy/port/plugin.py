@@ -48,9 +48,9 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.repairs import adapters
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
-    from sglang_lazy.port.serving import malformed, surfaces
+    from sglang_lazy.port.repairs import adapters, auth, operators, sessions
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
+    from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
@@ -59,8 +59,12 @@ def install() -> None:
     modules = (
         cpu,
         adapters,
+        auth,
+        operators,
+        sessions,
         control,
         steps,
+        internal,
         schedule_policy,
         lora,
         comb,
@@ -71,6 +75,7 @@ def install() -> None:
         host_pool,
         surfaces,
         malformed,
+        tenants,
         chunk_metrics,
         collector,
         watchdog,
@@ -78,6 +83,12 @@ def install() -> None:
     _hooks = (*HOOKS, *(hook for module in modules for hook in module.HOOKS))
     apply(_hooks)
     verify()
+
+
+def others_installed() -> bool:
+    """Whether plugins of SGLang's are installed that may add policies. Imports none."""
+    packages = {entry.module.partition(".")[0] for entry in importlib.metadata.entry_points(group="sglang.srt.plugins")}
+    return not packages <= {"sglang_lazy", "smg_grpc_servicer"}  # SGLang requires the latter
 
 
 def check_version() -> None:

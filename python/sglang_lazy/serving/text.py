@@ -27,6 +27,12 @@ def chosen_separator(separator: str | None) -> str:
     return LazyConfig.current().chunk_separator if separator is None else separator
 
 
+def check_separator(separator: str | None, prompt: Any) -> None:
+    """Raise ValueError if a request names a separator for a prompt that is no text."""
+    if separator and not isinstance(prompt[0] if isinstance(prompt, list) and prompt else prompt, str):
+        raise ValueError("chunk_separator divides text, but the prompt is given as segments or tokens")
+
+
 def divide(text: str, separator: str) -> list[tuple[str, bool]]:
     """The pieces of a text between its separators, and whether each is a chunk.
 

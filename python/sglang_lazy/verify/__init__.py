@@ -8,14 +8,13 @@
 As a command: `python -m sglang_lazy.verify --help`.
 """
 
-import dataclasses
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from sglang_lazy.verify.budget import within_budget
 from sglang_lazy.verify.cases import Prompt, parse_prompt
-from sglang_lazy.verify.compare import answer_in_full, compare
+from sglang_lazy.verify.compare import answer_in_full, answer_linked, compared, measure_costs, ways
 from sglang_lazy.verify.cost import Generate
 from sglang_lazy.verify.metrics import NOISE, Thresholds, times
 from sglang_lazy.verify.policies import ALL
@@ -58,17 +57,21 @@ def verify(
     thresholds.check(parsed)
     links, left_out = _links(generate, parsed[0], policies)
     greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "stop": stop or []}
-    references = answer_in_full(generate, parsed, greedy)
-    comparisons = compare(generate, references, links, greedy)
+    sent = ways(generate, ["full", *links])
+    references = answer_in_full(sent["full"], parsed, greedy)
+    linked = answer_linked({link: sent[link] for link in links}, references, greedy)
+    comparisons = compared(references, linked, measure_costs(sent, parsed))
     if thresholds.budget_ms is None:
         return Report.of(comparisons, thresholds, left_out=left_out)
     ttft_ms = {link: statistics.median(times(comparisons, link)) for link in links}
     # Below the budget: of the times measured next, noise would lift half above what they are expected to be.
     chosen = within_budget(ttft_ms, (1 - NOISE) * thresholds.budget_ms)
-    new = compare(generate, references, [link for link in chosen if link not in links], greedy)
-    comparisons = [
-        dataclasses.replace(one, linked=one.linked | more.linked) for one, more in zip(comparisons, new, strict=True)
-    ]
+    if new := [link for link in chosen if link not in links]:
+        # All are measured again, beside the new ones: the load may have changed, and caches have the new order by now.
+        sent = ways(generate, ["full", *links, *new])
+        more = answer_linked({link: sent[link] for link in new}, references, greedy)
+        linked = [before | after for before, after in zip(linked, more, strict=True)]
+        comparisons = compared(references, linked, measure_costs(sent, parsed))
     return Report.of(comparisons, thresholds, chosen, left_out)
 
 

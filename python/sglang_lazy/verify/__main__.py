@@ -13,17 +13,18 @@ import dataclasses
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from sglang_lazy.command import cut, started
+from sglang_lazy.command import EngineFlags, engine_flags, parse, started
+from sglang_lazy.core.config import BadSetting
 from sglang_lazy.verify import Report, Thresholds, connect, verify
 from sglang_lazy.verify.cases import parse_prompt, read_prompts
 from sglang_lazy.verify.policies import ALL, parse_policies
 
 
-def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags, and those after -- for the engine. Exits if one is invalid."""
+def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, EngineFlags | None]:
+    """Our flags, and those after -- for the engine, if there is to be one. Exits if one is invalid."""
     parser = argparse.ArgumentParser(
         prog="python -m sglang_lazy.verify",
         description=__doc__,
@@ -47,17 +48,45 @@ def parse_args(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--stop", action="append", help="text that ends an answer; may be given several times")
     parser.add_argument("--out", type=Path, help="file for the report as JSON, every prompt's answers included")
     for field in dataclasses.fields(Thresholds):
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=float, metavar="X", help=_HELP[field.name])
-    own, flags = cut(argv)
-    args = parser.parse_args(own)
+        parser.add_argument(_flag(field.name), type=_limit(field.name), metavar="X", help=_HELP[field.name])
+    args, flags = parse(parser, argv)
     if args.url and flags:
         parser.error("flags after -- are for an engine started with --model-path")
     if args.model_path and args.api_key:
         parser.error("--api-key goes with --url")
     if args.max_new_tokens < 1:
         parser.error("--max-new-tokens must be at least 1")
-    return args, flags
+    if args.out is not None and not args.out.parent.is_dir():
+        parser.error(f"--out: there is no folder {args.out.parent}")
+    if args.url:
+        return args, None
+    return args, engine_flags(parser, args.model_path, flags, _named(args))
+
+
+def _flag(threshold: str) -> str:
+    return "--" + threshold.replace("_", "-")
+
+
+def _limit(name: str) -> Callable[[str], float]:
+    """The type of a threshold's flag, for argparse, which names the flag in its errors."""
+
+    def number(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be a number, got {text!r:.50}") from None
+        try:
+            Thresholds(**{name: value})
+        except BadSetting as error:
+            raise argparse.ArgumentTypeError(error.reason) from None
+        return value
+
+    return number
+
+
+def _named(args: argparse.Namespace) -> Sequence[str]:
+    """The policies that the command names."""
+    return () if args.policies in (None, "all") else args.policies
 
 
 _HELP = {
@@ -70,13 +99,15 @@ _HELP = {
 }
 
 
-def run(args: argparse.Namespace, flags: Sequence[str]) -> Report:
+def run(args: argparse.Namespace, flags: EngineFlags | None) -> Report:
     """The report for the command's flags. Raises ValueError if there can be none."""
     thresholds = Thresholds(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Thresholds)})
     prompts = list(read_prompts(args.prompts))
-    thresholds.check([parse_prompt(prompt) for prompt in prompts])  # before a model is started
-    named = () if args.policies in (None, "all") else args.policies
-    source = started(args.model_path, flags, named) if args.model_path else contextlib.nullcontext(None)
+    try:
+        thresholds.check([parse_prompt(prompt) for prompt in prompts])  # before a model is started
+    except BadSetting as error:
+        raise ValueError(f"{_flag(error.name)} {error.reason}") from None
+    source = contextlib.nullcontext(None) if flags is None else started(flags, _named(args))
     with source as engine:
         generate = connect(args.url, args.api_key) if engine is None else engine.generate
         if args.lora_path is not None:

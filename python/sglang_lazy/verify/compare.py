@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import math
+import random
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from tqdm import tqdm
 
 from sglang_lazy.verify.cases import Prompt
-from sglang_lazy.verify.cost import Generate, measure_cost
+from sglang_lazy.verify.cost import Cost, Generate, measure_cost
 
 TOP_TOKENS = 32
 """The number of most likely tokens under full attention that are compared; all others count as one outcome."""
@@ -22,11 +23,10 @@ _BATCH = 16
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """A greedy answer: token ids and text.  ttft_ms: see `Cost`."""
+    """A greedy answer: token ids and text."""
 
     tokens: list[int]
     text: str
-    ttft_ms: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,11 +34,9 @@ class LinkedAnswer(Answer):
     """An answer under a policy that reuses chunks.
 
     kl: for each position of the full answer, KL(full || policy) of the next token, in nats; see `kl_divergence`.
-    recomputed: see `Cost`.
     """
 
     kl: list[float]
-    recomputed: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +58,18 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """One prompt's greedy answers.
+    """One prompt's greedy answers, and what they cost.
 
     full: with link full. linked: by link, in the order of the policies.
     mass: see `Reference`.
+    costs: by link, full among them.
     """
 
     prompt: Prompt
     full: Answer
     linked: dict[str, LinkedAnswer]
     mass: float
+    costs: dict[str, Cost]
 
 
 def common_beginning(left: Sequence[int], right: Sequence[int]) -> float:
@@ -79,47 +79,71 @@ def common_beginning(left: Sequence[int], right: Sequence[int]) -> float:
     return same / max(len(left), len(right), 1)
 
 
-def answer_in_full(generate: Generate, prompts: Sequence[Prompt], greedy: Mapping[str, Any]) -> list[list[Reference]]:
-    """The answers with link full, in batches.  greedy: sampling parameters.  Raises as `compare` does."""
-    full = _ways(generate, ["full"])["full"]
+def ways(generate: Generate, links: Sequence[str]) -> dict[str, Generate]:
+    """By link, `generate` with that link and a new cache salt of its own, so that a policy does not find KV computed by
+    another one or by an earlier run."""
+    run = uuid.uuid4().hex
+    return {link: functools.partial(generate, link=link, cache_salt=f"verify-{run}-{link}") for link in links}
+
+
+def answer_in_full(full: Generate, prompts: Sequence[Prompt], greedy: Mapping[str, Any]) -> list[list[Reference]]:
+    """The answers with link full, in batches.
+
+    full: of `ways`.  greedy: sampling parameters.  A ValueError from `full` is raised again with the indices of the
+    prompts that were sent.
+    """
 
     def answer(batch: Sequence[Prompt]) -> list[Reference]:
         segments = [prompt.segments for prompt in batch]
         results = full(segments=segments, sampling_params=greedy, return_logprob=True, top_logprobs_num=TOP_TOKENS)
-        times = [measure_cost(full, one).ttft_ms for one in segments]
         return [
-            Reference(prompt, Answer(result["output_ids"], result["text"], time), _top_logprobs(result))
-            for prompt, result, time in zip(batch, results, times, strict=True)
+            Reference(prompt, Answer(result["output_ids"], result["text"]), _top_logprobs(result))
+            for prompt, result in zip(batch, results, strict=True)
         ]
 
     return _by_batch(answer, list(_batches(prompts)), "full")
 
 
-def compare(
-    generate: Generate, references: Sequence[Sequence[Reference]], links: Sequence[str], greedy: Mapping[str, Any]
-) -> list[Comparison]:
-    """Compare the answers with link full to those under each of `links`.
+def answer_linked(
+    links: Mapping[str, Generate], references: Sequence[Sequence[Reference]], greedy: Mapping[str, Any]
+) -> list[dict[str, LinkedAnswer]]:
+    """For each prompt, the answers under policies, with their scores of the full answer.
 
-    references, greedy: the result of `answer_in_full`, and the parameters that it got. Each policy has its own cache
-    salt, so that it does not find KV computed by another one or by an earlier run. A ValueError from `generate` is
-    raised again with the indices of the prompts that were sent.
+    links: of `ways`. references, greedy: the result of `answer_in_full`, and the parameters that it got. Raises as it
+    does.
     """
-    ways = _ways(generate, links)
 
-    def answer(batch: Sequence[Reference]) -> list[Comparison]:
-        linked = {link: _linked_answers(way, batch, greedy) for link, way in ways.items()}
-        return [
-            Comparison(one.prompt, one.answer, {link: of_link[index] for link, of_link in linked.items()}, one.mass)
-            for index, one in enumerate(batch)
-        ]
+    def answer(batch: Sequence[Reference]) -> list[dict[str, LinkedAnswer]]:
+        of_links = [_linked_answers(way, batch, greedy) for way in links.values()]
+        return [dict(zip(links, of_prompt, strict=True)) for of_prompt in zip(*of_links, strict=True)]
 
     return list(itertools.chain.from_iterable(_by_batch(answer, references, "policies")))
 
 
-def _ways(generate: Generate, links: Sequence[str]) -> dict[str, Generate]:
-    """By link, `generate` with that link and a cache salt of its own."""
-    run = uuid.uuid4().hex
-    return {link: functools.partial(generate, link=link, cache_salt=f"verify-{run}-{link}") for link in links}
+def measure_costs(links: Mapping[str, Generate], prompts: Sequence[Prompt]) -> list[dict[str, Cost]]:
+    """For each prompt, its cost under all policies.  links: of `ways`.  Raises as `answer_in_full` does.
+
+    One prompt is measured under all of them before the next, so that changes of the load meet all alike, and each time
+    in another order, drawn by a generator with a fixed seed, so that none is always first.
+    """
+    rng = random.Random(0)
+
+    def measure(batch: Sequence[Prompt]) -> list[dict[str, Cost]]:
+        (prompt,) = batch
+        costs = {link: measure_cost(links[link], prompt.segments) for link in rng.sample(list(links), len(links))}
+        return [{link: costs[link] for link in links}]
+
+    return list(itertools.chain.from_iterable(_by_batch(measure, [[prompt] for prompt in prompts], "times")))
+
+
+def compared(
+    references: Sequence[Sequence[Reference]],
+    linked: Sequence[dict[str, LinkedAnswer]],
+    costs: Sequence[dict[str, Cost]],
+) -> list[Comparison]:
+    """For each prompt, what the functions above have found out about it."""
+    by_prompt = zip(itertools.chain.from_iterable(references), linked, costs, strict=True)
+    return [Comparison(one.prompt, one.answer, answers, one.mass, of_links) for one, answers, of_links in by_prompt]
 
 
 def _by_batch(answer: Callable[[Any], list[Any]], batches: Sequence[Sequence[Any]], name: str) -> list[list[Any]]:
@@ -131,7 +155,9 @@ def _by_batch(answer: Callable[[Any], list[Any]], batches: Sequence[Sequence[Any
             try:
                 results.append(answer(batch))
             except ValueError as error:
-                raise ValueError(f"prompts {start} to {start + len(batch) - 1}: {error}") from None
+                last = start + len(batch) - 1
+                where = f"prompt {start}" if last == start else f"prompts {start} to {last}"
+                raise ValueError(f"{where}: {error}") from None
             start += len(batch)
             bar.update(len(batch))
     return results
@@ -175,8 +201,7 @@ def _linked_answers(
     for one, answer, score in zip(references, answers, scored, strict=True):
         scores = [_logprobs(row) for row in score["meta_info"]["input_token_ids_logprobs"][1:]]
         kl = [kl_divergence(p, q) for p, q in zip(one.top, scores, strict=True)]
-        cost = measure_cost(generate, one.prompt.segments)
-        linked.append(LinkedAnswer(answer["output_ids"], answer["text"], cost.ttft_ms, kl, cost.recomputed))
+        linked.append(LinkedAnswer(answer["output_ids"], answer["text"], kl))
     return linked
 
 

@@ -1,5 +1,6 @@
-"""The cost of an answer whose documents are cached."""
+"""The cost of an answer whose documents are cached, and a model of the work in it."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,7 +10,8 @@ Generate = Callable[..., Any]
 of a batch."""
 
 
-class Cost(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Cost:
     """The cost of a prompt whose chunks are cached and in a new order.
 
     ttft_ms: milliseconds from the request to the first token; None for a prompt whose chunks have only one order.
@@ -18,6 +20,34 @@ class Cost(NamedTuple):
 
     ttft_ms: float | None
     recomputed: float
+
+
+class Work(NamedTuple):
+    """What a policy computes for a prompt whose chunks are cached, beside the text; sorts by `recomputed` first.
+
+    recomputed: share of the chunks' tokens. probes: whether an extra pass chooses them.
+    """
+
+    recomputed: float
+    probes: bool
+
+    @classmethod
+    def of(cls, link: str, recomputed: float) -> "Work":
+        """The work of the policy `link`; one that only the server knows counts as having no extra pass."""
+        from sglang_lazy.policies import get_policy  # imports PyTorch, which takes a while when a flag is wrong
+
+        try:
+            measured = set(get_policy(link).probes)
+        except ValueError:
+            measured = set()
+        return cls(recomputed, bool(measured - {"key size"}))  # a chunk's keys are measured once
+
+    def exceeds(self, other: "Work") -> bool:
+        """Whether this is all of the other work and more: then it takes longer, whatever times were measured.
+
+        Of two policies, one may recompute more and the other take an extra pass. Then only times can tell.
+        """
+        return self != other and self.recomputed >= other.recomputed and self.probes >= other.probes
 
 
 def measure_cost(generate: Generate, segments: list[dict[str, Any]]) -> Cost:

@@ -5,13 +5,14 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from sglang_lazy.core.config import BadSetting
 from sglang_lazy.verify.cases import Prompt
 from sglang_lazy.verify.compare import Comparison, common_beginning
 from sglang_lazy.verify.cost import rotate_chunks
-from sglang_lazy.verify.scores import bootstrap, exact_match, f1, wilson
+from sglang_lazy.verify.scores import bootstrap, exact_match, f1, mostly, wilson
 
 NOISE = 0.05
-"""Times that differ by less than this fraction count as equal: medians of few prompts are noisy."""
+"""Times that differ by less than this fraction count as equal."""
 
 _LIMITS = {
     "agreement": ("min_agreement", ">="),
@@ -30,7 +31,7 @@ class Thresholds:
 
     min_agreement, min_first_token_agreement: shares of prompts, 0..1. max_kl: mean KL of the first token, in nats.
     max_em_drop, max_f1_drop: points of 100 that a policy may lose against full. budget_ms: median time to the first
-    token with the documents cached, in milliseconds. Raises ValueError on impossible values.
+    token with the documents cached, in milliseconds. Raises BadSetting on impossible values.
     """
 
     min_agreement: float | None = None
@@ -44,16 +45,16 @@ class Thresholds:
         for name, value in dataclasses.asdict(self).items():
             most = 1 if name.startswith("min_") else math.inf
             if value is not None and not 0 <= value <= most:
-                raise ValueError(f"{name} must be at least 0{' and at most 1' if most == 1 else ''}, got {value}")
+                raise BadSetting(name, f"must be at least 0{' and at most 1' if most == 1 else ''}, got {value}")
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ValueError if a threshold cannot be measured with these prompts."""
+        """Raise BadSetting if a threshold cannot be measured with these prompts."""
         has_answers = any(prompt.answers for prompt in prompts)
         for name in ("max_em_drop", "max_f1_drop"):
             if getattr(self, name) is not None and not has_answers:
-                raise ValueError(f"{name} needs prompts with gold answers")
+                raise BadSetting(name, "needs prompts with gold answers")
         if self.budget_ms is not None and all(rotate_chunks(prompt.segments) == prompt.segments for prompt in prompts):
-            raise ValueError("budget_ms needs prompts with at least two different chunks")
+            raise BadSetting("budget_ms", "needs prompts with at least two different chunks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,15 @@ class Metric:
 
 
 def times(comparisons: Sequence[Comparison], link: str) -> list[float]:
-    """Milliseconds to the first token under a policy, of the prompts that were timed."""
-    return [time for one in comparisons if (time := one.linked[link].ttft_ms) is not None]
+    """Milliseconds to the first token under a policy, or link full, of the prompts that were timed."""
+    return [time for one in comparisons if (time := one.costs[link].ttft_ms) is not None]
+
+
+def faster(comparisons: Sequence[Comparison], link: str, other: str) -> bool:
+    """Whether `link` is measurably faster than `other`: by more than `NOISE`, in significantly more than half of the
+    prompts (one-sided sign test, 2.5%), which takes at least six of them. Outliers have no more weight than others."""
+    pairs = zip(times(comparisons, link), times(comparisons, other), strict=True)
+    return mostly([time < (1 - NOISE) * other_time for time, other_time in pairs])
 
 
 def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds) -> dict[str, Metric]:
@@ -90,7 +98,7 @@ def measure(comparisons: Sequence[Comparison], link: str, thresholds: Thresholds
             after = [100 * score(linked.text, gold) for gold, _, linked in judged]
             samples[f"{name}_full"], samples[f"{name}_linked"] = before, after
             samples[f"{name}_drop"] = [left - right for left, right in zip(before, after, strict=True)]
-    samples["recomputed"] = [linked.recomputed for _, linked in pairs]
+    samples["recomputed"] = [one.costs[link].recomputed for one in comparisons]
     if measured := times(comparisons, link):
         samples["ttft_ms"] = measured
     return {name: _metric(name, values, thresholds) for name, values in samples.items()}

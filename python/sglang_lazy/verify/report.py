@@ -2,11 +2,12 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.verify.compare import Comparison
-from sglang_lazy.verify.metrics import NOISE, Metric, Thresholds, measure
+from sglang_lazy.verify.cost import Work
+from sglang_lazy.verify.metrics import Metric, Thresholds, faster, measure, times
 
 _LABELS = {
     "agreement": "identical answers",
@@ -59,8 +60,7 @@ class Report:
     """The results for all policies.
 
     policies: by link. full_ttft_ms: median time to the first token with link full, None if nothing was timed.
-    recommended: the cheapest policy that passed: the fastest with the documents cached and, of those equally fast, the
-        one that recomputes least. None if none passed, or without thresholds.
+    recommended: the cheapest policy that passed, see `recommend`. None if none passed, or without thresholds.
     passed: whether any policy passed; None without thresholds.
     within_budget: the links chosen by the cost model, each among `policies`, and the times it expects in milliseconds;
         empty without a budget.
@@ -84,13 +84,16 @@ class Report:
         left_out: dict[str, str] | None = None,
     ) -> "Report":
         """The report on all policies in `comparisons`."""
-        policies = {link: PolicyReport.of(measure(comparisons, link, thresholds)) for link in comparisons[0].linked}
-        times = [one.full.ttft_ms for one in comparisons if one.full.ttft_ms is not None]
+        measured = {link: measure(comparisons, link, thresholds) for link in comparisons[0].linked}
+        work = {link: Work.of(link, metrics["recomputed"].value) for link, metrics in measured.items()}
+        _relieve(measured, work, comparisons)
+        policies = {link: PolicyReport.of(metrics) for link, metrics in measured.items()}
+        full_times = times(comparisons, "full")
         judged = any(policy.passed is not None for policy in policies.values())
-        recommended = recommend(policies)
+        recommended = recommend([link for link, policy in policies.items() if policy.passed], work, comparisons)
         return cls(
             policies,
-            statistics.median(times) if times else None,
+            statistics.median(full_times) if full_times else None,
             recommended,
             recommended is not None if judged else None,
             within_budget or {},
@@ -124,19 +127,30 @@ class Report:
         return f"PASS: --lazy-default-link {self.recommended}"
 
 
-def recommend(policies: dict[str, PolicyReport]) -> str | None:
-    """The cheapest of the policies that passed, see `Report.recommended`."""
-    measured = _times(policies)
-    times = {link: measured.get(link, 0.0) for link, policy in policies.items() if policy.passed}
-    if not times:
-        return None
-    fastest = [link for link, time in times.items() if time <= (1 + NOISE) * min(times.values())]
-    return min(fastest, key=lambda link: policies[link].metrics["recomputed"].value)
+def _relieve(
+    measured: Mapping[str, dict[str, Metric]], work: Mapping[str, Work], comparisons: Sequence[Comparison]
+) -> None:
+    """Let a policy meet the budget if another one meets it with more work and is not measurably faster: then only noise
+    separates their times."""
+    within = [link for link, metrics in measured.items() if "ttft_ms" in metrics and metrics["ttft_ms"].passed]
+    for link, metrics in measured.items():
+        if "ttft_ms" in metrics and metrics["ttft_ms"].passed is False:
+            busier = [other for other in within if work[other].exceeds(work[link])]
+            if any(not faster(comparisons, other, link) for other in busier):
+                metrics["ttft_ms"] = dataclasses.replace(metrics["ttft_ms"], passed=True)
 
 
-def _times(policies: dict[str, PolicyReport]) -> dict[str, float]:
-    """Milliseconds to the first token by link, for policies with measured times."""
-    return {link: policy.metrics["ttft_ms"].value for link, policy in policies.items() if "ttft_ms" in policy.metrics}
+def recommend(passed: Sequence[str], work: Mapping[str, Work], comparisons: Sequence[Comparison]) -> str | None:
+    """The cheapest of the policies that passed: none is measurably faster and, of those for which this holds, none does
+    less work.
+
+    One that does more work than another is not considered, whatever times were measured: it would recompute for
+    nothing. Of equals, the one that was named first.
+    """
+    needed = [link for link in passed if not any(work[link].exceeds(work[other]) for other in passed)]
+    # Medians of pairs may go round in a circle, so perhaps each has a faster one.
+    num_faster = {link: sum(faster(comparisons, other, link) for other in needed) for link in needed}
+    return min(needed, key=lambda link: (num_faster[link], work[link]), default=None)
 
 
 def _table(policies: dict[str, PolicyReport], full_ttft_ms: float | None) -> list[str]:

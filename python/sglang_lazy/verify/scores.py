@@ -1,4 +1,4 @@
-"""SQuAD's scores of an answer against gold answers, and confidence intervals.
+"""SQuAD's scores of an answer against gold answers, confidence intervals, and a test.
 
 SQuAD compares in lower case, without punctuation and articles. The scores are computed by Hugging Face Transformers,
 which SGLang pins.
@@ -43,3 +43,10 @@ def bootstrap(values: Sequence[float], center: Literal["mean", "median"] = "mean
     rng, statistic = numpy.random.default_rng(0), getattr(numpy, center)
     interval = bootstrap((values,), statistic, n_resamples=2000, method="percentile", rng=rng).confidence_interval
     return float(interval.low), float(interval.high)
+
+
+def mostly(outcomes: Sequence[bool]) -> bool:
+    """Whether significantly more than half of `outcomes` are true: one-sided sign test, 2.5%. Five are never enough."""
+    from scipy.stats import binomtest
+
+    return bool(outcomes) and bool(binomtest(sum(outcomes), len(outcomes), alternative="greater").pvalue < 0.025)

@@ -199,7 +199,7 @@ def test_verify_compares_policies(server):
     assert report.recommended == everything and report.passed is True
     for prompt, one in zip(prompts, report.comparisons, strict=True):
         total = sum(len(segment["input_ids"]) for segment in prompt["segments"] if segment["type"] == "chunk")
-        shares = [one.linked[link].recomputed for link in policies]
+        shares = [one.costs[link].recomputed for link in policies]
         assert shares == pytest.approx([0, math.ceil(total / 4) / total, 1])
         answer = generate(server, segments=prompt["segments"], link="query:ratio=0.25", sampling_params=FOUR)
         assert one.linked["query:ratio=0.25"].tokens == answer["output_ids"]

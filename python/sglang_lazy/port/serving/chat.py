@@ -17,7 +17,6 @@ from sglang_lazy.serving.rendering import RecordingTokenizer, Rendering
 from sglang_lazy.serving.requests import (
     check_cache_salt,
     choose_link,
-    refuse_salt,
     segment_tokenizer,
     with_layout,
     with_trained_tokens,
@@ -35,7 +34,6 @@ class MessagesWithChunks(BaseModel):
     """Types of content blocks, besides chunk parts, that are chunks in this API, and functions that read their text."""
 
     _chunk_parts: ChunkParts = PrivateAttr(default_factory=ChunkParts)
-    _given: frozenset[str] = PrivateAttr(default=frozenset())
 
     @model_validator(mode="wrap")
     @classmethod
@@ -52,7 +50,7 @@ class MessagesWithChunks(BaseModel):
         )
         with taking_chunks(), reading():
             request = handler(cls.take_chunks(data, chunk_parts))
-        request._chunk_parts, request._given = chunk_parts, frozenset(data)
+        request._chunk_parts = chunk_parts
         return request
 
     @classmethod
@@ -68,14 +66,6 @@ class MessagesWithChunks(BaseModel):
         """Raise ValueError for fields that need chunks if there are none."""
         if self.link is not None and not self._chunk_parts.of_text:
             raise ValueError("link needs a prompt with chunk parts")
-
-    def refuse_misplaced(self) -> None:
-        """Raise ValueError for fields of other APIs, which SGLang would ignore."""
-        if "segments" in self._given:
-            raise ValueError(
-                "segments are for /generate and /v1/completions: in a chat, chunks are content parts "
-                '{"type": "chunk", "text": "..."}'
-            )
 
 
 class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
@@ -151,7 +141,6 @@ def put_chunks(
 
 def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkParts) -> None:
     """Raise ValueError for errors that can be found before the template is rendered."""
-    refuse_salt(request._given)
     if manager.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
     chunk_parts.parse(manager.model_config.vocab_size)
@@ -175,8 +164,17 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
         raise request._refusal(str(error)) from None
 
 
+def _refuse_unread(request: ChatRequest) -> None:
+    """Raise ValueError for what looks like chunks where none are taken."""
+    ours = request.has_chunks or request.link is not None
+    if request.input_ids is not None and (request.chunk_separator or request.chunk_roles):
+        raise ValueError("chunk_separator and chunk_roles divide messages, which input_ids replace")
+    if ours and (request.chat_template_kwargs or {}).get("documents"):
+        raise ValueError("documents in chat_template_kwargs are text: give them as chunk parts of a message instead")
+
+
 def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request: Any) -> tuple[Any, Any]:
-    request.refuse_misplaced()
+    _refuse_unread(request)
     if not request.has_chunks:
         request.refuse_without_chunks()
         return convert(serving, request, raw_request)

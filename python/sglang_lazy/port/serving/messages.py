@@ -61,10 +61,9 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
         if not chat.messages:  # templates would fail, and SGLang answer with a 500
             raise ValueError("messages is empty")
         return chat
-    request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
     # Without validation, which might mistake fields that SGLang has set for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
-    ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused
+    ours._chunk_parts, ours._refusal = request._chunk_parts, Refused
     return ours

@@ -56,7 +56,6 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
 
 
 async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:
-    request.refuse_misplaced()
     chunk_parts = request._chunk_parts
     stored = None if earlier is None else serving.msg_store.get(earlier.id)
     if isinstance(stored, _Messages):

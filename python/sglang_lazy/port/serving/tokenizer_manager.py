@@ -3,14 +3,13 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.model.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one, reading
 from sglang_lazy.port.serving.ranks import choose_rank, learned
 from sglang_lazy.port.serving.shadow import shadow_of
 from sglang_lazy.port.serving.streams import announce, with_logprobs
-from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
+from sglang_lazy.serving.requests import check_request, keep_apart, layout_of
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
 from sglang_lazy.serving.threads import LARGE, finished, give_way, in_thread
@@ -44,9 +43,9 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     """Before `TokenizerManager._validate_one_request`, which checks every request: refuse requests that would crash the
     scheduler, such as empty prompts, and check prompts with a layout.
 
-    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Prepends the
-    cache salt to the request's `extra_key`, as SGLang's OpenAI APIs do, so that it separates whole prompts, and chooses
-    the prompt's data-parallel rank.
+    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Puts the
+    cache salt into the request's `extra_key`, so that it separates whole prompts, and chooses the prompt's
+    data-parallel rank.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
@@ -54,15 +53,10 @@ def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None
     if length >= manager.context_len and not manager.allow_auto_truncate:
         return  # refused next, whatever else may be wrong
     check_one(obj, manager.model_config.vocab_size)
-    packed = packed_layout(obj)
-    if packed is None or input_ids is None:
-        return
-    if obj.input_ids is None:
-        raise ValueError("a prompt layout needs the input_ids that it describes")
-    layout = PromptLayout.unpack(packed, len(input_ids))
-    if layout.cache_salt is not None:
-        obj.extra_key = layout.cache_salt + (obj.extra_key or "")
-    if not get_policy(layout.link).reuses:
+    layout = layout_of(obj)
+    if hasattr(obj, "extra_key"):
+        obj.extra_key = keep_apart(layout and layout.cache_salt, obj.extra_key)
+    if layout is None or input_ids is None or not get_policy(layout.link).reuses:
         return
     if not layout.chunks:
         raise ValueError("a prompt layout without chunks must have link full")
