@@ -20,7 +20,7 @@ from sglang_lazy.port.model.compat import Unfit
 from sglang_lazy.port.serving import workers
 
 UNSET = {"attention_backend": None, "sampling_backend": None, "grammar_backend": None}
-CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "none"}
+CHOSEN = {"attention_backend": "torch_native", "sampling_backend": "pytorch", "grammar_backend": "llguidance"}
 NO_LORA = {"enable_lora": None, "lora_paths": None, "lora_backend": "csgmv"}
 
 
@@ -75,7 +75,7 @@ def test_triton_is_replaced_on_a_cpu(monkeypatch, caplog, device, backend, fallb
 
 def test_all_reasons_are_reported_together(monkeypatch):
     monkeypatch.setattr(start, "unfit_flags", lambda args: ["a flag"])
-    args = SimpleNamespace(device="cpu")
+    args = SimpleNamespace(device="cpu", grammar_backend="llguidance")
     with pytest.raises(Unfit, match="a flag\n.*--lazy-kernels cuda: the kernels need a Hopper GPU"):
         start.check_start(LazyConfig(kernels="cuda"), args)
     start.check_start(LazyConfig(kernels="cuda", fallback=True), args)
@@ -86,7 +86,13 @@ def test_all_reasons_are_reported_together(monkeypatch):
 @pytest.fixture
 def no_start(monkeypatch):
     """A model that no machine's kernels fit, stopped where it would be loaded."""
-    args = SimpleNamespace(device="cpu", enable_metrics=False, radix_cache_backend="lazy", tokenizer_worker_num=1)
+    args = SimpleNamespace(
+        device="cpu",
+        grammar_backend="llguidance",
+        enable_metrics=False,
+        radix_cache_backend="lazy",
+        tokenizer_worker_num=1,
+    )
     monkeypatch.setattr(plugin, "activate", lambda config: None)
     monkeypatch.setattr("sglang.srt.plugins.load_plugins", lambda: None)
     monkeypatch.setattr("sglang_lazy.entrypoints.engine.load_plugins", lambda: None)
@@ -105,6 +111,15 @@ def test_an_engine_and_a_server_are_refused_early(no_start):
         Engine(server_args=no_start)
     with pytest.raises(ValueError, match="a Runtime has one tokenizer worker"):
         Runtime(model_path="m", tokenizer_worker_num=2)
+
+
+@pytest.mark.parametrize("fallback", [[], ["--lazy-fallback"]])
+def test_a_grammar_backend_that_ends_servers_on_cpus_is_refused(no_start, fallback):
+    no_start.grammar_backend = "xgrammar"
+    with pytest.raises(ValueError, match="--grammar-backend xgrammar .*llguidance"):
+        Engine(server_args=no_start, lazy_fallback=bool(fallback))
+    with pytest.raises(SystemExit, match="error: --grammar-backend xgrammar .*llguidance"):
+        launch_server.main(["--model-path", "m", *fallback])
 
 
 def test_workers_without_our_hooks_are_refused(monkeypatch):

@@ -9,6 +9,7 @@ from sglang.srt.server_args_config_parser import ConfigArgumentMerger
 
 from sgl_kernel_lazy.cuda import jit
 from sglang_lazy.core.config import LazyConfig
+from sglang_lazy.port.cpu import unfit_for_cpu
 from sglang_lazy.port.model.compat import Unfit, unfit_flags
 
 
@@ -18,7 +19,12 @@ def merge_config_file(parser: argparse.ArgumentParser, argv: Sequence[str]) -> l
 
 
 def check_start(config: LazyConfig, args: ServerArgs) -> None:
-    """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback."""
+    """Raise Unfit if SGLang's flags or this machine do not allow chunk reuse, unless `config` has the fallback.
+
+    Raises ValueError, in any case, for flags under which SGLang could not serve.
+    """
+    if reason := unfit_for_cpu(args):
+        raise ValueError(reason)
     if not config.fallback and (reasons := unfit_flags(args) + _unfit_kernels(config, args)):
         raise Unfit(reasons)
 

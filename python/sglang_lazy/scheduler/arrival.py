@@ -13,7 +13,7 @@ from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
-from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
+from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
 from sglang_lazy.policies import get_policy
 from sglang_lazy.scheduler.choices import Choices
 from sglang_lazy.scheduler.images import images_of
@@ -86,9 +86,19 @@ class Arrival:
         return self._undecided(req, Undecided(layout, policy, [*chosen, *kept[len(chosen) :]], len(chosen)))
 
     def _linked(
-        self, req: Any, layout: PromptLayout, policy: Policy, kept: Sequence[Ranges], extra_text: int = 0
+        self,
+        req: Any,
+        layout: PromptLayout,
+        policy: Policy,
+        kept: Sequence[Ranges],
+        extra_text: int = 0,
+        hits: int | None = None,
     ) -> LinkedRequest | None:
-        """The state of a request that keeps these ranges.  extra_text: how many chunk tokens may become text later."""
+        """The state of a request that keeps these ranges.
+
+        extra_text: how many chunk tokens may become text later.
+        hits: a bit mask of the chunks that its probe found cached, which has had the others computed.
+        """
         ids, preamble = req.origin_input_ids, None
         if policy.preamble == "lead":
             preamble = ids[: layout.chunks[0][0]]
@@ -99,7 +109,11 @@ class Arrival:
             raise Refusal("policy", f"{name}: this server has no preamble (--lazy-preamble, or no tokenizer)")
         images = images_of(req, layout, policy)
         prompt = LinkedPrompt.build(ids, layout, kept, req.extra_key, preamble, req.lora_id, images)
+        if prompt.unkept:
+            unused = sum(1 << c.index for c in prompt.unkept if hits is not None or self.store.find(c) is not None)
+            req.lazy_unused_hits = unused if hits is None else unused & hits
         if not prompt.chunks:
+            self.store.count_use(prompt, (), unused_hits(req))
             return None
         self._check_fits(req, prompt, policy.num_own_slots(prompt), extra_text)
         return self._found(prompt, policy, layout.ahead)
@@ -230,7 +244,7 @@ class Arrival:
         kept = self._choose(state, prompt, scores)
         chooser = _chooser(parent, state.layout, state.policy)
         self._choices.remember(chooser, parent.origin_input_ids, state.layout.chunks, kept)
-        parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept)
+        parent.lazy = decided = self._linked(parent, state.layout, state.policy, kept, hits=probe_state.hit_mask)
         if decided is not None:
             places = {chunk.index: i for i, chunk in enumerate(prompt.chunks)}
             same = [places[chunk.index] for chunk in decided.prompt.chunks]

@@ -14,7 +14,7 @@ from sglang_lazy.core.encoding import Encoding
 from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
-from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked
+from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
@@ -253,8 +253,14 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
 
     def details(req: Req) -> dict | None:
         state = linked(req)
-        if state is None:
+        if state is None and not unused_hits(req):
             return get_cached_tokens_details(req)
+        if state is None:
+            return {
+                **(get_cached_tokens_details(req) or {"device": 0, "host": 0}),
+                "chunk": 0,
+                **hits_by_chunk(req, None),
+            }
         reported = cached_tokens_details(req, state)
         if "storage" in reported:  # a label of SGLang's metrics
             reported["storage_backend"] = get_cached_tokens_details.__self__.tree_cache.store.tree.storage_name
@@ -265,16 +271,28 @@ def report_reuse(accumulator: Any, *, get_cached_tokens_details: Any, **kwargs: 
 
 def cached_tokens_details(req: Req, state: LinkedRequest) -> dict[str, Any]:
     """A linked request's reused tokens by source, as results report them."""
-    hits = f"{state.hit_mask:x}"  # a string: with many chunks it exceeds the integers of a message
     host, storage = state.num_loaded_tokens(fetched=False), state.num_loaded_tokens(fetched=True)
     return {
         "device": req.cached_tokens - host - storage,
         "host": host,
         **({"storage": storage} if storage else {}),
         "chunk": state.num_reused_tokens,
-        "chunk_hits": hits,
+        **hits_by_chunk(req, state),
         **({"prompt": len(state.prompt.chunks[0].prompt_ids)} if state.prompt.cross else {}),
     }
+
+
+def hits_by_chunk(req: Any, state: LinkedRequest | None) -> dict[str, str]:
+    """Which chunks of a prompt were cached, a bit mask; once it has been answered, also those that it reuses in part.
+
+    Strings: with many chunks the mask exceeds the integers of a message.
+    """
+    mask, unused = state.hit_mask if state is not None else 0, unused_hits(req)
+    hits = {"chunk_hits": f"{mask | unused:x}"}
+    if req.finished():
+        none = [(i, 0) for i in range(unused.bit_length()) if unused >> i & 1]
+        hits["chunk_parts"] = ",".join(f"{i}:{n}" for i, n in (state.partly_reused if state is not None else []) + none)
+    return hits
 
 
 def get_internal_state(result: Any, scheduler: Any, *_args: Any) -> Any:
