@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.serving.chunk_lists import check_id
 from sglang_lazy.serving.requests import check_cache_salt, is_batch
 
 CAPACITY = 1 << 26
@@ -102,9 +103,15 @@ def with_tokens(known: KnownChunks, segments: Any, tenant: Any, names: Sequence[
 
 
 def _with_tokens(known: KnownChunks, where: str, segment: Any, tenant: Any) -> Any:
+    if hasattr(segment, "to_segment"):
+        segment = segment.to_segment()
     if not isinstance(segment, Mapping) or segment.get("type") != "chunk" or "id" not in segment:
         return segment
     name = segment["id"]
     if not isinstance(name, str) or segment.keys() != {"type", "id"}:
         raise ValueError(f"{where}: the id of a chunk must be a string, and replaces text and input_ids")
+    try:
+        check_id(name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
     return {"type": "chunk", "input_ids": known.get(check_cache_salt(tenant), name)}

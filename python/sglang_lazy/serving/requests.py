@@ -95,7 +95,7 @@ def to_generate_args(
 
 def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
-    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size)
+    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size, by_id=True)
     if get_policy(link).reuses:
         check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
     prompt = tokenize(tokenizer_manager, segments, cache_salt)

@@ -34,6 +34,8 @@ class CompletionsRequest(CompletionRequest):
                 segments = segments_in(data.get("prompt"), separator)
                 data = data if segments is None else {**data, "segments": segments, "prompt": None}
             given = frozenset(name for name, value in data.items() if value is not None)
+            if data.get("prompt") in ("", []):  # which OpenAI's client does not let one leave out
+                given -= {"prompt"}
             if "segments" in given and "prompt" not in given:
                 data = {**data, "prompt": _STAND_IN}
         request = handler(data)
@@ -67,6 +69,6 @@ def _check(serving: Any, request: CompletionsRequest) -> None:
     refuse_salt(request._given)
     for field in ("prompt", "suffix"):
         if field in request._given:
-            raise ValueError(f"segments cannot be combined with {field}")
+            raise ValueError(f"segments cannot be combined with {field}: leave it out, or empty")
     if serving.template_manager.completion_template_name is not None:
         raise ValueError("segments cannot be combined with a completion template (--completion-template)")

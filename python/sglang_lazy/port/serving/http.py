@@ -6,12 +6,13 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER, LazyConfig
-from sglang_lazy.port.serving import page, stock_routes
+from sglang_lazy.port.serving import page, refused_bodies, stock_routes
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
@@ -29,6 +30,7 @@ from sglang_lazy.serving.requests import (
     to_generate_args,
 )
 from sglang_lazy.serving.text import chosen_separator, segments_in
+from sglang_lazy.serving.validation import told
 
 
 @dataclasses.dataclass
@@ -155,7 +157,7 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
         _take_salt(request, raw_request)
         response = await http_server.anthropic_v1_messages(request, raw_request)
     except ValueError as error:
-        return refuse(str(error), _status(error))
+        return refuse(told(error), _status(error))
     except Refused as error:
         return refuse(str(error))
     return await fail_before_stream(response, refuse) if request.has_chunks else response
@@ -189,6 +191,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
         app.get(INFO_ROUTE)(lazy_info)
     add_routes(app)
     page.add_route(app)
+    app.add_exception_handler(RequestValidationError, refused_bodies.refuse)
     app.openapi_schema = None
 
 
