@@ -1,4 +1,4 @@
-"""The answer to a request that its route's model refuses. SGLang's has its own source files' paths and the whole body."""
+"""The answer to a request that its route's model refuses. SGLang's names its source files and repeats the body."""
 
 from http import HTTPStatus
 
