@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 _ALTERNATIVE = re.compile(r"[A-Z]\w*|.*[\[(].*|str|int|float|bool|bytes|dict|list|nullable|none")
 """Parts of a location that name an alternative of a union, not a field."""
+_PROMPTS = (("text",), ("prompt",))
 _TAGS = ("type", "role")
 """Fields that say which alternative is meant."""
 _SHOULD = "Input should be "
@@ -71,7 +72,7 @@ def _what(errors: Sequence[Mapping[str, Any]]) -> str:
     if expected:
         reasons.append(_SHOULD + " or ".join(expected))
     value = errors[0].get("input")
-    if isinstance(value, Mapping) and value.get("type") == "chunk":
-        reasons.append("a prompt with chunks is given as `segments`")
+    if isinstance(value, Mapping) and value.get("type") == "chunk" and _path(errors[0])[1:2] in _PROMPTS:
+        return "a prompt with chunks is given as `segments`"
     short = isinstance(value, str | int | float) and len(repr(value)) <= 50 and errors[0].get("type") != "missing"
     return "; ".join(reasons) + (f", got {value!r}" if short and expected else "")
