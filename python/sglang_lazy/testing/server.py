@@ -91,7 +91,7 @@ def _is_unused(port: int) -> bool:
 
 
 def _answers(port: int) -> bool:
-    """Whether something listens at this port of the loopback address, as it may while others can bind it, too."""
+    """Whether something listens at this port of the loopback address."""
     with socket.socket() as probe:
         probe.settimeout(5)
         return probe.connect_ex(("127.0.0.1", port)) == 0
@@ -112,7 +112,7 @@ def running_server(
     """Start a server on a loopback port, yield its URL once it is healthy, and stop it on exit.
 
     log: file for the server's output.
-    port: a free one by default. Raises ServerError if something uses it already: that would answer in the server's place.
+    port: a free one by default. Raises ServerError if something answers there, which would be taken for the server.
     timeout, usual: seconds to wait at most, and seconds that the progress bar expects.
     environment: variables for the server, which override those of this process.
     as_command: start it like a user. Otherwise, without a GPU, it is forked from a process that has imported SGLang.
@@ -120,8 +120,8 @@ def running_server(
     free_port, nccl_port = free_ports(2)
     if port is None:
         port = free_port
-    elif _answers(port) or not _is_unused(port):
-        raise ServerError(f"port {port} is in use: another server would answer in place of this one")
+    elif _answers(port):
+        raise ServerError(f"port {port} is in use: what answers there would be taken for the server")
     arguments = ["--host", "127.0.0.1", "--port", str(port), *flags]
     if "--dp-size" not in flags:  # all ranks would listen on this port
         arguments += ["--nccl-port", str(nccl_port)]
