@@ -18,7 +18,8 @@ from fakes.requests import NEUTRAL_PREAMBLE
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.state import is_internal
 from sglang_lazy.port.cache.radix import LazyRadixCache
-from sglang_lazy.port.scheduler import lora, schedule_policy
+from sglang_lazy.port.repairs import operators
+from sglang_lazy.port.scheduler import internal, lora, schedule_policy
 from sglang_lazy.port.scheduler import steps as hooks
 
 
@@ -46,6 +47,7 @@ class Scheduler:
     max_running: the most requests that run at once.
     clock: a context manager around each step of batch formation; takes the step's name.
     loading: adapters that SGLang is still loading; the first check finds them not ready.
+    unloaded: adapters that have been unloaded.
     log: the ids of the requests in each launched batch.
     """
 
@@ -64,17 +66,20 @@ class Scheduler:
     ):
         self.pools, self.tree_cache = pools, pools.cache
         self.chunked_prefill_size, self.overlap, self.clock = chunked_prefill_size, overlap, clock
-        self.max_adapters, self.loading = max_adapters, set()
+        self.max_adapters, self.loading, self.unloaded = max_adapters, set(), []
         self.prioritizes, self.max_running = prioritizes, max_running
         self.schedule_low_priority_values_first = False
         self.policy = Policy(policy, self.tree_cache, pools.has_tiers, prioritizes, False)
         self.model_config, self.tokenizer = pools.model_config, None
         self.new_token_ratio_tracker = types.SimpleNamespace(current=1.0)
         self.waiting_queue: list[Req] = []
+        self._engine_paused = False
+        self.grammar_manager = types.SimpleNamespace(grammar_queue=[])
         self.running_batch, self.last_batch = ScheduleBatch(reqs=[]), None
         self.chunked_req, self._pending_chunked_abort_req = None, None
         self.results: list[tuple[bool, list[Req]]] = []
         self.log: list[list[str]] = []
+        self.max_prefill_bs = 0
         if isinstance(self.tree_cache, LazyRadixCache):
             cross_attention = pools.chunk_slots is not pools.slots
             self.tree_cache.admission = self.admission = hooks.new_admission(
@@ -106,12 +111,17 @@ class Scheduler:
         return self.chunked_req
 
     def unload(self, adapter: str) -> None:
-        lora.unload_adapter(self, types.SimpleNamespace(lora_id=adapter))
+        """Unload an adapter, now or as soon as nothing uses it: then it is in `unloaded`."""
+        self._request_dispatcher(types.SimpleNamespace(lora_id=adapter))
+
+    def _request_dispatcher(self, message: Any) -> Any:
+        return lora.unload_adapter(lambda _self, message: self.unloaded.append(message.lora_id), self, message)
 
     # The loop
 
     def step(self) -> None:
-        self.running_batch, batch = hooks.get_next_batch_to_run(
+        operators.handle_postponed(None, self, [])
+        self.running_batch, batch = internal.get_next_batch_to_run(
             type(self).next_batch, self, self.running_batch, self.last_batch
         )
         if batch is not None:
@@ -132,21 +142,19 @@ class Scheduler:
         raise AssertionError(f"hangs with {[req.rid for req in self.waiting_queue]} waiting")
 
     def is_fully_idle(self) -> bool:
-        last_done = self.last_batch is None or self.last_batch.is_empty()
-        cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
-        copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
-        stock = last_done and self.running_batch.is_empty() and idle and not copying
-        return hooks.is_fully_idle(lambda *_: stock, self)
+        def stock(*_: Any) -> bool:
+            last_done = self.last_batch is None or self.last_batch.is_empty()
+            cache, idle = self.tree_cache, not (self.chunked_req or self.waiting_queue)
+            copying = self.pools.has_tiers and (cache.ongoing_write_through or cache.ongoing_load_back)
+            return last_done and self.running_batch.is_empty() and idle and not copying
+
+        return hooks.is_fully_idle(stock, self)
 
     def next_batch(
         self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None
     ) -> tuple[ScheduleBatch, ScheduleBatch | None]:
         """As `Scheduler.get_next_batch_to_run`, with the running batch first."""
-        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
-            self.chunked_req.finished_reason = FINISH_ABORT()
-            release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
-            self.chunked_req = None
-        self._pending_chunked_abort_req = None
+        self.process_pending_chunked_abort()
         if self.chunked_req is not None and self.chunked_req.extend_range.end > len(self.chunked_req.prefix_indices):
             self.tree_cache.cache_unfinished_req(self.chunked_req, chunked=True)
         if last_batch is not None and last_batch.forward_mode.is_extend():
@@ -163,6 +171,14 @@ class Scheduler:
             batch = self.decode_batch(running_batch)
         return running_batch, batch
 
+    def process_pending_chunked_abort(self) -> None:
+        """As SGLang's."""
+        if self._pending_chunked_abort_req is not None and self._pending_chunked_abort_req is self.chunked_req:
+            self.chunked_req.finished_reason = FINISH_ABORT()
+            release_kv_cache(self.chunked_req, self.tree_cache, is_insert=False)
+            self.chunked_req = None
+        self._pending_chunked_abort_req = None
+
     def next_prefill_batch(self, running_batch: ScheduleBatch) -> tuple[ScheduleBatch | None, ScheduleBatch]:
         return hooks.get_new_batch_prefill_raw(type(self).form_batch, self, None, running_batch)
 
@@ -172,6 +188,9 @@ class Scheduler:
         if self.prioritizes:
             running_batch.batch_is_full = False
         if (running_batch.batch_is_full or not self.waiting_queue) and self.chunked_req is None:
+            return None, running_batch
+        if self.room(running_batch) <= 0 and self.chunked_req is None and not self.prioritizes:
+            running_batch.batch_is_full = True
             return None, running_batch
         self.policy.calc_priority(self.waiting_queue, running_batch)
         ratio, flags = self.new_token_ratio_tracker.current, get_server_args()
@@ -185,8 +204,7 @@ class Scheduler:
         for req in self.waiting_queue:
             if not lora.can_schedule(type(self).adapter_fits, self, req, adapters):
                 continue
-            room = min(self.pools.rows.available_size(), self.max_running - len(running_batch.reqs))
-            if len(adder.can_run_list) >= room:
+            if len(adder.can_run_list) >= self.room(running_batch):
                 running_batch.batch_is_full = True
             if running_batch.batch_is_full and not (
                 self.prioritizes
@@ -211,6 +229,7 @@ class Scheduler:
         self.waiting_queue = [req for req in self.waiting_queue if req not in taken]
         for req in adder.preempt_list:
             self._add_request_to_queue(req)
+        self.max_prefill_bs = max(self.max_prefill_bs, len(taken))
         self.chunked_req = adder.new_chunked_req or self.chunked_req
         if self.chunked_req is not None:
             self.chunked_req.inflight_middle_chunks += 1
@@ -222,6 +241,10 @@ class Scheduler:
         with self.clock("segments"):
             self.pools.launch(batch)
         return batch, running_batch
+
+    def room(self, running_batch: ScheduleBatch) -> int:
+        """As `Scheduler.get_num_allocatable_reqs`."""
+        return min(self.pools.rows.available_size(), self.max_running - len(running_batch.reqs))
 
     def adapter_fits(self, req: Req, adapters: set[str | None]) -> bool:
         """As `Scheduler._can_schedule_lora_req`."""

@@ -35,6 +35,12 @@ class Steps(RecordingPools):
         self.store.release_waiting_lock = self.revoke
         self.batches: dict[Req, ScheduleBatch] = {}
 
+    @property
+    def waiting_queue(self) -> list[Req]:
+        """The requests whose probes run."""
+        probes = [state.probe for state in map(linked, self.running) if state is not None]
+        return [probe.parent for probe in probes if probe is not None]
+
     def revoke(self) -> bool:
         if self.waiting_locks:
             self.cache.dec_lock_ref(self.waiting_locks.pop())

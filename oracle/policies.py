@@ -69,10 +69,11 @@ def is_recomputed(segments: list[Segment], kept: Sequence[Ranges]) -> torch.Tens
 
 
 def without_best(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
-    """Recompute the ceil(ratio * n) candidates with the highest `scores`, [n]; ties go to the earlier one."""
-    order = scores.sort(descending=True, stable=True).indices
+    """Recompute the ceil(ratio * n) candidates with the highest `scores`, [n], except those with a score of 0; ties go
+    to the earlier one."""
+    order = scores.sort(descending=True, stable=True).indices[: math.ceil(ratio * len(scores))]
     positions = candidates(segments)
-    return keep_all_but(segments, [positions[i] for i in order[: math.ceil(ratio * len(scores))].tolist()])
+    return keep_all_but(segments, [positions[i] for i in order.tolist() if scores[i] > 0])
 
 
 def without_best_of_each(segments: list[Segment], scores: torch.Tensor, ratio: float) -> list[Ranges]:
@@ -160,13 +161,15 @@ class PolicyOracle:
 
     def blend_scores(self, segments: list[Segment], preamble: Sequence[int] = ()) -> torch.Tensor:
         """CacheBlend's scores (arXiv 2405.16444): the squared distance of the second layer's cached keys from those of
-        the whole prompt under the causal mask, summed over heads and dimensions, [n]."""
+        the whole prompt under the causal mask, summed over heads and dimensions, [n]. Rounding counts as 0: it is below
+        1e-13 of the largest, and tokens that the context reaches are above 1e-7."""
         positions = candidates(segments)
         if not positions:
             return torch.zeros(0)
         fresh = self.second_layer_keys(token_ids(segments))[:, :, positions]
         cached = self.fill(segments, preamble)[1][0]
-        return (fresh - cached).float().square().sum((0, 1, 3))
+        scores = (fresh - cached).float().square().sum((0, 1, 3))
+        return scores.masked_fill(scores < 1e-10 * scores.max(), 0)
 
     @torch.inference_mode()
     def second_layer_keys(self, ids: Sequence[int]) -> torch.Tensor:

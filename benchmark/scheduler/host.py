@@ -17,7 +17,7 @@ from sglang_lazy.core.keys import Namespace, as_int32, chunk_key
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port.cache.host_pool import CpuHostPool
-from sglang_lazy.port.scheduler import steps as hooks
+from sglang_lazy.port.scheduler import internal
 from sglang_lazy.port.scheduler.chunk_metrics import ChunkMetrics
 
 STEPS = ("arrival", "admission", "layout", "batch", "segments", "publish", "finish", "metrics", "eviction")
@@ -151,7 +151,7 @@ class Host(Scheduler):
             reqs = list(batch.reqs)
             self.filled += sum(len(fill.chunks) for fill in map(fill_of, reqs) if fill is not None)
             with self.clock("publish"):
-                hooks.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
+                internal.get_next_batch_to_run(Host.publish, self, self.running_batch, batch)
             with self.clock("finish"):
                 for ended in reqs:
                     release_kv_cache(ended, self.tree_cache)

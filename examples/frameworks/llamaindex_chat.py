@@ -1,4 +1,4 @@
-"""LlamaIndex: its messages have no chunks, so a separator in plain text marks the documents."""
+"""LlamaIndex: its messages have no chunks, so separators in plain text, two for each, mark the documents."""
 
 from documents import QUESTION, orders, server_url
 from llama_index.core.llms import ChatMessage
@@ -19,7 +19,7 @@ for order in orders():
     response = model.chat(
         [
             ChatMessage(role="system", content="Answer from the documents."),
-            ChatMessage(role="user", content=SEPARATOR.join(["Read: ", *order, QUESTION])),
+            ChatMessage(role="user", content="Read: " + "".join(SEPARATOR + d + SEPARATOR for d in order) + QUESTION),
         ]
     )
     print(repr(response.message.content))

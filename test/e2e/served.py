@@ -57,7 +57,9 @@ class Served:
             small = without_best_of_each(prompt, -self.oracle.key_sizes(prompt, preamble), float(parameters[1]))
             scores = scores.masked_fill(is_recomputed(prompt, small), math.inf)
         best, edge = scores.sort(descending=True).values, math.ceil(ratio * len(scores))
-        assert edge == len(best) or best[edge - 1] - best[edge] > 1e-6, "the choice is too close: draw another prompt"
+        assert edge == len(best) or best[edge - 1] == 0 or best[edge - 1] - best[edge] > 1e-6, (
+            "the choice is too close: draw another prompt"
+        )
         return without_best(prompt, scores, ratio), preamble
 
     def scores(self, prompt: list[Segment], name: str, preamble) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """A server with LoRA adapters, against the oracle: the model with an adapter's weights merged into it."""
 
+import concurrent.futures
 import itertools
 import json
 import sys
@@ -182,6 +183,56 @@ def test_a_reloaded_name_has_no_old_chunks(server, oracles, paths):
         assert adapters_of(server.url, **salt) == [("c", True)] * 2
         control(server.url, "unload", lora_name="c")
         assert adapters_of(server.url, **salt) == []
+
+
+def cut(url, body):
+    """Leave a stream after its first event."""
+    with requests.post(f"{url}/generate", json={**body, "stream": True}, stream=True, timeout=60) as stream:
+        next(stream.iter_lines())
+
+
+def aborted(url, body, rid="aborted"):
+    """Abort a request as soon as the server knows it, which may be at any of its steps."""
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answer = pool.submit(requests.post, f"{url}/generate", json={**body, "rid": rid}, timeout=60)
+        while not answer.done():
+            assert requests.post(f"{url}/abort_request", json={"rid": rid}, timeout=60).ok
+
+
+def answered(url, body, status=200, **fields):
+    answer = requests.post(f"{url}/generate", json={**body, **fields}, timeout=60)
+    assert answer.status_code == status, answer.text
+
+
+LONG = {"temperature": 0, "max_new_tokens": 300, "ignore_eos": True}
+TOO_LONG = [{"type": "text", "input_ids": [5] * 5000}]
+WAYS_OUT = {
+    "stream left": cut,
+    "aborted": aborted,
+    "samples": lambda url, body: answered(url, body, sampling_params={"n": 4, "max_new_tokens": 2}),
+    "batch of samples": lambda url, body: answered(
+        url, body, segments=[body["segments"]] * 2, sampling_params={"n": 3, "max_new_tokens": 2}
+    ),
+    "stream of samples left": lambda url, body: cut(url, {**body, "sampling_params": {**LONG, "n": 3}}),
+    "too long": lambda url, body: answered(url, body, 400, segments=TOO_LONG),
+    "refused in the HTTP process": lambda url, body: answered(url, body, 400, session_params={"id": "s"}),
+    "refused in the scheduler": lambda url, body: answered(
+        url, body, 400, segments=[{"type": "chunk", "input_ids": [5] * 1500}]
+    ),
+    "one of a batch refused": lambda url, body: answered(url, body, 400, segments=[body["segments"], TOO_LONG]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_an_adapter_is_unloaded_however_its_requests_ended(server, paths, way):
+    """As soon as they have; a fill that nobody waits for any more ends as well."""
+    dice, name = Dice(way), "left"
+    prompt = [dice.text(6), *dice.chunks(2, 100, 200), dice.text(5)]
+    body = {"segments": [segment.to_request() for segment in prompt], "lora_path": name, "sampling_params": LONG}
+    control(server.url, "load", lora_name=name, lora_path=str(paths["c"]))
+    WAYS_OUT[way](server.url, body)
+    control(server.url, "unload", lora_name=name)
+    ask(server.url, [prompt])
 
 
 def test_an_adapter_trained_for_chunks_is_served_beside_its_model(server, oracles, tiny_model, tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import gc
 import itertools
 import json
+import math
 import shutil
 
 import pytest
@@ -102,6 +103,20 @@ def test_each_question_has_its_own_choice(served):
     prompts = [[head, *docs, dice.text(5)] for _ in range(3)]
     served.answer(prompts, ["query:ratio=0.3"] * 3)
     served.answer(prompts[::-1], ["query:ratio=0.3"] * 3)
+
+
+def test_blend_keeps_what_the_second_layer_cannot_see(served):
+    """At a ratio of 1, the chunk that begins the prompt is kept, and all tokens past a window of the first layer."""
+    dice = Dice("unseen")
+    docs = dice.chunks(3, 40, 60)
+    window = 24 if served.path.name == "gpt-oss" else math.inf
+    for base in ("", "base:preamble=lead+"):
+        lead = dice.text(6)
+        prompt = [lead, *docs, dice.text(5)] if base else [*docs, dice.text(5)]
+        served.answer([prompt], [f"{base}blend:ratio=1.0"])
+        (output,) = served.answer([[*prompt[:-1], dice.text(5)]], [f"{base}blend:ratio=1.0"])
+        num_kept = len(docs[0].ids) + sum(max(0, len(doc.ids) - window + 1) for doc in docs[1:])
+        assert output["meta_info"]["cached_tokens_details"]["chunk"] == num_kept
 
 
 def test_blends_probe_ends_at_the_second_layers_keys(served):

@@ -87,7 +87,7 @@ def test_limit_while_another_request_runs(impatient_server, tiny_model):
 
 
 def test_limit_while_the_fill_runs(impatient_server, tiny_model):
-    """A fill that has started ends by itself, with nobody left to wait for it."""
+    """A fill that has started ends as well, with nobody left to wait for it."""
     url, log = impatient_server
     oracle, dice = Oracle(tiny_model), Dice("fill runs")
 
@@ -106,7 +106,7 @@ def test_limit_while_the_fill_runs(impatient_server, tiny_model):
         requests.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()
         check_refusal(late.result())
     Client(url).flush_cache()
-    assert full_passes() == before + 100
+    assert full_passes() < before + 100
     check_answer(url, oracle, [dice.chunk(20), dice.text(4)], [False])
 
 

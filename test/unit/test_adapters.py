@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from test_chunk_lists import id_of, listed
 from test_pins import pin
@@ -12,6 +13,7 @@ from fakes.loop import QUESTION, A, B, C, Loop
 from fakes.requests import CHUNK, TEXT
 from fakes.storage import Storage
 from fakes.stored import details, new_server
+from sglang_lazy.core.keys import tenant_key
 from sglang_lazy.port.model.identity import adapter_identity, identity_of, model_identity
 from sglang_lazy.serving.chunk_lists import with_adapter_names
 
@@ -128,10 +130,28 @@ def test_unloading_ends_a_fill_that_outlived_its_parent(overlap):
     assert fill is not parent
     loop.abort(parent)
     loop.unload("x")
+    assert loop.unloaded == []
     loop.run()
-    assert loop.log == [[fill.rid]] and listed(loop)["chunks"] == []
+    loop.step()
+    assert loop.unloaded == ["x"] and loop.log == [[fill.rid]] and listed(loop)["chunks"] == []
     loop.tree_cache.evict(EvictParams(num_tokens=40))
     assert loop.pools.slots.available_size() == 40
+
+
+@both_loops
+def test_unloading_waits_for_what_an_aborted_request_still_computes(overlap):
+    """A client that left has no answer to wait for, but its request ends only with the next step."""
+    loop = Loop(overlap=overlap)
+    req = loop.submit([A, QUESTION], "left", lora_id="x", max_new_tokens=100)
+    for _ in range(4):
+        loop.step()
+    loop.unload("x")
+    loop.step()
+    assert loop.unloaded == [] and not req.finished()
+    req.to_finish = FINISH_ABORT()
+    loop.run()
+    loop.step()
+    assert loop.unloaded == ["x"] and listed(loop)["chunks"] == []
 
 
 def test_unloading_leaves_other_adapters_fills_alone():
@@ -139,6 +159,7 @@ def test_unloading_leaves_other_adapters_fills_alone():
     parent = loop.submit([A, QUESTION], "parent", lora_id="x")
     loop.step()
     loop.unload("y")
+    assert loop.unloaded == ["y"]
     loop.run()
     assert len(parent.output_ids) == 3
 
@@ -149,7 +170,7 @@ def test_unloading_leaves_other_adapters_fills_alone():
 def test_lists_show_adapters_by_name():
     loop = Loop()
     for adapter in ADAPTERS:
-        loop.submit([A, QUESTION], "r", lora_id=adapter, cache_salt="s", extra_key="s")
+        loop.submit([A, QUESTION], "r", lora_id=adapter, cache_salt="s", extra_key=tenant_key("s", None))
         loop.run()
     chunks = listed(loop, "s", order="asc")["chunks"]
     shown = with_adapter_names(chunks, {"translator": "x"})

@@ -82,8 +82,8 @@ def test_chunks_take_the_priority_of_requests():
 
 
 def test_a_fill_has_the_priority_of_its_parent():
-    """Even if the parent is aborted before it uses what the fill computes."""
-    scheduler = Loop(chunked_prefill_size=2)
+    """Even if the parent is aborted before it uses what the fill, in a batch of its own, has computed."""
+    scheduler = Loop(chunked_prefill_size=len(A[1]))
     parent = scheduler.submit([A, QUESTION], "aborted", priority=5)
     scheduler.step()
     scheduler.abort(parent)

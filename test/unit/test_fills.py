@@ -153,19 +153,6 @@ def test_fill_is_no_user_request():
 
 
 @both_loops
-def test_started_fill_outlives_its_parent(overlap):
-    """A fill under way goes on when its only parent is aborted; its chunks are kept for others, and nothing stays
-    locked."""
-    scheduler = Loop(chunked_prefill_size=2, overlap=overlap)
-    parent = scheduler.submit([A, QUESTION], "aborted")
-    scheduler.step()
-    scheduler.abort(parent)
-    scheduler.run()
-    assert scheduler.resident(parent) == [True]
-    assert scheduler.tree_cache.protected_size() == 0
-
-
-@both_loops
 @pytest.mark.parametrize("max_fill_tokens, num_fills", [(2, 3), (64, 2)], ids=["of one chunk", "of two"])
 def test_aborted_fill_is_started_again(overlap, max_fill_tokens, num_fills):
     """When SGLang aborts a fill between two of its pieces, its parents get a new one."""

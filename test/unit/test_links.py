@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_lazy.core.keys import ChunkKey, Namespace
-from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.policy import Policy, parameter
 from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import POLICIES, get_policy, register
@@ -92,8 +92,16 @@ KNOWN = "link must be one of 'block', 'full', 'copy', 'epic', 'query', .*'packet
         ("epic:tokens=3,tokens=4", "tokens is given twice"),
         ("query:ratio=0.15,ratio=0.15", "ratio is given twice"),
         ("base:preamble=lead,preamble=neutral+epic", "preamble is given twice"),
-        ("epic:tokens=0", "link 'epic:tokens=0': tokens must be at least 1, got 0"),
-        ("epic:tokens=-2", "tokens must be at least 1, got -2"),
+        ("epic:tokens=0", "link 'epic:tokens=0': tokens must be at least 1 and at most 1048576, got 0"),
+        ("epic:tokens=-2", "tokens must be at least 1 .*, got -2"),
+        ("epic:tokens=9999999999999999999", "tokens must be at least 1 and at most 1048576, got 9"),
+        ("kvlink:tokens=9999999999999999999", "tokens must be at least 1 and at most 64, got 9"),
+        ("kvlink:tokens=" + 240 * "9", "tokens must be at least 1 and at most 64, got 9"),
+        ("query:ratio=0.5,static=0.6", "static must be at least 0 and at most ratio, got 0.6"),
+        ("query:ratio=0.5,static=nan", "static must be at least 0 and at most 1, got nan"),
+        ("query:ratio=1e999", "ratio must be above 0 and at most 1, got inf"),
+        ("block\0", "link must have at most 256 printable characters"),
+        ("block" + 252 * "x", "link must have at most 256 printable characters, got 'block"),
         ("query:ratio=much", "ratio must be of type float, got 'much'"),
         ("query:ratio=0", "ratio must be above 0 and at most 1, got 0.0"),
         ("query:ratio=1.01", "ratio must be above 0 and at most 1, got 1.01"),
@@ -152,6 +160,38 @@ def test_a_link_means_the_class_registered_now():
             assert type(get_policy("some:count=9")) is policy
         finally:
             del POLICIES["some"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unchecked(Policy):
+    """It has no checks of its own, not even the base class's."""
+
+    name = "unchecked"
+    share: float = 0.5
+    count: int = 3
+    few: int = parameter(2, 2, 5)
+
+    def __post_init__(self):
+        assert self.few <= 5 and self.count <= 1 << 20 and self.share <= 1 << 20, "made before it was checked"
+
+
+@pytest.mark.parametrize(
+    "value", ["few=1", "few=6", "count=-1", "count=1048577", "share=nan", "share=1e999", "share=-1"]
+)
+def test_parameters_of_registered_policies_have_bounds(value):
+    register(Unchecked)
+    try:
+        assert get_policy("unchecked:few=5,count=1048576") == Unchecked(few=5, count=1 << 20)
+        with pytest.raises(ValueError, match=f"{value.partition('=')[0]} must be at least [02] and at most"):
+            get_policy(f"unchecked:{value}")
+    finally:
+        del POLICIES["unchecked"]
+
+
+def test_every_number_of_every_policy_has_bounds_of_its_own():
+    for policy in POLICIES.values():
+        for field in dataclasses.fields(policy):
+            assert field.name == "preamble" or "range" in field.metadata, (policy, field.name)
 
 
 @pytest.mark.parametrize("name", ["block", "base"])
@@ -239,7 +279,7 @@ def test_query_chooses_a_part_by_key_size(seed):
 
 @pytest.mark.parametrize("static", ["-0.1", "0.3", "nan"])
 def test_the_part_by_key_size_is_within_the_ratio(static):
-    with pytest.raises(ValueError, match="static must be at least 0 and at most ratio"):
+    with pytest.raises(ValueError, match="static must be at least 0 and at most (1|ratio)"):
         get_policy(f"query:ratio=0.2,static={static}")
 
 

@@ -8,6 +8,7 @@ from test_chunk_lists import deleted, id_of, listed
 
 from fakes.loop import QUESTION, A, B, C, D, Loop
 from fakes.requests import CHUNK, TEXT
+from sglang_lazy.core.keys import tenant_key
 
 pytestmark = pytest.mark.usefixtures("sglang_context")
 
@@ -89,7 +90,13 @@ def test_superseded_expiry_times_are_dropped():
 
 def warm_for(loop, tenant, *chunks):
     for chunk in chunks:
-        loop.submit([chunk, QUESTION], f"{tenant}-{chunk}", max_new_tokens=1, cache_salt=tenant, extra_key=tenant)
+        loop.submit(
+            [chunk, QUESTION],
+            f"{tenant}-{chunk}",
+            max_new_tokens=1,
+            cache_salt=tenant,
+            extra_key=tenant_key(tenant, None),
+        )
     loop.run()
 
 

@@ -31,7 +31,7 @@ def chat(*parts, **fields):
 class Serving:
     """Stands in for `OpenAIServingChat`: renders the parts of all messages and encodes the result."""
 
-    rendered = ""
+    _apply_conversation_template = None
 
     def __init__(self, tokenizer, template=TEMPLATES["joined"], prefix=None):
         self.tokenizer_manager = SimpleNamespace(
@@ -40,11 +40,14 @@ class Serving:
         )  # fmt: skip
         self.template, self.prefix = template, prefix
 
-    def convert(self, request, raw_request):
+    def _apply_jinja_template(self, request):
         texts = [part.text for message in request.messages for part in message.content]
-        Serving.rendered = self.template(texts)
         tokenizer = self.tokenizer_manager.tokenizer
-        input_ids = tokenizer.encode(f"U: {Serving.rendered} A:")
+        return tokenizer.encode(f"U: {self.template(texts)} A:")
+
+    def convert(self, request, raw_request):
+        tokenizer = self.tokenizer_manager.tokenizer
+        input_ids = self._apply_jinja_template(request)
         if self.prefix is not None:
             input_ids = input_ids + tokenizer.encode(self.prefix)
         extra_key = (request.cache_salt or "") + (request.extra_key or "")
@@ -80,9 +83,9 @@ def test_chunks_keep_their_boundaries_and_tokens(tokenizer, template):
     input_ids, layout = convert(serving, request)
     assert layout.cache_salt == "s" and layout.link == "base+epic:tokens=16"
     chunks = [tokenizer.decode(input_ids[start:end]) for start, end in layout.chunks]
-    expected = [" the hills\n", "the sea"] * (2 if template == "twice" else 1)
-    assert [chunk.strip(" ") for chunk in chunks] == [chunk.strip(" ") for chunk in expected]
-    assert "hills" not in Serving.rendered, "the template never sees a document"
+    hills = "the hills" if template == "stripped" else "the hills\n"
+    expected = [hills, "the sea"] * (2 if template == "twice" else 1)
+    assert [chunk.strip(" ") for chunk in chunks] == expected
 
 
 def test_requests_without_chunks_are_sglangs(tokenizer):
@@ -172,12 +175,16 @@ def test_options_that_exclude_chunk_parts(tokenizer):
 
 
 def test_fields_that_would_be_dropped_are_refused(tokenizer):
-    with pytest.raises(ValueError, match='content parts .*"chunk"'):
-        convert(Serving(tokenizer), chat(part("text", "Who?"), segments=[part("chunk", "the sea")]))
-    with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
-        convert(Serving(tokenizer), chat(part("chunk", "the sea"), salt="s"))
-    plain, _ = convert_request(Serving.convert, Serving(tokenizer), chat(part("text", "Who?"), salt="s"), None)
-    assert plain.extra_key is None, "as SGLang does"
+    documents = {"chat_template_kwargs": {"documents": [{"text": "the sea"}]}}
+    for fields in ({}, {"link": "full", "chunk_separator": "##"}):
+        with pytest.raises(ValueError, match="documents in chat_template_kwargs are text: give them as chunk parts"):
+            convert(Serving(tokenizer), chat(part("text" if fields else "chunk", "Who?"), **documents, **fields))
+    for fields in ({"chunk_separator": "##"}, {"chunk_roles": ["user"]}):
+        with pytest.raises(ValueError, match="divide messages, which input_ids replace"):
+            convert(Serving(tokenizer), chat(part("text", "Who?"), input_ids=[1], **fields))
+    for fields in (documents, {"input_ids": [1], "chunk_separator": ""}):
+        plain, _ = convert_request(Serving.convert, Serving(tokenizer), chat(part("text", "Who?"), **fields), None)
+        assert plain.sampling_params == {"custom_params": {"mine": 1}}, "SGLang alone would take them"
 
 
 def test_the_cache_salt_is_not_added_twice(tokenizer):

@@ -19,8 +19,9 @@ class Serving:
     def __init__(self, template=None):
         self.template_manager = SimpleNamespace(completion_template_name=template)
         self.tokenizer_manager = SimpleNamespace(
-            tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100)
-        )
+            tokenizer=None, preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=100),
+            context_len=32, allow_auto_truncate=False,
+        )  # fmt: skip
 
     def convert(self, request, raw_request):
         assert request.cache_salt is None or isinstance(request.cache_salt, str), "SGLang concatenates it as a string"
@@ -72,9 +73,8 @@ def test_plain_prompts_are_left_to_sglang():
         ({"segments": []}, "segments is empty"),
         ({"segments": [CHUNK], "prompt": "x"}, "segments cannot be combined with prompt: leave it out, or empty"),
         ({"segments": [CHUNK], "suffix": "x"}, "segments cannot be combined with suffix"),
-        ({"segments": [CHUNK], "salt": "x"}, "did you mean 'cache_salt'"),
         ({"segments": [CHUNK], "cache_salt": ""}, "cache_salt must be a non-empty string"),
-        ({"segments": [CHUNK], "link": "epic:tokens=-1"}, "tokens must be at least 1, got -1"),
+        ({"segments": [CHUNK], "link": "epic:tokens=-1"}, "tokens must be at least 1 and at most 1048576, got -1"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),
     ],
 )

@@ -6,10 +6,10 @@ import pytest
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 
 from sglang_lazy.core.config import ENV_VAR, LazyConfig
+from sglang_lazy.core.keys import TenantKey
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
-from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.serving.tokenizer_manager import prepare_request
-from sglang_lazy.serving.requests import layout_of, refuse_salt, refuse_without_segments, to_generate_args, with_layout
+from sglang_lazy.serving.requests import layout_of, refuse_without_segments, to_generate_args, with_layout
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def test_the_servers_default_custom_params_still_apply():
         ([[text(1)], [chunk(100)]], None, None, r"prompt 1 of the batch: segments\[0\]: token id 100"),
         ([[text(1)], []], None, None, "prompt 1 of the batch: segments is empty"),
         ([[text(1)], text(1)], None, None, "prompt 1 of the batch: segments must be a list"),
-        ([chunk(1)] * 4, None, None, "4 chunks, at most 3"),
+        ([chunk(1)] * 4, None, None, "more than the 3 chunks that are allowed"),
         ([chunk(1)], "", None, "cache_salt must be a non-empty string"),
         ([chunk(1)], 7, None, "cache_salt must be a non-empty string"),
         ([[chunk(1)]], ["a", "b"], None, "cache_salt has 2 values for a batch of 1"),
@@ -116,7 +116,7 @@ def test_links_keep_their_parameters():
 @pytest.mark.parametrize(
     "link, reason",
     [
-        ("epic:tokens=0", "tokens must be at least 1, got 0"),
+        ("epic:tokens=0", "tokens must be at least 1 and at most 1048576, got 0"),
         ("epic:tokens=many", "tokens must be of type int, got 'many'"),
         ("query:ratio=2", "ratio must be above 0 and at most 1, got 2.0"),
         ("query:share=0.1", "policy 'query' takes ratio, static, got 'share=0.1'"),
@@ -194,25 +194,36 @@ def test_link_full_excludes_nothing():
 
 
 @pytest.mark.parametrize("link", ["block", "full", "copy"])
-@pytest.mark.parametrize("extra_key, joined", [(None, "tenant"), ("a", "tenanta")])
+@pytest.mark.parametrize("extra_key, joined", [(None, '["tenant",null]'), ("a", '["tenant","a"]')])
 def test_the_cache_salt_joins_the_extra_key(link, extra_key, joined):
-    """As on SGLang's OpenAI routes, so one salt means one namespace on every API."""
+    """As on all routes, so one salt means one namespace on every API."""
     salted = request(sampling_params=with_link(link, "tenant"), extra_key=extra_key)
     check(salted)
     assert salted.extra_key == joined
     unsalted = request(sampling_params=with_link(link), extra_key=extra_key)
     check(unsalted)
-    assert unsalted.extra_key == extra_key
+    assert unsalted.extra_key == (extra_key and '[null,"a"]')
+    check(salted)  # as for each sample
+    assert salted.extra_key == joined and isinstance(salted.extra_key, TenantKey)
 
 
 def test_segments_without_chunks_keep_their_cache_salt():
     args = to_generate_args(manager(), [text(1), text(2)], "tenant")
     obj = GenerateReqInput(**args)
     check(obj)
-    assert obj.extra_key == "tenant" and layout_of(obj).chunks == ()
+    assert obj.extra_key == '["tenant",null]' and layout_of(obj).chunks == ()
 
 
-def test_a_forged_layout_is_checked():
+@pytest.mark.parametrize("packed", [str(PromptLayout(((2, 5),), "another's").pack()), None, 3, {}])
+def test_a_layout_from_a_client_is_refused(packed):
+    """It could name another tenant's salt."""
+    for fields in ({"input_ids": [5] * 10}, {"text": "x"}):
+        obj = GenerateReqInput(sampling_params={"custom_params": {LAYOUT_PARAM: packed}}, **fields)
+        with pytest.raises(ValueError, match="custom_params.sglang_lazy is set by the server"):
+            prepare_request(manager(), obj, [5] * 10)
+
+
+def test_a_layout_is_checked():
     params = {"custom_params": {LAYOUT_PARAM: PromptLayout(((0, 11),)).pack()}}
     with pytest.raises(ValueError, match="beyond the prompt's 10 tokens"):
         check(request(sampling_params=params))
@@ -223,7 +234,7 @@ def test_a_forged_layout_is_checked():
     with pytest.raises(ValueError, match="without chunks must have link full"):
         check(request(sampling_params=with_link("block", chunks=())))
     many = {"custom_params": {LAYOUT_PARAM: PromptLayout(tuple((i, i + 1) for i in range(4))).pack()}}
-    with pytest.raises(ValueError, match="4 chunks, at most 3"):
+    with pytest.raises(ValueError, match="more than the 3 chunks that are allowed"):
         check(request(sampling_params=many))
 
 
@@ -241,43 +252,3 @@ def test_fields_for_segments_need_segments():
         refuse_without_segments("a", None)
     with pytest.raises(ValueError, match="link needs a prompt given as segments"):
         refuse_without_segments(None, "full")
-
-
-def test_a_misspelled_salt_is_refused():
-    refuse_salt({"cache_salt": "a"})
-    with pytest.raises(ValueError, match="unknown field 'salt': did you mean 'cache_salt'"):
-        refuse_salt({"salt": "a"})
-
-
-# Sampling parameters
-
-
-def test_sampling_parameters_that_sglang_takes_pass():
-    params = {"temperature": 0, "max_new_tokens": 16.0, "ignore_eos": 1, "stop": ["a"], "stop_token_ids": [1, None]}
-    check_sampling_params({**params, "top_p": None, "custom_params": {"mine": {"deep": [[1]]}}, "json_schema": "{}"})
-    check_sampling_params([params, None])
-    check_sampling_params(None)
-
-
-@pytest.mark.parametrize(
-    "name, value, reason",
-    [
-        ("temperature", "0", "temperature: Expected `float`, got `str`"),
-        ("top_p", [1], "top_p: Expected `float`, got `array`"),
-        ("max_new_tokens", "16", "max_new_tokens: Expected `int"),
-        ("max_new_tokens", 1.5, "max_new_tokens: Expected `int"),
-        ("n", "2", "n: Expected `int`, got `str`"),
-        ("stop", 5, "stop: Expected `str"),
-        ("stop_token_ids", ["x"], "stop_token_ids: Expected `int"),
-        ("ignore_eos", "yes", "ignore_eos: Expected `bool`, got `str`"),
-        ("json_schema", {"type": "object"}, "json_schema: Expected `str"),
-        ("custom_params", 3, "custom_params: Expected `object"),
-        ("temprature", 0, "unknown parameter 'temprature'"),
-    ],
-)
-def test_mistyped_sampling_parameters_are_named(name, value, reason):
-    for params in ({name: value}, [{}, {name: value}]):
-        with pytest.raises(ValueError, match=f"sampling_params: {reason}"):
-            check_sampling_params(params)
-    with pytest.raises(ValueError, match="sampling_params must be an object, got str"):
-        check_sampling_params("x")

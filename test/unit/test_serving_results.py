@@ -14,7 +14,7 @@ from sglang.srt.entrypoints.openai import protocol
 from sglang.srt.entrypoints.openai.usage_processor import UsageProcessor
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
-from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.keys import chunk_id, tenant_key, tokens_digest
 from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout
 from sglang_lazy.port.serving.protocol import cached_tokens_details, extend_protocol, usage_details
 from sglang_lazy.port.serving.tokenizer_manager import report_chunks
@@ -168,7 +168,7 @@ def test_every_prompt_is_remembered_once():
     assert (prompt["link"], prompt["cache_salt"], prompt["num_chunks"]) == ("block", None, 2)
     expected = [{key: chunk[key] for key in ("id", "tokens", "hit")} for chunk in chunk_report(LAYOUT, IDS, hits=1)]
     assert prompt["chunks"] == expected and abs(prompt["time"] - now) < 60
-    for extra_key, known in (("salt", 1), ("salt and more", 1)):
+    for extra_key, known in ((tenant_key("salt", None), 1), (tenant_key("salt", "more"), 1)):
         obj = with_link("block")
         obj.extra_key = extra_key
         answer(obj)

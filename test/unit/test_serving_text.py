@@ -1,5 +1,6 @@
-"""Text that becomes chunks: by separators, by roles, and as Anthropic's blocks; and which salt a request has."""
+"""Text that becomes chunks: by separators, by roles, and as Anthropic's blocks."""
 
+import itertools
 import json
 import random
 from types import SimpleNamespace
@@ -13,7 +14,6 @@ from sglang_lazy.entrypoints.engine import Engine
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
-from sglang_lazy.serving.requests import join_extra_key, salt_of
 from sglang_lazy.serving.text import segments_in
 
 
@@ -28,17 +28,27 @@ def spelled(parts, content):
     "given, as_text, as_role",
     [
         ("a", "a", "{a}"),
-        ("a##b", "ab", "{a}{b}"),
+        ("a##b", None, "{a}{b}"),
         ("a##b##c", "a{b}c", "{a}{b}{c}"),
         ("##b####c##", "{b}{c}", "{b}{c}"),
-        ("a##b##c##d", "a{b}{c}d", "{a}{b}{c}{d}"),
+        ("##a## Compare with: ##b##", "{a} Compare with: {b}", "{a}{ Compare with: }{b}"),
+        ("##a##\n\n##b##", "{a}\n\n{b}", "{a}\n\n{b}"),
+        ("a## \n##b", "a \nb", "{a} \n{b}"),
+        ("a##b##c##d", None, "{a}{b}{c}{d}"),
+        ("###a###", "{#a}#", "{#a}#".replace("}#", "}{#}")),
         ("", "", ""),
+        (" ", " ", " "),
     ],
 )
 def test_separators_and_roles(given, as_text, as_role):
+    """as_text: None for an odd number of separators."""
     parts = ChunkParts("##", ["tool"])
-    (message,) = parts.take_from([{"role": "user", "content": given}])
-    assert spelled(parts, message["content"]) == as_text
+    if as_text is None:
+        with pytest.raises(ValueError, match=r"messages\[0\].content: . of the chunk separator '##'.*'##A####B##'"):
+            parts.take_from([{"role": "user", "content": given}])
+    else:
+        (message,) = parts.take_from([{"role": "user", "content": given}])
+        assert spelled(parts, message["content"]) == as_text
     (message,) = parts.take_from([{"role": "tool", "content": [{"type": "text", "text": given}]}])
     assert spelled(parts, message["content"]) == as_role
     (message,) = parts.take_from([{"type": "function_call_output", "output": given}], "input")
@@ -56,13 +66,16 @@ def test_splitting_undoes_joining(seed):
     def word():
         return "".join(rng.choices("ab c#\n", k=rng.randint(1, 6))).strip("#") or "x"
 
-    first, *chunks, last = (word() for _ in range(rng.randint(2, 6)))
-    segments = segments_in("<|>".join([first, *chunks, last]), "<|>")
-    assert [segment["text"] for segment in segments] == [first, *chunks, last]
-    assert [segment["type"] for segment in segments] == ["text", *["chunk"] * len(chunks), "text"]
+    given = [word() if place % 2 else rng.choice(["", " ", word()]) for place in range(2 * rng.randint(0, 5) + 1)]
+    segments = segments_in("<|>".join([*given, "<|>", "<|>"]), "<|>")
+    assert [segment["text"] for segment in segments if segment["type"] == "chunk"] == [
+        w for w in given[1::2] if w.strip()
+    ]
+    assert "".join(segment["text"] for segment in segments) == "".join(given)
+    assert all(pair != ("text", "text") for pair in itertools.pairwise(segment["type"] for segment in segments))
     parts = ChunkParts("<|>")
-    content = parts.take_from_content("<|>".join([first, *chunks, last]), "input")
-    assert spelled(parts, content) == first + "".join(f"{{{chunk}}}" for chunk in chunks) + last
+    content = parts.take_from_content("<|>".join(given), "input")
+    assert spelled(parts, content) == "".join(f"{{{w}}}" if i % 2 and w.strip() else w for i, w in enumerate(given))
 
 
 def test_without_a_separator_plain_text_stays_text(monkeypatch):
@@ -78,6 +91,8 @@ def test_without_a_separator_plain_text_stays_text(monkeypatch):
         [{"type": "text", "text": "a"}, {"type": "chunk", "text": "b"}],
         [{"type": "text", "text": "c"}],
     ]
+    with pytest.raises(ValueError, match="1 of the chunk separator '##'"):
+        segments_in(["a##b##", "c##"], None)
     assert segments_in("a##b##", "") is None, "the request's separator overrides the flag"
 
 
@@ -96,8 +111,9 @@ def test_requests_override_flags(monkeypatch):
 
 def test_an_engine_finds_separators_in_its_prompts(monkeypatch):
     manager = SimpleNamespace(
-        tokenizer=byte_level(), preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=400)
-    )
+        tokenizer=byte_level(), preferred_sampling_params=None, model_config=SimpleNamespace(vocab_size=400),
+        context_len=100, allow_auto_truncate=False,
+    )  # fmt: skip
     engine = Engine.__new__(Engine)
     engine.tokenizer_manager = manager
     monkeypatch.setenv(ENV_VAR, json.dumps({"chunk_separator": "##"}))
@@ -150,19 +166,3 @@ def test_document_blocks():
     for source in (None, "x", {"type": "url", "url": "x"}, {"type": "text", "data": 3}, {"type": "content"}):
         with pytest.raises(ValueError, match="document"):
             read(type="document", source=source)
-
-
-def test_the_salt_of_body_and_header():
-    assert salt_of("a", None) == "a" and salt_of(None, None) is None and salt_of(3, None) == 3
-    assert salt_of(None, "a") == salt_of("a", "a") == salt_of([None, "a"], "a") == "a"
-    for body, header in (("b", "a"), (["a", "b"], "a"), ("", "a"), (3, "a")):
-        with pytest.raises(ValueError, match="cache_salt and X-Cache-Salt disagree"):
-            salt_of(body, header)
-    for header in ("", "ä"):
-        with pytest.raises(ValueError, match="X-Cache-Salt must be a non-empty ASCII string"):
-            salt_of(None, header)
-
-
-def test_the_salt_joins_the_extra_key_as_sglang_does():
-    assert join_extra_key(None, "k") == "k" and join_extra_key("s", None) == "s" and join_extra_key("s", "k") == "sk"
-    assert join_extra_key("s", ["k", None]) == ["sk", "s"]

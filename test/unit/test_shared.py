@@ -2,11 +2,13 @@
 
 import threading
 import time
+from array import array
 from multiprocessing.connection import Client
 
 import pytest
 
 from sglang_lazy.core.keys import chunk_id, tokens_digest
+from sglang_lazy.core.segments import Segment
 from sglang_lazy.serving.known_chunks import KnownChunks, UnknownChunk, with_tokens
 from sglang_lazy.serving.registration import Registrations, WorkerRegistrations
 from sglang_lazy.serving.shared import ObjectServer, Proxy, connect
@@ -42,7 +44,7 @@ def test_chunks_are_known_to_all_workers(server):
     with pytest.raises(UnknownChunk, match=f"chunk '{name}' is unknown"):
         with_tokens(other, segments, "tenant")
     one.add("tenant", [5, 6, 7])
-    assert with_tokens(other, segments, "tenant") == [segments[0], {"type": "chunk", "input_ids": [5, 6, 7]}]
+    assert with_tokens(other, segments, "tenant") == [segments[0], Segment(True, input_ids=array("i", [5, 6, 7]))]
     assert other.remove("tenant", name)
     with pytest.raises(UnknownChunk):
         one.get("tenant", name)

@@ -11,6 +11,7 @@ from sgl_kernel_lazy import rotate_queries
 from sglang_lazy.attention.rows import LinkedBatch
 from sglang_lazy.core.device import ints_to_device, to_device
 from sglang_lazy.core.model import AttentionLayer, DecodePlan, ServedModel
+from sglang_lazy.core.prompt import ChunkSlice
 from sglang_lazy.core.state import as_linked
 
 AllReduce = Callable[[torch.Tensor], torch.Tensor]
@@ -80,11 +81,12 @@ class ProbeSums:
 def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:
     """Compare a probe's keys with the cached ones after its last pass.
 
-    Cached keys are rotated to their positions in the prompt first.  rows: the cache's `RowCache`.
+    Cached keys are rotated to their positions in the prompt first. Where the first layer has seen the same tokens, they
+    differ by rounding alone, which is no deviation.  rows: the cache's `RowCache`.
     """
     state, probe = as_linked(req), as_linked(req).probe
     assert probe is not None
-    layer = deviating_layer(model)
+    layer, window = deviating_layer(model), model.layers[min(model.kv_buffers)].window
     keys, rope, chunks = model.kv_buffers[layer][0], model.layers[layer].rope, state.prompt.chunks
     places = np.concatenate([chunk.positions for chunk in chunks]).astype(np.int64)
     offsets = np.repeat(model.rotations([chunk.offset for chunk in chunks]), [chunk.num_kept for chunk in chunks])
@@ -92,7 +94,20 @@ def measure_deviation(req: Any, model: ServedModel, rows: Any, all_reduce: AllRe
     cached = keys[torch.cat(rows.chunk_slots(state, req.last_node.chunks))]
     offsets = to_device(offsets, keys.device)
     expected = rotate_queries(cached.float(), offsets, rope.cos_sin_cache, is_neox=rope.is_neox)
-    probe.add("deviation", all_reduce((fresh.float() - expected).square().sum((1, 2))))
+    deviation = all_reduce((fresh.float() - expected).square().sum((1, 2)))
+    probe.add("deviation", deviation * to_device(np.concatenate([sees_others(c, window) for c in chunks]), keys.device))
+
+
+def sees_others(chunk: ChunkSlice, window: int | None) -> np.ndarray:
+    """Whether each kept token, in a layer with this window, sees other tokens in the prompt than when its KV was
+    computed after the preamble; bool [num_kept]."""
+    length = min(chunk.start, len(chunk.preamble))
+    before = np.asarray(chunk.prompt_ids[chunk.start - length : chunk.start])
+    differing = np.flatnonzero(before != np.asarray(chunk.preamble[len(chunk.preamble) - length :]))
+    num_same = length - 1 - int(differing[-1]) if len(differing) else length
+    if num_same == chunk.start == len(chunk.preamble):
+        return np.zeros(chunk.num_kept, dtype=bool)
+    return np.ones(chunk.num_kept, dtype=bool) if window is None else chunk.indices + num_same < window - 1
 
 
 def measure_key_size(req: Any, model: ServedModel, rows: Any, all_reduce: AllReduce) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -49,7 +50,7 @@ class LazyConfig:
     untested_model: serve an architecture that no test covers, if it passes the start-up probe.
     default_link: policy of requests that name none.
     preamble: text after which policies with `base` compute chunks; it is never part of a prompt.
-    chunk_separator: text between two of these separators is a chunk; empty for no separator.
+    chunk_separator: text between the two of a pair of these separators is a chunk; empty for no separator.
     chunk_roles: comma-separated roles; the whole text of messages with these roles is a chunk.
     max_pinned: share of the KV pool that pinned chunks may take, 0 to 1.
     chunk_pool: share of the KV memory for chunks if the model reads them by cross-attention, between 0 and 1.
@@ -94,12 +95,17 @@ class LazyConfig:
     def from_env(cls) -> "LazyConfig | None":
         """The published configuration, or None if the plugin is off."""
         value = os.environ.get(ENV_VAR)
-        return cls(**json.loads(value)) if value else None
+        return _decoded(value) if value else None
 
     @classmethod
     def current(cls) -> "LazyConfig":
         """The published configuration, or the defaults."""
         return cls.from_env() or cls()
+
+
+@functools.lru_cache(maxsize=1)  # several times for each request
+def _decoded(value: str) -> LazyConfig:
+    return LazyConfig(**json.loads(value))
 
 
 def _check(name: str, value: Any) -> None:
@@ -194,8 +200,8 @@ def add_cli_args(parser: argparse.ArgumentParser) -> None:
         type=_parsed("chunk_separator"),
         default=LazyConfig.chunk_separator,
         metavar="TEXT",
-        help="Text between two of these separators in a prompt or message is a chunk, for clients that cannot send "
-        "chunks otherwise. The separators themselves are dropped.",
+        help="Stands before and after each chunk in a prompt or message, for clients that cannot send chunks "
+        "otherwise: with ##, 'Read: ##A####B##Who?' has the chunks A and B. The separators themselves are dropped.",
     )
     group.add_argument(
         "--lazy-chunk-roles",

@@ -60,13 +60,37 @@ class Around(NamedTuple):
     link: Sequence[int] = ()
 
 
+class Range(NamedTuple):
+    """The values that a number may have.  above: whether `least` itself is excluded."""
+
+    least: float
+    most: float
+    above: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raise ValueError for a value outside, including NaN."""
+        if not (self.least < value if self.above else self.least <= value) or not value <= self.most:
+            least = f"{'above' if self.above else 'at least'} {self.least}"
+            raise ValueError(f"{name} must be {least} and at most {self.most}, got {value!r:.20}")
+
+
+DEFAULT_RANGE = Range(0, 1 << 20)
+"""Of a parameter that declares none."""
+
+
+def parameter(default: float, least: float, most: float, *, above: bool = False) -> Any:
+    """A field of a policy: a number in this `Range`. It has the type of `default`."""
+    return dataclasses.field(default=default, metadata={"range": Range(least, most, above)})
+
+
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """How a prompt uses its chunks: which of their tokens keep cached KV, and which are computed in context.
 
     A policy's only state is its parameters, the fields of a frozen dataclass. It is registered by name in
-    `sglang_lazy.policies`, and requests give its name and parameters as `link`. The defaults below attend to shared KV
-    in place and need nothing else.
+    `sglang_lazy.policies`, and requests give its name and parameters as `link`. Clients choose the numbers: each has
+    bounds, its `parameter`'s or `DEFAULT_RANGE`, which are checked before the policy is made. The defaults below attend
+    to shared KV in place and need nothing else.
 
     preamble: what each chunk is computed after: nothing, the server's neutral text, or the prompt's own leading text.
     reuses: whether it can keep any KV of chunks. If not, the prompt is an ordinary one.
@@ -86,8 +110,16 @@ class Policy:
     trained: ClassVar[bool] = False
 
     def __post_init__(self):
-        if self.preamble not in get_args(Preamble):
-            raise ValueError(f"preamble must be one of {', '.join(get_args(Preamble))}, got {self.preamble!r}")
+        self.check(vars(self))
+
+    @classmethod
+    def check(cls, values: Mapping[str, Any]) -> None:
+        """Raise ValueError for a parameter out of its range.  values: all parameters, by name."""
+        for field in dataclasses.fields(cls):
+            if isinstance(field.default, int | float):
+                field.metadata.get("range", DEFAULT_RANGE).check(field.name, values[field.name])
+        if values["preamble"] not in get_args(Preamble):
+            raise ValueError(f"preamble must be one of {', '.join(get_args(Preamble))}, got {values['preamble']!r:.50}")
 
     def __str__(self) -> str:
         parameters = [
@@ -128,7 +160,8 @@ class Policy:
 
         scores: for each of `probes`, float32, one for each kept token, in order. "attention": that from the text after
             the last chunk, summed over this text, all heads and the last third of the layers. "deviation": its square,
-            summed over heads and dimensions. "key size": the key's squared norm relative to the chunk's mean, summed
+            summed over heads and dimensions; 0 for a token whose first layer sees what it saw when the chunk was
+            computed. "key size": the key's squared norm relative to the chunk's mean, summed
             over the layers without windows, or over all layers if each has one.
         """
         raise NotImplementedError

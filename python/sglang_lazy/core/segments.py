@@ -2,13 +2,20 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 LAYOUT_PARAM = "sglang_lazy"
 """Key in `SamplingParams.custom_params` under which a request's packed layout travels to the scheduler."""
 
 LAYOUT_VERSION = 1
+
+
+class PackedLayout(str):
+    """A layout as it travels with a request. Clients, who could claim another tenant's salt in one, cannot send an
+    object of this class."""
+
 
 _KINDS = ("text", "chunk")
 _KEYS = frozenset(("type", "text", "input_ids"))
@@ -27,13 +34,41 @@ class Segment:
         return _KINDS[self.is_chunk]
 
 
+class TooManyChunks(ValueError):
+    """A prompt has more chunks than are allowed."""
+
+
+class ChunkLimit(NamedTuple):
+    """The most chunks of one prompt, and what sets this limit. Whatever takes chunks counts them, and stops there."""
+
+    most: float = math.inf
+    source: str = "--lazy-max-chunks"
+
+    def check(self, number: int) -> None:
+        """Raise TooManyChunks if `number` chunks exceed the limit."""
+        if number > self.most:
+            raise TooManyChunks(f"the prompt has more than the {self.most} chunks that are allowed ({self.source})")
+
+    def check_separators(self, number: int) -> None:
+        """The same for the separators around chunks: two for each, and as many again around blanks."""
+        if number > 4 * self.most:
+            raise TooManyChunks(
+                f"the prompt has {number} chunk separators, but at most {self.most} chunks are allowed ({self.source})"
+            )
+
+
+NO_LIMIT = ChunkLimit()
+
+
 def parse_segment(value: Any, vocab_size: int | None = None, *, by_id: bool = False) -> Segment:
-    """The segment in `value`: a string (text), `sglang_lazy.chunk(…)`, or a dict as in a JSON request.
+    """The segment in `value`: a string (text), `sglang_lazy.chunk(…)`, a `Segment`, or a dict as in a JSON request.
 
     by_id: whether errors tell that a chunk may be named by id, which its tokens replace before they come here.
     Raises ValueError for anything else: an unknown type or key, empty or non-string text, both or neither of text and
     input_ids, token ids that are not integers or lie outside the vocabulary.
     """
+    if isinstance(value, Segment):
+        return value
     if isinstance(value, str):
         value = {"type": "text", "text": value}
     elif hasattr(value, "to_segment"):
@@ -76,25 +111,27 @@ def _check_input_ids(kind: str, input_ids: Any, vocab_size: int | None) -> None:
         raise ValueError(f"token id {bad} in a {kind} segment is outside the vocabulary of {vocab_size} tokens")
 
 
-def parse_segments(values: Any, vocab_size: int | None = None, *, by_id: bool = False) -> list[Segment]:
-    """The segments of one prompt. Raises ValueError as `parse_segment` does, with the index, and for an empty list."""
+def parse_segments(
+    values: Any, vocab_size: int | None = None, limit: ChunkLimit = NO_LIMIT, *, by_id: bool = False
+) -> list[Segment]:
+    """The segments of one prompt.
+
+    Raises ValueError as `parse_segment` does, with the index, and for an empty list; TooManyChunks beyond `limit`.
+    """
     if not isinstance(values, list | tuple):
         raise ValueError(f"segments must be a list, got {type(values).__name__}")
     if not values:
         raise ValueError("segments is empty: a prompt needs at least one segment")
-    segments = []
+    segments: list[Segment] = []
+    num_chunks = 0
     for index, value in enumerate(values):
         try:
             segments.append(parse_segment(value, vocab_size, by_id=by_id))
         except ValueError as error:
             raise ValueError(f"segments[{index}]: {error}") from None
+        num_chunks += segments[-1].is_chunk
+        limit.check(num_chunks)
     return segments
-
-
-def check_num_chunks(num_chunks: int, max_chunks: int) -> None:
-    """Raise ValueError if `num_chunks` exceeds `max_chunks`."""
-    if num_chunks > max_chunks:
-        raise ValueError(f"the prompt has {num_chunks} chunks, at most {max_chunks} are allowed (--lazy-max-chunks)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +148,10 @@ class PromptLayout:
     cache_salt: str | None = None
     link: str = "block"
 
-    def pack(self) -> str:
+    def pack(self) -> PackedLayout:
         """Serialize as JSON, which every transport between SGLang's processes preserves."""
         fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
-        return json.dumps(fields, separators=(",", ":"))
+        return PackedLayout(json.dumps(fields, separators=(",", ":")))
 
     @classmethod
     def unpack(cls, packed: str, prompt_len: int) -> "PromptLayout":

@@ -10,10 +10,9 @@ from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
-from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
-from sglang_lazy.serving.requests import refuse_without_segments, to_generate_args
+from sglang_lazy.serving.requests import chunk_limit, refuse_without_segments, to_generate_args
 from sglang_lazy.serving.text import chosen_separator, segments_in
 
 
@@ -66,9 +65,10 @@ class Engine(ChunkMethods, engine.Engine):
     ) -> tuple[tuple, dict[str, Any]]:
         """Arguments of `sgl.Engine.generate` for the prompt made of `segments`, or of text with separators."""
         stock, kwargs = (args, kwargs), {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
+        limit = chunk_limit(link, self.tokenizer_manager.context_len)
         if segments is None:
             _refuse_segments(kwargs.get("prompt"))
-            segments = segments_in(kwargs.get("prompt"), None)
+            segments = segments_in(kwargs.get("prompt"), None, limit)
             if segments is None:
                 refuse_without_segments(cache_salt, None if chosen_separator(None) else link)
                 return stock
@@ -76,8 +76,7 @@ class Engine(ChunkMethods, engine.Engine):
         if len(args) > 2 or kwargs.pop("prompt", None) is not None or kwargs.get("input_ids") is not None:
             raise ValueError("both segments and a prompt or input_ids are given: a prompt is one or the other")
         params = kwargs.pop("sampling_params", None)
-        check_sampling_params(params)
-        segments = with_tokens(known_chunks(self.tokenizer_manager), segments, cache_salt)
+        segments = with_tokens(known_chunks(self.tokenizer_manager), segments, cache_salt, limit=limit)
         return (), {**kwargs, **to_generate_args(self.tokenizer_manager, segments, cache_salt, params, link)}
 
 

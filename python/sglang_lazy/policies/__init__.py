@@ -10,6 +10,7 @@ import dataclasses
 import functools
 from typing import Any
 
+from sglang_lazy.core.names import MAX_NAME
 from sglang_lazy.core.policy import Policy
 from sglang_lazy.policies.blend import Blend
 from sglang_lazy.policies.block import Block
@@ -40,10 +41,12 @@ def register(policy: type[Policy]) -> type[Policy]:
 def get_policy(link: Any) -> Policy:
     """The policy that `link` names, with its parameters. Its `str` is the link with all parameters.
 
-    Raises ValueError for anything else, and for parameters that the policy does not take.
+    Raises ValueError for anything else, and for parameters that the policy does not take or that are out of range.
     """
     if not isinstance(link, str):
         raise _unknown(link)
+    if len(link) > MAX_NAME or not link.isprintable():
+        raise ValueError(f"link must have at most {MAX_NAME} printable characters, got {ascii(link):.50}")
     return _parse(link, frozenset(POLICIES.values()))
 
 
@@ -54,7 +57,7 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
         values = _parameters(base, BASE, {"preamble": "neutral"})
         rest = rest if plus else Block.name
     else:
-        base, values, rest = "", {}, link
+        base, values, rest = "", {"preamble": "none"}, link
     name = rest.partition(":")[0]
     if name not in POLICIES:
         raise _unknown(link)
@@ -63,7 +66,9 @@ def _parse(link: str, _known: frozenset[type[Policy]]) -> Policy:
         raise ValueError(f"link {link!r:.50}: {name} computes no chunks, so a preamble has no effect")
     defaults = {field.name: field.default for field in dataclasses.fields(policy) if field.name != "preamble"}
     try:
-        return policy(**_parameters(rest, name, defaults), **values)
+        values |= _parameters(rest, name, defaults)
+        policy.check(values)
+        return policy(**values)
     except ValueError as error:
         raise ValueError(f"link {link!r:.50}: {error}") from None
 

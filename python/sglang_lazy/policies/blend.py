@@ -12,7 +12,7 @@ import numpy as np
 
 from sglang_lazy.core.policy import IN_WINDOW_POOL, Measure, ServerTraits
 from sglang_lazy.core.prompt import ChunkSlice, Ranges
-from sglang_lazy.policies.selective import Selective
+from sglang_lazy.policies.selective import Selective, best, kept_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Blend(Selective):
         return ("deviation",)
 
     def choose(self, chunks: Sequence[ChunkSlice], scores: Mapping[Measure, np.ndarray]) -> Sequence[Ranges]:
-        return self.without_best(chunks, scores["deviation"])
+        deviation = scores["deviation"]
+        most = best(deviation, self.max_recomputed([len(deviation)]))
+        return kept_ranges(chunks, most & (deviation > 0))  # recomputing the others would change nothing up to here
 
     def unfit(self, server: ServerTraits) -> str | None:
         if server.window_pool:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-from sglang_lazy.core.policy import Policy
+from sglang_lazy.core.policy import Policy, parameter
 from sglang_lazy.core.prompt import Ranges
 from sglang_lazy.core.segments import PromptLayout
 
@@ -17,12 +17,7 @@ class Epic(Policy):
     """tokens: how many of each chunk are computed in context; none of a chunk at the very start of the prompt."""
 
     name: ClassVar[str] = "epic"
-    tokens: int = 16
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
+    tokens: int = parameter(16, 1, 1 << 20)
 
     def kept(self, layout: PromptLayout, input_ids: Sequence[int]) -> Sequence[Ranges]:
         lens = [(start, end - start) for start, end in layout.chunks]

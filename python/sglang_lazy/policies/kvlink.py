@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from sglang_lazy.core.policy import Around, TrainedTokens
+from sglang_lazy.core.policy import Around, TrainedTokens, parameter
 from sglang_lazy.policies.block import Block
 
 
@@ -13,12 +13,7 @@ class KvLink(Block):
 
     name: ClassVar[str] = "kvlink"
     trained: ClassVar[bool] = True
-    tokens: int = 5
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {self.tokens}")
+    tokens: int = parameter(5, 1, 64)
 
     def around(self, trained: TrainedTokens, index: int) -> Around:
         if not trained.link:

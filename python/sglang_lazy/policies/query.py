@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from sglang_lazy.core.policy import Measure, ServerTraits
+from sglang_lazy.core.policy import Measure, ServerTraits, parameter
 from sglang_lazy.core.prompt import ChunkSlice, Ranges
 from sglang_lazy.policies.selective import Selective, best_of_each
 
@@ -21,11 +21,11 @@ class Query(Selective):
     """static: the part of `ratio` that is chosen by key size, in each chunk."""
 
     name: ClassVar[str] = "query"
-    static: float = 0.0
+    static: float = parameter(0.0, 0, 1)
 
     def __post_init__(self):
         super().__post_init__()
-        if not 0 <= self.static <= self.ratio:
+        if self.static > self.ratio:
             raise ValueError(f"static must be at least 0 and at most ratio, got {self.static}")
 
     @property

@@ -6,20 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sglang_lazy.core.policy import parameter
 from sglang_lazy.core.prompt import ChunkSlice, Ranges
 from sglang_lazy.policies.block import Block
 
 
 @dataclasses.dataclass(frozen=True)
 class Selective(Block):
-    """ratio: share of the prompt's chunk tokens that is recomputed, above 0 and at most 1."""
+    """ratio: share of the prompt's chunk tokens that is recomputed at most, above 0 and at most 1."""
 
-    ratio: float = 0.15
-
-    def __post_init__(self):
-        super().__post_init__()
-        if not 0 < self.ratio <= 1:
-            raise ValueError(f"ratio must be above 0 and at most 1, got {self.ratio}")
+    ratio: float = parameter(0.15, 0, 1, above=True)
 
     def max_recomputed(self, chunk_lens: Sequence[int]) -> int:
         return math.ceil(self.ratio * sum(chunk_lens))

@@ -52,8 +52,9 @@ def install() -> None:
     from sglang_lazy.port import cpu, watchdog
     from sglang_lazy.port.cache import host_pool
     from sglang_lazy.port.model import comb, comb_config, comb_lora, compat, logprobs, model_runner, probing
-    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, lora, schedule_policy, steps
-    from sglang_lazy.port.serving import malformed, surfaces
+    from sglang_lazy.port.repairs import adapters, auth, operators, sessions
+    from sglang_lazy.port.scheduler import chunk_metrics, collector, control, internal, lora, schedule_policy, steps
+    from sglang_lazy.port.serving import malformed, surfaces, tenants
 
     for name in compat.ATTENTION_BACKENDS:
         ATTENTION_BACKENDS[name] = model_runner.wrap_backend(ATTENTION_BACKENDS[name])
@@ -61,8 +62,13 @@ def install() -> None:
     comb_config.register()
     modules = (
         cpu,
+        adapters,
+        auth,
+        operators,
+        sessions,
         control,
         steps,
+        internal,
         schedule_policy,
         lora,
         comb,
@@ -73,6 +79,7 @@ def install() -> None:
         host_pool,
         surfaces,
         malformed,
+        tenants,
         chunk_metrics,
         collector,
         watchdog,

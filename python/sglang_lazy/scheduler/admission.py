@@ -22,6 +22,8 @@ from sglang_lazy.core.state import (
     LinkedRequest,
     Undecided,
     as_linked,
+    fill_of,
+    is_internal,
     lazy_state,
     linked,
     stand_in,
@@ -40,6 +42,8 @@ class ChunkAdmission:
     holders: the admitted parents, in order of admission.
     linked_waiting: whether the waiting queue may have a linked request; set by whoever adds one.
     shown: the part of the queue that SGLang sees while it forms a batch; None if that is all of it.
+    internal: the fills and probes that have rows, in which they keep a place for their parents.
+    gave_back: whether internal or waiting requests have given back rows or locks since the last batch was formed.
     keeps_locks: whether locks must not be revoked now.
     left_out_adapters: LoRA adapters that a fill needs but that SGLang could not load for the batch being formed.
     max_growth: as in `Budget`.  max_pinned: how many tokens may be pinned.
@@ -64,6 +68,8 @@ class ChunkAdmission:
         self.holders: list[Any] = []
         self.linked_waiting = False
         self.shown: list[Any] | None = None
+        self.internal: set[Any] = set()
+        self.gave_back = False
         self.keeps_locks = False
         self._waiting: list[Any] = []
         self.left_out_adapters: set[str | None] = set()
@@ -83,13 +89,21 @@ class ChunkAdmission:
             self.shown, self._waiting = visible, waiting_queue.copy()
             waiting_queue[:] = visible
 
-    def put_back(self, left: list[Any]) -> list[Any]:
-        """The waiting queue after a batch was formed.  left: the shown requests not in it, and those added since."""
-        assert self.shown is not None
+    def put_back(self) -> None:
+        """Restore the scheduler's queue, of which only the shown part was there: it lacks what the batch has taken, and
+        may have new requests at its end."""
+        if self.shown is None:
+            return
+        left = self.scheduler.waiting_queue
         shown, remains = set(self.shown), set(left)
         self.shown = None
         added = [req for req in left if req not in shown]
-        return [req for req in self._waiting if req not in shown or req in remains] + added
+        self.scheduler.waiting_queue = [req for req in self._waiting if req not in shown or req in remains] + added
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests of users wait, also while only part of them is in the scheduler's queue."""
+        return len(self.scheduler.waiting_queue if self.shown is None else self._waiting)
 
     def visible_queue(self, running_batch: Any) -> list[Any]:
         """The waiting queue as batch formation may see it; admits parents while memory lasts."""
@@ -156,6 +170,7 @@ class ChunkAdmission:
             published |= ends
             parents.update(dict.fromkeys(work.parents))
             self.advice.computed(work)
+        self.internal.update(filter(is_internal, batch.reqs))
         rows = [req for req in batch.reqs if linked(req) is not None]
         for req in rows:
             self.rows.complete(req, published)
@@ -170,6 +185,35 @@ class ChunkAdmission:
             self.store.enter_published(state.chunks, state.prompt.chunks, published)
         for req in rows:
             as_linked(req).policy.begin(req, self.rows)
+
+    # The end of internal requests
+
+    def is_abandoned(self, req: Any | None) -> bool:
+        """Whether an internal request computes for nobody. A parent without locks wants its chunks, too: one that has
+        not been admitted, or whose locks were revoked."""
+        if req is None or not is_internal(req):
+            return False
+        self.reconcile()
+        waiting = self.scheduler.waiting_queue
+        if (fill := fill_of(req)) is None:
+            return self._parent_of(req) not in waiting
+        keys = {chunk.key for chunk in fill.chunks}
+        states = (linked(stand_in(other)) for other in waiting)
+        wanted = (chunk.key in keys for state in states if state is not None for chunk in state.prompt.chunks)
+        return not fill.parents and not any(wanted)
+
+    def end(self, req: Any, done: bool) -> None:
+        """An internal request has given back its row.  done: whether it has computed all."""
+        self.internal.discard(req)
+        self.gave_back = True
+        if fill_of(req) is None and (done or self._parent_of(req) in self.scheduler.waiting_queue):
+            self.arrival.end_probe(req, done)
+
+    @staticmethod
+    def _parent_of(probe_req: Any) -> Any:
+        probe = as_linked(probe_req).probe
+        assert probe is not None
+        return probe.parent
 
     # Locks
 
@@ -216,6 +260,7 @@ class ChunkAdmission:
 
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
+        self.gave_back = True
         state = as_linked(req)
         chunks, state.chunks = state.chunks, None
         assert chunks is not None

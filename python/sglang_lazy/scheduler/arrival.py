@@ -12,7 +12,7 @@ from sglang_lazy.chunks.tree import WindowMemory
 from sglang_lazy.core.policy import Measure, Policy, ServerTraits, refusal
 from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, check_num_chunks
+from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state
 from sglang_lazy.policies import get_policy
 from sglang_lazy.scheduler.choices import Choices
@@ -268,7 +268,7 @@ def requested_layout(req: Any) -> PromptLayout | None:
 
 def check_request(req: Any, layout: PromptLayout, max_chunks: int) -> None:
     """Raise ValueError if `req` asks for something that cannot be combined with chunks."""
-    check_num_chunks(len(layout.chunks), max_chunks)
+    ChunkLimit(max_chunks).check(len(layout.chunks))
     refused = {
         "a session": req.session is not None,
         "input embeddings": req.input_embeds is not None or req.positional_embed_overrides is not None,

@@ -5,7 +5,8 @@ import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from sglang_lazy.core.segments import Segment, parse_segment
+from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment, parse_segment
+from sglang_lazy.serving.text import divide
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt
 
 _TEXTS = ("text", "input_text", "output_text")
@@ -15,12 +16,14 @@ _TEXTS = ("text", "input_text", "output_text")
 class ChunkParts:
     """The chunks in the messages of one request, and the placeholders that replace them while its template is rendered.
 
-    Documents never reach the template. A placeholder holds a nonce drawn for this request, so no text can forge one,
-    and only letters, digits and underscores, so templates pass it on unchanged.
+    A placeholder holds a nonce drawn for this request, so no text can forge one, and only letters, digits and
+    underscores, so templates pass it on unchanged. What they would do to the chunks themselves is for `Rendering`.
 
-    separator: text between two of these is a chunk; empty for no separator.
-    roles: in messages of these roles, all text is a chunk.
+    separator: text between the two of a pair is a chunk; empty for no separator.
+    roles: in messages of these roles, all text is a chunk; separators divide it into several.
+    rendered: by index, the texts of chunks that the template alters.
     blocks: other types of content parts that are chunks, and the functions that return their text.
+    limit: on the number of chunks. Taking more raises TooManyChunks.
     """
 
     def __init__(
@@ -28,10 +31,13 @@ class ChunkParts:
         separator: str = "",
         roles: Collection[str] = (),
         blocks: Mapping[str, Callable[[Mapping[str, Any]], str]] | None = None,
+        limit: ChunkLimit = NO_LIMIT,
     ):
         self.parts: list[Mapping[str, Any]] = []
         self.names: list[str] = []
-        self._separator, self._roles, self._blocks = separator, roles, blocks or {}
+        self.rendered: Mapping[int, str] = {}
+        self._separator, self._roles, self._blocks = separator, frozenset(roles), blocks or {}
+        self._limit, self._num_separators = limit, 0
         self._nonces = [secrets.token_hex(16)]
         self._indices: dict[str, int] = {}
 
@@ -89,14 +95,25 @@ class ChunkParts:
             raise ValueError(f"{name}: {error}") from None
 
     def _take_from_text(self, text: str, name: str, role: Any) -> str:
-        pieces = text.split(self._separator) if self._separator else [text]
-        between = range(len(pieces)) if role in self._roles else range(1, len(pieces) - 1)
-        for index in between:
-            if pieces[index]:
-                pieces[index] = self._take({"type": "chunk", "text": pieces[index]}, name)
-        return "".join(pieces)
+        if self._separator:
+            self._num_separators += text.count(self._separator)
+            self._limit.check_separators(self._num_separators)
+        pieces = self._divide(text, name, isinstance(role, str) and role in self._roles)
+        return "".join(
+            [self._take({"type": "chunk", "text": piece}, name) if chunk else piece for piece, chunk in pieces]
+        )
+
+    def _divide(self, text: str, name: str, all_chunks: bool) -> Sequence[tuple[str, bool]]:
+        if all_chunks or not self._separator:
+            pieces = text.split(self._separator) if self._separator else [text]
+            return [(piece, all_chunks and bool(piece.strip())) for piece in pieces]
+        try:
+            return divide(text, self._separator)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
 
     def _take(self, part: Mapping[str, Any], name: str) -> str:
+        self._limit.check(len(self.parts) + 1)
         placeholder = f"{self._nonces[-1]}_{len(self.parts)}_"
         self._indices[placeholder] = len(self.parts)
         self.parts.append(part)
@@ -104,8 +121,9 @@ class ChunkParts:
         return placeholder
 
     def continuing(self, earlier: "ChunkParts") -> "ChunkParts":
-        """The parts of an earlier request, which this one continues, followed by these."""
-        both = ChunkParts()
+        """The parts of an earlier request, which this one continues, followed by these. Raises TooManyChunks."""
+        self._limit.check(len(earlier.parts) + len(self.parts))
+        both = ChunkParts(limit=self._limit)
         both.parts, both.names = earlier.parts + self.parts, earlier.names + self.names
         later = {placeholder: len(earlier.parts) + index for placeholder, index in self._indices.items()}
         both._indices, both._nonces = {**earlier._indices, **later}, earlier._nonces + self._nonces
@@ -127,6 +145,8 @@ class ChunkParts:
                 segments.append(parse_segment(part, vocab_size, by_id=True))
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
+        for index, text in self.rendered.items():
+            segments[index] = Segment(is_chunk=True, text=text)
         return segments
 
 
@@ -136,12 +156,15 @@ class PlaceholderTokenizer:
     def __init__(self, segment_tokenizer: SegmentTokenizer, chunk_parts: ChunkParts):
         self._segment_tokenizer = segment_tokenizer
         self._chunk_parts = chunk_parts
+        self.texts: list[str] = []
+        """What it has encoded."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._segment_tokenizer.tokenizer, name)
 
     def encode(self, text: Any, *args, **kwargs) -> list[int]:
         """As the wrapped tokenizer up to the first placeholder; each text after one is encoded separately."""
+        self.texts.append(text)
         encode = self._segment_tokenizer.tokenizer.encode
         texts, indices = self._chunk_parts.split(text) if isinstance(text, str) else ([text], [])
         opening = encode(texts[0], *args, **kwargs)

@@ -1,10 +1,12 @@
 """Requests with segments: from the user's input to the token ids and the layout that the scheduler receives."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sglang_lazy.core.config import SALT_HEADER, LazyConfig
-from sglang_lazy.core.segments import LAYOUT_PARAM, PromptLayout, Segment, check_num_chunks, parse_segments
+from sglang_lazy.core.keys import TenantKey, tenant_key
+from sglang_lazy.core.names import check_name
+from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PackedLayout, PromptLayout, Segment, parse_segments
 from sglang_lazy.policies import get_policy
 from sglang_lazy.serving.tokenization import SegmentTokenizer, TokenizedPrompt, concatenate
 from sglang_lazy.serving.trained_tokens import add_trained_tokens, remove_trained_tokens, tokens_for
@@ -95,14 +97,40 @@ def to_generate_args(
 
 def _prompt(tokenizer_manager: Any, values: Any, cache_salt: Any, link: Any) -> tuple[list[int], PromptLayout | None]:
     cache_salt, link = check_cache_salt(cache_salt), choose_link(link)
-    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size, by_id=True)
-    if get_policy(link).reuses:
-        check_num_chunks(sum(segment.is_chunk for segment in segments), LazyConfig.current().max_chunks)
+    limit = chunk_limit(link, tokenizer_manager.context_len)
+    segments = parse_segments(values, tokenizer_manager.model_config.vocab_size, limit, by_id=True)
+    check_length(tokenizer_manager, segments)
     prompt = tokenize(tokenizer_manager, segments, cache_salt)
     if not prompt.input_ids:
         raise ValueError("the segments give no tokens")
     prompt = with_trained_tokens(tokenizer_manager, prompt, link)
     return prompt.input_ids, prompt.layout(link, cache_salt)
+
+
+def chunk_limit(link: Any, context_len: float) -> ChunkLimit:
+    """The limit on the chunks of a prompt with this `link`, which need not be valid.
+
+    Without reuse, a prompt may have as many as the model has positions, since each has a token. link: a list if a batch
+    has several, of which any may be meant.
+    """
+    try:
+        reuses = get_policy(choose_link(link)).reuses
+    except ValueError:
+        reuses = not isinstance(link, list)
+    if reuses:
+        return ChunkLimit(LazyConfig.current().max_chunks)
+    return ChunkLimit(context_len, "the model's context length")
+
+
+def check_length(tokenizer_manager: Any, segments: Iterable[Segment]) -> None:
+    """Raise ValueError if the token ids among `segments` alone exceed the model's positions, as ids that name long
+    chunks many times may, unless SGLang truncates prompts."""
+    num_tokens = sum(len(segment.input_ids or ()) for segment in segments)
+    if num_tokens > tokenizer_manager.context_len and not tokenizer_manager.allow_auto_truncate:
+        raise ValueError(
+            f"The input (at least {num_tokens} tokens) is longer than the model's context length "
+            f"({tokenizer_manager.context_len} tokens)."
+        )
 
 
 def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
@@ -114,34 +142,52 @@ def _spread(name: str, value: Any, batch_size: int) -> list[Any]:
 
 
 def check_cache_salt(cache_salt: Any) -> str | None:
-    """`cache_salt` if it is a non-empty string or None, else ValueError."""
-    if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
-        raise ValueError(f"cache_salt must be a non-empty string, got {cache_salt!r:.50}")
-    return cache_salt
+    """`cache_salt` if it is a name or None, else ValueError."""
+    return None if cache_salt is None else check_name("cache_salt", cache_salt)
 
 
-def salt_of(cache_salt: Any, header: str | None) -> Any:
+def salt_in(headers: Any) -> str | None:
+    """The salt in a request's headers (Starlette's), None without one.
+
+    Raises ValueError for several, of which a gateway may have set only one, and for one that is empty or not ASCII.
+    """
+    values = headers.getlist(SALT_HEADER)
+    if not values:
+        return None
+    if len(values) > 1:
+        raise ValueError(f"{SALT_HEADER} is given twice")
+    if not values[0].isascii():
+        raise ValueError(f"{SALT_HEADER} must be a non-empty ASCII string")
+    return check_name(SALT_HEADER, values[0])
+
+
+def salt_of(cache_salt: Any, headers: Any) -> Any:
     """The salt of a request, or the salts of a batch, from its body or from the header that a gateway has set.
 
-    Raises ValueError if they disagree, or if the header is empty or not ASCII.
+    Raises ValueError if they disagree, or for a bad header.
     """
+    header = salt_in(headers)
     if header is None:
         return cache_salt
-    if not header or not header.isascii():
-        raise ValueError(f"{SALT_HEADER} must be a non-empty ASCII string")
     salts = cache_salt if isinstance(cache_salt, list) else [cache_salt]
     if any(salt is not None and salt != header for salt in salts):
         raise ValueError(f"cache_salt and {SALT_HEADER} disagree")
     return header
 
 
-def join_extra_key(cache_salt: str | None, extra_key: Any) -> Any:
-    """SGLang's `extra_key`, or that of each prompt of a batch, with a salt prepended as SGLang does."""
-    if cache_salt is None:
-        return extra_key
+def keep_apart(cache_salt: Any, extra_key: Any) -> Any:
+    """SGLang's `extra_key`, or that of each prompt of a batch, for a tenant's prompts.
+
+    Keys that have been made here before stay as they are. Raises ValueError for a bad salt or key.
+    """
+    check_cache_salt(cache_salt)
     if isinstance(extra_key, list):
-        return [cache_salt + (key or "") for key in extra_key]
-    return cache_salt + (extra_key or "")
+        return [keep_apart(cache_salt, key) for key in extra_key]
+    if isinstance(extra_key, TenantKey):
+        return extra_key
+    if extra_key is not None and extra_key != "":
+        check_name("extra_key", extra_key)
+    return tenant_key(cache_salt, extra_key)
 
 
 def choose_link(link: Any) -> str:
@@ -155,15 +201,6 @@ def refuse_without_segments(cache_salt: Any, link: Any) -> None:
         raise ValueError("cache_salt needs a prompt given as segments")
     if link is not None:
         raise ValueError("link needs a prompt given as segments")
-
-
-def refuse_salt(names: Container[str]) -> None:
-    """Raise ValueError if a request has a field `salt`.
-
-    SGLang drops fields that it does not know, so a prompt that was meant to be private would be cached for everybody.
-    """
-    if "salt" in names:
-        raise ValueError("unknown field 'salt': did you mean 'cache_salt'?")
 
 
 def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_manager: Any) -> dict[str, Any]:
@@ -183,16 +220,20 @@ def with_layout(sampling_params: Any, layout: PromptLayout | None, tokenizer_man
 
 
 def layout_of(obj: Any) -> PromptLayout | None:
-    """The layout that travels with one request of a batch, None for an ordinary request."""
-    packed = packed_layout(obj)
-    return None if packed is None else PromptLayout.unpack(packed, len(obj.input_ids))
+    """The layout that travels with one request of a batch, None for an ordinary request.
 
-
-def packed_layout(obj: Any) -> Any:
-    """The packed layout in a request's sampling parameters, unchecked; None for an ordinary request."""
+    Raises ValueError for one that no surface of this process has made.
+    """
     params = getattr(obj, "sampling_params", None)
     custom_params = params.get("custom_params") if isinstance(params, Mapping) else None
-    return custom_params.get(LAYOUT_PARAM) if isinstance(custom_params, Mapping) else None
+    if not isinstance(custom_params, Mapping) or LAYOUT_PARAM not in custom_params:
+        return None
+    packed = custom_params[LAYOUT_PARAM]
+    if not isinstance(packed, PackedLayout):
+        raise ValueError(f"custom_params.{LAYOUT_PARAM} is set by the server: give a prompt as segments instead")
+    if obj.input_ids is None:
+        raise ValueError("a prompt layout needs the input_ids that it describes")
+    return PromptLayout.unpack(packed, len(obj.input_ids))
 
 
 def check_request(obj: Any, layout: PromptLayout) -> None:
@@ -200,7 +241,7 @@ def check_request(obj: Any, layout: PromptLayout) -> None:
 
     obj: the request's fields, those of `/generate`.
     """
-    check_num_chunks(len(layout.chunks), LazyConfig.current().max_chunks)
+    ChunkLimit(LazyConfig.current().max_chunks).check(len(layout.chunks))
     for field, what in _REFUSED.items():
         if getattr(obj, field, None):
             raise ValueError(f"a prompt with chunks cannot be combined with {what} ({field})")

@@ -52,23 +52,34 @@ class ObjectServer:
                 return None, error
 
 
-class Proxy:
-    """Forwards method calls to the object with this name in an `ObjectServer`. Not thread-safe."""
+class Calls:
+    """Calls methods of the objects of an `ObjectServer` over one connection."""
 
-    def __init__(self, connection: Connection, name: str):
-        self._connection, self._name = connection, name
+    def __init__(self, connection: Connection):
+        self._connection, self._lock = connection, threading.Lock()
 
-    def __getattr__(self, method: str) -> Callable:
-        return partial(self._call, method)
-
-    def _call(self, method: str, *arguments: Any) -> Any:
-        self._connection.send((self._name, method, arguments))
-        result, error = self._connection.recv()
+    def __call__(self, name: str, method: str, *arguments: Any) -> Any:
+        with self._lock:
+            self._connection.send((name, method, arguments))
+            result, error = self._connection.recv()
         if error is not None:
             raise error
         return result
 
+    def close(self) -> None:
+        self._connection.close()
 
-def connect(address: str) -> Connection:
+
+class Proxy:
+    """Forwards method calls to the object with this name."""
+
+    def __init__(self, calls: Calls, name: str):
+        self._calls, self._name = calls, name
+
+    def __getattr__(self, method: str) -> Callable:
+        return partial(self._calls, self._name, method)
+
+
+def connect(address: str) -> Calls:
     """A connection to the `ObjectServer` there. Only for processes spawned by that server's process."""
-    return Client(address, "AF_UNIX", authkey=bytes(current_process().authkey))
+    return Calls(Client(address, "AF_UNIX", authkey=bytes(current_process().authkey)))

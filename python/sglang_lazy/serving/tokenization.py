@@ -1,6 +1,7 @@
 """Tokenization by segment: the tokens of a segment never depend on its neighbours or its place in the prompt."""
 
 import json
+import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -52,21 +53,24 @@ class RecentTokens:
         self.capacity = capacity
         self._tokens: OrderedDict[tuple[str | None, str], array] = OrderedDict()
         self._characters = 0
+        self._lock = threading.Lock()  # long prompts are tokenized in threads
 
     def get(self, tenant: str | None, text: str) -> list[int] | None:
-        tokens = self._tokens.get((tenant, text))
-        if tokens is None:
-            return None
-        self._tokens.move_to_end((tenant, text))
+        with self._lock:
+            tokens = self._tokens.get((tenant, text))
+            if tokens is None:
+                return None
+            self._tokens.move_to_end((tenant, text))
         return tokens.tolist()
 
     def add(self, tenant: str | None, text: str, tokens: list[int]) -> None:
-        if (tenant, text) not in self._tokens and len(text) <= self.capacity:
-            self._tokens[tenant, text] = array("i", tokens)
-            self._characters += len(text)
-        while self._characters > self.capacity:
-            (_, oldest), _ = self._tokens.popitem(last=False)
-            self._characters -= len(oldest)
+        with self._lock:
+            if (tenant, text) not in self._tokens and len(text) <= self.capacity:
+                self._tokens[tenant, text] = array("i", tokens)
+                self._characters += len(text)
+            while self._characters > self.capacity:
+                (_, oldest), _ = self._tokens.popitem(last=False)
+                self._characters -= len(oldest)
 
 
 class SegmentTokenizer:
@@ -139,6 +143,12 @@ class SegmentTokenizer:
         if getattr(self.tokenizer, "is_fast", False):
             return self.tokenizer(texts, **self._no_specials)["input_ids"]
         return [self.tokenizer.encode(text, **self._no_specials) for text in texts]
+
+    def decode_later(self, input_ids: Sequence[int]) -> str:
+        """The text of tokens as it stands inside a prompt."""
+        sentinel = self.encode_later(["x"])[0]
+        text = self.tokenizer.decode([*sentinel, *input_ids], clean_up_tokenization_spaces=False)
+        return text[len(self.tokenizer.decode(sentinel)) :]
 
     def _encode_after_sentinel(self, text: str) -> list[int]:
         """Encode after a short text that the tokenizer does not merge with this one, and drop that text's tokens."""

@@ -223,7 +223,7 @@ def test_a_separator_in_a_plain_prompt(post, path, prompt):
         answer = response.json()
         return answer["text"] if prompt == "text" else answer["choices"][0]["text"]
 
-    segments = [text("See "), chunk(RIVER), chunk(" and "), chunk(LIBRARY), text("\nWho?")]
+    segments = [text("See "), chunk(RIVER), text(" and "), chunk(LIBRARY), text("\nWho?")]
     assert ask(**{prompt: joined}, chunk_separator="<|>") == ask(segments=segments)
     assert ask(**{prompt: joined}) != ask(segments=segments), "without a separator it is text"
 

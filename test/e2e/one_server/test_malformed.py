@@ -53,9 +53,9 @@ CASES = {
     ),
     "lengths for another batch": ("/generate", {**TWO, "top_logprobs_num": []}, "top_logprobs_num has 0 values"),
     "videos for another batch": ("/generate", {**TWO, "video_data": []}, "the request is malformed: IndexError"),
-    "a list of adapters": ("/generate", {"text": "Who?", "lora_id": [], **ONE}, "lora_id is a list"),
+    "a list of adapters": ("/generate", {"text": "Who?", "lora_id": [], **ONE}, "lora_id is set by the server"),
     "a list of names": ("/v1/chat/completions", {**CHAT, "rid": ["r"]}, "rid is a list"),
-    "a list of salts": ("/v1/chat/completions", {**CHAT, "cache_salt": ["a"]}, "cache_salt must be a string"),
+    "a list of salts": ("/v1/chat/completions", {**CHAT, "cache_salt": ["a"]}, "cache_salt must be a non-empty string"),
     "a list of keys": ("/v1/completions", {**COMPLETION, "extra_key": ["a"]}, "extra_key must be a string"),
     # Numbers
     "a token beyond the vocabulary": ("/generate", {"input_ids": [20, 512], **ONE}, "not in the vocabulary"),
@@ -96,15 +96,45 @@ CASES = {
     ),
     "no messages for Ollama": ("/api/chat", {"model": "m", "messages": []}, "the request is malformed: IndexError"),
     "more than fits for Ollama": ("/api/generate", {**OLLAMA, "options": {"num_predict": 9000}}, "context length"),
-    "a mistyped option of Ollama's": ("/api/generate", {**OLLAMA, "options": {"top_k": "x"}}, "TypeError"),
+    "a mistyped option of Ollama's": ("/api/generate", {**OLLAMA, "options": {"top_k": "x"}}, "top_k: Expected `int`"),
     "no such parser of tools": ("/parse_function_call", {"text": "x", "tool_call_parser": "x"}, "Unsupported"),
     "no such parser of reasoning": ("/separate_reasoning", {"text": "x", "reasoning_parser": "x"}, "Unsupported"),
     "names for another batch": ("/v1/classify", {"model": "m", "input": ["Who?"], "rid": []}, "rid has 0 values"),
+    # Fields that are not the route's
+    "a misspelt field": ("/generate", {"text": "Who?", "lnik": "full", **ONE}, "did you mean 'link'"),
+    "a misspelt field of a chat": (
+        "/v1/chat/completions",
+        {**CHAT, "chunk_seperator": "##"},
+        "did you mean 'chunk_separator'",
+    ),
+    "a former name": ("/v1/messages", {**CHAT, "salt": "a"}, "did you mean 'cache_salt'"),
+    "segments in a chat": ("/v1/responses", {**RESPONSE, "segments": [text("Who?")]}, "segments are for /generate"),
+    "segments for Ollama": ("/api/generate", {**OLLAMA, "segments": [text("Who?")]}, "segments are for /generate"),
+    "segments to score": (
+        "/v1/score",
+        {"model": "m", "query": "Who?", "items": ["a"], "label_token_ids": [5], "segments": []},
+        "segments are for /generate",
+    ),
+    "a policy for counting": (
+        "/v1/messages/count_tokens",
+        {"model": "m", "messages": [USER], "link": "full"},
+        "link is not a field of this route",
+    ),
+    "a separator of tokens": (
+        "/generate",
+        {"input_ids": [20], "chunk_separator": "##", **ONE},
+        "chunk_separator divides text",
+    ),
+    "a separator of a completion's tokens": (
+        "/v1/completions",
+        {**COMPLETION, "prompt": [[20], [21]], "chunk_separator": "##"},
+        "chunk_separator divides text",
+    ),
     # Combinations
     "embeddings from JSON": (
         "/generate",
         {"text": "Who?", "positional_embed_overrides": False, **ONE},
-        "positional_embed_overrides must be PositionalEmbeds",
+        "positional_embed_overrides is set by the server",
     ),
     "echo without logprobs": (
         "/v1/completions",

@@ -154,7 +154,7 @@ BAD = {
     "segments are no list": (dict(segments="x"), "segments must be a list"),
     "text too": (dict(segments=[chunk("x")], text="x"), "both segments and text"),
     "input_ids too": (dict(segments=[chunk("x")], input_ids=[9]), "both segments and input_ids"),
-    "too many chunks": (dict(segments=[chunk("x")] * 257), "257 chunks, at most 256"),
+    "too many chunks": (dict(segments=[chunk("x")] * 257), "more than the 256 chunks that are allowed"),
     "too long": (dict(segments=[chunk("x " * 3000), text("?")]), "longer than the model's context length"),
     "bad salt": (dict(segments=[chunk("x")], cache_salt=1), "cache_salt must be a non-empty string"),
     "salt alone": (dict(text="x", cache_salt="a"), "cache_salt needs a prompt given as segments"),
@@ -386,7 +386,7 @@ def test_chat_tools_and_continued_answers(chat, tokenizer):
         (chunk("x"), {"cache_salt": ""}, "cache_salt must be a non-empty string"),
         (chunk("x"), {"salt": "a"}, "unknown field 'salt': did you mean 'cache_salt'?"),
         (chunk("x"), {"link": "half"}, "link must be one of 'block', 'full', 'copy'"),
-        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1, got 0"),
+        (chunk("x"), {"link": "epic:tokens=0"}, "tokens must be at least 1 and at most 1048576, got 0"),
         (text("x"), {"segments": [chunk("x")]}, "in a chat, chunks are content parts"),
         (chunk("x"), {"input_ids": [1, 2]}, "chunk parts cannot be combined with input_ids"),
     ],
@@ -506,18 +506,67 @@ def test_structured_output_over_chunks(generate, chat):
 def test_weight_updates_and_flushes_forget_chunks(generate, post, server, tiny_model):
     """KV computed with other weights is never reused, and no lock stays behind to block either call."""
     segments = prompt(RAILWAY + " It is gone.", LIBRARY)
-    for path, body in (("/flush_cache", {}), ("/update_weights_from_disk", {"model_path": tiny_model})):
+    # An answer is sent while a batch launched before it still runs: both calls wait for its end.
+    for path, body in (("/flush_cache?timeout=60", {}), ("/update_weights_from_disk", {"model_path": tiny_model})):
         generate(segments=segments)
         warm = generate(segments=segments)
         assert all(one["hit"] for one in warm["meta_info"]["chunks"])
-        # An answer is sent while a batch launched before it still runs. Both calls fail on a busy server, and SGLang
-        # stops a server whose update of weights fails. One turn after the scheduler has answered this, it is idle.
-        requests.get(server + "/server_info", timeout=60).raise_for_status()
         response = post(path, **body)
         assert response.status_code == 200, response.text
         cold = generate(segments=segments)
         assert cold["meta_info"]["cached_tokens"] == 0
         assert cold["output_ids"] == warm["output_ids"]
+
+
+LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "path", "status"),
+    [
+        ("retract", "/update_weights_from_disk", 200),
+        ("retract", "/release_memory_occupation", 200),
+        ("retract", "/flush_cache?timeout=60", 200),
+        ("in_place", "/update_weights_from_disk", 400),
+        ("in_place", "/release_memory_occupation", 400),
+        ("in_place", "/flush_cache", 400),
+    ],
+)
+def test_a_paused_server_is_emptied_or_says_why_not(generate, post, server, tiny_model, mode, path, status):
+    """In the middle of an answer, which goes on as if nothing had happened; another request waits."""
+    segments = prompt(RAILWAY + f" {mode} {path}", LIBRARY)
+    expected = generate(segments=segments, sampling_params=LONG)["output_ids"]
+    body = {"segments": segments, "sampling_params": LONG}
+    with ThreadPoolExecutor() as clients:
+        with requests.post(f"{server}/generate", json={**body, "stream": True}, stream=True, timeout=120) as stream:
+            lines = (line.removeprefix(b"data: ") for line in stream.iter_lines() if line)
+            next(lines)
+            assert post("/pause_generation", mode=mode).ok
+            waiting = clients.submit(post, "/generate", **body)
+            answer = post(path, **({"model_path": tiny_model} if "update" in path else {}))
+            assert answer.status_code == status, answer.text
+            if path == "/release_memory_occupation" and status == 200:
+                assert post("/resume_memory_occupation").ok
+            assert post("/continue_generation").ok
+            *_, last, done = lines
+        assert done == b"[DONE]" and json.loads(last)["output_ids"] == expected
+        assert waiting.result().json()["output_ids"] == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/resume_memory_occupation", {}, "was not released"),
+        ("/release_memory_occupation", {"tags": ["all"]}, "unknown tags"),
+        ("/start_expert_distribution_record", {}, "expert_distribution_recorder_mode"),
+        ("/update_weights_from_tensor", {"serialized_named_tensors": ["eA=="]}, "Error"),
+    ],
+)
+def test_an_operators_mistake_is_answered(generate, post, path, body, reason):
+    """And the server goes on."""
+    answer = post(path, **body)
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+    generate(segments=prompt(RIVER))
 
 
 # Python
@@ -542,7 +591,7 @@ def test_engine_forms(engine, generate):
 def test_engine_refuses_bad_segments(engine):
     for arguments, reason in (
         ({"segments": [""]}, r"segments\[0\]"),
-        ({"segments": [sgl.chunk("x")] * 5}, "5 chunks, at most 4"),
+        ({"segments": [sgl.chunk("x")] * 5}, "more than the 4 chunks that are allowed"),
         ({"segments": ["x"], "prompt": "x"}, "both segments and a prompt"),
         ({"prompt": "x", "cache_salt": "s"}, "cache_salt needs a prompt given as segments"),
         ({"prompt": "x", "link": "full"}, "link needs a prompt given as segments"),

@@ -65,10 +65,11 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
     def reset(self) -> None:
         left = [self.root_node] if hasattr(self, "root_node") else []  # SGLang calls this for a new tree, too
         super().reset()
-        while left:  # cyclic references would leave the nodes to the garbage collector
-            children = left.pop().children
-            left += children.values()
-            children.clear()
+        while left:
+            node = left.pop()
+            left += node.children.values()
+            node.children.clear()  # cyclic references would leave the nodes to the garbage collector
+            node.value = node.host_value = None  # marks it as gone for holders of references
         self.num_locks = 0
         self._nodes.reset()
         if self.admission is not None:
@@ -240,9 +241,10 @@ class LazyRadixCache(ChunkEvents, OnePool, RadixCache):
         if (state := linked(req)) is not None:
             self.rows.end(req, state, kv_len_to_handle, insert=is_insert and not self.disable_finished_insert)
             if state.probe is not None:
-                self.admission.arrival.end_probe(req, done=is_insert)
+                self.admission.end(req, done=is_insert)
         elif (fill := fill_of(req)) is not None:
             fills.end(self.rows, req, fill, kv_len_to_handle)
+            self.admission.end(req, done=fill.published)
         else:
             super().cache_finished_req(req, is_insert=is_insert, kv_len_to_handle=kv_len_to_handle)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from sglang_lazy.core.state import fill_of
 from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.repairs.operators import postpone, requests_with_rows
 from sglang_lazy.port.scheduler.steps import admission_of
 
 
@@ -24,22 +25,25 @@ def can_schedule(original: Callable, scheduler: Any, req: Any, running_adapters:
     return fits
 
 
-def unload_adapter(scheduler: Any, message: Any) -> None:
-    """Before `Scheduler.unload_lora_adapter`: forget the adapter's chunks, since it gets a new id if loaded again.
+def unload_adapter(unload: Callable, scheduler: Any, message: Any) -> Any:
+    """Around `Scheduler.unload_lora_adapter`: once nothing uses the adapter, forget its chunks, since it gets a new id
+    if loaded again, and unload it. Until then, returns None.
 
-    The requests that used it have ended, but a fill that one of them started may still run.
+    Clients have their answers or have left, but an aborted request ends with the next step, as does a fill that one of
+    them has started.
     """
-    admission = admission_of(scheduler)
-    if admission is None:
-        return
-    admission.control.forget_adapter(message.lora_id)
-    chunked = scheduler.chunked_req
-    if chunked is not None and fill_of(chunked) is not None and chunked.lora_id == message.lora_id:
-        scheduler._pending_chunked_abort_req = chunked
+    admission, adapter = admission_of(scheduler), message.lora_id
+    waiting = (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue)
+    if any(req.lora_id == adapter and not req.finished() for req in (*waiting, *requests_with_rows(scheduler))):
+        postpone(scheduler, message)
+        return None
+    if admission is not None:
+        admission.control.forget_adapter(adapter)
+    return unload(scheduler, message)
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 HOOKS = (
     Hook(f"{_SCHEDULER}._can_schedule_lora_req", can_schedule, "AROUND"),
-    Hook(f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "BEFORE"),
+    Hook(f"{_SCHEDULER}.unload_lora_adapter", unload_adapter, "AROUND"),
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from sglang.srt.managers.schedule_policy import IN_BATCH_PREFIX_CACHING_DEPRIORITIZE_THRESHOLD, AddReqResult
 
-from sglang_lazy.core.state import linked, stand_in
+from sglang_lazy.core.state import is_internal, linked, stand_in
 from sglang_lazy.port.hooks import Hook
 
 
@@ -33,11 +33,14 @@ def compute_prefix_matches(put_off: set[str], _policy: Any, waiting_queue: list[
 
 
 def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
-    """Around `PrefillAdder.preempt_to_schedule`, which evicts more than it frees: keep the locks on chunks of parents
-    that are shown to the batch."""
+    """Around `PrefillAdder.preempt_to_schedule`, which makes room for a request where there is no place for it: not
+    while internal requests have places, which they give back soon, or a parent would take two. Keep the locks on chunks
+    of parents that are shown to the batch, since it evicts more than it frees."""
     admission = getattr(adder.tree_cache, "admission", None)
     if admission is None:
         return original(adder, *args)
+    if admission.internal or any(map(is_internal, adder.can_run_list)):
+        return False
     admission.keeps_locks = True
     try:
         return original(adder, *args)
@@ -47,10 +50,20 @@ def preempt_to_schedule(original: Callable, adder: Any, *args: Any) -> bool:
 
 def add_one_req(original: Callable, adder: Any, req: Any, has_chunked_req: bool, *args: Any, **kwargs: Any) -> Any:
     """Around `PrefillAdder.add_one_req`: stop after a request that fits only in part, since it may be a fill. SGLang
-    would continue if the pool of window KV has cut it and the batch has room."""
+    would continue if the pool of window KV has cut it and the batch has room.
+
+    Only users' requests count for --prefill-max-requests and for the delay of prefills.
+    """
     if has_chunked_req or adder.new_chunked_req is not None:
         return AddReqResult.OTHER
-    return original(adder, req, has_chunked_req, *args, **kwargs)
+    admission = getattr(adder.tree_cache, "admission", None)
+    if admission is not None:
+        adder.waiting_queue_len = admission.num_waiting
+    if (most := adder.prefill_max_requests) is not None:
+        adder.prefill_max_requests = most + sum(map(is_internal, adder.can_run_list))
+    result = original(adder, req, has_chunked_req, *args, **kwargs)
+    adder.prefill_max_requests = most
+    return result
 
 
 _MODULE = "sglang.srt.managers.schedule_policy"

@@ -20,6 +20,7 @@ from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.comb import new_encoder
 from sglang_lazy.port.model.model_runner import server_traits
+from sglang_lazy.port.repairs.operators import pause_empties_queue
 from sglang_lazy.port.scheduler import chunk_metrics
 from sglang_lazy.scheduler.admission import ChunkAdmission
 from sglang_lazy.scheduler.arrival import Arrival, Limits, requested_layout
@@ -135,7 +136,10 @@ def add_request_to_queue(original: Callable, scheduler: Any, req: Req, *args: An
     elif fill_of(req) is not None:  # retracted: the next admission of its parents starts it again
         admission.producer.forget(req)
     elif not is_internal(req):  # a retracted probe is dropped: its parent has a new one by now
+        admission.put_back()  # SGLang counts the queue, and may drop somebody else from it
         original(scheduler, req, *args, **kwargs)
+        if not scheduler.waiting_queue or scheduler.waiting_queue[-1] is not req:
+            return  # refused
         admission.arrival.receive(req)  # now that it has a priority, which its probe inherits
         if lazy_state(req) is not None:
             admission.linked_waiting = True
@@ -168,18 +172,6 @@ def prefetch_kvcache(original: Callable, scheduler: Any, req: Req) -> None:
         original(scheduler, req)
 
 
-def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
-    """Around `Scheduler.get_next_batch_to_run`: remove internal requests, which decode nothing, from the last batch
-    before it is merged into the running one."""
-    was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
-    if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
-        last_batch.filter_batch(chunked_req_to_exclude=internal)
-        running_batch.batch_is_full = False
-    if (admission := admission_of(scheduler)) is not None:
-        admission.make_room_to_go_on(running_batch)
-    return original(scheduler, running_batch, last_batch)
-
-
 def get_new_batch_prefill_raw(
     original: Callable, scheduler: Any, prefill_delayer_single_pass: Any, running_batch: Any
 ) -> tuple[Any, Any]:
@@ -188,13 +180,16 @@ def get_new_batch_prefill_raw(
     admission = admission_of(scheduler)
     if admission is None:
         return original(scheduler, prefill_delayer_single_pass, running_batch)
-    if running_batch.is_empty():
-        running_batch.batch_is_full = False  # with nothing running, nothing else would clear it
+    if running_batch.is_empty() or admission.gave_back:
+        running_batch.batch_is_full = False  # nothing else would clear it before another request ends
+    admission.gave_back = False
     admission.left_out_adapters.clear()
+    largest = scheduler.max_prefill_bs
     batch, running_batch = original(scheduler, prefill_delayer_single_pass, running_batch)
+    if batch is not None:
+        scheduler.max_prefill_bs = max(largest, sum(not is_internal(req) for req in batch.reqs))
     shown = admission.shown or scheduler.waiting_queue
-    if admission.shown is not None:
-        scheduler.waiting_queue = admission.put_back(scheduler.waiting_queue)
+    admission.put_back()
     admission.reconcile()
     if batch is None and running_batch.is_empty() and scheduler.chunked_req is None:
         # With one pool for text and chunks, the head of the queue is admitted by now; with two, chunks may lack room.
@@ -205,12 +200,14 @@ def get_new_batch_prefill_raw(
 
 
 def prepare_for_extend(_result: Any, batch: Any) -> None:
-    """After `ScheduleBatch.prepare_for_extend`, which assigns rows: publish chunks, and enter each row's segments."""
+    """After `ScheduleBatch.prepare_for_extend`, which assigns rows: publish chunks, and enter each row's segments. From
+    here on SGLang counts the waiting requests."""
     table = table_of(batch.req_to_token_pool)
     if table is None:
         return
     # A row's chunks are loaded no later than its first pass, an extend; decode steps, which do not wait, come later.
     assert not batch.tree_cache.has_queued_loads, "a row was assigned whose chunks nobody loads"
+    batch.tree_cache.admission.put_back()
     batch.tree_cache.admission.launch(batch)
     states = {req.req_pool_idx: linked(req) for req in batch.reqs}
     chunks = {row: () if state is None else state.read_in_place for row, state in states.items()}
@@ -221,11 +218,23 @@ def prepare_for_extend(_result: Any, batch: Any) -> None:
 
 
 def is_fully_idle(original: Callable, scheduler: Any, for_health_check: bool = False) -> bool:
-    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies; SGLang asks only the tree of text."""
-    idle = original(scheduler, for_health_check)
-    if for_health_check or admission_of(scheduler) is None:
-        return idle
-    return idle and not scheduler.tree_cache.store.tree.is_copying
+    """Around `Scheduler.is_fully_idle`: not while the tree of chunks copies, since SGLang asks only the tree of text;
+    and a paused scheduler is idle if nothing has a row."""
+    if for_health_check:
+        return original(scheduler, for_health_check)
+    with pause_empties_queue(scheduler):
+        idle = original(scheduler, for_health_check)
+    return idle and (admission_of(scheduler) is None or not scheduler.tree_cache.store.tree.is_copying)
+
+
+def flush_cache(original: Callable, scheduler: Any, *args: Any, **kwargs: Any) -> bool:
+    """Around `Scheduler.flush_cache`: aborted requests, and those that wait in a paused scheduler, first release their
+    chunks."""
+    with pause_empties_queue(scheduler):
+        admission = admission_of(scheduler)
+        if admission is not None and scheduler.is_fully_idle():
+            admission.reconcile()
+        return original(scheduler, *args, **kwargs)
 
 
 def on_idle(_result: Any, scheduler: Any) -> None:
@@ -283,9 +292,9 @@ HOOKS = (
     Hook(f"{_SCHEDULER}.__init__", attach_admission, "AFTER"),
     Hook(f"{_SCHEDULER}._add_request_to_queue", add_request_to_queue, "AROUND"),
     Hook(f"{_SCHEDULER}._prefetch_kvcache", prefetch_kvcache, "AROUND"),
-    Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", get_new_batch_prefill_raw, "AROUND"),
     Hook(f"{_SCHEDULER}.is_fully_idle", is_fully_idle, "AROUND"),
+    Hook(f"{_SCHEDULER}.flush_cache", flush_cache, "AROUND"),
     Hook(f"{_SCHEDULER}.on_idle", on_idle, "AFTER"),
     Hook("sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend", prepare_for_extend, "AFTER"),
     Hook(

@@ -9,13 +9,14 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 
 from sglang_lazy.core.config import LazyConfig
 from sglang_lazy.core.segments import PromptLayout
+from sglang_lazy.port.serving.limits import limit_of, taking_chunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.port.view import View
 from sglang_lazy.serving.chat import ChunkParts, PlaceholderTokenizer, fill_placeholders
+from sglang_lazy.serving.rendering import RecordingTokenizer, Rendering
 from sglang_lazy.serving.requests import (
     check_cache_salt,
     choose_link,
-    refuse_salt,
     segment_tokenizer,
     with_layout,
     with_trained_tokens,
@@ -33,7 +34,6 @@ class MessagesWithChunks(BaseModel):
     """Types of content blocks, besides chunk parts, that are chunks in this API, and functions that read their text."""
 
     _chunk_parts: ChunkParts = PrivateAttr(default_factory=ChunkParts)
-    _given: frozenset[str] = PrivateAttr(default=frozenset())
 
     @model_validator(mode="wrap")
     @classmethod
@@ -44,12 +44,13 @@ class MessagesWithChunks(BaseModel):
         ours = filter(None, map(str.strip, config.chunk_roles.split(",")))
         chunk_parts = ChunkParts(
             separator if isinstance(separator, str) else config.chunk_separator,
-            roles if isinstance(roles, list) else list(ours),
+            [role for role in roles if isinstance(role, str)] if isinstance(roles, list) else list(ours),
             cls.blocks,
+            limit_of(data),
         )
-        with reading():
+        with taking_chunks(), reading():
             request = handler(cls.take_chunks(data, chunk_parts))
-        request._chunk_parts, request._given = chunk_parts, frozenset(data)
+        request._chunk_parts = chunk_parts
         return request
 
     @classmethod
@@ -66,14 +67,6 @@ class MessagesWithChunks(BaseModel):
         if self.link is not None and not self._chunk_parts.of_text:
             raise ValueError("link needs a prompt with chunk parts")
 
-    def refuse_misplaced(self) -> None:
-        """Raise ValueError for fields of other APIs, which SGLang would ignore."""
-        if "segments" in self._given:
-            raise ValueError(
-                "segments are for /generate and /v1/completions: in a chat, chunks are content parts "
-                '{"type": "chunk", "text": "..."}'
-            )
-
 
 class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
     """SGLang's chat request with chunk parts and their link."""
@@ -84,14 +77,52 @@ class ChatRequest(MessagesWithChunks, ChatCompletionRequest):
 def with_placeholders(serving: Any, chunk_parts: ChunkParts) -> Any:
     """A copy of `serving` whose tokenizer keeps the placeholders of `chunk_parts` separate.
 
+    It renders each conversation a second time with the chunks' own texts, to see what the template makes of them.
     The model counts as text-only: for multimodal ones SGLang would decode the prompt to find images.
     """
-    manager = serving.tokenizer_manager
-    view = copy.copy(serving)
-    tokenizer = PlaceholderTokenizer(segment_tokenizer(manager), chunk_parts)
+    tokenizer = segment_tokenizer(serving.tokenizer_manager)
+    placeholders, plain = PlaceholderTokenizer(tokenizer, chunk_parts), RecordingTokenizer(tokenizer.tokenizer)
+    rendering, view, plain_view = (
+        Rendering(tokenizer, chunk_parts), _with_tokenizer(serving, placeholders), _with_tokenizer(serving, plain)
+    )  # fmt: skip
+
+    def rendered_twice(name: str) -> Callable:
+        render, render_plain = getattr(view, name), getattr(plain_view, name)
+
+        def render_both(request: ChatCompletionRequest, *args: Any, **kwargs: Any) -> Any:
+            result = render(request, *args, **kwargs)
+            render_plain(_plain(request, rendering), *args, **kwargs)
+            rendering.fit(placeholders.texts, plain.texts)
+            return result
+
+        return render_both
+
+    for name in ("_apply_jinja_template", "_apply_conversation_template"):
+        setattr(view, name, rendered_twice(name))
+    return view
+
+
+def _with_tokenizer(serving: Any, tokenizer: Any) -> Any:
+    manager, view = serving.tokenizer_manager, copy.copy(serving)
     model_config = View(manager.model_config, is_multimodal=False)
     view.tokenizer_manager = View(manager, tokenizer=tokenizer, model_config=model_config)
     return view
+
+
+def _plain(request: ChatCompletionRequest, rendering: Rendering) -> ChatCompletionRequest:
+    """A copy of `request` with the chunks' texts in place of their placeholders."""
+
+    def with_texts(content: Any) -> Any:
+        if isinstance(content, str):
+            return rendering.plain(content)
+        if isinstance(content, list):
+            return [with_texts(part) for part in content]
+        if isinstance(text := getattr(content, "text", None), str):
+            return content.model_copy(update={"text": rendering.plain(text)})
+        return content
+
+    messages = [message.model_copy(update={"content": with_texts(message.content)}) for message in request.messages]
+    return request.model_copy(update={"messages": messages})
 
 
 def put_chunks(
@@ -110,7 +141,6 @@ def put_chunks(
 
 def check_chunks(manager: Any, request: MessagesWithChunks, chunk_parts: ChunkParts) -> None:
     """Raise ValueError for errors that can be found before the template is rendered."""
-    refuse_salt(request._given)
     if manager.tokenizer is None:
         raise ValueError("chunk parts need a tokenizer, and this server has none (--skip-tokenizer-init)")
     chunk_parts.parse(manager.model_config.vocab_size)
@@ -134,8 +164,17 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
         raise request._refusal(str(error)) from None
 
 
+def _refuse_unread(request: ChatRequest) -> None:
+    """Raise ValueError for what looks like chunks where none are taken."""
+    ours = request.has_chunks or request.link is not None
+    if request.input_ids is not None and (request.chunk_separator or request.chunk_roles):
+        raise ValueError("chunk_separator and chunk_roles divide messages, which input_ids replace")
+    if ours and (request.chat_template_kwargs or {}).get("documents"):
+        raise ValueError("documents in chat_template_kwargs are text: give them as chunk parts of a message instead")
+
+
 def _convert(convert: Callable, serving: Any, request: ChatRequest, raw_request: Any) -> tuple[Any, Any]:
-    request.refuse_misplaced()
+    _refuse_unread(request)
     if not request.has_chunks:
         request.refuse_without_chunks()
         return convert(serving, request, raw_request)

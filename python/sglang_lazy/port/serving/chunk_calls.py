@@ -31,6 +31,7 @@ from sglang_lazy.serving.pieces import all_pieces
 from sglang_lazy.serving.registration import compute, parse_registration, prompt_for, registrations
 from sglang_lazy.serving.requests import with_layout
 from sglang_lazy.serving.surveys import surveys_of
+from sglang_lazy.serving.threads import in_thread
 from sglang_lazy.serving.usage import usage_of
 
 MAX_DELETED = 100
@@ -92,9 +93,9 @@ def _adapters(manager: Any) -> dict[str, str]:
     return {name: ref.lora_id for name, ref in manager.lora_registry.get_all_adapters().items()}
 
 
-async def register_chunks(manager: Any, tenant: str | None, body: Any) -> dict[str, Any]:
-    """Compute chunks ahead of use.  body: as of `POST /chunks`."""
-    chunks, link = parse_registration(manager, body, tenant)
+async def register_chunks(manager: Any, tenant: str | None, body: Any, size: int = 0) -> dict[str, Any]:
+    """Compute chunks ahead of use.  body: as of `POST /chunks`, which has `size` bytes."""
+    chunks, link = await in_thread(size, parse_registration, manager, body, tenant)
     if (adapter := body.get("lora_path")) is not None and adapter not in _adapters(manager):
         raise ValueError(f"no LoRA adapter {adapter!r:.80} is loaded")
     pins = {name: body[name] for name in ("pin", "ttl") if name in body}

@@ -45,9 +45,11 @@ def _parsed(parse: Callable) -> Any:
 
 
 def _tenant(
-    cache_salt: str | None = None, header: Annotated[str | None, Header(alias=SALT_HEADER)] = None
+    request: Request,
+    cache_salt: str | None = None,
+    _described: Annotated[str | None, Header(alias=SALT_HEADER)] = None,
 ) -> str | None:
-    return check_cache_salt(salt_of(cache_salt, header))
+    return check_cache_salt(salt_of(cache_salt, request.headers))
 
 
 Tenant = Annotated[str | None, _parsed(_tenant)]
@@ -178,7 +180,8 @@ async def register_chunks(request: Request) -> Response:
     try:
         body = await _body(request)
         salt = body.get("cache_salt") if isinstance(body, dict) else None
-        answer = await chunk_calls.register_chunks(_manager(), salt_of(salt, request.headers.get(SALT_HEADER)), body)
+        salt, size = salt_of(salt, request.headers), len(await request.body())
+        answer = await chunk_calls.register_chunks(_manager(), salt, body, size)
     except ValueError as error:
         raise _refused(error) from None
     return ORJSONResponse(answer, status_code=HTTPStatus.ACCEPTED if "accepted" in answer else HTTPStatus.OK)

@@ -6,9 +6,10 @@ from typing import Any
 from pydantic import ModelWrapValidatorHandler, PrivateAttr, model_validator
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 
+from sglang_lazy.port.serving.limits import limit_of, taking_chunks
 from sglang_lazy.port.serving.malformed import reading
-from sglang_lazy.serving.requests import refuse_salt, to_generate_args
-from sglang_lazy.serving.text import chosen_separator, segments_in
+from sglang_lazy.serving.requests import to_generate_args
+from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
 
 _STAND_IN = "segments"
 """The prompt with which SGLang validates a request whose prompt is given as segments."""
@@ -30,8 +31,11 @@ class CompletionsRequest(CompletionRequest):
         given: frozenset[str] = frozenset()
         if isinstance(data, dict):
             separator = data.get("chunk_separator")
-            if data.get("segments") is None and isinstance(separator, str | None):
-                segments = segments_in(data.get("prompt"), separator)
+            if data.get("segments") is not None:
+                check_separator(separator, None)
+            elif isinstance(separator, str | None):
+                with taking_chunks():
+                    segments = segments_in(data.get("prompt"), separator, limit_of(data))
                 data = data if segments is None else {**data, "segments": segments, "prompt": None}
             given = frozenset(name for name, value in data.items() if value is not None)
             if data.get("prompt") in ("", []):  # which OpenAI's client does not let one leave out
@@ -53,6 +57,7 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
     if request.segments is None:
         if request.link is not None and not chosen_separator(request.chunk_separator):
             raise ValueError("link needs a prompt given as segments")
+        check_separator(request.chunk_separator, request.prompt)
         return convert(serving, request, raw_request)
     _check(serving, request)
     # As in all APIs, the layout carries the cache salt, which may be a list here.
@@ -66,7 +71,6 @@ def convert_request(convert: Callable, serving: Any, request: Any, raw_request: 
 
 
 def _check(serving: Any, request: CompletionsRequest) -> None:
-    refuse_salt(request._given)
     for field in ("prompt", "suffix"):
         if field in request._given:
             raise ValueError(f"segments cannot be combined with {field}: leave it out, or empty")

@@ -1,5 +1,6 @@
 """HTTP endpoints: SGLang's routes with prompts that have chunks, and `/lazy_info`."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
@@ -11,25 +12,22 @@ from fastapi.responses import ORJSONResponse
 from sglang.srt.entrypoints import http_server
 from sglang.srt.managers.io_struct import GenerateReqInput
 
-from sglang_lazy.core.config import INFO_ROUTE, SALT_HEADER, LazyConfig
+from sglang_lazy.core.config import INFO_ROUTE, LazyConfig
+from sglang_lazy.port.repairs.operators import OperationError
 from sglang_lazy.port.serving import page, refused_bodies, stock_routes
+from sglang_lazy.port.serving.bodies import check_body
 from sglang_lazy.port.serving.chat import ChatRequest
 from sglang_lazy.port.serving.chunk_routes import add_routes
 from sglang_lazy.port.serving.completions import CompletionsRequest
-from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused
+from sglang_lazy.port.serving.messages import CountRequest, MessagesRequest, Refused, converting_ahead
 from sglang_lazy.port.serving.protocol import extend_protocol
 from sglang_lazy.port.serving.responses import ResponsesRequest
-from sglang_lazy.port.serving.sampling import check_sampling_params
 from sglang_lazy.port.serving.streams import fail_before_stream
+from sglang_lazy.port.serving.typed import convert_sampling_params
 from sglang_lazy.serving.known_chunks import UnknownChunk, known_chunks, with_tokens
-from sglang_lazy.serving.requests import (
-    join_extra_key,
-    refuse_salt,
-    refuse_without_segments,
-    salt_of,
-    to_generate_args,
-)
-from sglang_lazy.serving.text import chosen_separator, segments_in
+from sglang_lazy.serving.requests import chunk_limit, keep_apart, refuse_without_segments, salt_of, to_generate_args
+from sglang_lazy.serving.text import check_separator, chosen_separator, segments_in
+from sglang_lazy.serving.threads import LARGE, Outcome, finished, in_thread
 from sglang_lazy.serving.validation import told
 
 
@@ -50,21 +48,22 @@ async def generate(obj: GenerateRequest, request: Request) -> Response:
     """Handle a generate request."""
     plain = _plain(obj)
     try:
-        check_sampling_params(obj.sampling_params)
-        salt = salt_of(obj.cache_salt, request.headers.get(SALT_HEADER))
+        await check_body(request, GenerateRequest)
+        obj.sampling_params = plain.sampling_params = convert_sampling_params(obj.sampling_params)
+        salt = salt_of(obj.cache_salt, request.headers)
+        check_separator(obj.chunk_separator, obj.text)
         if obj.segments is None:
-            obj.segments = segments_in(obj.text, obj.chunk_separator)
+            limit = chunk_limit(obj.link, _manager().context_len)
+            obj.segments = segments_in(obj.text, obj.chunk_separator, limit)
             plain.text = plain.text if obj.segments is None else None
         elif obj.text is not None:
             raise ValueError("both segments and text are given: a prompt is one or the other")
         if obj.segments is None:
             refuse_without_segments(obj.cache_salt, None if chosen_separator(obj.chunk_separator) else obj.link)
-            plain.extra_key = join_extra_key(salt, obj.extra_key)
+            plain.extra_key = keep_apart(salt, obj.extra_key)
         else:
-            refuse_salt(await request.json())
             obj.cache_salt = salt
-            obj.segments = _with_tokens(obj.segments, salt)
-            _take_segments(plain, obj)
+            await in_thread(len(await request.body()), _take_segments, plain, obj)
     except ValueError as error:
         return ORJSONResponse({"error": {"message": str(error)}}, status_code=_status(error))
     response = await http_server.generate_request(plain, request)
@@ -84,14 +83,19 @@ def _take_segments(plain: GenerateReqInput, obj: GenerateRequest) -> None:
     for field in ("input_ids", "input_embeds"):
         if getattr(obj, field) is not None:
             raise ValueError(f"both segments and {field} are given: a prompt is one or the other")
-    manager = http_server.get_global_state().tokenizer_manager
-    args = to_generate_args(manager, obj.segments, obj.cache_salt, obj.sampling_params, obj.link)
+    segments = _with_tokens(obj.segments, obj.cache_salt, obj.link)
+    args = to_generate_args(_manager(), segments, obj.cache_salt, obj.sampling_params, obj.link)
     for field, value in args.items():
         setattr(plain, field, value)
 
 
-def _with_tokens(segments: Any, salt: Any, names: Sequence[str] = ()) -> Any:
-    return with_tokens(known_chunks(http_server.get_global_state().tokenizer_manager), segments, salt, names)
+def _manager() -> Any:
+    return http_server.get_global_state().tokenizer_manager
+
+
+def _with_tokens(segments: Any, salt: Any, link: Any, names: Sequence[str] = ()) -> Any:
+    limit = chunk_limit(link, _manager().context_len)
+    return with_tokens(known_chunks(_manager()), segments, salt, names, limit)
 
 
 def _status(error: ValueError) -> HTTPStatus:
@@ -103,21 +107,35 @@ def _take_salt(request: Any, raw_request: Request) -> None:
 
     Raises ValueError if the body names another salt, UnknownChunk for an id that the tenant has not registered.
     """
-    request.cache_salt = salt_of(request.cache_salt, raw_request.headers.get(SALT_HEADER))
+    request.cache_salt = salt_of(request.cache_salt, raw_request.headers)
     if isinstance(request, CompletionsRequest):
-        request.segments = _with_tokens(request.segments, request.cache_salt)
+        request.segments = _with_tokens(request.segments, request.cache_salt, request.link)
     else:
         parts = request._chunk_parts
-        parts.parts = _with_tokens(parts.parts, request.cache_salt, parts.names)
+        parts.parts = _with_tokens(parts.parts, request.cache_salt, request.link, parts.names)
+
+
+async def _converting_ahead(serving: Any, request: Any, raw_request: Request) -> Any:
+    """SGLang's object that serves chats or completions. If the request is large, it is converted in a thread, and the
+    object is one that has its conversion."""
+    if (size := len(await raw_request.body())) < LARGE:
+        return serving
+    view = copy.copy(serving)
+    view._convert_to_internal_request = await in_thread(
+        size, Outcome, serving._convert_to_internal_request, request, raw_request
+    )
+    return view
 
 
 async def chat(request: ChatRequest, raw_request: Request) -> Any:
     """OpenAI-compatible chat completion endpoint."""
     serving = raw_request.app.state.openai_serving_chat
     try:
+        await check_body(raw_request, type(request))
         _take_salt(request, raw_request)
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
+    serving = await _converting_ahead(serving, request, raw_request)
     response = await serving.handle_request(request, raw_request)
     return await fail_before_stream(response) if request.has_chunks else response
 
@@ -126,9 +144,11 @@ async def completions(request: CompletionsRequest, raw_request: Request) -> Any:
     """OpenAI-compatible text completion endpoint."""
     serving = raw_request.app.state.openai_serving_completion
     try:
-        _take_salt(request, raw_request)
+        await check_body(raw_request, CompletionsRequest)
+        await in_thread(len(await raw_request.body()), _take_salt, request, raw_request)
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
+    serving = await _converting_ahead(serving, request, raw_request)
     return await serving.handle_request(request, raw_request)
 
 
@@ -136,11 +156,13 @@ async def responses(request: ResponsesRequest, raw_request: Request) -> Any:
     """Endpoint for the responses API with reasoning support."""
     serving = raw_request.app.state.openai_serving_responses
     try:
+        await check_body(raw_request, type(request))
         _take_salt(request, raw_request)
         if request.has_chunks and serving.use_harmony:
             raise ValueError("this model's chat encoding does not support chunk parts")
     except ValueError as error:
         return serving.create_error_response(str(error), status_code=_status(error))
+    request._size = len(await raw_request.body())
     response = await http_server.v1_responses_request(request, raw_request)
     return await fail_before_stream(response, serving.create_error_response) if request.has_chunks else response
 
@@ -154,8 +176,11 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
         return serving._error_response(status_code=status, error_type=kind, message=reason)
 
     try:
+        await check_body(raw_request, MessagesRequest)
         _take_salt(request, raw_request)
-        response = await http_server.anthropic_v1_messages(request, raw_request)
+        if (size := len(await raw_request.body())) >= LARGE:
+            serving = await in_thread(size, converting_ahead, serving, request, raw_request)
+        response = await serving.handle_messages(request, raw_request)
     except ValueError as error:
         return refuse(told(error), _status(error))
     except Refused as error:
@@ -165,12 +190,24 @@ async def messages(request: MessagesRequest, raw_request: Request) -> Any:
 
 async def count_tokens(request: CountRequest, raw_request: Request) -> Any:
     """Anthropic-compatible token counting endpoint."""
-    return await http_server.anthropic_v1_count_tokens(request, raw_request)
+    try:
+        await check_body(raw_request, CountRequest)
+    except ValueError as error:
+        serving = raw_request.app.state.anthropic_serving
+        return serving._error_response(
+            status_code=HTTPStatus.BAD_REQUEST, error_type="invalid_request_error", message=str(error)
+        )
+    size, counting = len(await raw_request.body()), http_server.anthropic_v1_count_tokens(request, raw_request)
+    return await in_thread(size, finished, counting)
 
 
 async def lazy_info() -> dict[str, Any]:
     """The server's configuration. Only servers that understand chunks have this route."""
     return {"config": dataclasses.asdict(LazyConfig.current())}
+
+
+async def _operation_failed(_request: Request, error: Exception) -> Response:
+    return ORJSONResponse({"error": {"message": str(error)}}, status_code=HTTPStatus.BAD_REQUEST)
 
 
 def install_routes(result: Any = None, global_state: Any = None) -> None:
@@ -189,6 +226,7 @@ def install_routes(result: Any = None, global_state: Any = None) -> None:
             _replace_route(app, route.path, refusing)  # SGLang reads some of these paths from its environment
     if not any(getattr(route, "path", None) == INFO_ROUTE for route in app.router.routes):
         app.get(INFO_ROUTE)(lazy_info)
+    app.add_exception_handler(OperationError, _operation_failed)
     add_routes(app)
     page.add_route(app)
     app.add_exception_handler(RequestValidationError, refused_bodies.refuse)

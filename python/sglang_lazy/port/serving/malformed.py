@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from sglang.srt.managers.embed_types import PositionalEmbeds
 
 from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.serving.typed import convert_request
 from sglang_lazy.serving.validation import told
 
 _READ_ERRORS = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, re.error)
@@ -24,7 +25,6 @@ _ONE_FOR_EACH_PROMPT = (
     "return_sampling_mask",
     "return_hidden_states",
     "lora_path",
-    "lora_id",
     "custom_logit_processor",
     "extra_key",
     "bootstrap_host",
@@ -62,10 +62,11 @@ def read(function: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_lists(normalize: Callable, obj: Any) -> None:
-    """Around `normalize_batch_and_arguments` of requests: check that lists have a value for each prompt."""
+    """Around `normalize_batch_and_arguments` of requests: convert values, check that lists have one for each prompt."""
     if isinstance(obj.input_ids, Mapping):  # in `/api/chat`: Transformers 5 renders a chat template to a mapping
         obj.input_ids = obj.input_ids["input_ids"]
     with reading():
+        convert_request(obj)
         normalize(obj)
     for name in _ONE_FOR_EACH_PROMPT:
         value = getattr(obj, name, None)

@@ -1,5 +1,6 @@
 """Chunks in SGLang's Anthropic Messages API: the request model, and its conversion to a chat."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from sglang_lazy.port.serving.chat import ChatRequest, MessagesWithChunks
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.blocks import BLOCKS
 from sglang_lazy.serving.chat import ChunkParts
+from sglang_lazy.serving.threads import Outcome
 
 
 class MessagesRequest(MessagesWithChunks, AnthropicMessagesRequest):
@@ -41,6 +43,17 @@ class Refused(BaseException):
     """A request is invalid. Not an Exception, since SGLang answers those of the conversion with a 500."""
 
 
+def converting_ahead(serving: Any, request: Any, raw_request: Any) -> Any:
+    """A copy of SGLang's object that serves messages, which has converted this request."""
+    view, chat = copy.copy(serving), copy.copy(serving.openai_serving_chat)
+    view._convert_to_chat_completion_request = converted = Outcome(serving._convert_to_chat_completion_request, request)
+    chat._convert_to_internal_request = Outcome(
+        lambda: serving.openai_serving_chat._convert_to_internal_request(converted(), raw_request)
+    )
+    view.openai_serving_chat = chat
+    return view
+
+
 def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
     """Around `AnthropicServing._convert_to_chat_completion_request`: pass on the request's chunks and salt."""
     if not isinstance(request, MessagesRequest):  # only its tokens are counted
@@ -48,10 +61,9 @@ def convert_messages(convert: Callable, serving: Any, request: Any) -> Any:
         if not chat.messages:  # templates would fail, and SGLang answer with a 500
             raise ValueError("messages is empty")
         return chat
-    request.refuse_misplaced()
     chat = convert(serving, request)
     chat.cache_salt = request.cache_salt
     # Without validation, which might mistake fields that SGLang has set for the user's.
     ours = ChatRequest.model_construct(chat.model_fields_set, **vars(chat), link=request.link)
-    ours._chunk_parts, ours._given, ours._refusal = request._chunk_parts, request._given, Refused
+    ours._chunk_parts, ours._refusal = request._chunk_parts, Refused
     return ours

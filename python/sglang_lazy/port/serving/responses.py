@@ -12,6 +12,7 @@ from sglang_lazy.port.serving.chat import MessagesWithChunks, check_chunks, put_
 from sglang_lazy.port.serving.malformed import reading
 from sglang_lazy.serving.chat import ChunkParts
 from sglang_lazy.serving.requests import check_cache_salt, with_layout
+from sglang_lazy.serving.threads import finished, in_thread
 
 
 class ResponsesRequest(MessagesWithChunks, StockRequest):
@@ -20,6 +21,7 @@ class ResponsesRequest(MessagesWithChunks, StockRequest):
     metadata: dict[str, str] | None = None  # as in stream events, which would fail with other values
 
     _layout: PromptLayout | None = PrivateAttr(default=None)
+    _size: int = PrivateAttr(default=0)  # of the body
     _manager: Any = PrivateAttr(default=None)
 
     @classmethod
@@ -52,13 +54,12 @@ async def make_request(make: Callable, serving: Any, request: Any, earlier: Any,
         with reading():
             if not isinstance(request, ResponsesRequest):
                 return await make(serving, request, earlier, tokenizer)
-            return await _make_request(make, serving, request, earlier, tokenizer)
+            return await in_thread(request._size, finished, _make_request(make, serving, request, earlier, tokenizer))
     except ValueError as error:  # SGLang tells this one as it is, and adds "None" to others
         raise _MediaInputValidationError(str(error)) from None
 
 
 async def _make_request(make: Callable, serving: Any, request: ResponsesRequest, earlier: Any, tokenizer: Any) -> tuple:
-    request.refuse_misplaced()
     chunk_parts = request._chunk_parts
     stored = None if earlier is None else serving.msg_store.get(earlier.id)
     if isinstance(stored, _Messages):

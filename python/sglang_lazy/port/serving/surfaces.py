@@ -34,6 +34,7 @@ HOOKS = (
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", tokenizer_manager.prepare_request, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._validate_one_request", shadow.give_way, "BEFORE"),
     Hook(f"{_TOKENIZER_MANAGER}._tokenize_one_request", tokenizer_manager.tokenize_request, "AROUND"),
+    Hook(f"{_TOKENIZER_MANAGER}._tokenize_texts", tokenizer_manager.tokenize_texts, "AROUND"),
     Hook(f"{_TOKENIZER_MANAGER}._wait_one_response", tokenizer_manager.report_chunks, "AROUND"),
     Hook(f"{_TOKENIZER_MANAGER}.sigterm_watchdog", shutdown.close_when_answered, "AROUND"),
     Hook("uvicorn.server.Server.startup", shutdown.keep_server, "BEFORE"),

@@ -3,22 +3,23 @@
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from sglang_lazy.core.segments import PromptLayout
 from sglang_lazy.policies import get_policy
 from sglang_lazy.port.model.images import keeping_tokens
 from sglang_lazy.port.serving.malformed import check_one, reading
 from sglang_lazy.port.serving.ranks import choose_rank, learned
 from sglang_lazy.port.serving.shadow import shadow_of
 from sglang_lazy.port.serving.streams import announce, with_logprobs
-from sglang_lazy.serving.requests import check_request, layout_of, packed_layout
+from sglang_lazy.serving.requests import check_request, keep_apart, layout_of
 from sglang_lazy.serving.results import annotated
 from sglang_lazy.serving.shadow import shadowed
+from sglang_lazy.serving.threads import LARGE, finished, give_way, in_thread
 from sglang_lazy.serving.usage import usage_of
 
 
 async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
     """Around `TokenizerManager._tokenize_one_request`, which checks every request: announce refusals to streams, and
     keep the tokens of prompts with chunks and images."""
+    await give_way()
     try:
         with reading():
             return await tokenize(keeping_tokens(manager, obj), obj)
@@ -27,32 +28,40 @@ async def tokenize_request(tokenize: Callable, manager: Any, obj: Any) -> Any:
         raise
 
 
+async def tokenize_texts(tokenize: Callable, manager: Any, texts: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around `TokenizerManager._tokenize_texts`: tokenize long texts in a thread, unless SGLang does."""
+    if manager.async_dynamic_batch_tokenizer is not None or (size := _num_characters(texts)) < LARGE:
+        return await tokenize(manager, texts, *args, **kwargs)
+    return await in_thread(size, finished, tokenize(manager, texts, *args, **kwargs))
+
+
+def _num_characters(texts: Any) -> int:
+    return len(texts) if isinstance(texts, str) else sum(map(_num_characters, texts or ()))
+
+
 def prepare_request(manager: Any, obj: Any, input_ids: list[int] | None) -> None:
     """Before `TokenizerManager._validate_one_request`, which checks every request: refuse requests that would crash the
     scheduler, such as empty prompts, and check prompts with a layout.
 
-    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Prepends the
-    cache salt to the request's `extra_key`, as SGLang's OpenAI APIs do, so that it separates whole prompts, and chooses
-    the prompt's data-parallel rank.
+    Raises ValueError, answered with a 400, for these and for options that cannot be combined with chunks. Puts the
+    cache salt into the request's `extra_key`, so that it separates whole prompts, and chooses the prompt's
+    data-parallel rank.
     """
     if input_ids is not None and not len(input_ids) and obj.input_embeds is None:
         raise ValueError("the prompt is empty")
+    length = manager.num_reserved_tokens + (0 if input_ids is None else len(input_ids))
+    if length >= manager.context_len and not manager.allow_auto_truncate:
+        return  # refused next, whatever else may be wrong
     check_one(obj, manager.model_config.vocab_size)
-    packed = packed_layout(obj)
-    if packed is None or input_ids is None:
-        return
-    if obj.input_ids is None:
-        raise ValueError("a prompt layout needs the input_ids that it describes")
-    layout = PromptLayout.unpack(packed, len(input_ids))
-    if layout.cache_salt is not None:
-        obj.extra_key = layout.cache_salt + (obj.extra_key or "")
-    if not get_policy(layout.link).reuses:
+    layout = layout_of(obj)
+    if hasattr(obj, "extra_key"):
+        obj.extra_key = keep_apart(layout and layout.cache_salt, obj.extra_key)
+    if layout is None or input_ids is None or not get_policy(layout.link).reuses:
         return
     if not layout.chunks:
         raise ValueError("a prompt layout without chunks must have link full")
     check_request(obj, layout)
-    length = len(input_ids) + manager.num_reserved_tokens
-    if manager.allow_auto_truncate and length >= manager.context_len:
+    if length >= manager.context_len:
         raise ValueError(
             f"The input ({length} tokens) is longer than the model's context length ({manager.context_len} tokens), "
             "and a prompt with chunks is not truncated."

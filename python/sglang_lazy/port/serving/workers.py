@@ -30,6 +30,6 @@ def share(_result: Any, global_state: Any) -> None:
         os.environ[_ADDRESS] = server.address
     elif isinstance(manager, TokenizerWorker):
         kill_itself_when_parent_died()  # it would go on listening, and nobody would answer
-        connection = connect(os.environ[_ADDRESS])
-        known_chunks.replace(manager, Proxy(connection, "chunks"))
-        registration.replace(manager, Proxy(connection, "registrations"))
+        calls = connect(os.environ[_ADDRESS])
+        known_chunks.replace(manager, Proxy(calls, "chunks"))
+        registration.replace(manager, Proxy(calls, "registrations"))

@@ -1,0 +1,80 @@
+"""Uses of LoRA adapters, which must end before an adapter is unloaded.
+
+SGLang counts them: up when a request names an adapter, down when its last output is processed. It does not count down
+when a request is aborted in the queue, when its client leaves, or when a check refuses it; and it counts several
+samples of a prompt once, but each of their ends. After any of these, unloading waits for ever, and whoever names the
+adapter with it. Here nothing is counted: an adapter is in use while the state of a request has its id, and every way
+out of the tokenizer manager removes that state. What the scheduler still computes then, `port/scheduler/lora.py` waits
+for.
+
+With several tokenizer workers, each has a registry of its own: the others would go on sending the id of an adapter that
+one of them has unloaded, which ends the scheduler.
+
+Can go once SGLang's uses end with the states of requests, and its workers share one registry.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.managers.io_struct import LoRAUpdateOutput
+
+from sglang_lazy.port.hooks import Hook
+
+POLL = 0.02
+"""Seconds between two looks at the states of requests while an adapter waits to be unloaded."""
+
+
+def show_states(_result: Any, manager: Any) -> None:
+    """After `TokenizerManager.init_lora`: show the states of requests to the registry."""
+    manager.lora_registry.request_states = manager.rid_to_state
+
+
+async def acquire(_count: Callable, registry: Any, names: str | list[str | None]) -> str | None | list[str | None]:
+    """Around `LoRARegistry.acquire`: look ids up, without counting.
+
+    It must not let other tasks run: no adapter may be unloaded between the lookup and when the request has the id.
+
+    Raises ValueError for an adapter that was unloaded after SGLang had checked that it is loaded.
+    """
+    loaded = registry.get_all_adapters()
+
+    def id_of(name: str | None) -> str | None:
+        if name is not None and name not in loaded:
+            raise ValueError(f"LoRA adapter {name!r:.80} has just been unloaded")
+        return None if name is None else loaded[name].lora_id
+
+    return [*map(id_of, names)] if isinstance(names, list) else id_of(names)
+
+
+async def release(_count: Callable, _registry: Any, _lora_id: Any) -> None:
+    """Around `LoRARegistry.release`: nothing was counted."""
+
+
+async def wait_for_unload(forget: Callable, registry: Any, lora_id: str) -> None:
+    """Around `LoRARegistry.wait_for_unload`: wait until no request uses the adapter."""
+    while any(state.obj.lora_id == lora_id for state in registry.request_states.values()):
+        await asyncio.sleep(POLL)
+    await forget(registry, lora_id)
+
+
+async def refuse_with_workers(change: Callable, manager: Any, obj: Any, *args: Any) -> Any:
+    """Around calls that load or unload an adapter: refuse them with several tokenizer workers."""
+    if manager.server_args.tokenizer_worker_num == 1:
+        return await change(manager, obj, *args)
+    reason = "with several tokenizer workers, adapters cannot be loaded or unloaded: name them in --lora-paths"
+    return LoRAUpdateOutput(success=False, error_message=reason)
+
+
+_REGISTRY = "sglang.srt.lora.lora_registry.LoRARegistry"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
+HOOKS = (
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.init_lora", show_states, "AFTER"),
+    Hook(f"{_REGISTRY}.acquire", acquire, "AROUND"),
+    Hook(f"{_REGISTRY}.release", release, "AROUND"),
+    Hook(f"{_REGISTRY}.wait_for_unload", wait_for_unload, "AROUND"),
+    *(
+        Hook(f"{_CONTROL}.{change}", refuse_with_workers, "AROUND")
+        for change in ("load_lora_adapter", "load_lora_adapter_from_tensors", "unload_lora_adapter")
+    ),
+)

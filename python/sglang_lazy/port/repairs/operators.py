@@ -1,0 +1,202 @@
+"""Messages of operators, such as weight updates, which must not end the server.
+
+SGLang's scheduler ends with any error in their handlers: a weight update that cannot flush the cache, memory that is
+resumed but was not released, a recording that is not configured. Here the operator gets the error. What needs an idle
+scheduler waits for requests that are only ending, and is refused while others are there. A paused scheduler counts as
+idle if nothing has a row: waiting requests hold no KV that a flush could take from them, as SGLang documents of
+`retract`.
+
+Can go once SGLang answers errors of these messages and flushes a cache that is paused in retract mode.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from sglang.srt.constants import GPU_MEMORY_ALL_TYPES
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import (
+    BaseReq,
+    FlushCacheReqOutput,
+    UpdateWeightFromDiskReqOutput,
+    hook_custom_types,
+)
+from sglang.srt.managers.tokenizer_control_mixin import _COMMUNICATOR_SPECS
+from sglang.utils import TypeBasedDispatcher
+
+from sglang_lazy.core.state import is_internal
+from sglang_lazy.port.hooks import Hook
+
+_POSTPONED = "_sglang_lazy_postponed"
+"""Attribute of a scheduler with messages to handle again in a later step."""
+_logger = logging.getLogger(__name__)
+
+
+# mypy does not know that msgspec structs take class arguments.
+class OperationFailed(BaseReq, kw_only=True):  # type: ignore[call-arg]
+    """Answers a message whose handler has failed, in place of an `answer`, the name of a type."""
+
+    answer: str
+    reason: str
+
+
+hook_custom_types(OperationFailed)
+
+
+class OperationError(RuntimeError):
+    """An operator's message failed; its routes answer with a 400."""
+
+
+# In the scheduler
+
+
+def guard(_result: Any, scheduler: Any) -> None:
+    """After `Scheduler.init_request_dispatcher`: answer operators' messages with the errors of their handlers."""
+    answers = {spec[1] for spec in _COMMUNICATOR_SPECS} | {UpdateWeightFromDiskReqOutput}
+    answers.remove(FlushCacheReqOutput)  # a cache that is emptied in part would give wrong answers
+    handlers = scheduler._request_dispatcher._mapping
+    for message, handler in handlers.items():
+        name = message.__name__.removesuffix("Input")
+        answer = getattr(io_struct, f"{name}Output", None)
+        if answer is not None and answer in answers:
+            handlers[message] = _guarded(handler, answer.__name__)
+
+
+def _guarded(handler: Callable, answer: str) -> Callable:
+    def handle(message: Any) -> Any:
+        try:
+            return handler(message)
+        except OperationError as error:
+            return OperationFailed(answer=answer, reason=str(error))
+        except Exception as error:
+            _logger.exception("sglang-lazy: an operator's %s failed", type(message).__name__)
+            return OperationFailed(answer=answer, reason=f"{type(error).__name__}: {error}")
+
+    return handle
+
+
+def postpone(scheduler: Any, message: Any) -> None:
+    """Handle a message again in the next step. Its handler returns None, so that it is not answered yet."""
+    vars(scheduler).setdefault(_POSTPONED, []).append(message)
+
+
+def handle_postponed(_result: Any, scheduler: Any, _messages: list[Any]) -> None:
+    """After `Scheduler.process_input_requests`, once a step."""
+    for message in vars(scheduler).pop(_POSTPONED, ()):
+        output = scheduler._request_dispatcher(message)
+        if output is not None:
+            scheduler.ipc_channels.send_to_tokenizer.send_output(output, message)
+
+
+def when_idle(handler: Callable, updater: Any, message: Any) -> Any:
+    """Around handlers of `SchedulerWeightUpdaterManager` that SGLang lets fail unless the scheduler is idle.
+
+    Raises OperationError while it is not, unless its requests are only ending.
+    """
+    scheduler = updater.scheduler
+    if not getattr(message, "flush_cache", True) or scheduler.is_fully_idle():
+        return handler(updater, message)
+    paused, waiting = scheduler._engine_paused, scheduler.grammar_manager.grammar_queue
+    if not paused:
+        waiting = waiting or scheduler.waiting_queue
+    if waiting or any(paused or not _is_ending(scheduler, req) for req in requests_with_rows(scheduler)):
+        raise OperationError(
+            "the cache cannot be emptied while requests run or wait: abort them, or pause in retract mode"
+        )
+    if paused and scheduler.enable_hierarchical_cache:
+        scheduler.tree_cache.check_hicache_events()  # which otherwise batch formation does
+    postpone(scheduler, message)
+    return None
+
+
+def requests_with_rows(scheduler: Any) -> Iterator[Any]:
+    """The requests that are being computed."""
+    for batch in (scheduler.running_batch, scheduler.last_batch):
+        yield from () if batch is None else batch.reqs
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req
+
+
+def _is_ending(scheduler: Any, req: Any) -> bool:
+    """Whether nobody waits for a request any more, if no request waits for it."""
+    aborted = req.to_finish is not None or req is scheduler._pending_chunked_abort_req
+    return req.finished() or aborted or is_internal(req)
+
+
+@contextlib.contextmanager
+def pause_empties_queue(scheduler: Any) -> Iterator[None]:
+    """A context in which no request waits if the scheduler is paused."""
+    queue = scheduler.waiting_queue
+    if scheduler._engine_paused:
+        scheduler.waiting_queue = []
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue = queue
+
+
+def check_released(updater: Any, message: Any) -> None:
+    """Before `SchedulerWeightUpdaterManager.resume_memory_occupation`: only what was released can be resumed."""
+    tags = message.tags or GPU_MEMORY_ALL_TYPES
+    if lost := [tag for tag in tags if tag not in updater.offload_tags]:
+        raise OperationError(f"this memory was not released: {', '.join(lost)}")
+
+
+def check_held(updater: Any, message: Any) -> None:
+    """Before `SchedulerWeightUpdaterManager.release_memory_occupation`: only what is held can be released."""
+    tags = message.tags or GPU_MEMORY_ALL_TYPES
+    if unknown := [tag for tag in tags if tag not in GPU_MEMORY_ALL_TYPES]:
+        raise OperationError(f"unknown tags: {', '.join(unknown)}; known are {', '.join(GPU_MEMORY_ALL_TYPES)}")
+    if lost := [tag for tag in tags if tag in updater.offload_tags]:
+        raise OperationError(f"this memory was released before: {', '.join(lost)}")
+
+
+# In the HTTP process
+
+
+def init_communicators(_result: Any, manager: Any, _server_args: Any) -> None:
+    """After `TokenizerControlMixin.init_communicators`: pass failures to whoever waits for the answer."""
+    waiting = {spec[1].__name__: f"{spec[0]}_communicator" for spec in _COMMUNICATOR_SPECS}
+
+    def fail(failure: OperationFailed) -> None:
+        if failure.answer in waiting:
+            getattr(manager, waiting[failure.answer]).handle_recv(failure)
+        else:
+            output = UpdateWeightFromDiskReqOutput(success=False, message=failure.reason, num_paused_requests=0)
+            manager._handle_update_weights_from_disk_req_output(output)
+
+    manager._result_dispatcher += TypeBasedDispatcher([(OperationFailed, fail)])
+
+
+async def call(send: Callable, communicator: Any, message: Any) -> list[Any]:
+    """Around `FanOutCommunicator.__call__`: raise OperationError if a scheduler answers with a failure."""
+    results = await send(communicator, message)
+    for result in results:
+        if isinstance(result, OperationFailed):
+            raise OperationError(result.reason)
+    return results
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_NEED_IDLE = (
+    "release_memory_occupation",
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_ipc",
+    "update_weights_from_tensor",
+)
+HOOKS = (
+    Hook(f"{_SCHEDULER}.init_request_dispatcher", guard, "AFTER"),
+    Hook(f"{_SCHEDULER}.process_input_requests", handle_postponed, "AFTER"),
+    *(Hook(f"{_UPDATER}.{name}", when_idle, "AROUND") for name in _NEED_IDLE),
+    Hook(f"{_UPDATER}.release_memory_occupation", check_held, "BEFORE"),
+    Hook(f"{_UPDATER}.resume_memory_occupation", check_released, "BEFORE"),
+    Hook(
+        "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin.init_communicators",
+        init_communicators,
+        "AFTER",
+    ),
+    Hook("sglang.srt.managers.communicator.FanOutCommunicator.__call__", call, "AROUND"),
+)

@@ -1,0 +1,38 @@
+"""Hooks for internal requests, the fills and probes: they decode nothing, and end when nobody waits for them."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang_lazy.core.state import is_internal
+from sglang_lazy.port.hooks import Hook
+from sglang_lazy.port.scheduler.steps import admission_of
+
+
+def get_next_batch_to_run(original: Callable, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
+    """Around `Scheduler.get_next_batch_to_run`: remove internal requests from the last batch before it is merged into
+    the running one, and abort the one in chunked prefill if nobody waits for it any more. No other can be aborted: its
+    last piece is under way."""
+    was_prefill = last_batch is not None and last_batch.forward_mode.is_extend()
+    if was_prefill and (internal := [req for req in last_batch.reqs if is_internal(req)]):
+        last_batch.filter_batch(chunked_req_to_exclude=internal)
+        running_batch.batch_is_full = False
+    if (admission := admission_of(scheduler)) is not None:
+        if admission.is_abandoned(scheduler.chunked_req):
+            scheduler._pending_chunked_abort_req = scheduler.chunked_req
+            scheduler.process_pending_chunked_abort()
+        admission.make_room_to_go_on(running_batch)
+    return original(scheduler, running_batch, last_batch)
+
+
+def handle_abort_req(original: Callable, manager: Any, message: Any) -> None:
+    """Around `TokenizerManager._handle_abort_req`: SGLang reports an aborted request to its client, which internal ones
+    do not have."""
+    if not message.rid.startswith("\0"):
+        original(manager, message)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    Hook(f"{_SCHEDULER}.get_next_batch_to_run", get_next_batch_to_run, "AROUND"),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager._handle_abort_req", handle_abort_req, "AROUND"),
+)

@@ -1,0 +1,37 @@
+"""Bodies of requests as clients sent them, before SGLang drops what it does not know."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from pydantic import BaseModel
+from sglang.srt.entrypoints import http_server
+
+from sglang_lazy.port.serving.server_fields import refuse_server_fields
+from sglang_lazy.serving.fields import check_fields
+
+
+async def check_body(request: Request, kind: type) -> None:
+    """Raise ValueError for a field that is the server's, or one of ours that the route would ignore.
+
+    kind: the class of the route's bodies.
+    """
+    body = await request.json()  # read already, and kept
+    if not isinstance(body, Mapping):
+        return
+    check_fields(body, _fields_of(kind))
+    for fields in (body, body.get("parameters")):  # as Vertex AI calls those of `/generate`
+        if isinstance(fields, Mapping):
+            refuse_server_fields(fields, http_server.get_global_state().tokenizer_manager.server_args)
+
+
+@functools.cache
+def _fields_of(kind: Any) -> frozenset[str]:
+    if issubclass(kind, BaseModel):
+        return frozenset(kind.model_fields)
+    if issubclass(kind, msgspec.Struct):
+        return frozenset(kind.__struct_fields__)
+    return frozenset(field.name for field in dataclasses.fields(kind))

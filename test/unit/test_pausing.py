@@ -1,0 +1,136 @@
+"""A scheduler that is paused with requests in its queue, and emptied."""
+
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.managers.io_struct import ExpertDistributionReq, FlushCacheReqInput, TokenizedGenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, retract_all
+from sglang.srt.runtime_context import get_server_args
+
+from fakes.loop import QUESTION, A, B, C, Loop
+from sglang_lazy.port.repairs import operators
+from sglang_lazy.port.scheduler import steps as hooks
+
+pytestmark = pytest.mark.usefixtures("sglang_context")
+
+
+class Pausing(Loop):
+    """Requests may be retracted, the cache flushed, the weights updated."""
+
+    def pause(self) -> None:
+        """As `Scheduler.pause_generation` in retract mode."""
+        self._engine_paused = True
+        while self.results:
+            self.process_result(*self.results.pop(0))
+        last = [] if self.last_batch is None or not self.last_batch.forward_mode.is_extend() else self.last_batch.reqs
+        reqs = dict.fromkeys([*self.running_batch.reqs, *last, *([self.chunked_req] if self.chunked_req else [])])
+        reqs = [req for req in reqs if not req.finished()]
+        retract_all(
+            reqs=reqs,
+            server_args=get_server_args(),
+            req_to_token_pool=self.pools.rows,
+            token_to_kv_pool_allocator=self.pools.slots,
+            tree_cache=self.tree_cache,
+            hisparse_coordinator=None,
+        )
+        self.running_batch.reqs, self.last_batch, self.chunked_req = [], None, None
+        for req in reqs:
+            self._add_request_to_queue(req)
+
+    def flush(self) -> bool:
+        def flush(scheduler):
+            assert scheduler.is_fully_idle()
+            scheduler.pools.flush()
+            return True
+
+        return hooks.flush_cache(flush, self)
+
+    def update(self, **fields):
+        """The answer to a weight update; None if it is postponed."""
+
+        def load(_updater, message):
+            self.updated = not message.flush_cache or self.flush()
+            return "updated"
+
+        updater = SimpleNamespace(scheduler=self)
+        self._request_dispatcher = lambda message: operators.when_idle(load, updater, message)
+        return self._request_dispatcher(SimpleNamespace(**{"flush_cache": True, **fields}))
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["in turn", "overlap"])
+@pytest.mark.parametrize("link", ["block", "query:ratio=0.4", "blend:ratio=0.4", "copy", "base"])
+@pytest.mark.parametrize("num_steps", range(6))
+def test_a_cache_is_flushed_under_retracted_requests(overlap, link, num_steps):
+    """Whatever they were at; they compute everything anew, and nobody reads what was flushed: the pools check it."""
+    loop = Pausing(pool_size=200, overlap=overlap, link=link, chunked_prefill_size=6)
+    loop.warm(A, C)
+    reqs = [loop.submit([A, chunk, QUESTION], f"{i}", max_new_tokens=4) for i, chunk in enumerate((B, C, B))]
+    for _ in range(num_steps):
+        loop.step()
+    loop.pause()
+    assert loop.update() == "updated" and loop.updated
+    assert set(loop.waiting_queue) == {req for req in reqs if not req.finished()}
+    loop.pools.check(loop.admission.holders)
+    assert loop.admission.holders == [] and loop.tree_cache.num_locks == 0
+    loop._engine_paused = False
+    loop.run()
+    assert all(len(req.output_ids) == 4 for req in reqs)
+
+
+def test_paused_rows_keep_the_cache():
+    loop = Pausing()
+    loop.submit([A, QUESTION], "r")
+    loop.step()
+    loop._engine_paused = True
+    with pytest.raises(operators.OperationError, match="run or wait"):
+        loop.update()
+    assert loop.update(flush_cache=False) == "updated"
+
+
+def test_an_update_waits_for_requests_that_are_ending():
+    """A client that has its answer, or has left, knows of no further step."""
+    loop = Pausing(overlap=True)
+    req = loop.submit([A, QUESTION], "r", max_new_tokens=50)
+    for _ in range(4):
+        loop.step()
+    with pytest.raises(operators.OperationError, match="run or wait"):
+        loop.update()
+    req.to_finish = FINISH_ABORT()
+    loop.updated = False
+    assert loop.update() is None
+    loop.ipc_channels = SimpleNamespace(send_to_tokenizer=SimpleNamespace(send_output=lambda *_: None))
+    loop.run()
+    loop.step()
+    assert loop.updated
+
+
+def test_waiting_requests_forbid_an_update_unless_the_scheduler_is_paused():
+    loop = Pausing()
+    loop.submit([A, QUESTION], "r")
+    with pytest.raises(operators.OperationError, match="run or wait"):
+        loop.update()
+
+
+@pytest.mark.parametrize("check", [operators.check_held, operators.check_released])
+def test_memory_is_released_and_resumed_in_turn(check):
+    held = check is operators.check_held
+    updater = SimpleNamespace(offload_tags={"weights"})
+    check(updater, SimpleNamespace(tags=["kv_cache" if held else "weights"]))
+    for tags in (["weights" if held else "kv_cache"], None):
+        with pytest.raises(operators.OperationError, match="was"):
+            check(updater, SimpleNamespace(tags=tags))
+
+
+def test_errors_of_operators_are_answers():
+    scheduler = SimpleNamespace(_request_dispatcher=SimpleNamespace(_mapping={}))
+
+    def fail(_message):
+        raise KeyError("nothing")
+
+    handlers = scheduler._request_dispatcher._mapping
+    handlers |= dict.fromkeys((ExpertDistributionReq, FlushCacheReqInput, TokenizedGenerateReqInput), fail)
+    operators.guard(None, scheduler)
+    answer = handlers[ExpertDistributionReq](None)
+    assert (answer.answer, answer.reason) == ("ExpertDistributionReqOutput", "KeyError: 'nothing'")
+    for other in (FlushCacheReqInput, TokenizedGenerateReqInput):
+        assert handlers[other] is fail
