@@ -65,9 +65,10 @@ class Engine(ChunkMethods, engine.Engine):
     ) -> tuple[tuple, dict[str, Any]]:
         """Arguments of `sgl.Engine.generate` for the prompt made of `segments`, or of text with separators."""
         stock, kwargs = (args, kwargs), {**dict(zip(("prompt", "sampling_params"), args, strict=False)), **kwargs}
-        limit = chunk_limit(link, self.tokenizer_manager.context_len)
         if segments is None:
             _refuse_segments(kwargs.get("prompt"))
+        limit = chunk_limit(link, self.tokenizer_manager.context_len)
+        if segments is None:
             segments = segments_in(kwargs.get("prompt"), None, limit)
             if segments is None:
                 refuse_without_segments(cache_salt, None if chosen_separator(None) else link)
