@@ -24,6 +24,10 @@ def activate(config: LazyConfig) -> None:
     config.to_env()
     install()
 
+    from sglang_lazy.port.watchdog import start_resource_tracker
+
+    start_resource_tracker()
+
 
 def load() -> None:
     """Install the plugin if it is active; SGLang calls this entry point in each of its processes."""
