@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 PIECE_BYTES = 32 << 20
 """The most bytes of keys and values in one object, unless a single token has more."""
-NUM_READERS, NUM_WRITERS = 8, 2
-"""Threads. Prompts wait for reads; nobody waits for writes, and more writers would slow down passes beside them."""
+NUM_READERS, NUM_WRITERS = 8, 4
+"""Threads. Prompts wait for reads. Nobody waits for writes, which take cores and memory bandwidth from passes."""
 _HEADER = struct.Struct("<8s32sII16s")
 _MAGIC = b"lazy-kv1"
 
