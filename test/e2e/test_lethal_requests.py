@@ -129,14 +129,19 @@ def session(name: str, value: Any, opened: str) -> Iterator[Sent]:
 
 
 def wrong_types(number: int, opened: str) -> Iterator[Sent]:
+    """The two that ended servers, and every field. A round takes half of the routes of each field."""
+
+    def half(of_all_routes: Iterator[Sent]) -> Iterator[Sent]:
+        return itertools.islice(of_all_routes, number % 2, None, 2)
+
     yield from sampling("max_new_tokens", 16.0)
     yield from sampling("skip_special_tokens", 0)
     values = itertools.cycle(WRONG[number % len(WRONG) :] + WRONG[: number % len(WRONG)])
     for one in msgspec.structs.fields(SamplingParams):
-        yield from sampling(one.name, next(values))
+        yield from half(sampling(one.name, next(values)))
     for one in dataclasses.fields(GenerateReqInput):
         if one.name not in ("text", "stream", "sampling_params"):
-            yield from field(one.name, next(values))
+            yield from half(field(one.name, next(values)))
     for value in WRONG:  # Vertex AI's prompts, of which SGLang checks no type
         for name in ("text", "input_ids", "input_embeds", "image_data"):
             yield Sent("/vertex_generate", {"instances": [{"text": "Who?", name: value}]}, refused=False)

@@ -241,6 +241,34 @@ def test_a_stream_with_logprobs_whose_grammar_is_refused(server, path, body):
     assert event["error"]["code"] == 400 and "grammar" in event["error"]["message"].lower(), answer.text
 
 
+NUMBERS = {"max_new_tokens": 4.0, "temperature": 0, "skip_special_tokens": 0, "ignore_eos": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/generate", {"text": "Who?", "sampling_params": NUMBERS, "top_logprobs_num": 0.0}),
+        ("/generate", {"segments": [text("Read: "), chunk(RIVER)], "sampling_params": NUMBERS}),
+        ("/generate", {"text": ["Who?", "Where?"], "sampling_params": [NUMBERS, NUMBERS]}),
+        (
+            "/vertex_generate",
+            {"instances": [{"text": "Who?"}], "parameters": {"sampling_params": NUMBERS, "stream": 0}},
+        ),
+        ("/v1/completions", {**COMPLETION, "max_tokens": 4.0, "skip_special_tokens": 0, "ignore_eos": 1}),
+    ],
+)
+def test_numbers_of_another_type_are_converted(server, path, body):
+    answer = requests.post(server + path, json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    answer = answer.json()
+    for one in answer if isinstance(answer, list) else [answer]:
+        counts = [
+            one.get("eval_count"),
+            *(one.get(place, {}).get("completion_tokens") for place in ("usage", "meta_info")),
+        ]
+        assert 4 in counts
+
+
 @pytest.mark.parametrize("fields", [{"sampling_params": {"n": "x"}}, {"rid": {}}, {"rid": "mine"}])
 def test_a_stream_that_was_refused_aborts_nobody_and_keeps_its_connection(server, fields):
     """Two seconds after a stream, SGLang aborts its id. Here it is that of a longer request, before and after it."""
