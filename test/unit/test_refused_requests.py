@@ -1,7 +1,7 @@
 """Requests with chunks that cannot be served: each gets a 400, and nothing else happens."""
 
-import types
 import re
+import types
 from http import HTTPStatus
 
 import pytest
