@@ -110,6 +110,17 @@ def others_installed() -> bool:
     return not packages <= {"sglang_lazy", "smg_grpc_servicer"}  # SGLang requires the latter
 
 
+def check_policy(link: str) -> None:
+    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
+    from sglang_lazy.policies import get_policy  # imports PyTorch
+
+    try:
+        get_policy(link)
+    except ValueError:
+        if not others_installed():
+            raise
+
+
 def check_version() -> None:
     """Raise RuntimeError unless the installed SGLang is the version that the hooks were written for."""
     installed = importlib.metadata.version("sglang")

@@ -14,7 +14,7 @@ from sglang_lazy.core.prompt import LinkedPrompt, Ranges
 from sglang_lazy.core.refusal import Refusal, reason_of
 from sglang_lazy.core.segments import LAYOUT_PARAM, ChunkLimit, PromptLayout
 from sglang_lazy.core.state import LinkedRequest, Probe, Undecided, as_linked, lazy_state, unused_hits
-from sglang_lazy.policies import get_policy
+from sglang_lazy.policies import policy_elsewhere
 from sglang_lazy.scheduler.choices import Choices
 from sglang_lazy.scheduler.images import images_of
 from sglang_lazy.scheduler.producer import NewRequest
@@ -69,7 +69,7 @@ class Arrival:
         layout = requested_layout(req)
         if layout is None:
             return None
-        policy = get_policy(layout.link)
+        policy = policy_elsewhere(layout.link)
         if not policy.reuses or not layout.chunks:
             return None
         if reason := refusal(policy, self.limits.traits):

@@ -65,7 +65,7 @@ class StoredHiRadixCache(LazyHiRadixCache):
         """
         self._backend, self._identity, self.report = backend, identity, report
         self.objects = self.objects_class(backend, self.token_to_kv_pool_host)
-        self._identified = {}
+        self._identified.clear()
         self.identify()
 
     def identify(self) -> None:

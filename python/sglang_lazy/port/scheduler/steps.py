@@ -15,7 +15,7 @@ from sglang_lazy.core.model import MAX_PREAMBLE_LEN
 from sglang_lazy.core.policy import ServerTraits
 from sglang_lazy.core.segments import LAYOUT_PARAM
 from sglang_lazy.core.state import LinkedRequest, fill_of, is_ahead, is_internal, lazy_state, linked, unused_hits
-from sglang_lazy.policies import get_policy
+from sglang_lazy.policies import get_policy, policy_elsewhere
 from sglang_lazy.port.cache.radix import LazyRadixCache
 from sglang_lazy.port.hooks import Hook
 from sglang_lazy.port.model.comb import new_encoder
@@ -38,6 +38,7 @@ def attach_admission(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) 
     if isinstance(scheduler.tree_cache, LazyRadixCache):
         config = LazyConfig.current()
         preamble = neutral_preamble(config.preamble, scheduler.tokenizer)
+        check_default_preamble(config.default_link, preamble, scheduler.model_config.context_len)
         runner = scheduler.tp_worker.model_runner
         scheduler.tree_cache.admission = new_admission(
             scheduler,
@@ -101,6 +102,15 @@ def neutral_preamble(text: str, tokenizer: Any) -> array:
     return tokens
 
 
+def check_default_preamble(link: str, preamble: array, context_len: int) -> None:
+    """Raise ValueError if no prompt could be served under the default policy `link` after this preamble."""
+    if get_policy(link).preamble == "neutral" and not 0 < len(preamble) < context_len:
+        raise ValueError(
+            f"--lazy-default-link {link}: --lazy-preamble has {len(preamble)} tokens, and a chunk after it would have "
+            f"to fit into {context_len} positions"
+        )
+
+
 def internal_requests(scheduler: Any) -> NewRequest:
     """A function that makes the requests of fills and probes."""
     params = SamplingParams(max_new_tokens=0, temperature=0)
@@ -161,7 +171,7 @@ def _refuse_chunks(req: Req) -> None:
         return
     try:
         layout = requested_layout(req)
-        if layout is not None and get_policy(layout.link).reuses:
+        if layout is not None and policy_elsewhere(layout.link).reuses:
             raise ValueError("this server runs without chunk reuse: it takes chunks only with link full")
     except ValueError as error:
         req.set_finish_with_abort(str(error))
