@@ -1,18 +1,39 @@
 """Errors of pydantic's, told by the one that matters: where it is and what is wrong, in a line."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
 _ALTERNATIVE = re.compile(r"[A-Z]\w*|.*[\[(].*|str|int|float|bool|bytes|dict|list|nullable|none")
 """Parts of a location that name an alternative of a union, not a field."""
-_PROMPTS = (("text",), ("prompt",))
 _TAGS = ("type", "role")
 """Fields that say which alternative is meant."""
+_PLACES = ("query", "path", "header", "cookie")
 _SHOULD = "Input should be "
-_MAX_LENGTH = 500
+_MOST, _MAX_LENGTH = 500, 500
+"""How many errors are looked at, and how many characters are told."""
+
+
+class _Error(NamedTuple):
+    """path: fields and indices of its location. alternatives: those of unions in it. told: as pydantic has it."""
+
+    path: tuple[str | int, ...]
+    alternatives: tuple[str, ...]
+    told: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> "_Error":
+        path: list[str | int] = []
+        alternatives: list[str] = []
+        for part in told.get("loc") or ():
+            if isinstance(part, str) and _ALTERNATIVE.fullmatch(part):
+                alternatives.append(part)
+            else:
+                path.append(part)
+        return cls(tuple(path), tuple(alternatives), told)
 
 
 def told(error: ValueError) -> str:
@@ -21,58 +42,43 @@ def told(error: ValueError) -> str:
 
 
 def the_one(errors: Sequence[Mapping[str, Any]]) -> str:
-    """The message for the one of pydantic's `errors` that matters.
+    """The message for the one of pydantic's `errors`, at least one, that matters.
 
     Where there are alternatives, each has errors. The one that was meant fits best: its errors are deepest and, of
-    those equally deep, not in an alternative of another `type` or `role`.
+    those equally deep, not in an alternative of another `type` or `role`, and few.
     """
-    others = {_split(one)[1] for one in errors if _path(one)[-1:] and _path(one)[-1] in _TAGS}
+    found = [_Error.of(one) for one in errors[:_MOST]]
+    counts = Counter(one.alternatives for one in found)
+    others = {one.alternatives for one in found if one.path and one.path[-1] in _TAGS}
 
-    def rank(one: Mapping[str, Any]) -> tuple[int, int]:
-        path, alternatives = _split(one)
-        return -len(path), sum(alternatives[:end] in others for end in range(1, len(alternatives) + 1))
+    def rank(one: _Error) -> tuple[int, int, int]:
+        ends = range(1, len(one.alternatives) + 1)
+        return -len(one.path), sum(one.alternatives[:end] in others for end in ends), counts[one.alternatives]
 
-    best = min(errors, key=rank)
-    same = [one for one in errors if _path(one) == _path(best) and rank(one) == rank(best)]
-    where, what = _where(best), _what(same)
-    return f"{where}: {what}"[:_MAX_LENGTH] if where else what[:_MAX_LENGTH]
-
-
-def _split(error: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The fields and indices in an error's location, and the alternatives in it."""
-    location = tuple(error.get("loc") or ())
-    path = tuple(part for part in location if isinstance(part, int) or not _ALTERNATIVE.fullmatch(part))
-    return path, tuple(part for part in location if part not in path)
+    ranks = [rank(one) for one in found]
+    best = min(ranks)
+    first = found[ranks.index(best)]
+    same = [one.told for one, its in zip(found, ranks, strict=True) if its == best and one.path == first.path]
+    return ": ".join(filter(None, _place_and_fault(first.path, same)))[:_MAX_LENGTH]
 
 
-def _path(error: Mapping[str, Any]) -> tuple[Any, ...]:
-    return _split(error)[0]
-
-
-def _where(error: Mapping[str, Any]) -> str:
-    path = list(_path(error))
-    if error.get("type") == "json_invalid":
-        return "the body is not JSON"
-    if path and path[0] in ("query", "path", "header", "cookie"):
-        return f"{path[0]} {path[-1]}"
-    if path[:1] == ["body"]:
-        del path[0]
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
-
-
-def _what(errors: Sequence[Mapping[str, Any]]) -> str:
-    """What is wrong in one place, and what is there unless it is long."""
-    if errors[0].get("type") == "json_invalid":
-        return str((errors[0].get("ctx") or {}).get("error", errors[0]["msg"]))
+def _place_and_fault(path: Sequence[str | int], errors: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+    """Where the errors of one place are, and what is wrong there, with what is there unless it is long."""
+    first = errors[0]
+    if first.get("type") == "json_invalid":
+        return "the body is not JSON", str((first.get("ctx") or {}).get("error", first["msg"]))
+    inside = path[1:] if path[:1] == ("body",) else path
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in inside).removeprefix(".")
+    if path and path[0] in _PLACES:
+        where = f"{path[0]} {path[-1]}"
+    value = first.get("input")
+    if isinstance(value, Mapping) and value.get("type") == "chunk" and inside[:1] in (("text",), ("prompt",)):
+        return where, "a prompt with chunks is given as `segments`"
     messages = list(dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in errors))
-    expected = [message.removeprefix(_SHOULD) for message in messages if message.startswith(_SHOULD)]
-    if any("an instance of" in message for message in expected):
-        expected = ["an object"]
-    reasons = [message for message in messages if not message.startswith(_SHOULD)]
-    if expected:
-        reasons.append(_SHOULD + " or ".join(expected))
-    value = errors[0].get("input")
-    if isinstance(value, Mapping) and value.get("type") == "chunk" and _path(errors[0])[1:2] in _PROMPTS:
-        return "a prompt with chunks is given as `segments`"
-    short = isinstance(value, str | int | float) and len(repr(value)) <= 50 and errors[0].get("type") != "missing"
-    return "; ".join(reasons) + (f", got {value!r}" if short and expected else "")
+    faults = [message for message in messages if not message.startswith(_SHOULD)]
+    if expected := [message.removeprefix(_SHOULD) for message in messages if message.startswith(_SHOULD)]:
+        if any("instance of" in message for message in expected):  # of a class that clients do not know
+            expected = ["an object"]
+        short = isinstance(value, str | int | float) and len(repr(value)) <= 50
+        faults.append(_SHOULD + " or ".join(expected) + (f", got {value!r}" if short else ""))
+    return where, "; ".join(faults)
