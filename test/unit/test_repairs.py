@@ -1,17 +1,20 @@
 """Repairs of SGLang's own faults, on its own classes."""
 
+import inspect
 import io
 import logging
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.disaggregation.utils import DisaggregationMode
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.managers.scheduler_components.output_streamer import _GenerationStreamAccumulator
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from fakes.loop import QUESTION
 from fakes.requests import new_request
 from sglang_lazy.port.repairs import logs, sent_logprobs
+from sglang_lazy.port.scheduler import memory
 
 
 def reported(req):
@@ -58,3 +61,19 @@ def test_clients_cannot_forge_log_lines(monkeypatch):
     lines = stream.getvalue().splitlines()
     assert sum(line.startswith("[") for line in lines) == len(line_breaks)
     assert "\x1b" not in stream.getvalue() and "\\x1b" in stream.getvalue()
+
+
+@pytest.mark.usefixtures("sglang_context")
+def test_a_full_queue_takes_retracted_requests_back():
+    scheduler = Scheduler.__new__(Scheduler)
+    sent = []
+    scheduler.max_queued_requests, scheduler.waiting_queue, scheduler.enable_priority_scheduling = 0, [], False
+    scheduler.ipc_channels = SimpleNamespace(
+        send_to_tokenizer=SimpleNamespace(send_output=lambda *args: sent.append(args))
+    )
+    req = new_request([QUESTION], rid="r")
+    for is_retracted in (False, True):
+        req.retracted_stain = is_retracted
+        limit = inspect.unwrap(Scheduler._abort_on_queued_limit)
+        assert memory.abort_on_queued_limit(limit, scheduler, req) is not is_retracted
+    assert len(sent) == 1
