@@ -71,15 +71,28 @@ def test_the_page_asks_for_the_key(url, browser):
         page.get_by_role("button", name="Open"),
         page.locator("#numbers"),
     )
+    refused_key = page.get_by_text("The server refused that key.")
+    secret.fill("schlüssel")  # which no header can carry
+    expect(refused_key).to_be_hidden()
+    open_it.click()
+    expect(refused_key).to_be_visible()
     for wrong in ("other", "key"):
         secret.fill(wrong)
         with page.expect_response("**/lazy/survey?*") as refused:
             open_it.click()
         assert refused.value.status == 401
         expect(numbers).to_be_hidden()
+        expect(refused_key).to_be_visible()
         assert used["id"] not in page.content()
+    page.goto(f"{url}/lazy#{used['id']}/tenant")
+    page.reload()
+    expect(secret).to_be_visible()
+    expect(refused_key).to_be_hidden()
     secret.fill("admin")
     open_it.click()
+    expect(page.locator("#chunk-id")).to_have_text(used["id"])  # the address waited for the key
+    expect(page.locator("#facts")).to_contain_text("tenant")
+    page.keyboard.press("Escape")
     expect(numbers).to_be_visible()
     expect(secret).to_be_hidden()
     expect(page.locator("#n-chunks")).to_have_text("0")

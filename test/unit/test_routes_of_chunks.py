@@ -45,7 +45,7 @@ def asked(monkeypatch):
         return [{"chunks": [{"id": ID, "adapter": None}], "places": [(1.0, 1)], "total": 1, "next": None}]
 
     monkeypatch.setattr(chunk_calls, "ask", ask)
-    args = types.SimpleNamespace(admin_api_key=None)
+    args = types.SimpleNamespace(admin_api_key=None, tokenizer_worker_num=1)
     manager = types.SimpleNamespace(server_args=args, lora_registry=LoRARegistry(None))
     monkeypatch.setattr(chunk_routes, "_manager", lambda: manager)
     return asked
@@ -252,3 +252,13 @@ def test_deletions_are_sent_in_shares(monkeypatch):
     first = [ids[i] for i in (0, chunk_calls.MAX_DELETED, 2 * chunk_calls.MAX_DELETED)]
     assert [one["id"] for one in answer["skipped"]] == first and answer["requested"] == len(ids)
     assert [one["id"] for one in answer["affected"]] == [name for name in ids if name not in first]
+
+
+def test_a_registration_without_room_may_be_sent_again(asked, monkeypatch):
+    async def busy(*_args):
+        raise registration.Busy("no room")
+
+    monkeypatch.setattr(chunk_calls, "register_chunks", busy)
+    answer = client().post("/chunks", json={"chunks": ["x"]})
+    assert answer.status_code == 429 and int(answer.headers["Retry-After"]) == registration.RETRY_S
+    assert answer.json()["message"] == "no room" and answer.json()["code"] == 429

@@ -149,6 +149,40 @@ CASES = {
 }
 
 
+PART = {"role": "user", "content": [{"type": "chonk", "text": "x"}]}
+TOLD = {
+    "chat, a part of no type": ("/v1/chat/completions", {**CHAT, "messages": [PART]}, "messages[0].content[0].type: "),
+    "chat, no content": ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user"}]}, "messages[0].content: "),
+    "chat, a number": ("/v1/chat/completions", {**CHAT, "messages": [{**USER, "content": 3}]}, "messages[0].content: "),
+    "responses, a part of no type": ("/v1/responses", {**RESPONSE, "input": [PART]}, "messages[0].content[0].type: "),
+    "responses, a number": ("/v1/responses", {**RESPONSE, "input": 3}, "input: Input should be a valid string or"),
+    "messages, a number": ("/v1/messages", {**CHAT, "max_tokens": "x"}, "max_tokens: Input should be a valid integer"),
+    "messages, a part of no type": ("/v1/messages", {**CHAT, "messages": [PART]}, "messages[0].content[0]: Input tag"),
+    "completions, a text": ("/v1/completions", {**COMPLETION, "max_tokens": "x"}, "max_tokens: Input should be a"),
+    "completions, segments": ("/v1/completions", {**COMPLETION, "prompt": [chunk("x")]}, "given as `segments`"),
+    "generate, a list": ("/generate", [3], "Input should be an object"),
+    "generate, segments": ("/generate", {"text": ["x", chunk("x")]}, "text[1]: a prompt with chunks is given as"),
+    "tokenize, a number": (
+        "/tokenize",
+        {"model": "m", "prompt": 3},
+        "prompt: Input should be a valid string or a valid",
+    ),
+    "no JSON": ("/generate", None, "the body is not JSON: unexpected end of data"),
+}
+
+
+@pytest.mark.parametrize("case", TOLD)
+def test_the_error_that_matters_is_told(server, case):
+    """In a line, without the other alternatives of a union, the server's paths, or the whole body."""
+    path, body, reason = TOLD[case]
+    how = {"json": body} if body is not None else {"data": "{", "headers": {"Content-Type": "application/json"}}
+    response = requests.post(server + path, timeout=60, **how)
+    told = response.json()
+    message = told.get("error", told)["message"]
+    assert response.status_code == 400 and reason in message, message
+    assert len(message) < 250 and not any(part in message for part in ("\n", ".py", "pydantic", "loc", "None")), message
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_refused_with_a_reason(server, case):
     path, body, reason = CASES[case]
