@@ -16,6 +16,8 @@ from sglang.srt.lora.lora_registry import LoRARegistry
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_lazy.core.keys import Namespace, tenant_key
+from sglang_lazy.port.hooks import apply
+from sglang_lazy.port.repairs import auth
 from sglang_lazy.port.serving import chunk_calls, chunk_routes, page
 from sglang_lazy.serving import chunk_lists, registration
 from sglang_lazy.serving.tokenization import concatenate
@@ -53,6 +55,7 @@ def client(**keys):
     app = fastapi.FastAPI()
     chunk_routes.add_routes(app)
     page.add_route(app)
+    apply(auth.HOOKS)
     if keys:  # SGLang adds its middleware only if a key is set
         keys = {"api_key": None, "admin_api_key": None, **keys}
         add_api_key_middleware(app, **keys)
@@ -81,13 +84,13 @@ def test_every_route_needs_the_cache_managers_key():
 )
 def test_which_key_opens_them(asked, keys, allowed):
     http = client(**keys)
-    for key in (None, "key", "admin", "other"):
-        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    for key in (None, "key", "admin", "other", "k\xe9y"):
+        headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
         expected = 200 if key in allowed or not keys else 401
         for path in (*DATA, "/lazy"):
             answer = http.get(path, headers=headers)
             assert answer.status_code == expected and (expected == 200 or ID not in answer.text)
-    assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (4 if not keys else len(allowed))
+    assert [verb for verb, _ in asked if verb != "survey"] == ["page", "get"] * (5 if not keys else len(allowed))
 
 
 def test_only_the_page_asks_for_a_missing_key():

@@ -16,7 +16,7 @@ from sglang_lazy.chunks.reports import state_of
 from sglang_lazy.chunks.tree import ChunkState, Inserted, Node, Tree
 from sglang_lazy.core.device import to_device
 from sglang_lazy.core.keys import ChunkKey, of_chunks
-from sglang_lazy.core.prompt import ChunkSlice
+from sglang_lazy.core.prompt import ChunkSlice, LinkedPrompt
 from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.state import ChunkNodes
 
@@ -166,17 +166,24 @@ class ChunkStore:
 
     # Reports
 
-    def count_use(self, chunks: Sequence[ChunkSlice], reused: Sequence[bool]) -> None:
-        """Count a prompt that begins to run.  reused: per chunk, whether the prompt found it cached."""
+    def count_use(self, prompt: LinkedPrompt, reused: Sequence[bool], unused_hits: int) -> None:
+        """Count a prompt that begins to run.
+
+        reused: per slice, whether the prompt found it cached.  unused_hits: a bit mask of the unkept chunks found, too.
+        """
         now, num_tokens = time.time(), 0
-        for chunk, hit in zip(chunks, reused, strict=True):
+        for chunk, hit in zip(prompt.chunks, reused, strict=True):
             cached = self._cached.get(chunk.key)
             if cached is not None:
                 cached.hits += hit
                 cached.last_use = now
             num_tokens += chunk.num_kept if hit else 0
-        self.counts.num_references += len(chunks)
-        self.counts.num_hits += sum(reused)
+        for chunk in prompt.unkept:
+            if (cached := self._cached.get(chunk.key)) is not None:
+                cached.hits += unused_hits >> chunk.index & 1
+                cached.last_use = now
+        self.counts.num_references += len(prompt.chunks) + len(prompt.unkept)
+        self.counts.num_hits += sum(reused) + unused_hits.bit_count()
         self.counts.num_reused_tokens += num_tokens
 
     # Locks

@@ -267,6 +267,18 @@ class ChunkAdmission:
             if not self.revoke_newest():
                 self.pins.give_up()
 
+    def may_lack_slots(self, num_tokens: int) -> bool:
+        """Whether the next step may have fewer slots, while pins or a request in chunked prefill hold some."""
+        held = len(self.pins) or self.scheduler.chunked_req is not None
+        return bool(held) and self.rows.shares_pool and self.budget.num_free_now() < num_tokens
+
+    def give_up_pins(self) -> bool:
+        """End a pin, since nothing else can make room; returns False if there is none."""
+        if not len(self.pins):
+            return False
+        self.pins.give_up()
+        return True
+
     def _release(self, req: Any) -> None:
         self.holders.remove(req)
         self.gave_back = True

@@ -9,6 +9,7 @@ from sglang_lazy.chunks.catalog import MIN_DIGITS
 from sglang_lazy.core.keys import chunk_id, tokens_digest
 from sglang_lazy.core.remembered import Remembered
 from sglang_lazy.core.segments import NO_LIMIT, ChunkLimit, Segment
+from sglang_lazy.serving.chunk_lists import check_id
 from sglang_lazy.serving.requests import check_cache_salt, is_batch
 
 CAPACITY = 1 << 28
@@ -104,6 +105,8 @@ def with_tokens(
         return segments
     taken, num_chunks = [], 0
     for index, segment in enumerate(segments):
+        if hasattr(segment, "to_segment"):
+            segment = segment.to_segment()
         if isinstance(segment, Mapping) and segment.get("type") == "chunk":
             num_chunks += 1
             limit.check(num_chunks)
@@ -118,4 +121,7 @@ def _name(segment: Mapping[str, Any], where: str) -> str:
     name = segment["id"]
     if not isinstance(name, str) or segment.keys() != {"type", "id"}:
         raise ValueError(f"{where}: the id of a chunk must be a string, and replaces text and input_ids")
-    return name
+    try:
+        return check_id(name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None

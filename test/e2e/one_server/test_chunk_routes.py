@@ -226,6 +226,27 @@ def test_prompts_name_a_chunk_by_its_id(server):
     assert gone.status_code == 404
 
 
+@pytest.mark.parametrize("name", ["abc", "0" * 15, "0" * 65, "x" * 16])
+def test_malformed_ids_are_no_unknown_chunks(server, name):
+    by_id = {"type": "chunk", "id": name}
+    messages = {"messages": [{"role": "user", "content": [by_id]}]}
+    bodies = {
+        "/generate": {"segments": [by_id]},
+        "/v1/completions": {"segments": [by_id], "prompt": ""},
+        "/v1/chat/completions": messages,
+        "/v1/responses": {"input": messages["messages"]},
+        "/v1/messages": messages,
+    }
+    for path, body in bodies.items():
+        full = {"model": "any", "max_tokens": 2, **body} if path != "/generate" else body
+        answer = requests.post(server + path, json=full, timeout=60)
+        assert answer.status_code == 400 and "has 16 to 64 hexadecimal digits" in answer.text, (path, answer.text)
+    for method, path in (("GET", ""), ("PATCH", ""), ("DELETE", ""), ("GET", "/uses")):
+        url = f"{server}/lazy/uses/{name}" if path else f"{server}/chunks/{name}"
+        answer = requests.request(method, url, json={"pin": True} if method == "PATCH" else None, timeout=60)
+        assert answer.status_code == 400 and "has 16 to 64 hexadecimal digits" in answer.text, (method, answer.text)
+
+
 def test_an_id_outlives_the_kv(server):
     """What was evicted is computed again from the tokens that are remembered."""
     salt = "outlives"
