@@ -33,7 +33,7 @@ def parse_args(argv: Sequence[str], prog: str = PROG) -> tuple[LazyConfig, list[
     except ValueError as error:
         parser.error(str(error))
     try:
-        check_policy(config.default_link)
+        plugin.check_policy(config.default_link)
     except ValueError as error:
         parser.error(f"{flag('default_link')}: {error}")
     return config, rest
@@ -48,17 +48,6 @@ def _ours(parser: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argpars
             similar = difflib.get_close_matches(argument.partition("=")[0], names, n=1)
             parser.error(f"unknown flag {argument}" + "".join(f": did you mean {name}?" for name in similar))
     return args, rest
-
-
-def check_policy(link: str) -> None:
-    """Raise ValueError if there is no policy `link`, unless a plugin of SGLang's that is not loaded yet may add it."""
-    from sglang_lazy.policies import get_policy  # imports PyTorch
-
-    try:
-        get_policy(link)
-    except ValueError:
-        if not plugin.others_installed():
-            raise
 
 
 def _expand(argv: Sequence[str]) -> Sequence[str]:

@@ -8,6 +8,7 @@ LAZY_CUTS: how many streams to cut in all, 1,000 before a release.
 
 import contextlib
 import http.client
+import itertools
 import json
 import os
 import random
@@ -26,11 +27,14 @@ from sglang_lazy.testing.server import wait_for
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("waiting")]
 
 NUM_CUTS = int(os.environ.get("LAZY_CUTS", "32"))
+TIERS = ["--enable-hierarchical-cache", "--hicache-ratio", "2"]
+PRIORITIES = ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "3"]
+IN_TURN = ["--disable-overlap-schedule"]
 SERVERS = {
     "overlap": (2, []),
-    "in turn, host tier": (4, ["--disable-overlap-schedule", "--enable-hierarchical-cache", "--hicache-ratio", "2"]),
-    "overlap, host tier": (8, ["--enable-hierarchical-cache", "--hicache-ratio", "2"]),
-    "in turn": (2, ["--disable-overlap-schedule"]),
+    "in turn, host tier": (4, [*IN_TURN, *TIERS, *PRIORITIES]),
+    "overlap, host tier": (8, [*TIERS, *PRIORITIES]),
+    "in turn": (2, IN_TURN),
 }
 """By name, the places of each server and its flags."""
 TESTED = [*SERVERS] if NUM_CUTS >= 1000 else [*SERVERS][:2]
@@ -66,6 +70,15 @@ class Server:
         assert wait_for(lambda: not self.held()[0], PATIENCE), self.held()
         return self.held()[1] - passes
 
+    @contextlib.contextmanager
+    def slowly(self):
+        """Long passes, so that a client finds a prompt half computed."""
+        assert self.post("/slow_down", forward_sleep_time=0.05).ok
+        try:
+            yield
+        finally:
+            self.post("/slow_down", forward_sleep_time=0)
+
     def tokens(self, count):
         """Tokens that nobody has sent before."""
         return [self.numbers.randrange(10, 500) for _ in range(count)]
@@ -78,7 +91,6 @@ def server(request, tiny_model, tmp_path_factory, with_plugin):
     adapters = [f"{name}={random_adapter(tiny_model, folder / name, seed=ord(name), rank=4)}" for name in "ab"]
     flags = ["--model-path", tiny_model, "--max-total-tokens", "3000", "--chunked-prefill-size", str(PIECE), *flags]
     flags += ["--max-running-requests", str(places), "--lazy-preamble", "These lines stand alone."]
-    flags += ["--enable-priority-scheduling", "--priority-scheduling-preemption-threshold", "3"]
     flags += ["--max-queued-requests", "12", "--max-loras-per-batch", "2", "--lora-paths", *adapters, *device_flags()]
     with with_plugin(leftovers.load), running_server(flags, folder / "server.log") as url:
         yield Server(url, places, folder / "server.log")
@@ -119,21 +131,24 @@ def params(num_tokens, **more):
 # The end of what nobody waits for
 
 
-@pytest.mark.parametrize("way", ["abort", "abort_all", "leave"])
-@pytest.mark.parametrize("link", ["block", "query:ratio=0.2", "blend:ratio=0.2"])
-def test_a_prompt_that_leaves_takes_its_fill_or_probe_along(server, way, link):
+@pytest.mark.parametrize(
+    "link, way",
+    [*itertools.product(["block", "query:ratio=0.2"], ["abort", "leave"]), ("blend:ratio=0.2", "abort_all")],
+)
+def test_a_prompt_that_leaves_takes_its_fill_or_probe_along(server, link, way):
     """In the middle of it; the server is idle after the pass under way."""
     document, question = ids("chunk", *server.tokens(700)), ids("text", *server.tokens(1000))
     if link != "block":  # the fill ends first: the document is known, and the probe computes the question
         assert server.post("/generate", segments=[document, question], sampling_params=params(1)).ok
-    stream = Stream(server, "leaves", segments=[document, question], link=link, sampling_params=params(4), stream=True)
-    assert wait_for(lambda: "internal and half computed" in server.held()[0], 20), (server.held(), stream.read())
-    getattr(stream, way)()
-    if way == "leave":
-        assert server.settled() <= 1
-        return
-    assert wait_for(lambda: "requests" not in server.held()[0], PATIENCE)
-    passes = server.held()[1]
+    with server.slowly():
+        stream = Stream(server, "leaves", segments=[document, question], link=link, stream=True)
+        assert wait_for(lambda: "internal and half computed" in server.held()[0], PATIENCE)
+        getattr(stream, way)()
+        if way == "leave":
+            assert server.settled() <= 1
+            return
+        assert wait_for(lambda: "requests" not in server.held()[0], PATIENCE)
+        passes = server.held()[1]
     assert server.post("/flush_cache").ok, "the fill still runs"
     assert server.post("/generate", segments=[ids("text", 5, 6, 7)], sampling_params=params(1)).ok
     assert server.held()[1] <= passes + 2
@@ -143,15 +158,16 @@ def test_a_prompt_that_leaves_takes_its_fill_or_probe_along(server, way, link):
 @pytest.mark.parametrize("call", ["/update_weights_from_disk", "/release_memory_occupation"])
 def test_weights_and_memory_after_an_abort(server, call, tiny_model):
     """Both need a server without requests, and end one that has any."""
-    stream = Stream(server, "leaves", segments=[ids("chunk", *server.tokens(700)), ids("text", 5)], stream=True)
-    assert wait_for(lambda: "internal and half computed" in server.held()[0], PATIENCE)
-    stream.abort()
-    stream.read()
+    with server.slowly():
+        stream = Stream(server, "leaves", segments=[ids("chunk", *server.tokens(700)), ids("text", 5)], stream=True)
+        assert wait_for(lambda: "internal and half computed" in server.held()[0], PATIENCE)
+        stream.abort()
+        stream.read()
     assert server.post(call, **({"model_path": tiny_model} if "weights" in call else {})).ok
     if "memory" in call:
         assert server.post("/resume_memory_occupation").ok
     assert server.post("/generate", segments=[ids("text", 5, 6, 7)], sampling_params=params(1)).ok
-    assert server.settled() == 0
+    assert server.settled() <= 1
 
 
 def test_a_flush_after_aborts_while_paused(server):
@@ -159,15 +175,16 @@ def test_a_flush_after_aborts_while_paused(server):
     cached = ids("chunk", *server.tokens(50))
     prompts = [[cached, ids("chunk", *server.tokens(400)), ids("text", 5 + i)] for i in range(2)]
     assert server.post("/generate", segments=[cached, ids("text", 5)], sampling_params=params(1)).ok
-    streams = [Stream(server, f"paused {i}", segments=prompt, stream=True) for i, prompt in enumerate(prompts)]
-    assert wait_for(lambda: server.held()[0].get("holders of locks") == 2, PATIENCE)
-    assert server.post("/pause_generation", mode="retract").ok
+    with server.slowly():
+        streams = [Stream(server, f"paused {i}", segments=prompt, stream=True) for i, prompt in enumerate(prompts)]
+        assert wait_for(lambda: server.held()[0].get("holders of locks") == 2, PATIENCE)
+        assert server.post("/pause_generation", mode="retract").ok
     streams[0].abort_all()
     assert server.post("/flush_cache").ok
     assert server.post("/continue_generation").ok
     for stream in streams:
         stream.read()
-    assert server.settled() == 0
+    assert server.settled() <= 1
     assert server.post("/generate", segments=prompts[0], sampling_params=params(1)).ok
 
 
@@ -177,7 +194,7 @@ def test_a_flush_after_aborts_while_paused(server):
 @pytest.mark.parametrize("link", ["block", "query:ratio=0.2"])
 def test_the_last_place_goes_to_a_prompt_whose_chunk_is_missing(server, link):
     """And to one with cached chunks, whose policy probes: neither waits for another's whole answer."""
-    assert server.settled() == 0
+    assert server.settled() <= 1
     busy = {"sampling_params": params(1200), "stream": True}
     others = [Stream(server, f"other {i}", input_ids=[5, 6, 7 + i], **busy) for i in range(server.places - 1)]
     assert wait_for(lambda: server.held()[0].get("running") == len(others), PATIENCE)
@@ -186,11 +203,11 @@ def test_the_last_place_goes_to_a_prompt_whose_chunk_is_missing(server, link):
         more = [ids("chunk", *server.tokens(20))] if link == "block" else []
         segments = [document, *more, ids("text", *server.tokens(5))]
         assert server.post("/generate", segments=segments, link=link, sampling_params=params(2)).ok
-        assert server.held()[0]["running"] == len(others), "it has waited until another one was answered"
+        assert server.held()[0].get("requests") == len(others), "it has waited until another one was answered"
     for stream in others:
         stream.abort()
         stream.read()
-    assert server.settled() == 0
+    assert server.settled() <= 1
 
 
 # Streams that are cut at random times
@@ -269,7 +286,7 @@ def test_streams_that_are_cut_leave_nothing_behind(server):
         assert server.settled() <= 1, "something was computed that nobody waited for"
         assert server.post("/generate", **known).json()["output_ids"] == expected
     assert traffic.num_cut_short, "all were answered before they were cut"
-    assert server.post("/flush_cache").ok
+    assert server.settled() <= 1 and server.post("/flush_cache").ok
     assert server.post("/generate", **known).json()["output_ids"] == expected
     for adapter in "ab":
         assert server.post("/unload_lora_adapter", lora_name=adapter).ok

@@ -21,7 +21,9 @@ def url(tiny_model, tmp_path_factory):
 
 
 def call(url, method, path, key, **body):
-    headers = {"X-Cache-Salt": "tenant"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
+    headers: dict = {"X-Cache-Salt": "tenant"}
+    if key is not None:
+        headers["Authorization"] = b"Bearer " + (key if isinstance(key, bytes) else key.encode())
     return requests.request(method, url + path, json=body or None, headers=headers, timeout=60)
 
 
@@ -42,7 +44,7 @@ def test_which_key_opens_which_route(url):
         ("DELETE", f"/chunks/{name}", {}),
     ]
     for method, path, body in calls:
-        for key in (None, "other", "key"):
+        for key in (None, "other", "key", "\xe4".encode()):  # the last one is not ASCII
             refused = call(url, method, path, key, **body)
             assert refused.status_code == 401 and name not in refused.text, (method, path, key)
             assert call(url, "POST", "/flush_cache", key).status_code == 401

@@ -205,6 +205,26 @@ def test_a_parent_takes_one_place_from_less_important_requests(overlap):
     assert all(len(req.output_ids) == 30 for req in low)
 
 
+@both_loops
+def test_memory_that_a_waiting_parent_gives_back_is_there_at_once(overlap):
+    """Not only when a running request ends, though SGLang has found no room before."""
+    loop = Loop(40, overlap=overlap, scheduler={"max_adapters": 1})
+    loop.submit([A, B, C, QUESTION], "warm", lora_id="x", max_new_tokens=1)
+    loop.run()
+    runs = loop.submit([(TEXT, (1, 2, 3))], "runs", max_new_tokens=12)
+    loop.step()
+    parent = loop.submit([A, B, C, QUESTION], "no adapter", lora_id="x", max_new_tokens=1)
+    plain = loop.submit([(TEXT, tuple(2 + i % 7 for i in range(13)))], "plain", max_new_tokens=2)
+    for _ in range(2):
+        loop.step()
+    assert loop.admission.holders == [parent] and loop.running_batch.batch_is_full
+    loop.abort(parent)
+    for _ in range(4):
+        loop.step()
+    assert plain.output_ids and not runs.finished()
+    loop.run()
+
+
 # Counts
 
 

@@ -142,15 +142,19 @@ class PromptLayout:
         are none only if `link` is full and the layout serves to carry the cache salt.
     cache_salt: namespace of the request's KV, None for the shared one.
     link: the policy.
+    ahead: whether its chunks are computed ahead of use: prompts that somebody waits for go first.
     """
 
     chunks: tuple[tuple[int, int], ...]
     cache_salt: str | None = None
     link: str = "block"
+    ahead: bool = False
 
     def pack(self) -> PackedLayout:
         """Serialize as JSON, which every transport between SGLang's processes preserves."""
         fields = {"v": LAYOUT_VERSION, "chunks": self.chunks, "cache_salt": self.cache_salt, "link": self.link}
+        if self.ahead:
+            fields["ahead"] = True
         return PackedLayout(json.dumps(fields, separators=(",", ":")))
 
     @classmethod
@@ -164,7 +168,7 @@ class PromptLayout:
             version = fields["v"]
             if version == LAYOUT_VERSION:
                 chunks = tuple((int(start), int(end)) for start, end in fields["chunks"])
-                layout = cls(chunks, fields["cache_salt"], fields["link"])
+                layout = cls(chunks, fields["cache_salt"], fields["link"], bool(fields.get("ahead")))
         except (TypeError, KeyError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"malformed prompt layout: {packed!r:.200}") from error
         if version != LAYOUT_VERSION:

@@ -8,7 +8,6 @@ from sglang.srt.plugins import load_plugins
 
 from sglang_lazy.core.config import pop_keywords
 from sglang_lazy.entrypoints.chunks import ChunkMethods
-from sglang_lazy.policies import get_policy
 from sglang_lazy.port import plugin
 from sglang_lazy.port.start import check_start
 from sglang_lazy.serving.known_chunks import known_chunks, with_tokens
@@ -25,7 +24,7 @@ class Engine(ChunkMethods, engine.Engine):
 
     def __init__(self, **kwargs: Any):
         config = pop_keywords(kwargs)
-        get_policy(config.default_link)
+        plugin.check_policy(config.default_link)
         if config.shadow_rate:
             raise ValueError("shadow_rate watches the traffic of a server; for an engine there is sglang_lazy.verify")
         plugin.activate(config)

@@ -165,6 +165,17 @@ def test_a_registration_is_polled(server):
     assert get(server, f"/{failing}", salt="other").status_code == 404
 
 
+def test_prompts_of_others_go_before_registered_chunks(server):
+    """However many one tenant registers: another's answer does not wait for all of them."""
+    dice, salt = Dice("many"), "many registrations"
+    for _ in range(20):
+        answer = register(server, *({"input_ids": dice.ids(200)} for _ in range(16)), salt=salt)
+    generate(server, segments=[text("Read: "), chunk(DOCUMENT), text(" Who?")], cache_salt="another")
+    last = answer.json()["accepted"][-1]
+    assert get(server, f"/{last}", salt=salt).json()["registration"] == {"state": "waiting"}
+    assert wait_for(lambda: get(server, f"/{last}", salt=salt).json()["registration"] is None, 120)
+
+
 def test_bad_registrations(server):
     for chunks, body, reason in (
         ([], {}, "1 to 1000"),
